@@ -1,0 +1,40 @@
+# One environment for everything: .venv, made from the pins in constraints.txt.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: env demo test-fast test test-all lint format clean
+
+env: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=24"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	touch $@
+
+demo: env
+	$(BIN)/quern demo
+
+test-fast: env
+	$(PYTEST) -n 2 -m "not slow and not long"
+
+test: env
+	$(PYTEST) -n 2 -m "not long"
+
+test-all: env
+	$(PYTEST) -n 2
+
+lint: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) demo-run .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

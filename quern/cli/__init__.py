@@ -1,0 +1,1 @@
+"""The command line: it parses, composes and prints; the wings do the work."""

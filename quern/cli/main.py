@@ -1,0 +1,41 @@
+"""``quern``: the command groups."""
+
+from __future__ import annotations
+
+import typer
+
+from quern import __version__
+from quern.cli import data, demo, tokens
+
+app = typer.Typer(
+    name="quern",
+    help="Grinds a web crawl into tokens in which every token knows its URL.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data.app, name="data")
+app.add_typer(tokens.app, name="tokens")
+app.command("demo")(demo.demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"quern {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

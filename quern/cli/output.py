@@ -1,0 +1,72 @@
+"""What every command shares: errors as one line, exit codes, and a stdout that is one JSON document when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from quern.errors import QuernError
+
+__all__ = ["JSON", "err_console", "json_stdout", "out_console", "reports_errors"]
+
+JSON = typer.Option(False, "--json", help="Print one JSON document on stdout and nothing else.")
+
+
+def out_console() -> Console:
+    """For results."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def err_console() -> Console:
+    """For everything that is not the result."""
+    return Console(stderr=True, highlight=False)
+
+
+def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A bad input or a failed run ends in one line on stderr and the right exit code, never in a traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except QuernError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted; run the same command again to go on", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+@contextmanager
+def json_stdout(active: bool) -> Iterator[Callable[[Any], None]]:
+    """Yields ``emit(value)``. While active, file descriptor 1 is stderr's, so that what native code and child
+    processes print cannot reach stdout; ``emit`` writes to the real one.
+    """
+    if not active:
+        yield lambda value: None
+        return
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+
+    def emit(value: Any) -> None:
+        data = (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n").encode()
+        while data:
+            data = data[os.write(real, data) :]
+
+    try:
+        yield emit
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)

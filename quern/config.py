@@ -1,0 +1,238 @@
+"""One YAML a run, validated: a file plus dotted ``key=value`` overrides becomes a frozen, typed config.
+
+Every error is one line that names the file (or the override), the field, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quern.errors import InputError
+
+__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides"]
+
+
+class Section(BaseModel):
+    """A part of a config: unknown keys are refused, values are never coerced across kinds, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, use_enum_values=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice (plain YAML keeps the last one without a word)."""
+
+
+def _mapping_without_repeats(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen.add(key)
+    return dict(loader.construct_mapping(node, deep=True))
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats)
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """``["a.b=1", "sources.0.paths=[x]"]`` → pairs of dotted key and YAML-parsed value."""
+    pairs = []
+    for text in overrides:
+        key, sep, value = text.partition("=")
+        if not sep or not key.strip():
+            raise InputError(f"override {text!r}: expected key=value, for example workers=4")
+        try:
+            pairs.append((key.strip(), yaml.load(value, Loader=_Loader) if value else None))
+        except yaml.YAMLError as error:
+            raise InputError(f"override {text!r}: the value is not YAML ({_one_line(error)})") from None
+    return pairs
+
+
+def load_config(path: str | os.PathLike[str] | None, model: type[Model], overrides: Iterable[str] = ()) -> Model:
+    """Read ``path`` (YAML), apply ``overrides``, validate as ``model``.
+
+    Raises:
+        InputError: one line naming file or override, field, value and expectation.
+    """
+    name = os.fspath(path) if path is not None else "(no file)"
+    raw: Any = {}
+    if path is not None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                raw = yaml.load(file, Loader=_Loader)
+        except FileNotFoundError:
+            raise InputError(f"{name}: no such config file") from None
+        except IsADirectoryError:
+            raise InputError(f"{name}: is a directory, expected a YAML file") from None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        except OSError as error:
+            raise InputError(f"{name}: cannot be read ({error.strerror})") from None
+        except yaml.YAMLError as error:
+            raise InputError(f"{name}: not valid YAML: {_one_line(error)}") from None
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise InputError(f"{name}: expected a mapping of keys at the top, got {type(raw).__name__}")
+    overridden = []
+    for key, value in parse_overrides(overrides):
+        _set(raw, key, value)
+        overridden.append(key)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise InputError(_explain(error, model, name, overridden)) from None
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return where + str(getattr(error, "problem", None) or " ".join(str(error).split()))
+
+
+def _set(tree: Any, dotted: str, value: Any) -> None:
+    parts = dotted.split(".")
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        here = ".".join(parts[: depth + 1])
+        if isinstance(tree, list):
+            if not part.isdigit() or int(part) > len(tree):
+                raise InputError(f"override {dotted}: {here}: expected a list index from 0 to {len(tree)}, got {part!r}")
+            index = int(part)
+            if index == len(tree):
+                tree.append({} if not last else None)
+            if last:
+                tree[index] = value
+            tree = tree[index]
+        elif isinstance(tree, dict):
+            if last:
+                tree[part] = value
+            elif tree.get(part) is None:
+                tree[part] = [] if parts[depth + 1].isdigit() else {}
+            tree = tree[part]
+        else:
+            above = ".".join(parts[:depth])
+            raise InputError(f"override {dotted}: {above} is a single value ({tree!r}) and has no key {part!r}")
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "finite_number": "a finite number",
+}
+
+
+def _explain(error: ValidationError, model: type[BaseModel], name: str, overridden: list[str]) -> str:
+    """The first error of the list as one line; the rest are counted."""
+    details = error.errors(include_url=False)
+    detail = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
+    loc = [part for part in detail["loc"] if not _is_union_tag(part)]
+    field = ".".join(str(part) for part in loc) or "(top level)"
+    given = any(field == key or field.startswith(key + ".") or key.startswith(field + ".") for key in overridden)
+    where = f"{name} (override)" if given else name
+    kind, ctx, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "extra_forbidden":
+        known = _known_keys(model, loc[:-1])
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else "known keys: " + ", ".join(sorted(known))
+        message = f"{where}: {field}: unknown key; {hint}"
+    elif kind == "missing":
+        message = f"{where}: {field}: missing; this key is required"
+    elif kind == "literal_error":
+        message = f"{where}: {field}: expected one of {ctx['expected']}, got {_show(value)}"
+    elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        sign = {"greater_than": ">", "greater_than_equal": "≥", "less_than": "<", "less_than_equal": "≤"}[kind]
+        limit = f"{next(iter(ctx.values())):g}"
+        message = f"{where}: {field}: expected a number {sign} {limit}, got {_show(value)}"
+    elif kind in _EXPECTED:
+        message = f"{where}: {field}: expected {_EXPECTED[kind]}, got {_show(value)}"
+    elif kind in ("value_error", "assertion_error"):
+        message = f"{where}: {field}: {ctx['error']}"
+    elif kind == "string_pattern_mismatch":
+        message = f"{where}: {field}: expected text matching {ctx['pattern']}, got {_show(value)}"
+    else:
+        message = f"{where}: {field}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {_show(value)}"
+    more = len({".".join(map(str, d["loc"])) for d in details} - {".".join(map(str, detail["loc"]))})
+    return message + (f" (and {more} more)" if more and not _same_union(details, detail) else "")
+
+
+def _same_union(details: list[Any], detail: Any) -> bool:
+    """Pydantic reports one error for each branch of a union; that is one mistake."""
+    plain = [part for part in detail["loc"] if not _is_union_tag(part)]
+    return all([part for part in d["loc"] if not _is_union_tag(part)] == plain for d in details)
+
+
+def _is_union_tag(part: int | str) -> bool:
+    return isinstance(part, str) and (
+        part in ("int", "float", "str", "bool", "none") or "[" in part or part[:1].isupper()
+    )
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _known_keys(model: type[BaseModel], path: list[int | str]) -> list[str]:
+    """Field names at ``path`` below ``model``; follows Optional, list and dict annotations."""
+    here: Any = model
+    for part in path:
+        if isinstance(part, int):
+            continue  # an item of a list: its model was found with the list
+        if isinstance(here, type) and issubclass(here, BaseModel):
+            field = here.model_fields.get(str(part))
+            here = field.annotation if field else None
+        here = _model_in(here)
+        if here is None:
+            return []
+    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
+
+
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for arg in get_args(annotation):
+        found = _model_in(arg)
+        if found is not None:
+            return found
+    return None
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a config or a part of it: sorted keys, no spaces."""
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(value: Any) -> str:
+    """blake2b-128 (hex) of :func:`canonical_json`."""
+    return hashlib.blake2b(canonical_json(value).encode(), digest_size=16).hexdigest()
+
+
+def dump_yaml(config: BaseModel | Mapping[str, Any]) -> str:
+    """The resolved config as YAML that :func:`load_config` reads back to the same value."""
+    plain = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)

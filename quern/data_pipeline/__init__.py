@@ -1,0 +1,1 @@
+"""Crawl to clean, unique documents."""

@@ -1,0 +1,55 @@
+"""The commit log: what is done, decided by content and not by a marker.
+
+One JSON object a piece of work. It counts only while its input fingerprint and config hash still are those of the
+run; counters are summed from these objects, so they survive any number of resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quern import storage
+
+__all__ = ["commit_path", "find_commit", "publish_commit"]
+
+
+def commit_path(run_dir: str, phase: str, source: str, piece: str) -> str:
+    """``RUN/commits/<phase>/<source>/<piece>.json``."""
+    return storage.join(run_dir, "commits", phase, source, f"{piece}.json")
+
+
+def find_commit(
+    run_dir: str, phase: str, source: str, piece: str, *, inputs: Any, config: str
+) -> dict[str, Any] | None:
+    """The commit of a piece, or None when it is missing or was made from other inputs or another config."""
+    path = commit_path(run_dir, phase, source, piece)
+    if not storage.exists(path):
+        return None
+    entry: dict[str, Any] = storage.read_json(path)
+    return entry if entry["inputs"] == inputs and entry["config"] == config else None
+
+
+def publish_commit(
+    run_dir: str,
+    phase: str,
+    source: str,
+    piece: str,
+    *,
+    inputs: Any,
+    config: str,
+    outputs: Mapping[str, str],
+    counts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the commit: ``outputs`` maps paths below the run to their SHA-256. The last act of a piece of work."""
+    entry = {
+        "phase": phase,
+        "source": source,
+        "partition": piece,
+        "inputs": inputs,
+        "config": config,
+        "outputs": dict(outputs),
+        "counts": dict(counts),
+    }
+    storage.write_json(commit_path(run_dir, phase, source, piece), entry)
+    return entry

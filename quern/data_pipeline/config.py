@@ -1,0 +1,76 @@
+"""The sections of a data run that decide which pages are kept, and what they become."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from quern.config import Section
+from quern.data_pipeline.dedup import DuplicatesConfig
+from quern.data_pipeline.extract import ExtractConfig
+from quern.data_pipeline.language import LanguageConfig
+from quern.data_pipeline.pii import PiiConfig
+from quern.data_pipeline.quality import QualityConfig
+from quern.data_pipeline.sources import SourceConfig
+from quern.data_pipeline.toxicity import ToxicityConfig
+from quern.data_pipeline.url_filter import UrlConfig
+
+__all__ = ["ChainConfig", "IsolationConfig", "PipelineConfig", "RayConfig"]
+
+
+class ChainConfig(Section):
+    """What the chain does to a page."""
+
+    purge_list: str | None = None
+    urls: UrlConfig = UrlConfig()
+    language: LanguageConfig = LanguageConfig()
+    extract: ExtractConfig = ExtractConfig()
+    quality: QualityConfig = QualityConfig()
+    pii: PiiConfig = PiiConfig()
+    toxicity: ToxicityConfig = ToxicityConfig()
+    duplicates: DuplicatesConfig = DuplicatesConfig()
+
+
+class RayConfig(Section):
+    """Where the work runs: ``address`` of a cluster, or null for a Ray started for this run on this machine."""
+
+    address: str | None = None
+
+
+class IsolationConfig(Section):
+    """What one page may cost before its worker is ended and the page quarantined."""
+
+    page_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    worker_memory_mib: Annotated[int, Field(ge=512)] = 6144
+
+
+class PipelineConfig(ChainConfig):
+    """A data run up to its unique documents."""
+
+    run_dir: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    workers: Annotated[int, Field(ge=1)] | None = None
+    ray: RayConfig = RayConfig()
+    isolation: IsolationConfig = IsolationConfig()
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+
+    @field_validator("run_dir")
+    @classmethod
+    def _not_empty(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("expected a folder for the run, got an empty text")
+        return value.rstrip("/") or "/"
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [source.name for source in self.sources]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sources: expected different names, got {name!r} twice")
+        return self
+
+    @property
+    def chain(self) -> ChainConfig:
+        """The part of the config that a worker needs."""
+        return ChainConfig(**{name: getattr(self, name) for name in ChainConfig.model_fields})

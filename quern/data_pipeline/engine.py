@@ -1,0 +1,183 @@
+"""Where tasks run: a pool of fat Ray actors, or this process.
+
+Every phase is a function mapped over small task tuples; data moves through files, never through return values. An
+engine keeps a bounded number of tasks in flight (one running and one waiting an actor), so nothing piles up in the object store, and
+replaces an actor that died. What a death means for the task is the caller's to say (``on_death``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from quern.errors import QuernError
+
+__all__ = ["Engine", "InProcess", "RayPool", "open_engine"]
+
+R = TypeVar("R")
+OnDeath = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
+
+#: Deaths of one task without an ``on_death`` before the run gives up: a machine may vanish, a bug stays.
+MAX_DEATHS = 3
+OBJECT_STORE_BYTES = 256 << 20
+
+
+class Engine(Protocol):
+    """Runs a function over tasks."""
+
+    num_workers: int
+
+    def map(
+        self,
+        function: Callable[..., R],
+        tasks: Sequence[tuple[Any, ...]],
+        *,
+        label: str,
+        on_death: OnDeath | None = None,
+    ) -> Iterator[tuple[int, R]]:
+        """Run ``function(*task)`` for every task; yield (task index, result) as they finish, in any order.
+
+        ``on_death(index, task)`` is called when the process that ran a task died; it returns the task to run instead
+        or raises. Without it a task is repeated as it is, at most :data:`MAX_DEATHS` times. The first exception a
+        task raises ends the map and is raised here.
+        """
+        ...
+
+
+class InProcess:
+    """Runs tasks one after the other in this process: for tests and for looking at one task in a debugger."""
+
+    num_workers = 1
+
+    def map(
+        self,
+        function: Callable[..., R],
+        tasks: Sequence[tuple[Any, ...]],
+        *,
+        label: str,
+        on_death: OnDeath | None = None,
+    ) -> Iterator[tuple[int, R]]:
+        """See :class:`Engine`."""
+        for index, task in enumerate(tasks):
+            yield index, function(*task)
+
+
+class _Worker:
+    """The actor: a process that keeps its caches (chain, models, encodings) warm from task to task."""
+
+    def call(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+        try:
+            return function(*task)
+        except QuernError as error:
+            return error  # a value: Ray would wrap it and lose its type
+
+    def ready(self) -> int:
+        return os.getpid()
+
+
+class RayPool:
+    """``num_workers`` actors of one CPU each on a Ray cluster."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._actors: list[Any] = []
+
+    def _spawn(self) -> Any:
+        import ray
+
+        return ray.remote(_Worker).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote()
+
+    def map(
+        self,
+        function: Callable[..., R],
+        tasks: Sequence[tuple[Any, ...]],
+        *,
+        label: str,
+        on_death: OnDeath | None = None,
+    ) -> Iterator[tuple[int, R]]:
+        """See :class:`Engine`."""
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        waiting = list(range(len(tasks)))[::-1]
+        current = list(tasks)
+        deaths = [0] * len(tasks)
+        while len(self._actors) < min(self.num_workers, len(tasks)):
+            self._actors.append(self._spawn())
+        idle = list(self._actors)
+        running: dict[Any, tuple[int, Any]] = {}
+        try:
+            while waiting or running:
+                while waiting and idle:
+                    index, actor = waiting.pop(), idle.pop()
+                    running[actor.call.remote(function, current[index])] = (index, actor)
+                done, _ = ray.wait(list(running), num_returns=1)
+                index, actor = running.pop(done[0])
+                try:
+                    result = ray.get(done[0])
+                except RayActorError as death:
+                    self._actors.remove(actor)
+                    self._actors.append(self._spawn())
+                    idle.append(self._actors[-1])
+                    deaths[index] += 1
+                    if on_death is not None:
+                        current[index] = on_death(index, current[index])
+                    elif deaths[index] > MAX_DEATHS:
+                        raise QuernError(
+                            f"{label}: the worker process died {deaths[index]} times on task {index}: {death}"
+                        ) from None
+                    waiting.append(index)
+                    continue
+                except RayTaskError as error:
+                    raise error.as_instanceof_cause() from None
+                idle.append(actor)
+                if isinstance(result, QuernError):
+                    raise result
+                yield index, result
+        finally:
+            if running:  # left early: what still runs must not write into a run that has ended
+                for _, actor in running.values():
+                    ray.kill(actor)
+                    self._actors.remove(actor)
+
+    def close(self) -> None:
+        """End the actors."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+
+
+@contextmanager
+def open_engine(workers: int | None, address: str | None = None) -> Iterator[Engine]:
+    """A Ray pool on the cluster at ``address`` ("auto", "host:port"), or on a local Ray started and ended here.
+
+    ``workers`` defaults to the CPUs of the cluster. A Ray that was already running in this process is used and left
+    as it is.
+    """
+    import ray
+
+    mine = not ray.is_initialized()
+    if mine:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        if address is None:
+            num_cpus = workers or os.cpu_count() or 1
+            ray.init(
+                num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet
+            )
+        else:
+            try:
+                ray.init(address=address, **quiet)
+            except ConnectionError as error:
+                raise QuernError(f"ray.address: no Ray cluster at {address!r} ({error})") from None
+    pool = RayPool(workers or max(1, int(ray.cluster_resources().get("CPU", 1))))
+    try:
+        yield pool
+    finally:
+        pool.close()
+        if mine:
+            ray.shutdown()

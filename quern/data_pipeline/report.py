@@ -1,0 +1,323 @@
+"""What a data run did, in numbers that add up: ``stats.json`` and the funnel on the terminal.
+
+Counters come from the commits of finished partitions and from nowhere else, so they are the same after any number of
+resumes. The HTML page stands in :mod:`quern.data_pipeline.report_html`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quern import storage
+from quern.data_pipeline.document import STAGES
+from quern.errors import QuernError
+
+__all__ = ["FunnelRow", "build_stats", "committed", "funnel", "print_funnel", "write_stats"]
+
+STATS_FORMAT = 1
+MAX_DAMAGE = 1000
+PRE_SKIP = "language:language.pre_skip"
+DECISIONS = "duplicates/decisions.parquet"
+
+_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept")
+_TABLES = ("by_stage", "by_reason", "by_language", "other_records")
+
+#: Rows of the funnel in the order of the road: (key, label). The language guess comes before extraction.
+_ROAD = (
+    ("read", "read"),
+    ("quarantine", "quarantine"),
+    ("purged", "purged before"),
+    ("url", "url"),
+    ("pre_skip", "language guess"),
+    ("extract", "extract"),
+    ("language", "language"),
+    ("quality", "quality"),
+    ("pii", "pii"),
+    ("toxicity", "toxicity"),
+    ("duplicates", "duplicates"),
+)
+
+
+@dataclass(frozen=True)
+class FunnelRow:
+    """One stage of the funnel. ``entered = dropped + left``, and ``left`` is what the next row's ``entered`` is."""
+
+    stage: str
+    label: str
+    entered: int
+    dropped: int
+    left: int
+    share: float
+    """dropped ÷ entered; 0.0 when nothing entered."""
+    reasons: tuple[tuple[str, int], ...]
+    """The most frequent reasons with their counts, largest first."""
+
+
+def committed(
+    run_dir: str, partitions: Collection[tuple[str, str]] | None = None
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(source, partition, counts) of every committed partition of the pages phase, sorted.
+
+    ``partitions`` limits them to those of the run; a folder can hold commits of inputs it no longer has.
+
+    Raises:
+        QuernError: a commit names another partition than its place does, or one of ``partitions`` has no commit.
+    """
+    folder = storage.join(run_dir, "commits", "pages")
+    wanted = None if partitions is None else set(partitions)
+    seen = set()
+    for path in storage.list_files(folder):
+        inside = path.split("/commits/pages/", 1)[-1]
+        source, _, name = inside.removesuffix(".json").partition("/")
+        if not inside.endswith(".json") or inside.rpartition("/")[2].startswith("."):
+            continue
+        if wanted is not None and (source, name) not in wanted:
+            continue
+        entry = storage.read_json(path)
+        if (entry.get("source"), entry.get("partition")) != (source, name):
+            raise QuernError(f"{path}: this commit is of {entry.get('source')}/{entry.get('partition')}")
+        seen.add((source, name))
+        yield source, name, entry["counts"]
+    missing = sorted((wanted or set()) - seen)
+    if missing:
+        raise QuernError(f"{folder}: no commit of {'/'.join(missing[0])} ({len(missing)} missing)")
+
+
+def build_stats(
+    run_dir: str,
+    duplicates: Mapping[str, Any],
+    tokens: Mapping[str, Any] | None,
+    partitions: Collection[tuple[str, str]] | None = None,
+) -> dict[str, Any]:
+    """The counts of a run as plain data, summed from committed partitions; the same for the same bytes in the run.
+
+    Only what stands under ``"timing"`` (seconds) may differ between two runs over the same input.
+
+    Args:
+        run_dir: the run.
+        duplicates: the report of :func:`quern.data_pipeline.dedup.run` as plain data; ``removed`` is source → kind →
+            documents.
+        tokens: source → ``{"train": {"documents", "tokens", "shards"}, "val": {…}}``; None before tokenization.
+        partitions: (source, partition) of the run; None takes every commit.
+
+    Raises:
+        QuernError: something does not add up; the message names what and where.
+    """
+    sources: dict[str, dict[str, Any]] = {}
+    totals: dict[str, Any] = _blank()
+    damage: list[dict[str, Any]] = []
+    num_damage = 0
+    seconds: Counter[str] = Counter()
+    cpu_seconds = 0.0
+    for source, name, counts in committed(run_dir, partitions):
+        _check_partition(f"{source}/{name}", counts)
+        for table in (totals, sources.setdefault(source, _blank())):
+            _add(table, counts)
+        found = counts.get("damage", ())
+        num_damage += len(found)
+        damage.extend({"source": source, **dict(item)} for item in found[: MAX_DAMAGE - len(damage)])
+        seconds.update(counts.get("stage_seconds", {}))
+        cpu_seconds += counts.get("cpu_seconds", 0.0)
+    removed = _removed(duplicates, sources)
+    _check_decisions(run_dir, removed)
+    for source, table in sources.items():
+        table["duplicates"] = removed.get(source, {})
+        table["unique"] = table["kept"] - sum(table["duplicates"].values())
+        table["tokens"] = None
+    kinds: Counter[str] = Counter()
+    for by_kind in removed.values():
+        kinds.update(by_kind)
+    token_counts = None if tokens is None else _count_tokens(tokens, sources)
+    return {
+        "format": STATS_FORMAT,
+        **{key: dict(sorted(value.items())) if key in _TABLES else value for key, value in totals.items()},
+        "unique": totals["kept"] - kinds.total(),
+        "sources": {name: _sorted_tables(sources[name]) for name in sorted(sources)},
+        "duplicates": {**duplicates, "removed": removed, "by_kind": dict(sorted(kinds.items()))},
+        "tokens": token_counts,
+        "damage": {"count": num_damage, "first": damage},
+        "timing": {
+            "cpu_seconds": round(cpu_seconds, 3),
+            "stage_seconds": {name: round(value, 3) for name, value in sorted(seconds.items())},
+            "pages_per_cpu_second": round(totals["pages"] / cpu_seconds, 2) if cpu_seconds else None,
+        },
+    }
+
+
+def write_stats(run_dir: str, stats: Mapping[str, Any]) -> str:
+    """Write ``stats.json`` into the run, atomically; return its path."""
+    path = storage.join(run_dir, "stats.json")
+    storage.write_json(path, stats)
+    return path
+
+
+def _blank() -> dict[str, Any]:
+    return {"partitions": 0, **dict.fromkeys(_SUMS, 0), **{name: Counter() for name in _TABLES}}
+
+
+def _add(table: dict[str, Any], counts: Mapping[str, Any]) -> None:
+    table["partitions"] += 1
+    for name in _SUMS:
+        table[name] += counts.get(name, 0)
+    for name in _TABLES:
+        table[name].update(counts.get(name, {}))
+
+
+def _sorted_tables(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: dict(sorted(value.items())) if isinstance(value, dict) else value for key, value in table.items()}
+
+
+def _check_partition(where: str, counts: Mapping[str, Any]) -> None:
+    by_stage, by_reason = counts["by_stage"], counts.get("by_reason", {})
+    dropped = sum(by_stage.values())
+    if counts["pages"] != counts["kept"] + dropped:
+        raise QuernError(
+            f"{where}: {counts['pages']} pages were read, but {counts['kept']} kept + {dropped} dropped = "
+            f"{counts['kept'] + dropped}"
+        )
+    reasons: Counter[str] = Counter()
+    for reason, count in by_reason.items():
+        reasons[reason.partition(":")[0]] += count
+    for stage in sorted({*by_stage, *reasons}):
+        if by_stage.get(stage, 0) != reasons[stage]:
+            raise QuernError(
+                f"{where}: stage {stage} dropped {by_stage.get(stage, 0)} pages, its reasons add up to {reasons[stage]}"
+            )
+    if counts.get("pre_skip", 0) != by_reason.get(PRE_SKIP, 0):
+        raise QuernError(
+            f"{where}: {counts.get('pre_skip', 0)} pages were skipped by the language guess, "
+            f"the reason {PRE_SKIP} counts {by_reason.get(PRE_SKIP, 0)}"
+        )
+
+
+def _removed(duplicates: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Source → kind → documents removed; refuses more removals than there were documents."""
+    removed: dict[str, dict[str, int]] = {}
+    for source, kinds in sorted(duplicates.get("removed", {}).items()):
+        removed[source] = {kind: count for kind, count in sorted(kinds.items()) if count}
+        num_removed, kept = sum(removed[source].values()), sources.get(source, {}).get("kept", 0)
+        if num_removed > kept:
+            raise QuernError(f"source {source}: {num_removed} duplicates were removed from {kept} kept documents")
+    return {source: kinds for source, kinds in removed.items() if kinds}
+
+
+def _check_decisions(run_dir: str, removed: Mapping[str, Mapping[str, int]]) -> None:
+    """The report of duplicates and the stored decisions count the same documents of every kind."""
+    path = storage.join(run_dir, DECISIONS)
+    reported: Counter[str] = Counter()
+    for kinds in removed.values():
+        reported.update(kinds)
+    stored: Counter[str] = Counter()
+    if storage.exists(path):
+        with storage.open_read(path) as file:
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=1 << 16, columns=["kind"]):
+                for item in pc.value_counts(batch.column(0)).to_pylist():
+                    stored[item["values"]] += item["counts"]
+    for kind in sorted({*reported, *stored}):
+        if reported[kind] != stored[kind]:
+            raise QuernError(
+                f"{path}: holds {stored[kind]} decisions of kind {kind}, the report of duplicates {reported[kind]}"
+            )
+
+
+def _count_tokens(tokens: Mapping[str, Any], sources: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Totals and per-source counts; every unique document of every source must have become tokens."""
+    total = dict.fromkeys(("documents", "tokens", "shards"), 0)
+    plain: dict[str, Any] = {}
+    for source in sorted({*tokens, *sources}):
+        splits = {split: dict(tokens.get(source, {}).get(split) or {}) for split in ("train", "val")}
+        for counts in splits.values():
+            for key in total:
+                total[key] += counts.setdefault(key, 0)
+        tokenized = sum(counts["documents"] for counts in splits.values())
+        unique = sources[source]["unique"] if source in sources else 0
+        if tokenized != unique:
+            raise QuernError(
+                f"source {source}: {unique} documents are left after duplicates, {tokenized} were tokenized "
+                f"({splits['train']['documents']} train + {splits['val']['documents']} val)"
+            )
+        plain[source] = splits
+        if source in sources:
+            sources[source]["tokens"] = splits
+    return {**total, "sources": plain}
+
+
+def funnel(stats: Mapping[str, Any], num_reasons: int = 3) -> tuple[FunnelRow, ...]:
+    """The rows of the funnel in the order of the road, duplicates last; the last ``left`` is ``stats["unique"]``."""
+    dropped = Counter(stats["by_stage"])
+    dropped["pre_skip"] = stats["pre_skip"]
+    dropped["language"] -= stats["pre_skip"]
+    dropped["duplicates"] = stats["kept"] - stats["unique"]
+    reasons: dict[str, Counter[str]] = {stage: Counter() for stage in (*STAGES, *dropped)}
+    for full, count in stats["by_reason"].items():
+        stage, _, reason = full.partition(":")
+        reasons["pre_skip" if full == PRE_SKIP else stage][reason] += count
+    reasons["duplicates"].update(stats["duplicates"]["by_kind"])
+    known = [key for key, _ in _ROAD]
+    strange = [(stage, stage) for stage in sorted(set(dropped) - set(known))]
+    rows = []
+    entered = stats["pages"]
+    for stage, label in (*_ROAD[:-1], *strange, _ROAD[-1]):
+        top = sorted(reasons[stage].items(), key=lambda item: (-item[1], item[0]))[:num_reasons]
+        left = entered - dropped[stage]
+        share = dropped[stage] / entered if entered else 0.0
+        rows.append(FunnelRow(stage, label, entered, dropped[stage], left, share, tuple(top)))
+        entered = left
+    return tuple(rows)
+
+
+def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
+    """Print the funnel as a table, with tokens, alarms and damage in the lines below it."""
+    pages = stats["pages"]
+    table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    table.add_column("stage", no_wrap=True)
+    for name in ("in", "dropped", "of in", "left", "of all"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("mostly", overflow="fold", ratio=1)
+    for row in funnel(stats):
+        cells = [
+            row.label,
+            f"{row.entered:,}",
+            f"{row.dropped:,}" if row.dropped else "–",
+            f"{row.share:.1%}" if row.dropped else "",
+            f"{row.left:,}",
+            f"{row.left / pages:.1%}" if pages else "",
+            ", ".join(f"{reason} {count:,}" for reason, count in row.reasons if row.stage != "pre_skip"),
+        ]
+        table.add_row(*(Text(cell) for cell in cells), style="" if row.dropped else "dim")
+    console.print(table)
+    for line in _summary(stats):
+        console.print(Text(line))
+
+
+def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
+    share = f" ({stats['unique'] / stats['pages']:.1%})" if stats["pages"] else ""
+    yield f"{stats['pages']:,} pages → {stats['unique']:,} documents{share}"
+    if stats["tokens"] is not None:
+        held_out = sum(splits["val"]["documents"] for splits in stats["tokens"]["sources"].values())
+        yield (
+            f"{stats['tokens']['tokens']:,} tokens in {stats['tokens']['shards']:,} shards "
+            f"({held_out:,} documents held out for validation)"
+        )
+    for alarm in stats["duplicates"].get("alarms", ()):
+        yield f"alarm: {alarm if isinstance(alarm, str) else _pairs(alarm)}"
+    if stats["damage"]["count"]:
+        yield f"{stats['damage']['count']:,} places of damage in the input were read around"
+    if stats["timing"]["pages_per_cpu_second"] is not None:
+        yield (
+            f"{stats['timing']['cpu_seconds']:,.0f} CPU-seconds in the pages phase, "
+            f"{stats['timing']['pages_per_cpu_second']:,.1f} pages a CPU-second"
+        )
+
+
+def _pairs(alarm: Any) -> str:
+    return ", ".join(f"{key} {value}" for key, value in alarm.items()) if isinstance(alarm, Mapping) else str(alarm)

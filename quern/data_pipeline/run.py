@@ -1,0 +1,216 @@
+"""Drives the chain: plans partitions, runs them, survives their deaths, then finds the duplicates."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quern import storage
+from quern.config import digest
+from quern.data_pipeline import dedup
+from quern.data_pipeline.commits import find_commit, publish_commit
+from quern.data_pipeline.config import PipelineConfig
+from quern.data_pipeline.engine import Engine
+from quern.data_pipeline.isolation import Marker, marker_folder
+from quern.data_pipeline.partition import PartitionTask, process_partition
+from quern.data_pipeline.progress import Progress
+from quern.data_pipeline.sources import Partition, plan
+from quern.errors import InputError, QuernError
+
+__all__ = ["PagesResult", "inputs_digest", "pages_config_hash", "plan_sources", "run"]
+
+#: Raised whenever the code would make other bytes from the same config.
+PAGES_FORMAT = 1
+
+DECISIONS = "duplicates/decisions.parquet"
+CLUSTERS = "duplicates/clusters.parquet"
+
+
+@dataclass(frozen=True)
+class PagesResult:
+    """What the first half of a data run leaves for the second."""
+
+    partitions: tuple[tuple[str, str], ...]
+    """(source, partition) of every committed partition."""
+    duplicates: dict[str, Any]
+    """The report of :func:`quern.data_pipeline.dedup.run` as plain data."""
+
+
+def plan_sources(config: PipelineConfig) -> list[Partition]:
+    """Every partition of every source.
+
+    Raises:
+        InputError: an entry matches nothing, or two files of a source have the same relative path.
+    """
+    return [partition for source in config.sources for partition in plan(source)]
+
+
+def inputs_digest(partitions: Sequence[Partition]) -> str:
+    """One digest over every input file's identity and fingerprint."""
+    return digest(sorted([p.source, p.name, f.relative_path, f.fingerprint] for p in partitions for f in p.files))
+
+
+def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
+    """Source name → digest of everything that decides the rows of its partitions, contents of named files included."""
+    chain = config.chain.model_dump(mode="json")
+    files = {path: storage.sha256(path) for path in sorted(_named_files(chain))}
+    hashes = {}
+    for source in config.sources:
+        own = source.model_dump(mode="json", exclude={"paths", "root", "priority"})
+        hashes[source.name] = digest([PAGES_FORMAT, chain, files, own])
+    return hashes
+
+
+def _named_files(tree: Any) -> set[str]:
+    """Texts in a config that name a file which is there: lists, lexicons, models."""
+    if isinstance(tree, Mapping):
+        return set().union(*(_named_files(value) for value in tree.values()))
+    if isinstance(tree, list | tuple):
+        return set().union(*(_named_files(value) for value in tree))
+    if isinstance(tree, str) and ("/" in tree or "." in tree) and storage.is_file(tree):
+        return {tree}
+    return set()
+
+
+def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: Progress) -> PagesResult:
+    """Pages, then duplicates, over ``partitions`` (from :func:`plan_sources`); what is committed is not done again.
+
+    Raises:
+        QuernError: an input cannot be opened, or a worker dies again and again without a page to blame.
+    """
+    entries = _run_pages(config, partitions, engine, progress)
+    names = tuple((p.source, p.name) for p in partitions)
+    return PagesResult(names, _run_duplicates(config, names, entries, engine, progress))
+
+
+def _run_pages(
+    config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: Progress
+) -> list[dict[str, Any]]:
+    """Commit every partition; return the commit objects in the order of ``partitions``."""
+    sources = {source.name: source for source in config.sources}
+    hashes = pages_config_hash(config)
+    scratch = storage.join(config.run_dir, ".work")
+    markers = storage.join(marker_folder(scratch), f"markers-{uuid.uuid4().hex}")
+    tasks = [
+        PartitionTask(
+            run_dir=config.run_dir,
+            scratch=storage.join(scratch, "pages", partition.source, partition.name),
+            marker=storage.join(markers, partition.source, partition.name),
+            source=sources[partition.source],
+            partition=partition,
+            chain=config.chain,
+            config_hash=hashes[partition.source],
+            page_timeout_s=config.isolation.page_timeout_s,
+            worker_memory_mib=config.isolation.worker_memory_mib,
+        )
+        for partition in partitions
+    ]
+    entries: dict[int, dict[str, Any]] = {}
+    for index, task in enumerate(tasks):
+        entry = find_commit(
+            config.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
+        )
+        if entry is not None:
+            entries[index] = entry
+    sizes = [sum(file.size for file in partition.files) for partition in partitions]
+    progress.start_phase("pages", len(tasks), sum(sizes))
+    for index, entry in entries.items():
+        progress.partition_done(entry["counts"], sizes[index])
+    todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
+    strikes = _Strikes(config.isolation.page_timeout_s, progress)
+    results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
+    for position, entry in results:
+        entries[todo[position]] = entry
+        progress.partition_done(entry["counts"], sizes[todo[position]])
+    progress.end_phase()
+    if storage.is_local(markers):
+        storage.remove_tree(markers)
+    return [entries[index] for index in range(len(tasks))]
+
+
+class _Strikes:
+    """What a worker's death means for the page it had in work.
+
+    A page on which the clock ran out is quarantined at once. Any other death (out of memory, a lost machine, a kill)
+    may not be the page's fault: the page is tried once more, and quarantined when a worker dies on it again.
+    """
+
+    def __init__(self, page_timeout_s: float, progress: Progress) -> None:
+        self.page_timeout_s = page_timeout_s
+        self.progress = progress
+        self.deaths: dict[tuple[int, int], int] = {}
+
+    def __call__(self, index: int, task: tuple[Any, ...]) -> tuple[Any, ...]:
+        (work,) = task
+        name = f"{work.source.name}/{work.partition.name}"
+        last = Marker.read(work.marker)
+        ordinal = last.ordinal if last is not None else -1
+        self.deaths[index, ordinal] = deaths = self.deaths.get((index, ordinal), 0) + 1
+        blamed = dict(work.quarantined)
+        if last is None or ordinal in blamed:
+            if deaths > 3:
+                raise QuernError(f"{name}: the worker process died {deaths} times outside the pages; see Ray's logs")
+            self.progress.error(f"{name}: worker died, the partition goes on")
+            return task
+        hung = time.time() - last.began >= 0.7 * self.page_timeout_s
+        if not hung and deaths == 1:
+            self.progress.error(f"{name}: worker died at page {ordinal}, trying it once more")
+            return task
+        reason = "quarantine.timeout" if hung else "quarantine.crash"
+        self.progress.error(f"{name}: page {ordinal} is quarantined ({reason})")
+        return (_with(work, quarantined=(*work.quarantined, (ordinal, reason))),)
+
+
+def _with(task: PartitionTask, **changes: Any) -> PartitionTask:
+    fields = {name: getattr(task, name) for name in task.__dataclass_fields__}
+    return PartitionTask(**{**fields, **changes})
+
+
+def _run_duplicates(
+    config: PipelineConfig,
+    names: tuple[tuple[str, str], ...],
+    entries: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    progress: Progress,
+) -> dict[str, Any]:
+    outputs = sorted(pair for entry in entries for pair in entry["outputs"].items())
+    priorities = {source.name: source.priority for source in config.sources}
+    inputs = {"pages": digest(outputs)}
+    settings = digest([dedup.FORMAT, config.duplicates.model_dump(mode="json"), sorted(priorities.items())])
+    progress.start_phase("duplicates", 1, None)
+    entry = find_commit(config.run_dir, "duplicates", "all", "decisions", inputs=inputs, config=settings)
+    if entry is None:
+        scratch = storage.join(config.run_dir, ".work", "duplicates")
+        storage.remove_tree(scratch)
+        report = dedup.run(config.run_dir, names, priorities, config.duplicates, engine, scratch)
+        entry = publish_commit(
+            config.run_dir,
+            "duplicates",
+            "all",
+            "decisions",
+            inputs=inputs,
+            config=settings,
+            outputs={name: storage.sha256(storage.join(config.run_dir, name)) for name in (DECISIONS, CLUSTERS)},
+            counts=asdict(report),
+        )
+        storage.remove_tree(scratch)
+    progress.partition_done(entry["counts"], 0)
+    progress.end_phase()
+    return dict(entry["counts"])
+
+
+def check_unchanged(record: Mapping[str, Any], partitions: Sequence[Partition], run_dir: str) -> None:
+    """A complete run is for the inputs it was made from.
+
+    Raises:
+        InputError: files were added, removed or changed since.
+    """
+    if record.get("inputs") != inputs_digest(partitions):
+        raise InputError(
+            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and its input files have changed since; "
+            "give another run_dir"
+        )

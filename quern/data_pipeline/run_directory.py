@@ -1,0 +1,146 @@
+"""A run directory's life: opened by one driver at a time, resumed only by the same config, complete in the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from quern import __version__, storage
+from quern.config import digest
+from quern.errors import InputError, QuernError
+
+__all__ = ["NOT_DECIDING", "RunDirectory", "open_run"]
+
+#: Config keys that never change a byte of the tokens.
+NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
+
+_VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
+              "pyarrow", "numpy", "ray")  # fmt: skip
+
+
+@dataclass
+class RunDirectory:
+    """An open run. ``record`` is what ``run.json`` holds."""
+
+    path: str
+    record: dict[str, Any]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has ended well before."""
+        return bool(self.record["status"] == "complete")
+
+    @property
+    def scratch(self) -> str:
+        """A folder for unfinished work; gone when the run is complete."""
+        return storage.join(self.path, ".work")
+
+    def finish(self, counts: Mapping[str, Any], inputs: str) -> None:
+        """Set the run to complete, with its counts and the digest of its inputs."""
+        self.record = {**self.record, "status": "complete", "counts": dict(counts), "inputs": inputs}
+        storage.write_json(storage.join(self.path, "run.json"), self.record)
+        storage.remove_tree(self.scratch)
+
+
+@contextmanager
+def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
+    """Create or resume the run at ``path`` for a resolved ``config`` (plain data).
+
+    Raises:
+        InputError: the folder holds another run (its config differs in a key that decides bytes; the key is named),
+            or something else.
+        QuernError: another driver is at work there.
+    """
+    with _sole_driver(path):
+        file = storage.join(path, "run.json")
+        if storage.exists(file):
+            record = storage.read_json(file)
+            difference = _difference(record["config"], config)
+            if difference is not None:
+                key, old, new = difference
+                raise InputError(
+                    f"{path}: holds a run with another config: {key} is {old!r} there and {new!r} here; "
+                    "give another run_dir"
+                )
+        else:
+            strangers = [name for name in storage.list_files(path) if not os.path.basename(name).startswith(".")]
+            if strangers:
+                raise InputError(f"{path}: is not empty and holds no run ({os.path.basename(strangers[0])}, …)")
+            record = {
+                "id": digest(_deciding(config)),
+                "config": dict(config),
+                "config_hash": digest(_deciding(config)),
+                "versions": _versions(),
+                "counts": {},
+                "status": "running",
+            }
+            storage.write_json(file, record)
+        _remove_torn(path)
+        yield RunDirectory(path, record)
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version(name) for name in _VERSIONED}
+    return {"quern": __version__, "python": platform.python_version(), **found}
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in NOT_DECIDING}
+
+
+def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """The first key (dotted) in which two configs differ, leaving out those that decide nothing, and input paths.
+
+    Which files a source has is compared by content when work is resumed, not by how their paths were written.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in sorted({*old, *new}):
+            if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in ("paths", "root")):
+                continue
+            found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            if found:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, pair in enumerate(zip(old, new, strict=True)):
+            found = _difference(*pair, f"{key}.{index}")
+            if found:
+                return found
+        return None
+    return None if old == new else (key, old, new)
+
+
+@contextmanager
+def _sole_driver(path: str) -> Iterator[None]:
+    """Hold the run's lock. It goes with the process, however that ends; object stores have none."""
+    if not storage.is_local(path):
+        yield
+        return
+    inner = storage.split(path)[1]
+    try:
+        os.makedirs(inner, exist_ok=True)
+        lock = open(os.path.join(inner, ".lock"), "w")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"run_dir: {path}: cannot be written ({error.strerror})") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise QuernError(f"{path}: another driver is at work in this run") from None
+        yield
+
+
+def _remove_torn(path: str) -> None:
+    """Temporary files of a driver that was killed while it wrote."""
+    if not storage.is_local(path):
+        return
+    for folder, _, names in os.walk(storage.split(path)[1]):
+        for name in names:
+            if name.startswith(".") and name.endswith(".tmp"):
+                os.unlink(os.path.join(folder, name))

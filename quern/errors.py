@@ -1,0 +1,16 @@
+"""The two errors a person meets: what they gave us was wrong, or the run could not go on."""
+
+
+class QuernError(Exception):
+    """The run failed; the message says what, where and what to do. Exit code 1."""
+
+    exit_code = 1
+
+
+class InputError(QuernError):
+    """Something given to quern is wrong: a config, a path, a file's content. Exit code 2.
+
+    The message is one line that names the file, the field or record, the value and the expectation.
+    """
+
+    exit_code = 2

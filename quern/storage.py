@@ -1,0 +1,193 @@
+"""Paths on any store (fsspec), atomic publish, checksums.
+
+A path is a local path or an fsspec URL (``s3://bucket/key``). Nothing here ever leaves half a file under its final
+name: on a file system a file is written beside its place and renamed, on an object store the upload is the publish.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from quern.errors import InputError
+
+__all__ = [
+    "exists",
+    "fingerprint",
+    "glob",
+    "is_file",
+    "is_local",
+    "join",
+    "list_files",
+    "open_read",
+    "publish",
+    "publish_bytes",
+    "read_bytes",
+    "read_json",
+    "remove_tree",
+    "sha256",
+    "split",
+    "write_json",
+]
+
+
+def split(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system a path lives on, and the path inside it."""
+    try:
+        fs, inner = fsspec.core.url_to_fs(path)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"{path}: no such store ({error})") from None
+    return fs, inner
+
+
+def is_local(path: str) -> bool:
+    """Whether ``path`` is on this machine's file system."""
+    return isinstance(split(path)[0], LocalFileSystem)
+
+
+def join(base: str, *parts: str) -> str:
+    """``base`` with ``parts`` below it, POSIX style, on any store."""
+    return posixpath.join(base, *parts)
+
+
+def exists(path: str) -> bool:
+    """Whether a file or folder is there."""
+    fs, inner = split(path)
+    return bool(fs.exists(inner))
+
+
+def is_file(path: str) -> bool:
+    """Whether a file is there; a text that is no path at all is none."""
+    try:
+        fs, inner = split(path)
+        return bool(fs.isfile(inner))
+    except (InputError, OSError, ValueError):
+        return False
+
+
+def glob(pattern: str) -> list[str]:
+    """Files that match, sorted; each as a path of the same form as ``pattern``."""
+    fs, inner = split(pattern)
+    found = sorted(name for name in fs.glob(inner) if not fs.isdir(name))
+    return [_full(fs, name, pattern) for name in found]
+
+
+def list_files(folder: str) -> list[str]:
+    """Every file below ``folder``, sorted; empty when it is not there."""
+    fs, inner = split(folder)
+    if not fs.exists(inner):
+        return []
+    return [_full(fs, name, folder) for name in sorted(fs.find(inner))]
+
+
+def _full(fs: fsspec.AbstractFileSystem, name: str, like: str) -> str:
+    return name if "://" not in like else str(fs.unstrip_protocol(name))
+
+
+def open_read(path: str) -> IO[bytes]:
+    """Open for reading bytes, seekable."""
+    fs, inner = split(path)
+    return fs.open(inner, "rb")  # type: ignore[no-any-return]
+
+
+def read_bytes(path: str) -> bytes:
+    """The whole file."""
+    with open_read(path) as file:
+        return file.read()
+
+
+def read_json(path: str) -> Any:
+    """A JSON file; an unreadable one is an :class:`InputError` that names it."""
+    try:
+        return json.loads(read_bytes(path))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+
+
+@contextmanager
+def publish(path: str) -> Iterator[IO[bytes]]:
+    """A binary stream that appears under ``path`` whole, when the block ends without an error, or not at all.
+
+    On a file system the bytes are synced before the rename, so a published name always holds all of them.
+    """
+    fs, inner = split(path)
+    if isinstance(fs, LocalFileSystem):
+        parent = os.path.dirname(inner)
+        os.makedirs(parent, exist_ok=True)
+        temporary = os.path.join(parent, f".{os.path.basename(inner)}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, inner)
+        except BaseException:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+            raise
+        _sync_folder(parent)
+        return
+    with tempfile.TemporaryFile() as spool:
+        yield spool
+        spool.seek(0)
+        with fs.open(inner, "wb") as upload:
+            shutil.copyfileobj(spool, upload, 8 << 20)
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish_bytes(path: str, data: bytes) -> None:
+    """Write ``data`` under ``path``, atomically."""
+    with publish(path) as file:
+        file.write(data)
+
+
+def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:
+    """Write JSON atomically, with sorted keys: equal values are equal bytes."""
+    publish_bytes(path, (json.dumps(value, sort_keys=True, indent=indent, ensure_ascii=False) + "\n").encode())
+
+
+def sha256(path: str) -> str:
+    """Hex SHA-256 of a file's bytes, in bounded memory."""
+    state = hashlib.sha256()
+    with open_read(path) as file:
+        while chunk := file.read(1 << 20):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def fingerprint(path: str) -> str:
+    """A cheap identity of a file's present content: size with modification time (file system) or ETag (store)."""
+    fs, inner = split(path)
+    try:
+        info = fs.info(inner)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    stamp = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("LastModified") or ""
+    return f"{info.get('size')}:{stamp}"
+
+
+def remove_tree(path: str) -> None:
+    """Remove a file or folder and what is below it; nothing happens when it is not there."""
+    fs, inner = split(path)
+    if fs.exists(inner):
+        fs.rm(inner, recursive=True)

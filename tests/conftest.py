@@ -1,0 +1,32 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def shared_folder() -> Path | None:
+    """The corpus of real pages: beside the checkout, or where QUERN_SHARED points."""
+    folder = Path(os.environ.get("QUERN_SHARED") or ROOT.parent / "shared")
+    return folder if (folder / "data" / "README.md").exists() else None
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    folder = shared_folder()
+    if folder is None:
+        pytest.skip("the shared corpus of real pages is not beside this checkout")
+    return folder
+
+
+@pytest.fixture
+def gpt2_ranks(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The GPT-2 ranks file; tiktoken finds its own copy without a network."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "data" / "tokenizer" / "tiktoken_cache"))
+    yield shared / "data" / "tokenizer" / "gpt2.tiktoken"

@@ -1,0 +1,131 @@
+"""Tasks are run once each, whatever dies; an error of a task is an error here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.data_pipeline.engine import Engine, InProcess, open_engine
+from quern.errors import InputError, QuernError
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+def refuse(x: int) -> int:
+    raise InputError(f"record {x}: no")
+
+
+def stumble(x: int) -> int:
+    return 1 // x
+
+
+def die_once(folder: str, x: int) -> int:
+    """Ends its process the first time it sees 3."""
+    mark = Path(folder) / "died"
+    if x == 3 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def die_always(x: int) -> int:
+    os._exit(17)
+
+
+def spared(x: int) -> int:
+    if x < 0:
+        return x
+    os._exit(17)
+
+
+def note_start(folder: str, x: int) -> int:
+    (Path(folder) / f"{x}").touch()
+    time.sleep(0.3)
+    return x
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Engine]:
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
+    with open_engine(2) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["in process", "ray"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return InProcess() if request.param == "in process" else request.getfixturevalue("pool")
+
+
+def collected(engine: Engine, function: Any, tasks: list[tuple[Any, ...]], **options: Any) -> dict[int, Any]:
+    results = list(engine.map(function, tasks, label="test", **options))
+    assert len(results) == len({index for index, _ in results})
+    return dict(results)
+
+
+@pytest.mark.slow
+def test_every_task_gives_one_result(engine: Engine) -> None:
+    assert collected(engine, square, [(x,) for x in range(20)]) == {x: x * x for x in range(20)}
+    assert collected(engine, square, []) == {}
+
+
+@pytest.mark.slow
+def test_an_error_keeps_its_type_and_words(engine: Engine) -> None:
+    with pytest.raises(InputError, match="record 7: no"):
+        collected(engine, refuse, [(7,)])
+    with pytest.raises(ZeroDivisionError):
+        collected(engine, stumble, [(0,)])
+    assert collected(engine, square, [(2,)]) == {0: 4}, "the pool goes on after an error"
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_its_task_repeated(pool: Engine, tmp_path: Path) -> None:
+    assert collected(pool, die_once, [(str(tmp_path), x) for x in range(8)]) == {x: x for x in range(8)}
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.slow
+def test_a_task_that_always_kills_ends_the_run_with_its_name(pool: Engine) -> None:
+    with pytest.raises(QuernError, match=r"test: the worker process died 4 times on task 0"):
+        collected(pool, die_always, [(1,)])
+
+
+@pytest.mark.slow
+def test_the_caller_decides_what_a_death_means(pool: Engine) -> None:
+    deaths = []
+
+    def on_death(index: int, task: tuple[Any, ...]) -> tuple[Any, ...]:
+        deaths.append(index)
+        return (-task[0],)
+
+    assert collected(pool, spared, [(-1,), (5,), (-2,)], on_death=on_death) == {0: -1, 1: -5, 2: -2}
+    assert deaths == [1]
+
+
+@pytest.mark.slow
+def test_no_more_tasks_start_than_there_are_workers(pool: Engine, tmp_path: Path) -> None:
+    results = pool.map(note_start, [(str(tmp_path), x) for x in range(10)], label="test")
+    next(results)
+    assert len(list(tmp_path.iterdir())) <= 4, "two ran, at most two more were started"
+    results.close()
+
+
+@pytest.mark.slow
+def test_a_ray_that_was_there_is_left_running(pool: Engine) -> None:
+    import ray
+
+    assert ray.is_initialized()
+    with open_engine(1) as second:
+        assert collected(second, square, [(3,)]) == {0: 9}
+    assert ray.is_initialized()
+    assert collected(pool, square, [(4,)]) == {0: 16}

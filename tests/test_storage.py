@@ -1,0 +1,107 @@
+"""A published name holds the whole file or is not there."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+
+import pytest
+
+from quern import storage
+from quern.errors import InputError
+
+
+@pytest.fixture(params=["local", "memory"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "local" else f"memory:///{uuid.uuid4().hex}"
+
+
+def test_published_bytes_come_back(base: str) -> None:
+    path = storage.join(base, "a", "b.bin")
+    storage.publish_bytes(path, b"grain")
+    assert storage.read_bytes(path) == b"grain"
+    assert storage.exists(path)
+    assert storage.is_file(path)
+    assert storage.sha256(path) == hashlib.sha256(b"grain").hexdigest()
+
+
+def test_an_error_while_writing_leaves_nothing(base: str) -> None:
+    path = storage.join(base, "c.bin")
+    with pytest.raises(RuntimeError), storage.publish(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert not storage.exists(path)
+    assert storage.list_files(base) == []
+
+
+def test_an_error_while_replacing_leaves_the_old_file(base: str) -> None:
+    path = storage.join(base, "c.bin")
+    storage.publish_bytes(path, b"old")
+    with pytest.raises(RuntimeError), storage.publish(path) as file:
+        file.write(b"new")
+        raise RuntimeError
+    assert storage.read_bytes(path) == b"old"
+
+
+def test_nothing_stands_under_the_name_before_the_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "d.bin")
+    with storage.publish(path) as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        assert not storage.exists(path)
+    assert storage.exists(path)
+
+
+def test_glob_and_listing_are_sorted_and_of_the_same_form(base: str) -> None:
+    for name in ("b.txt", "a.txt", "sub/c.txt"):
+        storage.publish_bytes(storage.join(base, name), b"")
+    assert storage.glob(storage.join(base, "*.txt")) == [storage.join(base, n) for n in ("a.txt", "b.txt")]
+    assert [p.removeprefix(base + "/") for p in storage.list_files(base)] == ["a.txt", "b.txt", "sub/c.txt"]
+    assert storage.list_files(storage.join(base, "nowhere")) == []
+
+
+def test_json_is_the_same_bytes_for_the_same_value(base: str) -> None:
+    path = storage.join(base, "j.json")
+    storage.write_json(path, {"b": 1, "a": "é"})
+    first = storage.read_bytes(path)
+    storage.write_json(path, {"a": "é", "b": 1})
+    assert storage.read_bytes(path) == first
+    assert storage.read_json(path) == {"a": "é", "b": 1}
+
+
+def test_unreadable_json_is_named(base: str) -> None:
+    path = storage.join(base, "bad.json")
+    storage.publish_bytes(path, b"{")
+    with pytest.raises(InputError, match=r"bad\.json: not valid JSON"):
+        storage.read_json(path)
+    with pytest.raises(InputError, match=r"none\.json: no such file"):
+        storage.read_json(storage.join(base, "none.json"))
+
+
+def test_fingerprint_changes_with_the_content(tmp_path: Path) -> None:
+    path = str(tmp_path / "f")
+    storage.publish_bytes(path, b"one")
+    before = storage.fingerprint(path)
+    assert storage.fingerprint(path) == before
+    storage.publish_bytes(path, b"three")
+    assert storage.fingerprint(path) != before
+    with pytest.raises(InputError, match="no such file"):
+        storage.fingerprint(str(tmp_path / "absent"))
+
+
+def test_remove_tree_of_nothing_is_nothing(base: str) -> None:
+    storage.remove_tree(storage.join(base, "absent"))
+    storage.publish_bytes(storage.join(base, "t", "u"), b"")
+    storage.remove_tree(storage.join(base, "t"))
+    assert not storage.exists(storage.join(base, "t", "u"))
+
+
+def test_unknown_store_is_an_input_error() -> None:
+    with pytest.raises(InputError, match="no such store"):
+        storage.split("nostore://x")
+
+
+def test_a_text_that_is_no_path_is_no_file() -> None:
+    assert not storage.is_file("nostore://x")
+    assert not storage.is_file("just words\0and a NUL")
