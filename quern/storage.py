@@ -98,7 +98,7 @@ def _full(fs: fsspec.AbstractFileSystem, name: str, like: str) -> str:
 def open_read(path: str) -> IO[bytes]:
     """Open for reading bytes, seekable."""
     fs, inner = split(path)
-    return fs.open(inner, "rb")  # type: ignore[no-any-return]
+    return fs.open(inner, "rb")
 
 
 def read_bytes(path: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -10,13 +9,13 @@ import typer
 from quern import storage
 from quern.cli.output import JSON, err_console, json_stdout, out_console, reports_errors
 from quern.config import dump_yaml, load_config
-from quern.data_pipeline import report, report_html
+from quern.data_pipeline import report
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import open_engine
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_directory import RunDirectory, open_run
 from quern.tokenize import run as tokenize
-from quern.tokenize.config import DataRun
+from quern.tokenize.config import DataRun, check
 
 app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args_is_help=True)
 
@@ -54,7 +53,7 @@ def run_data(config: DataRun) -> dict[str, Any]:
         if directory.complete:
             pages.check_unchanged(directory.record, partitions, config.run_dir)
             return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))
-        tokenize.check(config)  # a missing encoding is an error now, not after hours of pages
+        check(config)  # a missing encoding is an error now, not after hours of pages
         with Progress() as progress, open_engine(config.workers, config.ray.address) as engine:
             result = pages.run(config, partitions, engine, progress)
             progress.start_phase("tokens", len(result.partitions), None)
@@ -63,16 +62,16 @@ def run_data(config: DataRun) -> dict[str, Any]:
                 storage.join(directory.scratch, "tokens"),
             )  # fmt: skip
             progress.end_phase()
-        return _finish(directory, result, asdict(tokens), pages.inputs_digest(partitions), config.seed)
+        return _finish(directory, result, tokens.to_dict()["sources"], pages.inputs_digest(partitions), config.seed)
 
 
 def _finish(
     directory: RunDirectory, result: pages.PagesResult, tokens: dict[str, Any], inputs: str, seed: int
 ) -> dict[str, Any]:
-    stats = report.build_stats(directory.path, result.duplicates, tokens)
+    stats = report.build_stats(directory.path, result.duplicates, tokens, result.partitions)
     report.write_stats(directory.path, stats)
-    report_html.write_report(directory.path, stats, seed=seed)
-    directory.finish(stats["totals"], inputs)
+    report.write_report(directory.path, stats, seed=seed, partitions=result.partitions)
+    directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
     return stats
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, reports_errors
+from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
 
 app = typer.Typer(help="Look into token shards.", no_args_is_help=True)
@@ -30,4 +32,23 @@ def inspect(
     with json_stdout(json) as emit:
         emit(found.to_dict())
         if not json:
-            found.print(out_console())
+            _print(found)
+
+
+def _print(found: Inspection) -> None:
+    console = out_console()
+    page = found.page or {}
+    rows = [
+        ("token", f"{found.token} {found.token_text!r} at {found.at:,} of {found.shard}"),
+        ("document", f"{found.doc_id}{'  (purged)' if found.purged else ''}"),
+        ("url", page.get("url")),
+        ("file", page.get("source_file")),
+        ("record", f"byte {page['record_offset']:,}" if page.get("record_offset") is not None else None),
+        ("fetched", page.get("fetched_at")),
+        ("span", f"tokens {found.start:,} to {found.start + found.length:,}; this is number {found.position:,}"),
+    ]
+    for name, value in rows:
+        if value is not None:
+            console.print(f"{name:<10}{value}", markup=False)
+    console.print()
+    console.print(Text.assemble(found.before, (found.token_text, "reverse"), found.after))

@@ -22,8 +22,13 @@ __all__ = ["Chain", "Gate", "Stage", "chain"]
 class Stage(Protocol):
     """One page to one page: it measures, it may rewrite the text, it never drops."""
 
-    name: str
-    measures: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The verdict columns it fills."""
+        ...
 
     def __call__(self, page: Page) -> Page: ...
 

@@ -166,9 +166,7 @@ def open_engine(workers: int | None, address: str | None = None) -> Iterator[Eng
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if address is None:
             num_cpus = workers or os.cpu_count() or 1
-            ray.init(
-                num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet
-            )
+            ray.init(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet)
         else:
             try:
                 ray.init(address=address, **quiet)

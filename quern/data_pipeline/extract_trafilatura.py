@@ -1,13 +1,13 @@
 """trafilatura, faster, with the same text: its pruning XPaths run as one Python walk each.
 
-Most of trafilatura's time goes into XPath predicates with ``re:test``, which call back into Python once for every
-element and pattern. Here the very expressions trafilatura holds are parsed and turned into predicates over an element's
-attribute values, remembered by those values: a page repeats the same few hundred class names.
+Most of trafilatura's time goes into XPath predicates with ``re:test``, which call back into Python for every element
+and pattern. Here the very expressions trafilatura holds are parsed and become tests of single attribute values, whose
+answers are remembered: a page repeats the same few hundred class names.
 
-Nothing is copied from trafilatura, so an upstream change of a token list needs no change here. A change of anything
-else is caught: the walks serve only the versions named in :data:`VERIFIED_VERSIONS`, only if every expression parses,
-and only after a self-test against the XPaths and against stock output; else stock trafilatura runs and a warning says
-so once. trafilatura's lists hold the walks only while :func:`extract_text` runs.
+Nothing is copied from trafilatura, so a changed token list upstream needs no change here. Any other change is caught:
+the walks serve only the versions named in :data:`VERIFIED_VERSIONS`, and only after a self-test against the XPaths and
+against stock output; else stock trafilatura runs and a warning says so once. trafilatura's own lists hold the walks
+only while :func:`extract_text` runs.
 """
 
 from __future__ import annotations
@@ -15,30 +15,36 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import justext.core
+import lxml.etree
+import lxml.html
+import lxml.html.defs
 import trafilatura
 import trafilatura.core
 import trafilatura.external
-import trafilatura.main_extractor
 import trafilatura.utils
 import trafilatura.xpaths
-from lxml.etree import XPath
 from lxml.html import HtmlElement
 
-__all__ = ["VERIFIED_VERSIONS", "Walk", "backend", "compile_xpath", "extract_text"]
+from quern.data_pipeline.xpath_walk import Walk
+
+__all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
 
 logger = logging.getLogger(__name__)
 
 #: Distributions whose text was compared with stock output over a corpus of real pages.
 VERIFIED_VERSIONS = ("2.3.1",)
 
-_EXPRESSION_LISTS = (
+#: The lists of :mod:`trafilatura.xpaths` that the extraction of a body walks through.
+EXPRESSION_LISTS = (
     "RAW_TREE_PRUNE_XPATH",
     "REMOVE_COMMENTS_XPATH",
     "REMOVE_COMMENTS_AND_LISTS_XPATH",
@@ -49,283 +55,286 @@ _EXPRESSION_LISTS = (
     "BODY_XPATH",
 )
 
-#: Answers kept for each expression; past it the memo starts anew. Longer attribute values are not kept.
-_MEMO_ENTRIES = 8192
-_MEMO_KEY_CHARS = 256
-
-Values = dict[str, str]
-Condition = Callable[[HtmlElement, Values], bool]
 Favor = Literal["precision", "balanced", "recall"]
 
 
-# --- The subset of XPath 1.0 that trafilatura's pruning speaks --------------------------------------------------------
+def stock_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
+    """The main text of a page by trafilatura as installed; None where it finds none."""
+    text = trafilatura.extract(
+        html,
+        favor_precision=favor == "precision",
+        favor_recall=favor == "recall",
+        include_comments=False,
+        include_tables=include_tables,
+        deduplicate=False,
+    )
+    return text if text is None else str(text)
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<literal>'[^']*'|\"[^\"]*\")|(?P<name>[A-Za-z_][\w-]*(?:::?[A-Za-z_][\w-]*)?)|(?P<sign>\.//|[][()@|=,*]|1(?!\d)))"
-)
+
+def extract_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
+    """The same text as :func:`stock_text`, sooner."""
+    replacements, _ = _prepare()
+    with _in_place(replacements):
+        return stock_text(html, favor, include_tables)
+
+
+def backend() -> str:
+    """``"walks"``, or ``"stock: <why>"`` where the speed-up does not apply."""
+    return _prepare()[1]
 
 
 @dataclass(frozen=True)
-class _Alternative:
-    """One ``.//…`` path: the tags it can match (None: any), its conditions, and whether only the first match counts."""
+class _Replacement:
+    """One point of trafilatura: an attribute of a module, or the content of a list."""
 
-    tags: frozenset[str] | None
-    pure: tuple[Condition, ...]
-    """Conditions on attributes and tag alone, whose answer can be remembered."""
-    impure: tuple[Condition, ...]
-    """Conditions that look below the element."""
-    first: bool
+    owner: Any
+    name: str
+    stock: Any
+    fast: Any
+
+    def put(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            getattr(self.owner, self.name)[:] = value
+        else:
+            setattr(self.owner, self.name, value)
 
 
-class _Parser:
-    """Recursive descent over the tokens of one expression; raises ValueError outside the subset."""
+@contextmanager
+def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
+    for replacement in replacements:
+        replacement.put(replacement.fast)
+    try:
+        yield
+    finally:
+        for replacement in replacements:
+            replacement.put(replacement.stock)
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.tokens = self._split(path)
-        self.at = 0
-        self.attributes: dict[str, None] = {}
-        self.unions: dict[tuple[str, str], None] = {}
-        self.looks_below = False
 
-    def _split(self, path: str) -> list[str]:
-        tokens, at, end = [], 0, len(path.rstrip())
-        while at < end:
-            match = _TOKEN.match(path, at)
-            if match is None:
-                raise ValueError(f"expected a known XPath token, got {path[at : at + 20]!r}")
-            tokens.append(match.group().strip())
-            at = match.end()
-        return tokens
+@functools.cache
+def _prepare() -> tuple[tuple[_Replacement, ...], str]:
+    """The replacements, and :func:`backend`'s answer; made and tested once a process."""
+    version = importlib.metadata.version("trafilatura")
+    try:
+        if version not in VERIFIED_VERSIONS:
+            raise ValueError(f"trafilatura {version} is not one of the verified {', '.join(VERIFIED_VERSIONS)}")
+        replacements = _replacements()
+        _self_test(replacements)
+    except (AttributeError, TypeError, ValueError) as error:
+        logger.warning("extraction runs on stock trafilatura, at about half the speed: %s", error)
+        return (), f"stock: {error}"
+    return replacements, "walks"
 
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def take(self, *expected: str) -> str:
-        token = self.peek()
-        if not token or (expected and token not in expected):
-            raise ValueError(f"expected {' or '.join(expected) or 'more'}, got {token!r} in {self.path!r}")
-        self.at += 1
-        return token
+def _replacements() -> tuple[_Replacement, ...]:
+    xpaths, utils, core, external = trafilatura.xpaths, trafilatura.utils, trafilatura.core, trafilatura.external
+    found = []
+    for name in EXPRESSION_LISTS:
+        stock = tuple(getattr(xpaths, name))
+        found.append(_Replacement(xpaths, name, stock, tuple(map(_walk_or_xpath, stock))))
+    # lxml.html asks a Python method for the class of every element; only form controls get another than HtmlElement
+    parser = utils.HTML_PARSER.copy()
+    parser.set_element_class_lookup(
+        lxml.etree.ElementDefaultClassLookup(
+            element=HtmlElement,
+            comment=lxml.html.HtmlComment,
+            pi=lxml.html.HtmlProcessingInstruction,
+            entity=lxml.html.HtmlEntity,
+        )
+    )
+    comparison = _Comparison(core.compare_extraction, external.try_readability)
+    return (
+        *found,
+        _Replacement(utils, "HTML_PARSER", utils.HTML_PARSER, parser),
+        _Replacement(utils, "INVALID_XML_CHARS", utils.INVALID_XML_CHARS, _InvalidCharacters(utils.INVALID_XML_CHARS)),
+        _Replacement(core, "compare_extraction", core.compare_extraction, comparison.compare),
+        _Replacement(external, "try_readability", external.try_readability, comparison.readability),
+        _Replacement(justext.core, "_get_neighbour", justext.core._get_neighbour, _Neighbours().find),
+    )
 
-    def accept(self, token: str) -> bool:
-        if self.peek() == token:
-            self.at += 1
+
+def _walk_or_xpath(expression: lxml.etree.XPath) -> Walk | lxml.etree.XPath:
+    """Expressions without a regex are fast as they are, so one outside the subset may stay."""
+    try:
+        return Walk(expression.path)
+    except ValueError:
+        if "re:test" in expression.path:
+            raise
+        return expression
+
+
+def _self_test(replacements: tuple[_Replacement, ...]) -> None:
+    """Raises ValueError where a walk and its XPath, or fast and stock text, differ."""
+    for replacement in replacements:
+        if not isinstance(replacement.stock, tuple):
+            continue
+        for xpath, walk in zip(replacement.stock, replacement.fast, strict=True):
+            tree = probe_tree(xpath.path)
+            expected, got = xpath(tree), walk(tree)
+            if expected[:1] != got if getattr(walk, "first", False) else expected != got:
+                raise ValueError(f"the self-test of {replacement.name} found another answer than its XPath's")
+    for page in _PAGES:
+        for favor in get_args(Favor):
+            expected_text = stock_text(page, favor)
+            with _in_place(replacements):
+                text = stock_text(page, favor)
+            if text != expected_text:
+                raise ValueError(f"the self-test found another text than stock trafilatura's ({favor})")
+
+
+def _grows(tag: str) -> bool:
+    """Whether an element's text, or the text after it, gets longer by a way through XML and HTML."""
+    for text in (None, "x", "&<b>&amp;"):
+        tree = lxml.html.fromstring("<div></div>")
+        element = lxml.etree.SubElement(tree, tag)
+        element.text, element.tail = text, "y"
+        again = trafilatura.utils.fromstring_bytes(lxml.etree.tostring(tree, encoding=str, method="xml"))
+        if again is None or len(again.text_content()) > len(tree.text_content()):
             return True
-        return False
-
-    def alternatives(self) -> tuple[_Alternative, ...]:
-        """``path | path …`` to the end of the text."""
-        found = [self.alternative()]
-        while self.accept("|"):
-            found.append(self.alternative())
-        if self.peek():
-            raise ValueError(f"expected the end, got {self.peek()!r} in {self.path!r}")
-        return tuple(found)
-
-    def alternative(self) -> _Alternative:
-        """``.//step[…]…`` or ``(.//step[…]…)[1]``."""
-        grouped = self.accept("(")
-        self.take(".//")
-        name = self.take()
-        tags = None if name == "*" else frozenset([self.plain_name(name)])
-        pure: list[Condition] = []
-        impure: list[Condition] = []
-        first = False
-        while self.accept("["):
-            if first:
-                raise ValueError(f"expected no condition after a position in {self.path!r}")
-            if self.accept("1"):
-                first = True
-            elif tags is None and not pure and not impure and (only := self.tag_test()) is not None:
-                tags = only
-            else:
-                self.looks_below = False
-                condition = self.disjunction()
-                (impure if self.looks_below else pure).append(condition)
-            self.take("]")
-        if grouped:
-            if first:
-                raise ValueError(f"expected no position inside parentheses in {self.path!r}")
-            self.take(")")
-            self.take("[")
-            self.take("1")
-            self.take("]")
-            first = True
-        return _Alternative(tags, tuple(pure), tuple(impure), first)
-
-    def tag_test(self) -> frozenset[str] | None:
-        """``self::a or self::b …`` when that is all there is up to the bracket; else None, and nothing is consumed."""
-        start, tags = self.at, []
-        while self.peek().startswith("self::"):
-            tags.append(self.take().removeprefix("self::"))
-            if not self.accept("or"):
-                break
-        if tags and self.peek() == "]":
-            return frozenset(tags)
-        self.at = start
-        return None
-
-    def disjunction(self) -> Condition:
-        terms = [self.conjunction()]
-        while self.accept("or"):
-            terms.append(self.conjunction())
-        return terms[0] if len(terms) == 1 else lambda element, values: any(term(element, values) for term in terms)
-
-    def conjunction(self) -> Condition:
-        terms = [self.condition()]
-        while self.accept("and"):
-            terms.append(self.condition())
-        return terms[0] if len(terms) == 1 else lambda element, values: all(term(element, values) for term in terms)
-
-    def condition(self) -> Condition:
-        token = self.peek()
-        if token.startswith("self::"):
-            tag = self.take().removeprefix("self::")
-            return lambda element, values: element.tag == tag
-        if self.accept(".//"):
-            below = self.plain_name(self.take())
-            self.looks_below = True
-            return lambda element, values: next(element.iterdescendants(below), None) is not None
-        if self.accept("("):
-            inner = self.disjunction()
-            self.take(")")
-            return inner
-        if token == "@":
-            name = self.attribute()
-            if not self.accept("="):
-                return lambda element, values: name in values
-            wanted = self.literal()
-            return lambda element, values: values.get(name) == wanted
-        function = self.take("not", "contains", "starts-with", "re:test")
-        self.take("(")
-        if function == "not":
-            inner = self.disjunction()
-            self.take(")")
-            return lambda element, values: not inner(element, values)
-        subject = self.string()
-        self.take(",")
-        argument = self.literal()
-        flags = self.literal() if function == "re:test" and self.accept(",") else ""
-        self.take(")")
-        if function == "contains":
-            return lambda element, values: argument in subject(values)
-        if function == "starts-with":
-            return lambda element, values: subject(values).startswith(argument)
-        if flags not in ("", "i"):
-            raise ValueError(f"expected no flag or 'i', got {flags!r} in {self.path!r}")
-        pattern = re.compile(argument, re.IGNORECASE if flags else 0)
-        return lambda element, values: pattern.search(subject(values)) is not None
-
-    def string(self) -> Callable[[Values], str]:
-        """A string of the element: one attribute, the first present of several, or a translation of it."""
-        if self.accept("translate"):
-            self.take("(")
-            inner = self.string()
-            self.take(",")
-            source = self.literal()
-            self.take(",")
-            target = self.literal()
-            self.take(")")
-            if len(source) != len(target) or len(set(source)) != len(source):
-                raise ValueError(f"expected a one-to-one translation, got {source!r} to {target!r} in {self.path!r}")
-            table = str.maketrans(source, target)
-            return lambda values: inner(values).translate(table)
-        name = self.attribute()
-        if not self.accept("|"):
-            return lambda values: values.get(name, "")
-        union = (name, self.attribute())
-        self.unions[union] = None
-        # the string of a node set is that of its first node in document order; values keep the source's order
-        return lambda values: next((value for name, value in values.items() if name in union), "")
-
-    def attribute(self) -> str:
-        self.take("@")
-        name = self.plain_name(self.take())
-        self.attributes[name] = None
-        return name
-
-    def plain_name(self, token: str) -> str:
-        if not re.fullmatch(r"[A-Za-z_][\w-]*", token):
-            raise ValueError(f"expected a plain name, got {token!r} in {self.path!r}")
-        return token
-
-    def literal(self) -> str:
-        token = self.take()
-        if token[0] not in "'\"":
-            raise ValueError(f"expected a literal, got {token!r} in {self.path!r}")
-        return token[1:-1]
+    return False
 
 
-# --- The walk ---------------------------------------------------------------------------------------------------------
+def probe_tree(path: str) -> HtmlElement:
+    """A tree with a value for every alternative of an expression's patterns, on every attribute the expression names.
+
+    Each value stands alone and inside other text; attributes tested as a union come in both orders.
+    """
+    words = {"x"}.union(*(_samples(literal) for literal in re.findall(r"'([^']*)'", path)))
+    attributes = sorted(set(re.findall(r"@([\w-]+)", path))) or ["id"]
+    unions = re.findall(r"@([\w-]+)\|@([\w-]+)", path)
+    tags = re.findall(r"(?:self::|\.//)(\w+)", path) or ["p"]
+    root = lxml.html.fromstring("<html><body></body></html>")
+    for number, word in enumerate(sorted(words)):
+        values = [{name: value} for name in attributes for value in (word, f"a{word}b", f"a {word} b")]
+        for one, other in unions:
+            values += [
+                {one: word, other: "b"},
+                {other: word, one: "b"},
+                {one: "b", other: word},
+                {other: "b", one: word},
+            ]
+        parent = lxml.etree.SubElement(root[0], "div")
+        for offset, attrib in enumerate(values):
+            lxml.etree.SubElement(parent, tags[(number + offset) % len(tags)], attrib)
+    return root
 
 
-class Walk:
-    """One compiled expression. Called with an element it returns what the XPath returns, in document order.
+def _samples(pattern: str) -> set[str]:
+    """The literal, and a text for each alternative of it as a regex: first choice of a group, optional parts there."""
+    plain = re.sub(r"\(\?![^()]*\)", "", pattern)
+    plain = re.sub(r"\((?:\?:)?([^()|]*)[^()]*\)", r"\1", plain)
+    plain = re.sub(r"\[(.)[^]]*\]", r"\1", plain)
+    return {pattern, *re.sub(r"[?^$]", "", plain.replace("\\s", " ")).split("|")}
 
-    Of an expression that asks for a first match (``[1]``) only the first node is returned: the caller reads no other.
+
+class _InvalidCharacters:
+    """Stands in for a character-class regex: looks for each character first, since nearly every page has none."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self._characters = pattern.findall("".join(map(chr, range(0x10000))))
+
+    def sub(self, replacement: str, text: str) -> str:
+        if any(character in text for character in self._characters):
+            return self._pattern.sub(replacement, text)
+        return text
+
+
+class _Comparison:
+    """trafilatura's comparison with readability, less the readability runs that cannot change the answer.
+
+    Outside of recall mode readability replaces a sound extraction only if its text is more than twice as long
+    (``_prefer_readability``), and it only ever leaves text out: its collapsed text is no longer than that of the tree
+    it is given. The exceptions are counted (a video frame becomes "VIDEO") or not skipped at all (``growing``: elements
+    whose text grows when serialised as XML and read again as HTML, which readability does).
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises ValueError for an expression outside the subset."""
-        parser = _Parser(path)
-        self.path = path
-        self._alternatives = parser.alternatives()
-        self._names = tuple(parser.attributes)
-        self._pairs = tuple((self._names.index(one), self._names.index(other)) for one, other in parser.unions)
-        self._first = self._alternatives[0].first
-        if any(alternative.first != self._first for alternative in self._alternatives):
-            raise ValueError(f"expected a position on every path or on none in {path!r}")
-        tags = [alternative.tags for alternative in self._alternatives]
-        # a tag belongs to the key where two paths, or a condition, tell tags apart
-        self._tag_matters = len(tags) > 1 or "self::" in path.split("]", 1)[-1]
-        self._tags = ("*",) if None in tags else tuple(sorted(set().union(*(names for names in tags if names))))
-        self._impure = any(alternative.impure for alternative in self._alternatives)
-        self._memo: dict[tuple[str | None, ...], tuple[_Alternative, ...]] = {}
+    def __init__(self, compare: Callable[..., Any], readability: Callable[[HtmlElement], HtmlElement]) -> None:
+        self._compare, self._readability = compare, readability
+        self._state = threading.local()
+        known = lxml.html.defs.tags | {"listing", "noembed", "plaintext", "xmp"}
+        self._growing = tuple(sorted(tag for tag in known - {"iframe", "script", "style"} if _grows(tag)))
 
-    def __call__(self, root: HtmlElement) -> list[HtmlElement]:
-        found = []
-        names, pairs, tag_matters, impure = self._names, self._pairs, self._tag_matters, self._impure
-        for element in root.iterdescendants(*self._tags):
-            key: tuple[str | None, ...] = tuple(map(element.get, names))
-            for one, other in pairs:
-                if key[one] is not None and key[other] is not None:
-                    key = (*key, *element.keys())
-            if tag_matters:
-                key = (*key, element.tag)
-            matching = self._memo.get(key)
-            if matching is None:
-                matching = self._match(element, key)
-            if matching and (not impure or self._holds_below(element, matching)):
-                found.append(element)
-                if self._first:
-                    break
+    def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
+        sound = (
+            options.focus != "recall"
+            and text
+            and body.xpath(".//p//text()")
+            and len(body.findall(".//table")) <= len(body.findall(".//p"))
+        )
+        self._state.limit = 2 * len(text) if sound else -1
+        try:
+            return self._compare(cleaned, raw, body, text, options)
+        finally:
+            self._state.limit = -1
+
+    def readability(self, tree: HtmlElement) -> HtmlElement:
+        limit = getattr(self._state, "limit", -1)
+        if limit >= 0:
+            for element in list(tree.iter("script", "style", "fencedframe")):  # as readability itself begins
+                element.drop_tree()
+            if self._longest(tree) <= limit:
+                return HtmlElement()  # what trafilatura makes of a readability failure: no text, never preferred
+        return self._readability(tree)
+
+    def _longest(self, tree: HtmlElement) -> float:
+        """A length that readability's text of ``tree`` cannot pass."""
+        frames = list(tree.iter("iframe"))
+        if any(map(len, frames)) or (self._growing and next(tree.iter(*self._growing), None) is not None):
+            return math.inf
+        return len(" ".join(tree.text_content().split())) + len("VIDEO") * len(frames)
+
+
+class _Neighbours(threading.local):
+    """justext's look for the nearest decided paragraph, in linear time over a page of many undecided ones.
+
+    A scan stops early where the one before it passed: undecided paragraphs stay undecided until the questions, which
+    come in ascending order, have passed them. A question at a lower index is the start of a new round.
+    """
+
+    def __init__(self) -> None:
+        self._paragraphs: Any = None
+        self._last = -1
+        self._scans: dict[tuple[bool, int], tuple[int, int, str]] = {}
+
+    def find(self, i: int, paragraphs: Any, ignore_neargood: bool, inc: int, boundary: int) -> str:
+        if paragraphs is not self._paragraphs or i < self._last:
+            self._paragraphs, self._scans = paragraphs, {}
+        self._last = i
+        start, stop, answer = self._scans.get((ignore_neargood, inc), (-1, -1, ""))
+        at, found = i + inc, "bad"
+        while at != boundary:
+            # forward: inside the last scan; backward: back at its start, itself still undecided
+            known = start <= at < stop if inc > 0 else at == start
+            kind = paragraphs[at].class_type
+            if kind in ("good", "bad") or (kind == "neargood" and not ignore_neargood):
+                found = kind
+                break
+            if known:
+                at, found = stop, answer
+                break
+            at += inc
+        self._scans[ignore_neargood, inc] = (i, at, found)
         return found
 
-    def _holds_below(self, element: HtmlElement, matching: tuple[_Alternative, ...]) -> bool:
-        values = self._values(element)
-        return any(all(condition(element, values) for condition in path.impure) for path in matching)
 
-    def _values(self, element: HtmlElement) -> Values:
-        """The attributes the expression names, in the order of the source."""
-        return {name: value for name, value in element.items() if name in self._names}
-
-    def _match(self, element: HtmlElement, key: tuple[str | None, ...]) -> tuple[_Alternative, ...]:
-        """The paths whose tag and pure conditions hold; remembered under ``key``, on which alone they depend."""
-        values = self._values(element)
-        matching = tuple(
-            path
-            for path in self._alternatives
-            if (path.tags is None or element.tag in path.tags)
-            and all(condition(element, values) for condition in path.pure)
-        )
-        if sum(len(part) for part in key if part is not None) <= _MEMO_KEY_CHARS:
-            if len(self._memo) >= _MEMO_ENTRIES:
-                self._memo.clear()
-            self._memo[key] = matching
-        return matching
-
-
-def compile_xpath(path: str) -> Walk:
-    """The walk of an XPath expression of the pruning subset; raises ValueError outside it."""
-    return Walk(path)
+_SENTENCE = (
+    "The miller sets the stone, pours the grain, and waits; by noon, {}, the sacks are full and the wheel rests. "
+)
+_BLOCK = "".join(
+    f"<p>{_SENTENCE.format(word) * 3}</p>" for word in ("on most days", "says Anna", "if it rains", "at last")
+)
+_PAGES = (
+    f"""<!DOCTYPE html><html><head><title>Mill</title><script>var a = "<p>";</script></head><body>
+    <div class="navbar"><a href="/">Home</a></div><div class="cookie-banner">We use cookies</div>
+    <article class="post"><header>By the editor</header><h1>The mill</h1>{_BLOCK}
+    <p class="teaser">Read this next</p><div id="social" class="x">Share it</div><p style="display:none">Not seen</p>
+    <ul><li>wheat</li><li>rye</li></ul><table><tr><th>Day</th><td>Sacks</td></tr><tr><td>1</td><td>12</td></tr></table>
+    <p class="link">Only a link</p><blockquote>{_SENTENCE}</blockquote></article>
+    <iframe src="https://www.youtube.com/embed/x"></iframe>
+    <div id="comments-list" class="a"><p>{_SENTENCE}</p></div><ol class="comments"><li>First!</li></ol>
+    <aside class="infinite-scroll"><h1>Another</h1>{_BLOCK}</aside><div class="footer">Contact</div></body></html>""",
+    f"""<html><body><div><div>{_SENTENCE * 2}<br>Second line<br/>{_SENTENCE}</div><span class="author">Anna</span>
+    <div>Short</div></div><div hidden aria-hidden="true">{_SENTENCE}</div></body></html>""",
+    f"<html><body>\x0b<table><tr><td>{_SENTENCE * 4}</td><td><a href='x'>{_SENTENCE}</a></td></table></body></html>",
+    "<html><body><p>Too little.</p></body></html>",
+)

@@ -83,7 +83,7 @@ class _Progress:
     by_stage: Counter[str] = field(default_factory=Counter)
     by_reason: Counter[str] = field(default_factory=Counter)
     by_language: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"cpu": 0.0})
     parts: int = 0
 
     def add(self, page: Page) -> None:
@@ -113,6 +113,7 @@ class _Progress:
             "by_language": dict(self.by_language),
             "other_records": dict(read_log.other_records),
             "damage": list(read_log.damage),
+            "damage_left_out": read_log.damage_left_out,
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),
         }
@@ -274,8 +275,8 @@ def _judge(chain: Chain, page: Page, quarantine: str | None) -> tuple[Page, int]
 
 def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     now = time.process_time()
-    progress.seconds["cpu"] += now - since
-    progress.seconds.update(chain.seconds)
+    for name, value in {"cpu": now - since, **chain.seconds}.items():
+        progress.seconds[name] = progress.seconds.get(name, 0.0) + value
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
     return now
 
@@ -309,8 +310,8 @@ def _resume(task: PartitionTask) -> _Progress:
         if stored["inputs"] != task.inputs or stored["config"] != task.config_hash:
             return progress
         kept = stored["progress"]
-        counters = {name: Counter(value) for name, value in kept.items() if isinstance(value, dict)}
-        progress = _Progress(pages=kept["pages"], parts=kept["parts"], **counters)
+        tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
+        progress = _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)
 
 
 def _publish(task: PartitionTask, rows: _Rows, parts: int) -> dict[str, str]:

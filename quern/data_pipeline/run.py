@@ -119,7 +119,7 @@ def _run_pages(
     sizes = [sum(file.size for file in partition.files) for partition in partitions]
     progress.start_phase("pages", len(tasks), sum(sizes))
     for index, entry in entries.items():
-        progress.partition_done(entry["counts"], sizes[index])
+        progress.partition_done(entry["counts"], sizes[index], resumed=True)
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
     strikes = _Strikes(config.isolation.page_timeout_s, progress)
     results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-__all__ = ["hash_words", "hash_words_of", "minhash_hash", "normalise", "shingle_hash", "shingle_hashes"]
+__all__ = ["hash_words", "minhash_hash", "normalise", "shingle_hash", "shingle_hashes"]
 
 _MASK = (1 << 64) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -144,11 +144,6 @@ def _hash_blocks(text: str, block: int) -> Iterator[bytes]:
         start = end
 
 
-def hash_words_of(shingle: bytes) -> np.ndarray:
-    """uint64[words]: hashes of the words of one written-down shingle."""
-    return np.array([xxhash.xxh3_64_intdigest(word) for word in shingle.split(b" ")], dtype=np.uint64)
-
-
 def shingle_hashes(words: np.ndarray, ngram: int) -> np.ndarray:
     """Sorted unique uint64 hashes of all ``ngram``-word shingles of ``words`` (uint64); empty for a shorter text."""
     count = len(words) - ngram + 1
@@ -158,7 +153,12 @@ def shingle_hashes(words: np.ndarray, ngram: int) -> np.ndarray:
     for offset in range(1, ngram):
         mixed *= np.uint64(_MULTIPLIER)
         mixed += words[offset : offset + count]
-    return np.unique(_fmix64(mixed))
+    mixed = _fmix64(mixed)
+    mixed.sort()  # by hand: np.unique hashes first, and takes five times as long
+    first = np.empty(count, dtype=bool)
+    first[0] = True
+    np.not_equal(mixed[1:], mixed[:-1], out=first[1:])
+    return mixed[first]
 
 
 def _fmix64(values: np.ndarray) -> np.ndarray:

@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.report_clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
+from quern.data_pipeline.document import HASH
+from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
 from quern.errors import QuernError
 
 __all__ = ["CHAR_EDGES", "OUTCOMES", "WORD_EDGES", "Budget", "Pair", "Sample", "Survey", "TopCounter", "survey"]
@@ -26,12 +27,16 @@ __all__ = ["CHAR_EDGES", "OUTCOMES", "WORD_EDGES", "Budget", "Pair", "Sample", "
 OUTCOMES = ("kept", "duplicate", "dropped")
 BATCH_ROWS = 1 << 16
 TEXT_BATCH_ROWS = 1024
+#: Reasons whose samples are kept, and samples of one reason.
 MAX_STRATA = 256
+PER_REASON = 12
+NO_LANGUAGE = "(not identified)"
+NO_HOST = "(none)"
 _COLUMNS = ["doc_id", "host", "language", "stage", "reason"]
 
-#: Lower edges of the length histograms, two an octave; the last bin is open.
-CHAR_EDGES = np.unique(np.round(2.0 ** np.arange(4, 20.5, 0.5)).astype(np.int64))
-WORD_EDGES = np.unique(np.round(2.0 ** np.arange(1, 17.5, 0.5)).astype(np.int64))
+#: Lower edges of the length histograms, eight a decade; the first bin begins at 0, the last is open.
+CHAR_EDGES = 10.0 ** (1 + np.arange(41) / 8)
+WORD_EDGES = 10.0 ** (1 + np.arange(33) / 8)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,6 @@ class Sample:
     row: dict[str, Any]
     text: str | None
     """Null when no text is stored: the page was dropped before the quality gate, or purged."""
-    num_chars: int
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def survey(
         run_dir: the run.
         pages: (source, partition) → pages its commit counts.
         max_samples: samples in the result, at most; a third are kept pages, the others spread over the reasons.
-            As many pairs of duplicates again come to at most a third of it.
+            Pairs of duplicates come beside them, a fifth as many.
         seed: keys the choice of samples, and of partitions in a run beyond the budget.
         budget: how much may be read.
 
@@ -153,39 +157,32 @@ def survey(
     found = Survey(len(pages), sum(pages.values()))
     found.hosts = TopCounter(budget.max_hosts, len(OUTCOMES))
     found.clusters = read_clusters(run_dir, seed)
-    removed = removed_keys(run_dir)
-    decisions = decision_rows(run_dir, max_samples // 3, seed)
-    ids = {row[name] for row in decisions for name in ("doc_id", "duplicate_of")}
+    decisions = decision_rows(run_dir, max_samples // 5, seed)
     shown = {member for cluster in found.clusters.largest for member in cluster.members}
-    wanted = np.sort(id_keys(pa.array(sorted(ids | shown), pa.binary(16))))
-    places: dict[bytes, _Place] = {}
-    strata: dict[str, list[tuple[int, _Place]]] = {}
+    sides = {row[name] for row in decisions for name in ("doc_id", "duplicate_of")}
+    scan = _Scan(run_dir, seed, max_samples, removed_keys(run_dir), shown | sides, found)
     text_bytes = 0
     for source, name in _keyed_order(pages, seed):
         if found.partitions_read and (found.rows_read >= budget.rows or text_bytes >= budget.text_bytes):
             break
-        _survey_verdicts(run_dir, source, name, pages[source, name], removed, wanted, found, strata, places, seed)
-        text_bytes += _survey_texts(run_dir, source, name, removed, found)
+        scan.verdicts(source, name, pages[source, name])
+        text_bytes += scan.texts(source, name)
         found.partitions_read += 1
         found.rows_read += pages[source, name]
-    chosen = _choose(strata, max_samples)
-    loaded = _load(run_dir, sorted({*chosen, *places.values()}))
+    chosen = scan.choose()
+    loaded = _load(run_dir, sorted({*chosen, *scan.places.values()}))
     for place in chosen:
         row, text = loaded[place]
-        found.samples.append(_sample("dropped" if row["stage"] else "kept", row, text))
+        found.samples.append(Sample("dropped" if row["stage"] else "kept", row, text))
     for decision in decisions:
-        sides = []
+        pair: list[Sample | None] = []
         for key, outcome in (("doc_id", "duplicate"), ("duplicate_of", "kept")):
-            at = places.get(decision[key])
-            sides.append(_sample(outcome, *loaded[at]) if at is not None else None)
-        found.pairs.append(Pair(decision, sides[0], sides[1]))
-    for member in sorted(shown & places.keys()):
-        found.members[member] = loaded[places[member]][0]["url"]
+            at = scan.places.get(decision[key])
+            pair.append(Sample(outcome, *loaded[at]) if at is not None else None)
+        found.pairs.append(Pair(decision, pair[0], pair[1]))
+    for member in sorted(shown & scan.places.keys()):
+        found.members[member] = loaded[scan.places[member]][0]["url"]
     return found
-
-
-def _sample(outcome: str, row: dict[str, Any], text: str | None) -> Sample:
-    return Sample(outcome, row, text, len(text or ""))
 
 
 def _keyed_order(pages: Mapping[tuple[str, str], int], seed: int) -> list[tuple[str, str]]:
@@ -201,46 +198,81 @@ def _open(path: str) -> Any:
     return storage.open_read(path)
 
 
-def _survey_verdicts(
-    run_dir: str,
-    source: str,
-    name: str,
-    num_pages: int,
-    removed: np.ndarray,
-    wanted: np.ndarray,
-    found: Survey,
-    strata: dict[str, list[tuple[int, _Place]]],
-    places: dict[bytes, _Place],
-    seed: int,
-) -> None:
-    path = _verdicts(run_dir, source, name)
-    with _open(path) as file:
-        table = pq.ParquetFile(file)
-        if table.metadata.num_rows != num_pages:
-            raise QuernError(f"{path}: holds {table.metadata.num_rows} verdicts, its commit counts {num_pages} pages")
-        first = 0
-        for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=_COLUMNS):
-            keys = id_keys(batch.column("doc_id"))
-            dropped = np.asarray(pc.is_valid(batch.column("stage")))
-            outcome = np.where(dropped, 2, _in(keys, removed).astype(np.int64))
-            _count(batch.column("language"), outcome, "(not identified)", found.languages)
-            for host, index, count in _groups(batch.column("host"), outcome):
-                found.hosts.add(host if host is not None else "(none)", index, count)
-            for row in np.flatnonzero(_in(keys, wanted)):
-                places[batch.column("doc_id")[int(row)].as_py()] = (source, name, first + int(row))
-            for stratum, rows in _strata(batch, outcome):
-                if stratum not in strata and len(strata) >= MAX_STRATA:
-                    continue
-                order = mix(keys[rows], seed)
-                size = _PER_REASON if stratum != "kept" else _PER_OUTCOME
-                best = np.argsort(order, kind="stable")[:size]
-                new = [(int(order[i]), (source, name, first + int(rows[i]))) for i in best]
-                strata[stratum] = sorted(strata.get(stratum, []) + new)[:size]
-            first += batch.num_rows
+class _Scan:
+    """Reads partitions one after the other into a survey; remembers where wanted and sampled pages stand."""
 
+    def __init__(
+        self, run_dir: str, seed: int, max_samples: int, removed: np.ndarray, wanted: set[bytes], found: Survey
+    ) -> None:
+        self.run_dir, self.seed, self.max_samples = run_dir, seed, max_samples
+        self.removed, self.found = removed, found
+        self.wanted = np.sort(id_keys(pa.array(sorted(wanted), HASH)))
+        self.places: dict[bytes, _Place] = {}
+        self.strata: dict[str, list[tuple[int, _Place]]] = {}
 
-_PER_REASON = 12
-_PER_OUTCOME = 400
+    def verdicts(self, source: str, name: str, num_pages: int) -> None:
+        """Count a partition's verdicts, and choose samples by the keyed hash of doc_id: the smallest of a stratum."""
+        path = _verdicts(self.run_dir, source, name)
+        with _open(path) as file:
+            table = pq.ParquetFile(file)
+            rows_there = table.metadata.num_rows
+            if rows_there != num_pages:
+                raise QuernError(f"{path}: holds {rows_there} verdicts, its commit counts {num_pages} pages")
+            first = 0
+            for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=_COLUMNS):
+                keys = id_keys(batch.column("doc_id"))
+                dropped = np.asarray(pc.is_valid(batch.column("stage")))
+                outcome = np.where(dropped, 2, _in(keys, self.removed).astype(np.int64))
+                for language, index, count in _groups(batch.column("language"), outcome):
+                    by_outcome = self.found.languages.setdefault(language or NO_LANGUAGE, [0] * len(OUTCOMES))
+                    by_outcome[index] += count
+                for host, index, count in _groups(batch.column("host"), outcome):
+                    self.found.hosts.add(host or NO_HOST, index, count)
+                for row in np.flatnonzero(_in(keys, self.wanted)):
+                    self.places[batch.column("doc_id")[int(row)].as_py()] = (source, name, first + int(row))
+                order = mix(keys, self.seed)
+                for stratum, rows in _strata(batch, outcome):
+                    best = rows[np.argsort(order[rows], kind="stable")[: self._size(stratum)]]
+                    self._offer(stratum, [(int(order[row]), (source, name, first + int(row))) for row in best])
+                first += batch.num_rows
+
+    def _size(self, stratum: str) -> int:
+        return self.max_samples if stratum == "kept" else min(self.max_samples, PER_REASON)
+
+    def _offer(self, stratum: str, new: list[tuple[int, _Place]]) -> None:
+        if stratum in self.strata or len(self.strata) < MAX_STRATA:
+            self.strata[stratum] = sorted(self.strata.get(stratum, []) + new)[: self._size(stratum)]
+
+    def choose(self) -> list[_Place]:
+        """A third kept; of the dropped, one of every reason in turn, so that rare reasons are seen too."""
+        kept = [place for _, place in self.strata.get("kept", ())][: (self.max_samples + 2) // 3]
+        queues = [self.strata[name] for name in sorted(self.strata) if name != "kept"]
+        chosen: list[_Place] = []
+        for turn in range(PER_REASON):
+            for queue in queues:
+                if turn < len(queue) and len(kept) + len(chosen) < self.max_samples:
+                    chosen.append(queue[turn][1])
+        return kept + chosen
+
+    def texts(self, source: str, name: str) -> int:
+        """Measure the lengths of a partition's stored texts; return how many bytes of text were read."""
+        num_bytes = 0
+        with _open(_documents(self.run_dir, source, name)) as file:
+            for batch in pq.ParquetFile(file).iter_batches(TEXT_BATCH_ROWS, columns=["doc_id", "text", "kept"]):
+                text = batch.column("text")
+                num_bytes += text.nbytes
+                kept = np.asarray(pc.fill_null(batch.column("kept"), False))
+                outcome = np.where(kept, _in(id_keys(batch.column("doc_id")), self.removed).astype(np.int64), 2)
+                chars = np.asarray(pc.fill_null(pc.utf8_length(text), 0)).astype(np.int64)
+                words = np.asarray(pc.fill_null(pc.count_substring_regex(text, r"\S+"), 0)).astype(np.int64)
+                for table, edges, lengths in (
+                    (self.found.chars, CHAR_EDGES, chars),
+                    (self.found.words, WORD_EDGES, words),
+                ):
+                    bins = np.maximum(np.searchsorted(edges, lengths, side="right") - 1, 0)
+                    np.add.at(table, (outcome, bins), 1)
+                self.found.unique_chars[source] += int(chars[outcome == 0].sum())
+        return num_bytes
 
 
 def _in(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -257,11 +289,6 @@ def _groups(column: pa.Array, outcome: np.ndarray) -> Iterator[tuple[str | None,
     yield from zip(*(counts.column(name).to_pylist() for name in ("key", "outcome", "count_all")), strict=True)
 
 
-def _count(column: pa.Array, outcome: np.ndarray, missing: str, table: dict[str, list[int]]) -> None:
-    for key, index, count in _groups(column, outcome):
-        table.setdefault(missing if key is None else key, [0] * len(OUTCOMES))[index] += count
-
-
 def _strata(batch: pa.RecordBatch, outcome: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """("kept" or "stage:reason", rows) of a batch, sorted; duplicates are shown as pairs and left out here."""
     names = pc.binary_join_element_wise(
@@ -273,37 +300,6 @@ def _strata(batch: pa.RecordBatch, outcome: np.ndarray) -> Iterator[tuple[str, n
     for name in sorted(groups):
         if len(groups[name]):
             yield name, groups[name]
-
-
-def _choose(strata: Mapping[str, Sequence[tuple[int, _Place]]], max_samples: int) -> list[_Place]:
-    """A third kept; of the dropped, one of every reason in turn, so that rare reasons are seen too."""
-    kept = [place for _, place in strata.get("kept", ())][: (max_samples + 2) // 3]
-    queues = [list(strata[name]) for name in sorted(strata) if name != "kept"]
-    chosen: list[_Place] = []
-    for turn in range(_PER_REASON):
-        for queue in queues:
-            if turn < len(queue) and len(kept) + len(chosen) < max_samples:
-                chosen.append(queue[turn][1])
-    return kept + chosen
-
-
-def _survey_texts(run_dir: str, source: str, name: str, removed: np.ndarray, found: Survey) -> int:
-    """Lengths of a partition's stored texts; returns how many bytes of text were read."""
-    path = _documents(run_dir, source, name)
-    num_bytes = 0
-    with _open(path) as file:
-        for batch in pq.ParquetFile(file).iter_batches(TEXT_BATCH_ROWS, columns=["doc_id", "text", "kept"]):
-            text = batch.column("text")
-            num_bytes += text.nbytes
-            kept = np.asarray(pc.fill_null(batch.column("kept"), False))
-            outcome = np.where(kept, _in(id_keys(batch.column("doc_id")), removed).astype(np.int64), 2)
-            chars = np.asarray(pc.fill_null(pc.utf8_length(text), 0), np.int64)
-            words = np.asarray(pc.fill_null(pc.count_substring_regex(text, r"\S+"), 0), np.int64)
-            for table, edges, values in ((found.chars, CHAR_EDGES, chars), (found.words, WORD_EDGES, words)):
-                bins = np.maximum(np.searchsorted(edges, values, side="right") - 1, 0)
-                np.add.at(table, (outcome, bins), 1)
-            found.unique_chars[source] += int(chars[outcome == 0].sum())
-    return num_bytes
 
 
 def _load(run_dir: str, places: Sequence[_Place]) -> dict[_Place, tuple[dict[str, Any], str | None]]:
@@ -318,7 +314,7 @@ def _load(run_dir: str, places: Sequence[_Place]) -> dict[_Place, tuple[dict[str
         with _open(path) as file:
             at = []
             first = 0
-            keys = np.sort(id_keys(pa.array(sorted(by_id), pa.binary(16))))
+            keys = np.sort(id_keys(pa.array(sorted(by_id), HASH)))
             for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=["doc_id"]):
                 at += [first + int(i) for i in np.flatnonzero(_in(id_keys(batch.column(0)), keys))]
                 first += batch.num_rows

@@ -1,7 +1,7 @@
 """What a data run did, in numbers that add up: ``stats.json`` and the funnel on the terminal.
 
 Counters come from the commits of finished partitions and from nowhere else, so they are the same after any number of
-resumes. The HTML page stands in :mod:`quern.data_pipeline.report_html`.
+resumes. The HTML page stands in :mod:`quern.data_pipeline.report.page`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def build_stats(
         run_dir: the run.
         duplicates: the report of :func:`quern.data_pipeline.dedup.run` as plain data; ``removed`` is source → kind →
             documents.
-        tokens: source → ``{"train": {"documents", "tokens", "shards"}, "val": {…}}``; None before tokenization.
+        tokens: the ``sources`` of the tokens report as plain data: source → ``{"train": {"documents", "tokens",
+            "shards"}, "val": {…}}``; None before tokenization.
         partitions: (source, partition) of the run; None takes every commit.
 
     Raises:
@@ -123,7 +124,7 @@ def build_stats(
         for table in (totals, sources.setdefault(source, _blank())):
             _add(table, counts)
         found = counts.get("damage", ())
-        num_damage += len(found)
+        num_damage += len(found) + counts.get("damage_left_out", 0)
         damage.extend({"source": source, **dict(item)} for item in found[: MAX_DAMAGE - len(damage)])
         seconds.update(counts.get("stage_seconds", {}))
         cpu_seconds += counts.get("cpu_seconds", 0.0)
@@ -202,6 +203,10 @@ def _check_partition(where: str, counts: Mapping[str, Any]) -> None:
 def _removed(duplicates: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """Source → kind → documents removed; refuses more removals than there were documents."""
     removed: dict[str, dict[str, int]] = {}
+    for source, documents in sorted(duplicates.get("documents", {}).items()):
+        kept = sources.get(source, {}).get("kept", 0)
+        if documents != kept:
+            raise QuernError(f"source {source}: {kept} documents were kept, the search for duplicates saw {documents}")
     for source, kinds in sorted(duplicates.get("removed", {}).items()):
         removed[source] = {kind: count for kind, count in sorted(kinds.items()) if count}
         num_removed, kept = sum(removed[source].values()), sources.get(source, {}).get("kept", 0)
@@ -309,7 +314,7 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
             f"({held_out:,} documents held out for validation)"
         )
     for alarm in stats["duplicates"].get("alarms", ()):
-        yield f"alarm: {alarm if isinstance(alarm, str) else _pairs(alarm)}"
+        yield f"alarm: {alarm}"
     if stats["damage"]["count"]:
         yield f"{stats['damage']['count']:,} places of damage in the input were read around"
     if stats["timing"]["pages_per_cpu_second"] is not None:
@@ -317,7 +322,3 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
             f"{stats['timing']['cpu_seconds']:,.0f} CPU-seconds in the pages phase, "
             f"{stats['timing']['pages_per_cpu_second']:,.1f} pages a CPU-second"
         )
-
-
-def _pairs(alarm: Any) -> str:
-    return ", ".join(f"{key} {value}" for key, value in alarm.items()) if isinstance(alarm, Mapping) else str(alarm)

@@ -20,7 +20,7 @@ BATCH_ROWS = 1 << 16
 #: Rows whose cluster sizes are counted in one pass over the table; more rows take more passes, not more memory.
 PASS_ROWS = 4_000_000
 NUM_LARGEST = 10
-NUM_MEMBERS = 5
+NUM_MEMBERS = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def removed_keys(run_dir: str) -> np.ndarray:
 
 
 def decision_rows(run_dir: str, num: int, seed: int) -> list[dict[str, Any]]:
-    """A keyed choice of decisions: first one of every kind in turn, until there are ``num``."""
+    """A keyed choice of at most ``num`` decisions: two of every other kind, the rest near duplicates."""
     best: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
     serial = 0
     for batch in _batches(_decisions(run_dir), None):
@@ -82,12 +82,9 @@ def decision_rows(run_dir: str, num: int, seed: int) -> list[dict[str, Any]]:
                 serial += 1
                 best.setdefault(kind, []).append((int(order[row]), serial, batch.slice(int(row), 1).to_pylist()[0]))
             best[kind] = heapq.nsmallest(num, best[kind])
-    chosen: list[dict[str, Any]] = []
-    for turn in range(num):
-        for kind in sorted(best, reverse=True):
-            if turn < len(best[kind]) and len(chosen) < num:
-                chosen.append(best[kind][turn][2])
-    return chosen
+    near = [row for _, _, row in best.pop("near", [])]
+    others = [row for kind in sorted(best) for _, _, row in best[kind][:2]]
+    return (near[: max(0, num - len(others))] + others)[:num]
 
 
 def read_clusters(run_dir: str, seed: int = 0) -> Clusters:

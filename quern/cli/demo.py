@@ -1,0 +1,120 @@
+"""``quern demo``: the whole road on the embedded sample."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import as_file, files
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quern import storage
+from quern.cli.data import run_data
+from quern.cli.demo_check import KindResult, Outcome, compare, read_outcomes
+from quern.cli.output import JSON, json_stdout, out_console, reports_errors
+from quern.config import load_config
+from quern.data_pipeline import report
+from quern.demo import Site, write_site
+from quern.errors import QuernError
+from quern.tokenize.config import DataRun
+from quern.tokenize.inspect import inspect
+from quern.tokenize.shards import ShardReader
+
+__all__ = ["demo"]
+
+
+@reports_errors
+def demo(
+    folder: Annotated[str, typer.Option(help="Where the sample site and the run go.")] = "demo-run",
+    seed: Annotated[int, typer.Option(min=0, help="Another seed is another site.")] = 0,
+    json: bool = JSON,
+) -> None:
+    """Write a sample site of 320 pages, grind it into tokens, and hold every verdict against what a person expects."""
+    began = time.monotonic()
+    with json_stdout(json) as emit:
+        console = out_console()
+        site = write_site(storage.join(folder, "site"), seed)
+        run_dir = storage.join(folder, "run")
+        storage.remove_tree(run_dir)
+        if not json:
+            console.print(f"{len(site.pages)} pages of a sample site, as a crawler left them: {site.folder}/warc\n")
+        stats = run_data(_config(site, run_dir, seed))
+        outcomes = read_outcomes(run_dir)
+        results = compare(site.pages, outcomes)
+        emit({"kinds": [vars(result) for result in results], "stats": stats})
+        if not json:
+            report.print_funnel(stats, console)
+            _print_kinds(results, console)
+            _print_life(site, run_dir, outcomes, console)
+            _print_next(folder, run_dir, time.monotonic() - began, console)
+    wrong = [complaint for result in results for complaint in result.wrong]
+    if wrong:
+        raise QuernError(f"{len(wrong)} pages were not judged as expected; the first: {wrong[0]}")
+
+
+def _config(site: Site, run_dir: str, seed: int) -> DataRun:
+    with as_file(files("quern.demo").joinpath("demo.yaml")) as path:
+        return load_config(
+            path,
+            DataRun,
+            [
+                f"run_dir={run_dir}",
+                f"seed={seed}",
+                f"sources.0.paths={site.folder}/warc/*.warc.gz",
+                f"toxicity.lexicons.en={site.lexicon}",
+            ],
+        )
+
+
+def _print_kinds(results: list[KindResult], console: Console) -> None:
+    table = Table(title="What a careful person expects, and what happened", title_justify="left", box=None)
+    for name in ("kind", "pages", "expected", "happened", ""):
+        table.add_column(name, justify="right" if name == "pages" else "left")
+    for result in results:
+        happened = sorted(result.actual.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{count} {name}" for name, count in happened[:2])
+        shown += f", {len(happened) - 2} more" if len(happened) > 2 else ""
+        mark = "[green]as expected[/]" if not result.wrong else f"[red]{len(result.wrong)} differ[/]"
+        table.add_row(result.kind + (" *" if result.hard else ""), str(result.pages), result.expected, shown, mark)
+    console.print()
+    console.print(table)
+    pages = sum(result.pages for result in results)
+    hard = sum(result.pages for result in results if result.hard)
+    wrong = sum(len(result.wrong) for result in results)
+    console.print(f"{pages - wrong} of {pages} as expected; * hard cases that must be kept: {hard}\n")
+
+
+def _print_life(site: Site, run_dir: str, outcomes: dict[str, Outcome], console: Console) -> None:
+    """One page from its URL to its tokens."""
+    page = next(p for p in site.pages if p.kind == "control_token" and outcomes[p.record_id].kept)
+    verdict = outcomes[page.record_id].verdict
+    for stream in ("sample", "sample.val"):
+        reader = ShardReader(storage.join(run_dir, "tokens", stream))
+        place = reader.locate_document(verdict["doc_id"])
+        if place is not None:
+            break
+    else:
+        raise QuernError(f"{page.url}: kept, and in no shard")
+    shard = storage.join(run_dir, "tokens", stream, reader.shards[place.shard].bin)
+    found = inspect(shard, place.start, context=12)
+    console.print("One page's life: it spells out <|endoftext|>, which must never become the control token")
+    rows: list[tuple[str, Any]] = [
+        ("url", page.url),
+        ("record", f"{verdict['source_file']} at byte {verdict['record_offset']:,}"),
+        ("document", found.doc_id),
+        ("tokens", f"{found.start:,} to {found.start + found.length:,} of {shard}"),
+        ("begins", repr(found.token_text + found.after)),
+    ]
+    for name, value in rows:
+        console.print(f"  {name:<10}{value}", markup=False)
+    console.print()
+
+
+def _print_next(folder: str, run_dir: str, seconds: float, console: Console) -> None:
+    console.print(f"Done in {seconds:.0f} s. Look at")
+    console.print(f"  {run_dir}/report.html            the funnel, why pages were dropped, samples of both")
+    console.print(f"  quern tokens inspect {run_dir}/tokens/sample/shard_00000.bin --at 5000")
+    console.print(f"  quern data report {run_dir} --json")
+    console.print(f"  {folder}/site/pages.jsonl         every page with what was expected of it")

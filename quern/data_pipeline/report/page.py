@@ -1,0 +1,352 @@
+"""``report.html``: what a data run did, as one page that needs no network and trusts nothing it shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from quern import storage
+from quern.config import dump_yaml
+from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
+from quern.data_pipeline.report.stats import committed, funnel
+from quern.data_pipeline.report.survey import CHAR_EDGES, OUTCOMES, WORD_EDGES, Budget, Survey, survey
+from quern.data_pipeline.report.texts import duplicates_section, samples_section
+
+__all__ = ["render", "write_report"]
+
+NUM_REASONS = 30
+NUM_LANGUAGES = 20
+NUM_HOSTS = 20
+NUM_DAMAGE = 100
+#: Width of the first row of the funnel in a drawing 1,000 wide; the rest is for what flows out.
+FLOW = 800.0
+
+_LEGEND = (
+    '<p class="legend"><span><i class="kept"></i>in the corpus</span><span><i class="duplicate"></i>duplicate</span>'
+    '<span><i class="dropped"></i>dropped</span></p>'
+)
+
+
+def write_report(
+    run_dir: str,
+    stats: Mapping[str, Any],
+    *,
+    max_samples: int = 60,
+    seed: int = 0,
+    partitions: Collection[tuple[str, str]] | None = None,
+    budget: Budget | None = None,
+) -> str:
+    """Write ``report.html`` into the run, atomically, and return its path; equal runs and stats give equal bytes.
+
+    Args:
+        run_dir: the run.
+        stats: of :func:`quern.data_pipeline.report.build_stats`.
+        max_samples: pages shown with their text, at most.
+        seed: keys the choice of samples.
+        partitions: (source, partition) of the run; None takes every commit.
+        budget: how much of the tables may be read; beyond it the page says what share it has seen.
+
+    Raises:
+        QuernError: a table is missing, or disagrees with its commit.
+    """
+    pages = {(source, name): counts["pages"] for source, name, counts in committed(run_dir, partitions)}
+    found = survey(run_dir, pages, max_samples=max_samples, seed=seed, budget=budget)
+    path = storage.join(run_dir, "run.json")
+    run = storage.read_json(path) if storage.exists(path) else {}
+    out = storage.join(run_dir, "report.html")
+    storage.publish_bytes(out, render(run_dir, stats, found, run).encode())
+    return out
+
+
+def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[str, Any]) -> str:
+    """The page as HTML; ``run`` is the content of ``run.json``."""
+    config = run.get("config", {})
+    sections = [
+        ("funnel", "Funnel", _funnel(stats)),
+        ("reasons", "Reasons", _reasons(stats)),
+        ("sources", "Sources and tokens", _sources(stats, found)),
+        ("languages", "Languages and hosts", _languages_and_hosts(found)),
+        ("lengths", "Lengths", _lengths(found)),
+        ("duplicates", "Duplicates", duplicates_section(stats, found, config.get("duplicates", {}))),
+        ("samples", "Samples", samples_section(found)),
+        ("time", "Time", _time(stats)),
+        ("damage", "Damage", _damage(stats)),
+        ("config", "Config", _config(config)),
+    ]
+    present = [(key, title, body) for key, title, body in sections if body]
+    template = _resource("template.html")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    return Template(template).substitute(
+        title=f"quern · {show(run_dir.rstrip('/').rpartition('/')[2], 80)}",
+        headline=f"{num(stats['pages'])} pages became {num(stats['unique'])} documents",
+        tiles=_tiles(stats),
+        nav="".join(f'<a href="#{key}">{title}</a>' for key, title, _ in present),
+        sections="\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in present),
+        footer=_footer(run_dir, run, found),
+        css=_resource("style.css"),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _resource(name: str) -> str:
+    return files("quern.data_pipeline.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _lead(text: str) -> str:
+    return f'<p class="lead">{text}</p>'
+
+
+def _count(value: int) -> str:
+    return num(value) if value < 1_000_000 else short(value)
+
+
+def _tiles(stats: Mapping[str, Any]) -> str:
+    removed = stats["kept"] - stats["unique"]
+    tiles = [
+        ("pages read", _count(stats["pages"]), f"{num(stats['partitions'])} partitions"),
+        ("passed all gates", _count(stats["kept"]), percent(stats["kept"], stats["pages"])),
+        ("duplicates removed", _count(removed), f"{percent(removed, stats['kept'])} of those"),
+        ("documents", _count(stats["unique"]), percent(stats["unique"], stats["pages"])),
+    ]
+    if stats["tokens"] is not None:
+        tokens = stats["tokens"]
+        tiles.append(("tokens", _count(tokens["tokens"]), f"{num(tokens['shards'])} shards"))
+    cells = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def _funnel(stats: Mapping[str, Any]) -> str:
+    pages = stats["pages"] or 1
+    lines = []
+    for row in funnel(stats, num_reasons=2):
+        css = "" if row.dropped else ' class="idle"'
+        kind = "duplicate" if row.stage == "duplicates" else ""
+        reasons = ", ".join(f"{show(name)} {num(count)}" for name, count in row.reasons if row.stage != "pre_skip")
+        out = f"−{num(row.dropped)} · {percent(row.dropped, row.entered)} of {num(row.entered)}" if row.dropped else "–"
+        lines.append(
+            f'<li{css}><span class="stage">{show(row.label)}</span>'
+            f"{_flow(row.entered / pages * FLOW, row.left / pages * FLOW, kind)}"
+            f'<span class="out">{out}<small>{reasons}</small></span></li>'
+        )
+    width = stats["unique"] / pages * FLOW
+    lines.append(
+        f'<li class="last"><span class="stage">documents</span>{_flow(width, width, "")}'
+        f'<span class="out"><b>{num(stats["unique"])}</b> · {percent(stats["unique"], stats["pages"])} of all pages'
+        "</span></li>"
+    )
+    other = ", ".join(f"{num(count)} {show(kind)}" for kind, count in stats["other_records"].items())
+    note = f" The files also hold records that carry no page: {other}." if other else ""
+    return (
+        _lead(f"Every page that was read, and where it left; the width is the number of pages.{note}")
+        + f'<ol class="funnel">{"".join(lines)}</ol>'
+    )
+
+
+def _flow(entered: float, left: float, kind: str) -> str:
+    """One stage: what goes on runs straight down, what is dropped peels off to the right."""
+    drawn = f'<path class="flow" d="M0 0H{left:.2f}V101H0Z"/>' if left > 0 else ""
+    lost = entered - left
+    if lost > 0:
+        thick = min(55.0, 4 + lost / FLOW * 130)
+        end, turn = min(990.0, entered + 130), max(lost * 0.35, 8)
+        drawn += (
+            f'<path class="peel {kind}" d="M{left:.2f} 0H{entered:.2f}'
+            f"C{entered:.2f} {92 - thick:.2f} {entered + turn:.2f} {94 - thick:.2f} {end:.2f} {94 - thick:.2f}"
+            f"L{end + 8:.2f} {94 - thick / 2:.2f}L{end:.2f} 94"
+            f'C{left + turn:.2f} 94 {left:.2f} {94 - thick / 3:.2f} {left:.2f} 0Z"/>'
+        )
+    return f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+
+
+def _reasons(stats: Mapping[str, Any]) -> str:
+    ranked = sorted(stats["by_reason"].items(), key=lambda item: (-item[1], item[0]))
+    if not ranked:
+        return ""
+    dropped = sum(stats["by_reason"].values())
+    rows = []
+    for full, count in ranked[:NUM_REASONS]:
+        stage, _, reason = full.partition(":")
+        label = reason if reason.startswith(f"{stage}.") else f"{stage} · {reason}"
+        note = f"{num(count)} <small>· {percent(count, dropped)}</small>"
+        rows.append(Bar(f'<span title="{show(full)}">{show(label, 60)}</span>', (("dropped", count),), note))
+    more = len(ranked) - NUM_REASONS
+    tail = f'<p class="muted">and {num(more)} rarer reasons, in stats.json</p>' if more > 0 else ""
+    lead = _lead(f"The first failed rule of each of the {num(dropped)} dropped pages. Duplicates are not among them.")
+    return lead + bars(rows, "reasons") + tail
+
+
+def _sources(stats: Mapping[str, Any], found: Survey) -> str:
+    head = ["source", "pages", "passed", "duplicates", "documents"]
+    with_tokens = stats["tokens"] is not None
+    if with_tokens:
+        head += ["held out", "tokens", "shards", "tokens / document"]
+        head += ["characters / token"] if found.complete else []
+    rows = []
+    for name, table_of in stats["sources"].items():
+        removed = table_of["kept"] - table_of["unique"]
+        counts = (num(table_of[key]) for key in ("pages", "kept"))
+        row = [show(name), *counts, f"{num(removed)} ({percent(removed, table_of['kept'])})", num(table_of["unique"])]
+        if with_tokens:
+            splits = table_of["tokens"]
+            tokens, shards = (sum(split[key] for split in splits.values()) for key in ("tokens", "shards"))
+            row += [num(splits["val"]["documents"]), num(tokens), num(shards)]
+            row.append(num(tokens / table_of["unique"], 1) if table_of["unique"] else "–")
+            if found.complete:  # each document ends with one EOT, which stands for no character
+                texts = tokens - table_of["unique"]
+                row.append(num(found.unique_chars[name] / texts, 2) if texts else "–")
+        rows.append(row)
+    lead = (
+        "“Held out” documents are the validation set; they are counted in documents and tokens." if with_tokens else ""
+    )
+    return (_lead(lead) if lead else "") + table(head, rows)
+
+
+def _stacked(label: str, counts: Sequence[int]) -> Bar:
+    note = f"{num(sum(counts))} <small>· {percent(counts[0], sum(counts))} in</small>"
+    return Bar(label, tuple(zip(OUTCOMES, counts, strict=True)), note)
+
+
+def _languages_and_hosts(found: Survey) -> str:
+    if not found.languages:
+        return ""
+    ranked = sorted(found.languages.items(), key=lambda item: (-sum(item[1]), item[0]))
+    languages = [_stacked(show(name, 24), counts) for name, counts in ranked[:NUM_LANGUAGES]]
+    if len(ranked) > NUM_LANGUAGES:
+        rest = [sum(counts[i] for _, counts in ranked[NUM_LANGUAGES:]) for i in range(len(OUTCOMES))]
+        languages.append(_stacked(f"{num(len(ranked) - NUM_LANGUAGES)} others", rest))
+    hosts = [
+        _stacked(f'<span title="{show(name)}">{show(name, 60)}</span>', n) for name, n in found.hosts.top(NUM_HOSTS)
+    ]
+    known = f"{num(len(found.hosts.counts))} hosts"
+    if found.hosts.lost:
+        known = f"more than {known}; a host's counts may be short by up to {num(found.hosts.lost)}"
+    return (
+        _lead(f"{_seen(found)} Languages as they were identified; {known}.")
+        + _LEGEND
+        + f'<div class="two"><div><h3>Languages</h3>{bars(languages, "narrow")}</div>'
+        + f"<div><h3>Hosts with the most pages</h3>{bars(hosts)}</div></div>"
+    )
+
+
+def _seen(found: Survey) -> str:
+    if found.complete:
+        return ""
+    return (
+        f"From {num(found.rows_read)} of {num(found.rows)} pages "
+        f"({num(found.partitions_read)} of {num(found.partitions)} partitions, chosen by key)."
+    )
+
+
+def _lengths(found: Survey) -> str:
+    if not found.chars.sum():
+        return ""
+    lead = (
+        f"{_seen(found)} Documents whose text reached the quality gate: above the line those it passed, duplicates "
+        "included; below it those it dropped. The scale of lengths is logarithmic."
+    )
+    drawn = _histogram(found.words, WORD_EDGES, "words") + _histogram(found.chars, CHAR_EDGES, "characters")
+    legend = '<p class="legend"><span><i class="kept"></i>passed</span><span><i class="dropped"></i>dropped</span></p>'
+    return f'{_lead(lead)}{legend}<div class="two">{drawn}</div>'
+
+
+def _histogram(counts: np.ndarray, edges: np.ndarray, unit: str) -> str:
+    passed, dropped = counts[0] + counts[1], counts[2]
+    used = np.flatnonzero(passed + dropped)
+    first, last = int(used[0]), int(used[-1]) + 1
+    top = int(max(passed.max(), dropped.max()))
+    up, down = (int(side.max()) / top * 100 for side in (passed, dropped))
+    base = 100 * up / (up + down)
+    bounds = ["0", *(num(int(np.ceil(edge))) for edge in edges[1:]), "∞"]
+    names = [f"{bounds[i]} to {bounds[i + 1]} {unit}" for i in range(first, last)]
+    height = 100 * 100 / (up + down)
+    drawing = steps(passed[first:last].tolist(), top, "kept", names, base=base, height=height)
+    drawing += steps(dropped[first:last].tolist(), top, "dropped", names, base=base, height=-height)
+    x = _decades(edges, first, last)
+    y = [Tick(1 - base / 100, "0")]
+    if passed.max():
+        y.append(Tick(1.0, short(int(passed.max()))))
+    if dropped.max():
+        y.append(Tick(0.0, short(int(dropped.max()))))
+    caption = (
+        f"{unit.capitalize()} a document. Median passed: {_median(passed, edges)}; dropped: {_median(dropped, edges)}."
+    )
+    return plot(drawing, x, y, caption, f"Histogram of {unit} a document, passed and dropped")
+
+
+def _decades(edges: np.ndarray, first: int, last: int) -> list[Tick]:
+    """Ticks at round lengths between the edges of the bins ``first`` to ``last``, which are even in the logarithm."""
+    bins = (len(edges) - 1) / np.log10(edges[-1] / edges[0])
+    digits = (1, 2, 5) if last - first < 2.5 * bins else (1, 3) if last - first < 4 * bins else (1,)
+    ticks = []
+    for value in (digit * 10**power for power in range(1, 8) for digit in digits):
+        at = (np.log10(value / edges[0]) * bins - first) / (last - first)
+        if 0 <= at <= 1:
+            ticks.append(Tick(float(at), short(value)))
+    return ticks
+
+
+def _median(counts: np.ndarray, edges: np.ndarray) -> str:
+    total = int(counts.sum())
+    if not total:
+        return "none"
+    at = int(np.searchsorted(np.cumsum(counts), (total + 1) // 2))
+    low, high = (short(float(np.ceil(edge))) for edge in (edges[at], edges[min(at + 1, len(edges) - 1)]))
+    if at == 0:
+        return f"under {high}"
+    return f"{low} to {high}" if at + 1 < len(edges) else f"over {low}"
+
+
+def _time(stats: Mapping[str, Any]) -> str:
+    timing = stats["timing"]
+    seconds = Counter(timing["stage_seconds"])
+    if not seconds:
+        return ""
+    rest = timing["cpu_seconds"] - seconds.total()
+    ranked = sorted(seconds.items(), key=lambda item: (-item[1], item[0]))
+    if rest > 0:
+        ranked.append(("reading, writing, rest", rest))
+    pages = stats["pages"] or 1
+    rows = [
+        Bar(
+            show(name),
+            (("kept", value),),
+            f"{num(value, 1)} s <small>· {num(1e3 * value / pages, 2)} ms a page</small>",
+        )
+        for name, value in ranked
+    ]
+    speed = timing["pages_per_cpu_second"]
+    lead = f"CPU seconds of the pages phase: {num(timing['cpu_seconds'], 1)} in all"
+    return _lead(lead + (f", {num(speed, 1)} pages a CPU-second." if speed else ".")) + bars(rows)
+
+
+def _damage(stats: Mapping[str, Any]) -> str:
+    damage = stats["damage"]
+    if not damage["count"]:
+        return ""
+    rows = [
+        [show(item.get("file", ""), 200), show(item.get("offset", "–")), show(item.get("why", ""), 300)]
+        for item in damage["first"][:NUM_DAMAGE]
+    ]
+    more = damage["count"] - len(rows)
+    tail = f'<p class="muted">and {num(more)} more</p>' if more > 0 else ""
+    lead = _lead(f"{num(damage['count'])} places where an input file is damaged; reading went on behind each.")
+    return lead + table(["file", "offset", "what was wrong"], rows, "texts") + tail
+
+
+def _config(config: Mapping[str, Any]) -> str:
+    return f'<pre class="config">{show(dump_yaml(config))}</pre>' if config else ""
+
+
+def _footer(run_dir: str, run: Mapping[str, Any], found: Survey) -> str:
+    facts = [f"Run {show(run_dir)}"]
+    facts += [f"{show(key.replace('_', ' '))} {show(run[key])}" for key in ("id", "config_hash") if run.get(key)]
+    versions = ", ".join(f"{show(name)} {show(version)}" for name, version in run.get("versions", {}).items())
+    seen = "" if found.complete else f"<p>{_seen(found)}</p>"
+    return f"<p>{' · '.join(facts)}</p><p>{versions}</p>{seen}"

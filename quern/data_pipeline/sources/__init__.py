@@ -1,0 +1,10 @@
+"""Where pages come from: WARC, ARC and WET files, JSON lines, Parquet, folders of text or code.
+
+:func:`plan` lists a source's files and cuts them into partitions; :func:`read` gives a partition's pages.
+"""
+
+from quern.data_pipeline.sources.log import ReadLog
+from quern.data_pipeline.sources.plan import InputFile, Partition, SourceConfig, plan
+from quern.data_pipeline.sources.reading import read
+
+__all__ = ["InputFile", "Partition", "ReadLog", "SourceConfig", "plan", "read"]

@@ -1,0 +1,69 @@
+"""JSON lines: one object a line, one page a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from quern import storage
+from quern.data_pipeline.document import Page
+from quern.data_pipeline.sources.compression import pieces
+from quern.data_pipeline.sources.fields import fill
+from quern.data_pipeline.sources.log import ReadLog
+from quern.data_pipeline.sources.plan import SourceConfig
+
+__all__ = ["read_jsonl"]
+
+
+def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog) -> Iterator[Page]:
+    """A page for every line that is not blank; ``position`` is the line's number from 0, blank ones counted.
+
+    A line that is no JSON object with a text carries the fault ``read.bad_line``.
+    """
+    with storage.open_read(path) as file:
+        stream = pieces(file, lambda offset, why: log.damaged(path, offset, why))
+        for number, (offset, length, line) in enumerate(_lines(stream, source.max_bytes)):
+            if line is not None and not line.strip():
+                continue
+            page = Page(source.name, path, relative_path, number, offset, length, media="text")
+            if line is None:
+                page.fault = "read.too_large"
+            else:
+                row = _object(line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
+                if row is None or not isinstance(row.get(source.text_field), str):
+                    page.fault = "read.bad_line"
+                if row is not None:
+                    fill(page, source, row)
+            yield page
+
+
+def _object(line: bytes) -> dict[str, object] | None:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, length without the newline, line) of each line; None for a line that is longer than ``max_bytes``."""
+    offset, length = 0, 0
+    parts: list[bytes] = []
+    for piece in stream:
+        start = 0
+        while (end := piece.find(b"\n", start)) >= 0:
+            length += end - start
+            if length <= max_bytes:
+                parts.append(piece[start:end])
+                yield offset, length, b"".join(parts)
+            else:
+                yield offset, length, None
+            offset += length + 1
+            length, start, parts = 0, end + 1, []
+        length += len(piece) - start
+        if length <= max_bytes:
+            parts.append(piece[start:])
+        else:
+            parts = []
+    if length:
+        yield offset, length, b"".join(parts) if length <= max_bytes else None

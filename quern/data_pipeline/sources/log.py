@@ -1,0 +1,29 @@
+"""What a reader met beside pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ReadLog"]
+
+_MAX_DAMAGE = 1000
+
+
+@dataclass
+class ReadLog:
+    """Filled while :func:`read` is iterated; one log may serve many partitions."""
+
+    other_records: dict[str, int] = field(default_factory=dict)
+    """Number of records that carry no page, by type (``request``, ``revisit``, …)."""
+    damage: list[dict[str, Any]] = field(default_factory=list)
+    """``{"file", "offset", "why"}`` of each damage met, the first thousand a log; ``offset`` is in bytes (a row in
+    Parquet)."""
+    damage_left_out: int = 0
+
+    def damaged(self, file: str, offset: int, why: str) -> None:
+        """Note one damage."""
+        if len(self.damage) < _MAX_DAMAGE:
+            self.damage.append({"file": file, "offset": offset, "why": why})
+        else:
+            self.damage_left_out += 1

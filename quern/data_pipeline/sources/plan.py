@@ -1,0 +1,217 @@
+"""Which files a source has, how they are named for ever, and how they are cut into partitions.
+
+A page's identity rests on ``relative_path``, so it depends only on how an entry is written and what lies on the store,
+never on the order of entries, on other files or on the working directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from quern import storage
+from quern.config import Section
+from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, list_tree
+from quern.errors import InputError
+
+__all__ = ["TREE_KINDS", "InputFile", "Partition", "SourceConfig", "plan"]
+
+Kind = Literal["warc", "wet", "jsonl", "parquet", "text", "code"]
+TREE_KINDS = ("text", "code")
+RECORD_KINDS = ("jsonl", "parquet")
+_GLOB = re.compile(r"[*?\[]")
+
+
+class SourceConfig(Section):
+    """One item of ``sources``: what to read, and how its pages are named."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
+    kind: Kind
+    paths: str | list[str]
+    """A path, a glob (``**`` too) or a list of them, local or fsspec URLs; a folder for kinds ``text`` and ``code``."""
+    root: str | None = None
+    """Relative paths (and so page identities) start below this folder instead of the entry's own."""
+    priority: int = 0
+    """Of two duplicates the one of the source with the higher priority survives."""
+    max_bytes: int = Field(default=32 << 20, ge=1)
+    """A larger payload, line or file (bytes, decoded) is not read; its page fails with ``read.too_large``."""
+
+    text_field: str = Field(default="text", min_length=1)
+    """JSONL and Parquet: the field that holds the text."""
+    id_field: str | None = "id"
+    """JSONL and Parquet: read as ``record_id`` where present; null: never."""
+    url_field: str | None = "url"
+    date_field: str | None = "date"
+    """ISO 8601 text, a timestamp, or seconds (or milliseconds) since 1970."""
+
+    suffixes: list[str] | None = None
+    """Kinds ``text`` and ``code``: which file names are read, for example ``[".md"]``; null: the kind's own list."""
+    groups: int = Field(default=16, ge=1, le=65_536)
+    """Kinds ``text`` and ``code``: the number of partitions the files are spread over, by a hash of their path."""
+
+    @field_validator("name")
+    @classmethod
+    def _not_a_validation_name(cls, name: str) -> str:
+        if name.endswith(".val"):
+            raise ValueError(f"expected a name that does not end in .val (held-out tokens use it), got {name!r}")
+        return name
+
+    @field_validator("paths")
+    @classmethod
+    def _some_paths(cls, paths: str | list[str]) -> str | list[str]:
+        entries = [paths] if isinstance(paths, str) else paths
+        if not entries or not all(entry.strip() for entry in entries):
+            raise ValueError(f"expected at least one path and no empty one, got {paths!r}")
+        return paths
+
+    @field_validator("suffixes")
+    @classmethod
+    def _dotted(cls, suffixes: list[str] | None) -> list[str] | None:
+        if suffixes is not None and (not suffixes or not all(re.fullmatch(r"\.[^/\s]+", one) for one in suffixes)):
+            raise ValueError(f'expected suffixes with their dot, such as [".py", ".pyi"], got {suffixes!r}')
+        return suffixes
+
+    @model_validator(mode="after")
+    def _fields_fit_the_kind(self) -> SourceConfig:
+        foreign = {
+            **dict.fromkeys(("text_field", "id_field", "url_field", "date_field"), RECORD_KINDS),
+            **dict.fromkeys(("suffixes", "groups"), TREE_KINDS),
+        }
+        for field, kinds in foreign.items():
+            if self.kind not in kinds and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field}: expected only with kind {' or '.join(kinds)}, got kind {self.kind}")
+        return self
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        return (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file as planned. ``fingerprint`` changes when its content may have changed; ``size`` is in bytes."""
+
+    path: str
+    relative_path: str
+    fingerprint: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A unit of work and of commit: one file, or a fixed group of a tree's files."""
+
+    source: str
+    name: str
+    files: tuple[InputFile, ...]
+
+
+def plan(source: SourceConfig) -> list[Partition]:
+    """The partitions of ``source``, sorted by name; file listing only, no file is opened.
+
+    Raises:
+        InputError: an entry matches nothing, a file lies outside ``root``, a file is listed twice, or two files have
+            the same relative path (both are named).
+    """
+    by_path: dict[str, tuple[str, str]] = {}
+    by_relative: dict[str, str] = {}
+    for entry in sorted(source.entries):
+        found = 0
+        for path, relative in _expand(source, entry):
+            found += 1
+            if path in by_path:
+                first = by_path[path][1]
+                listed = f"by {entry!r}" if first == entry else f"by {first!r} and by {entry!r}"
+                raise InputError(f"source {source.name}: {path}: listed twice, {listed}; list it once")
+            if relative in by_relative:
+                raise InputError(
+                    f"source {source.name}: {by_relative[relative]} and {path} have the same relative path "
+                    f"{relative!r}, so their pages would have the same ids; set root or use one glob above both"
+                )
+            by_path[path] = (relative, entry)
+            by_relative[relative] = path
+        if not found:
+            raise InputError(f"source {source.name}: {entry}: matches no file{_wanted(source)}")
+    files = [_input_file(path, relative) for relative, path in sorted(by_relative.items())]
+    return sorted(_partitions(source, files), key=lambda partition: partition.name)
+
+
+def _wanted(source: SourceConfig) -> str:
+    if source.kind not in TREE_KINDS:
+        return ""
+    names = suffixes_of(source)
+    return " with a suffix of " + " ".join(names[:12]) + (" …" if len(names) > 12 else "")
+
+
+def suffixes_of(source: SourceConfig) -> tuple[str, ...]:
+    """The file name endings a tree source reads."""
+    if source.suffixes is not None:
+        return tuple(source.suffixes)
+    return CODE_SUFFIXES if source.kind == "code" else TEXT_SUFFIXES
+
+
+def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
+    """Every file of one entry as (path, relative path)."""
+    fs, inner = storage.split(entry)
+    is_tree = source.kind in TREE_KINDS
+    pattern = _GLOB.search(entry) is not None and not fs.exists(inner)
+    if pattern:
+        base = entry[: _GLOB.search(entry).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        base = storage.split(base)[1] if base else ("/" if entry.startswith("/") else storage.split(".")[1])
+        paths = storage.glob(entry)
+        if is_tree:
+            paths = [path for path in paths if path.endswith(suffixes_of(source))]
+    elif fs.isdir(inner):
+        if not is_tree:
+            raise InputError(
+                f"source {source.name}: {entry}: is a folder; kind {source.kind} expects files or a glob, "
+                f"for example {entry.rstrip('/')}/*"
+            )
+        base, paths = inner, list_tree(entry, suffixes_of(source))
+    else:
+        if not fs.exists(inner):
+            return
+        base, paths = inner.rpartition("/")[0], [entry if "://" in entry else inner]
+    if source.root is not None:
+        base = storage.split(source.root)[1]
+    prefix = base.rstrip("/") + "/"
+    for path in paths:
+        place = str(fs._strip_protocol(path))
+        if not place.startswith(prefix):
+            raise InputError(f"source {source.name}: {path}: lies outside root {source.root!r}")
+        relative = place[len(prefix) :]
+        if is_tree and pattern and any(part.startswith(".") for part in relative.split("/")):
+            continue
+        yield path, relative
+
+
+def _input_file(path: str, relative: str) -> InputFile:
+    fs, inner = storage.split(path)
+    return InputFile(path, relative, storage.fingerprint(path), int(fs.size(inner) or 0))
+
+
+def _partitions(source: SourceConfig, files: list[InputFile]) -> Iterator[Partition]:
+    if source.kind not in TREE_KINDS:
+        for file in files:
+            yield Partition(source.name, partition_name(file.relative_path), (file,))
+        return
+    grouped: dict[int, list[InputFile]] = {}
+    for file in files:
+        grouped.setdefault(int(_path_hash(file.relative_path), 16) % source.groups, []).append(file)
+    for group, members in grouped.items():
+        yield Partition(source.name, f"files-{group:05d}-of-{source.groups:05d}", tuple(members))
+
+
+def partition_name(relative_path: str) -> str:
+    """A file name for the partition of one input file: readable, unique, at most 89 ASCII characters."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", relative_path)[-80:].lstrip(".-")
+    return f"{readable or 'file'}-{_path_hash(relative_path)[:8]}"
+
+
+def _path_hash(relative_path: str) -> str:
+    return hashlib.blake2b(relative_path.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -1,0 +1,71 @@
+"""Folders of plain text or source code: one file, one page."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+
+from fsspec.implementations.local import LocalFileSystem
+
+from quern import storage
+from quern.data_pipeline.document import Page
+from quern.data_pipeline.sources.charset import decode, has_wide_bom
+
+__all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "list_tree", "read_file"]
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+_CODE = (
+    ".ada .adb .asm .bash .bat .c .cc .clj .cljs .cmake .cpp .cs .css .cu .cuh .cxx .d .dart .el .elm .erl .ex .exs "
+    ".f .f90 .for .fs .fsx .go .gradle .graphql .groovy .h .hh .hpp .hrl .hs .html .hxx .java .jl .js .jsx .kt .kts "
+    ".less .lisp .lua .m .mjs .ml .mli .mm .nim .nix .pas .php .pl .pm .proto .ps1 .py .pyi .pyx .r .R .rb .rkt .rs "
+    ".s .sass .scala .scm .scss .sh .sol .sql .sv .swift .tcl .tex .tf .toml .ts .tsx .v .vb .vhd .vhdl .vue .xsl "
+    ".yaml .yml .zig"
+)
+CODE_SUFFIXES = tuple(_CODE.split())
+
+
+def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Files below ``folder`` whose name ends in one of ``suffixes``, sorted; nothing hidden, no link followed."""
+    fs, inner = storage.split(folder)
+    if not isinstance(fs, LocalFileSystem):
+        prefix = inner.rstrip("/") + "/"
+        names = sorted(storage.list_files(folder))
+        return [
+            name
+            for name in names
+            if name.endswith(suffixes)
+            and not any(part.startswith(".") for part in str(fs._strip_protocol(name))[len(prefix) :].split("/"))
+        ]
+    found = []
+    for here, folders, names in os.walk(inner):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = posixpath.join(here, name)
+            if not name.startswith(".") and name.endswith(suffixes) and not os.path.islink(path):
+                found.append(path)
+    return [("file://" + path) if "://" in folder else path for path in sorted(found)]
+
+
+def read_file(path: str, relative_path: str, source: str, max_bytes: int) -> Iterator[Page]:
+    """The one page of a file; binary, too large, empty and undecodable files carry a fault."""
+    with storage.open_read(path) as file:
+        payload = file.read(max_bytes + 1)
+    page = Page(source, path, relative_path, 0, media="text")
+    if not payload:
+        page.fault = "read.empty"
+    elif len(payload) > max_bytes:
+        page.fault = "read.too_large"
+    elif b"\0" in payload and not has_wide_bom(payload):
+        page.fault = "read.not_text"
+    else:
+        decoded = decode(payload, None, is_html=False)
+        if decoded is None:
+            page.fault = "read.undecodable"
+        else:
+            text, page.charset = decoded
+            if not text or text.isspace():
+                page.fault = "read.empty"
+            else:
+                page.raw = text
+    yield page

@@ -1,0 +1,112 @@
+"""What stands at a position of a shard: the text around it, the document, and the page it came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from quern import storage
+from quern.errors import InputError
+from quern.tokenize.encoding import load_encoding
+from quern.tokenize.shards import ShardReader
+
+__all__ = ["Inspection", "find_verdict", "inspect"]
+
+_PAGE_COLUMNS = ("url", "canonical_url", "source_file", "record_offset", "record_length", "record_id", "language")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One token and everything known about it."""
+
+    shard: str
+    at: int
+    """Position in the shard."""
+    token: int
+    token_text: str
+    before: str
+    """Text of the tokens before; it may begin in an earlier document."""
+    after: str
+    doc_id: str
+    """Hex."""
+    start: int
+    """Where the document's span starts in the shard."""
+    length: int
+    """Tokens of the span, its EOT included."""
+    position: int
+    """Position in the document."""
+    is_eot: bool
+    purged: bool
+    page: Mapping[str, Any] | None
+    """URL, input file and record of the page; None when the run's verdicts are not beside the tokens."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:
+    """What stands at token ``at`` of the shard file ``shard_path``, with ``context`` tokens on either side.
+
+    Raises:
+        InputError: the corpus version does not list the shard, or it has no such position.
+    """
+    folder, name = os.path.split(os.path.abspath(storage.split(shard_path)[1]))
+    reader = ShardReader(folder)
+    names = [info.bin for info in reader.shards]
+    if name not in names:
+        raise InputError(f"{shard_path}: the corpus version lists no such shard (it has {', '.join(names) or 'none'})")
+    shard = names.index(name)
+    size = reader.shards[shard].tokens
+    if not 0 <= at < size:
+        raise InputError(f"{shard_path}: expected a position from 0 to {size - 1}, got {at}")
+    if context < 0:
+        raise InputError(f"context: expected a number of tokens ≥ 0, got {context}")
+    encoding = load_encoding(reader.encoding, reader.ranks_path)
+    origin = int(reader.offsets[shard])
+    first = max(0, at - context)
+    around = reader.tokens(origin + first, origin + min(size, at + context + 1))
+    here = at - first
+    span = reader.locate(shard, at)
+    return Inspection(
+        shard=shard_path,
+        at=at,
+        token=int(around[here]),
+        token_text=encoding.decode(around[here : here + 1]),
+        before=encoding.decode(around[:here]),
+        after=encoding.decode(around[here + 1 :]),
+        doc_id=span.doc_id.hex(),
+        start=span.start,
+        length=span.length,
+        position=at - span.start,
+        is_eot=at == span.start + span.length - 1,
+        purged=span.purged,
+        page=find_verdict(os.path.dirname(reader.root), reader.source.removesuffix(".val"), span.doc_id),
+    )
+
+
+def find_verdict(run_dir: str, source: str, doc_id: bytes) -> dict[str, Any] | None:
+    """URL, file and record of a page from ``RUN/verdicts/<source>``, or None when it is not there.
+
+    Reads one row group's doc_ids at a time, of those row groups whose range holds the id, and further columns only of
+    the row group it is in.
+    """
+    for path in storage.list_files(storage.join(run_dir, "verdicts", source)):
+        with storage.open_read(path) as file:
+            table = pq.ParquetFile(file)
+            column = table.schema_arrow.get_field_index("doc_id")
+            for group in range(table.num_row_groups):
+                statistics = table.metadata.row_group(group).column(column).statistics
+                known = statistics is not None and statistics.has_min_max
+                if known and not statistics.min <= doc_id <= statistics.max:
+                    continue
+                ids = table.read_row_group(group, columns=["doc_id"])["doc_id"].to_pylist()
+                if doc_id in ids:
+                    columns = [name for name in _PAGE_COLUMNS if name in table.schema_arrow.names]
+                    rows = table.read_row_group(group, columns=columns)
+                    return dict(rows.slice(ids.index(doc_id), 1).to_pylist()[0])
+    return None

@@ -1,0 +1,172 @@
+"""Words and sentences against spaCy itself, and the bounds hostile text runs into."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spacy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quern.data_pipeline.quality import words as under_test
+from quern.data_pipeline.quality.words import PUNCTUATION, TERMINAL_PUNCTUATION, UNSPACED_LANGUAGES, Reading
+
+CHUNK_CHARS = "aZbé9.,'’\"”“():;-—/…!?$%@#_·中。xD\u200b+"
+
+
+@cache
+def spacy_blank(language: str) -> Any:
+    blank = spacy.blank(language)
+    blank.add_pipe("sentencizer")
+    return blank
+
+
+def spacy_words(text: str, language: str = "en") -> list[str]:
+    return [token.text for token in spacy_blank(language).tokenizer(text) if token.text.strip()]
+
+
+def spacy_sentences(line: str) -> int:
+    return max(1, len(list(spacy_blank("en")(line).sents)))
+
+
+@given(st.text(CHUNK_CHARS, min_size=1, max_size=12))
+@settings(max_examples=1500)
+def test_a_chunk_has_the_words_spacy_gives_it_alone(chunk: str) -> None:
+    assert Reading(chunk, "en").words == spacy_words(chunk)
+
+
+@given(
+    st.sampled_from(["", '"', "“", "("]),
+    st.sampled_from(["word", "Mr", "etc", "cannot", "that", "it", "St", "gonna", "dont", "We", "vs", "e", "am"]),
+    st.sampled_from(["", "-not", "—Lets", "-etc"]),
+    st.sampled_from(["", ".", ",", ":", ")", '."', ".”", ").", "),", "'s", "’s", "s'", ":)", "..", '",', '".', "?”"]),
+)
+@settings(max_examples=1500)
+def test_common_shapes_split_as_spacy_splits_them(before: str, core: str, joined: str, behind: str) -> None:
+    chunk = before + core + joined + behind
+    assert Reading(chunk, "en").words == spacy_words(chunk)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("I can't, they cannot.", ["I", "ca", "n't", ",", "they", "can", "not", "."]),
+        ("Mr. Smith's U.S. visit", ["Mr.", "Smith", "'s", "U.S.", "visit"]),
+        ("10km at 5$ (see http://a.com/b?c)", ["10", "km", "at", "5", "$", "(", "see", "http://a.com/b?c", ")"]),
+        ("a\u00a0b\u2028c\td", ["a", "b", "c", "d"]),
+        ("", []),
+        (" \n\t\u3000", []),
+    ],
+)
+def test_english_words(text: str, words: list[str]) -> None:
+    assert Reading(text, "en").words == words
+    assert Reading(text, "en").num_words == len(words)
+
+
+@pytest.mark.parametrize("language", ["de", "fr", "ru", "el", "pl", "xx"])
+def test_spaced_languages_have_their_own_spacy_words(language: str) -> None:
+    text = "L'été, z.B. 3,5 km! „Ja“ (м. Київ) κ.λπ. d'accord"
+    assert Reading(text, language).words == [w for c in text.split() for w in spacy_words(c, language)]
+
+
+@pytest.mark.parametrize("language", ["ko", "vi", "eo", "qq"])
+def test_languages_spacy_cannot_split_are_split_neutrally(language: str) -> None:
+    assert Reading("안녕, xin chào!", language).words == ["안녕", ",", "xin", "chào", "!"]
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "words"),
+    [
+        ("zh", "我有iPhone 15。", ["我", "有", "iPhone", "15", "。"]),
+        ("ja", "カードを見る", ["カー", "ド", "を", "見", "る"]),
+        ("th", "กินข้าว", ["กิ", "น", "ข้", "า", "ว"]),
+        ("bo", "བོད་སྐད།", ["བོད", "སྐད", "།"]),
+    ],
+)
+def test_languages_without_spaces_are_split_into_characters(language: str, text: str, words: list[str]) -> None:
+    assert language in UNSPACED_LANGUAGES
+    assert Reading(text, language).words == words
+
+
+@given(st.lists(st.text("ab.!?。)\"' \t\u00a0…A1", max_size=20), min_size=1, max_size=4))
+@settings(max_examples=1500)
+def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -> None:
+    # The special cases of spaCy may look across a gap; what a line's chunks are alone is the rule here.
+    expected = sum(map(spacy_sentences, lines))
+    alone = [spacy_words(line) == [w for c in line.split() for w in spacy_words(c)] for line in lines]
+    if all(alone):
+        assert Reading("\n".join(lines), "en").num_sentences == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One. Two! Three?", 3),
+        ('He said "no." Then left.', 2),
+        ("One.\nTwo.\n\nno end", 4),
+        ("", 1),
+        ("Ends. ", 1),
+        ("Ends.  ", 2),
+        ("Ends. \nNext", 2),
+        ("A.\u00a0B.\tC", 3),
+        ("...and so on", 1),
+    ],
+)
+def test_sentence_counts(text: str, count: int) -> None:
+    assert Reading(text, "en").num_sentences == count == sum(map(spacy_sentences, text.split("\n")))
+
+
+def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(5)
+    texts = [
+        " ".join("".join(source.choices(CHUNK_CHARS, k=source.randint(1, 9))) for _ in range(40)) for _ in range(60)
+    ]
+    expected = {text: (Reading(text, "en").words, Reading(text, "en").num_sentences) for text in texts}
+    monkeypatch.setattr(under_test, "_MAX_MEMO", 30)
+    monkeypatch.setattr(under_test, "_MAX_MEMO_CHUNK", 4)
+    under_test.splitter.cache_clear()
+    under_test._spaced.cache_clear()
+    for text in source.sample(texts * 3, 180):
+        assert (Reading(text, "en").words, Reading(text, "en").num_sentences) == expected[text]
+    memo = under_test.splitter("en").tokens
+    assert max(len(memo._newer), len(memo._older)) <= 30 + 40
+    under_test.splitter.cache_clear()
+    under_test._spaced.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(" * 200_000, "http://a." * 50_000, "s'" * 100_000, "x" * 5_000_000, " ".join("(" * 400 + str(i) for i in range(2000))],
+    ids=["brackets", "urls", "possessives", "one-word", "many-brackets"],
+)
+def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
+    reading = Reading(text, "en")
+    started = time.process_time()
+    assert "".join(reading.words) == "".join(text.split())
+    assert reading.num_sentences >= 1
+    # spaCy wants from minutes to days for each of these.
+    assert time.process_time() - started < 60
+
+
+def test_the_alphabets_are_those_named() -> None:
+    assert len(TERMINAL_PUNCTUATION) == 159
+    assert set(".?!。؟।…") - TERMINAL_PUNCTUATION == {"…"}
+    assert set("…#$%()*,-/:;<=>@[]^_`{|}~\"'—“”’\x00\x0b\x85") - PUNCTUATION == {"'"} - PUNCTUATION
+    assert not any(char.isalnum() and char != "１" for char in PUNCTUATION)
+    assert PUNCTUATION.isdisjoint("\t\n ")
+
+
+@pytest.mark.shared
+def test_words_of_real_books_and_speeches_are_those_of_spacy(shared: Path) -> None:
+    import gzip
+
+    with gzip.open(shared / "data" / "text" / "speeches.jsonl.gz", "rt") as file:
+        texts = [json.loads(line)["text"][:20_000] for line in file][::7]
+    for text in texts:
+        assert Reading(text, "en").words == spacy_words(text)

@@ -1,0 +1,77 @@
+"""WARC files for the tests, written by warcio."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+from quern.data_pipeline.document import Page
+from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
+
+HTML = b"<!doctype html><html><head><title>t</title></head><body><p>Some words on a page.</p></body></html>"
+
+
+def record(
+    body: bytes = HTML,
+    *,
+    kind: str = "response",
+    url: str = "http://example.com/a",
+    status: str = "200 OK",
+    http: dict[str, str] | None = None,
+    warc: dict[str, str] | None = None,
+    content_type: str | None = None,
+    compress: bool = True,
+) -> bytes:
+    """One record as bytes: a gzip member, or plain."""
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=compress)
+    pairs = list(({"Content-Type": "text/html"} if http is None else http).items())
+    http_headers = None
+    if kind in ("response", "revisit"):
+        http_headers = StatusAndHeaders(status, pairs, protocol="HTTP/1.1")
+    elif kind == "request":
+        http_headers = StatusAndHeaders("/ HTTP/1.1", pairs, protocol="GET", is_http_request=True)
+    made = writer.create_warc_record(
+        url,
+        kind,
+        payload=io.BytesIO(body),
+        http_headers=http_headers,
+        warc_headers_dict={"WARC-Date": "2024-01-01T00:00:00Z", "WARC-Record-ID": f"<urn:x:{kind}:{url}>"}
+        | (warc or {}),
+        warc_content_type=content_type or "",
+    )
+    writer.write_record(made)
+    return out.getvalue()
+
+
+def many(count: int, *, compress: bool = True) -> list[bytes]:
+    """``count`` records, each a page of its own."""
+    return [
+        record(b"<html><body>" + b"page %d " % i * 400 + b"</body></html>", url=f"http://e.com/{i}", compress=compress)
+        for i in range(count)
+    ]
+
+
+def pages(path: Path, log: ReadLog | None = None, **settings: object) -> list[Page]:
+    """Every page of one file."""
+    source = SourceConfig.model_validate({"name": "crawl", "kind": "warc", "paths": str(path)} | settings)
+    log = log if log is not None else ReadLog()
+    return [page for partition in plan(source) for page in read(source, partition, log)]
+
+
+def read_bytes(
+    folder: Path, content: bytes, log: ReadLog | None = None, name: str = "x.warc.gz", **settings: object
+) -> list[Page]:
+    """Every page of a file with this content."""
+    path = folder / name
+    path.write_bytes(content)
+    return pages(path, log, **settings)
+
+
+def whole(records: list[bytes]) -> bytes:
+    """Plain records in a single gzip member."""
+    return gzip.compress(b"".join(records))

@@ -1,0 +1,209 @@
+"""Bytes to text: the order of evidence, labels as browsers read them, cut and dirty pages."""
+
+from __future__ import annotations
+
+import codecs
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quern.data_pipeline.sources.charset import codec_for, decode, header_charset, printable
+
+GERMAN = "Die Straße führt über die Brücke, sagte Müller – „schön“. " * 40
+CHINESE = "北京市民今天在公园里庆祝节日,天气很好。" * 40
+RUSSIAN = "Сегодня в Москве хорошая погода, дети играют во дворе. " * 40
+JAPANESE = "今日は天気がいいので、公園を散歩しました。" * 40
+KOREAN = "오늘은 날씨가 좋아서 공원에서 산책을 했습니다. " * 40
+GREEK = "Σήμερα ο καιρός είναι καλός και τα παιδιά παίζουν. " * 40
+POLISH = "Dziś jest ładna pogoda, dzieci bawią się na podwórku. Żółta gęś. " * 40
+
+#: Label → the Python codec that is the same table in the WHATWG Encoding Standard.
+SAMPLES = [
+    ("iso-8859-1", "cp1252", GERMAN),
+    ("ISO-8859-1", "cp1252", GERMAN),
+    ("windows-1252", "cp1252", GERMAN),
+    ("gb2312", "gb18030", CHINESE),
+    ("GBK", "gb18030", CHINESE),
+    ("big5", "big5", "今天天氣很好,孩子們在公園裡玩耍。" * 40),
+    ("windows-1251", "cp1251", RUSSIAN),
+    ("koi8-r", "koi8_r", RUSSIAN),
+    ("Shift_JIS", "cp932", JAPANESE + "①②"),
+    ("x-sjis", "cp932", JAPANESE),
+    ("euc-jp", "euc_jp", JAPANESE),
+    ("iso-2022-jp", "iso2022_jp", JAPANESE),
+    ("euc-kr", "cp949", KOREAN + "똠방각하"),
+    ("iso-8859-7", "iso8859_7", GREEK),
+    ("iso-8859-2", "iso8859_2", POLISH),
+    ("windows-1250", "cp1250", POLISH),
+    ("iso-8859-9", "cp1254", "Bugün hava çok güzel, çocuklar bahçede oynuyor. İğne ş " * 40),
+    ("tis-620", "cp874", "วันนี้อากาศดีมาก เด็กๆ เล่นในสวน " * 40),
+]
+
+
+@pytest.mark.parametrize(("label", "codec", "text"), SAMPLES)
+def test_a_header_label_means_what_browsers_take_it_for(label: str, codec: str, text: str) -> None:
+    decoded = decode(text.encode(codec), label, is_html=False)
+    assert decoded is not None
+    assert decoded[0] == text
+
+
+@pytest.mark.parametrize(("label", "codec", "text"), SAMPLES)
+def test_a_meta_label_is_found_in_either_form(label: str, codec: str, text: str) -> None:
+    for meta in (
+        f"<html><head><META CharSet = '{label}'>",
+        f'<head><meta http-equiv="Content-Type" content="text/html; charset={label}">',
+        f'<?xml version="1.0" encoding="{label}"?><html>',
+    ):
+        page = meta.encode("ascii") + text.encode(codec)
+        decoded = decode(page, None, is_html=True)
+        assert decoded is not None
+        assert decoded[0] == meta + text
+
+
+@pytest.mark.parametrize("text", [GERMAN, CHINESE, RUSSIAN, GREEK])
+@pytest.mark.parametrize("label", ["iso-8859-1", "gb2312", "windows-1251", "utf-8", "no-such-thing", None])
+def test_valid_utf8_beats_every_label(text: str, label: str | None) -> None:
+    assert decode(text.encode(), label, is_html=True) == (text, "utf-8")
+
+
+@given(
+    st.text(st.characters(exclude_characters="\0\x1b\ufeff", exclude_categories=("Cs",))),
+    st.sampled_from([None, "big5"]),
+)
+def test_whatever_is_utf8_is_read_as_utf8(text: str, label: str | None) -> None:
+    assert decode(text.encode(), label, is_html=True) == (text, "utf-8")
+
+
+@given(st.binary(max_size=400), st.sampled_from([None, "utf-8", "gbk", "shift_jis", "utf-16"]), st.booleans())
+def test_no_bytes_raise_and_text_can_always_be_stored(payload: bytes, label: str | None, is_html: bool) -> None:
+    decoded = decode(payload, label, is_html)
+    if decoded is not None:
+        decoded[0].encode("utf-8")
+        assert "\0" not in decoded[0]
+
+
+@pytest.mark.parametrize(
+    ("bom", "codec"),
+    [
+        (codecs.BOM_UTF8, "utf-8"),
+        (codecs.BOM_UTF16_LE, "utf-16-le"),
+        (codecs.BOM_UTF16_BE, "utf-16-be"),
+        (codecs.BOM_UTF32_LE, "utf-32-le"),
+        (codecs.BOM_UTF32_BE, "utf-32-be"),
+    ],
+)
+def test_a_byte_order_mark_beats_every_label_and_is_not_text(bom: bytes, codec: str) -> None:
+    decoded = decode(bom + RUSSIAN.encode(codec), "windows-1251", is_html=True)
+    assert decoded is not None
+    assert decoded[0] == RUSSIAN
+
+
+def test_the_header_comes_before_meta_and_meta_before_detection() -> None:
+    page = b"<meta charset=koi8-r>" + RUSSIAN.encode("cp1251")
+    assert decode(page, "windows-1251", is_html=True) == ("<meta charset=koi8-r>" + RUSSIAN, "windows-1251")
+    decoded = decode(page, None, is_html=True)
+    assert decoded is not None
+    assert decoded[1] == "koi8-r"
+    assert decode(page, None, is_html=False) == ("<meta charset=koi8-r>" + RUSSIAN, "windows-1251")
+
+
+def test_a_label_that_does_not_fit_the_bytes_is_passed_over() -> None:
+    page = b"<meta charset=gbk>" + CHINESE.encode("gb18030")
+    for wrong in ("shift_jis", "utf-8", "us-asci", "utf-16"):
+        decoded = decode(page, wrong, is_html=True)
+        assert decoded is not None
+        assert decoded[0].endswith(CHINESE)
+
+
+def test_a_commented_meta_and_one_behind_the_prescan_do_not_count() -> None:
+    for page in (
+        b"<!-- <meta charset=koi8-r> -->" + RUSSIAN.encode("cp1251"),
+        b" " * 5000 + b"<meta charset=koi8-r>" + RUSSIAN.encode("cp1251"),
+    ):
+        decoded = decode(page, None, is_html=True)
+        assert decoded is not None
+        assert decoded[1] == "windows-1251"
+
+
+def test_detection_finds_text_behind_megabytes_of_script_on_one_line() -> None:
+    page = b"<script>" + b"var x=1;" * 300_000 + b"</script><p>" + RUSSIAN.encode("cp1251")
+    decoded = decode(page, None, is_html=True)
+    assert decoded is not None
+    assert decoded[0].endswith(RUSSIAN)
+
+
+@pytest.mark.parametrize(
+    ("label", "codec", "text"), [("utf-8", "utf-8", CHINESE), ("gbk", "gb18030", CHINESE), ("sjis", "cp932", JAPANESE)]
+)
+def test_a_page_cut_inside_a_character_loses_that_character_only(label: str, codec: str, text: str) -> None:
+    payload = text.encode(codec)
+    for cut in range(1, 8):
+        decoded = decode(payload[:-cut], label, is_html=False)
+        assert decoded is not None
+        assert text.startswith(decoded[0])
+        assert len(text) - len(decoded[0]) <= cut
+
+
+def test_a_few_bad_bytes_do_not_lose_a_utf8_page() -> None:
+    payload = CHINESE.encode() + b"\xff" + CHINESE.encode() + b"\xe4(" + CHINESE.encode()
+    for label in ("utf-8", None, "iso-8859-1"):
+        assert decode(payload, label, is_html=True) == (f"{CHINESE}\ufffd{CHINESE}\ufffd({CHINESE}", "utf-8")
+
+
+def test_a_few_bad_bytes_do_not_lose_a_labelled_legacy_page() -> None:
+    decoded = decode(CHINESE.encode("gb18030") + b"\xff" + CHINESE.encode("gb18030"), "gb2312", is_html=True)
+    assert decoded is not None
+    assert decoded[1] == "gb18030"
+    assert decoded[0].startswith(CHINESE)
+    assert decoded[0].count("\ufffd") == 1
+
+
+def test_latin_text_with_a_stray_utf8_character_is_not_taken_for_utf8() -> None:
+    payload = GERMAN.encode("cp1252") + "ü".encode() + GERMAN.encode("cp1252")
+    decoded = decode(payload, "iso-8859-1", is_html=True)
+    assert decoded is not None
+    assert decoded[1] == "windows-1252"
+
+
+def test_bytes_that_are_no_text_are_not_decoded() -> None:
+    noise = bytes((i * 167 + i // 7 * 31) % 256 for i in range(4000))
+    assert decode(b"\xff\xfb\x90\x00" + noise, None, is_html=False) is None
+
+
+def test_codecs_that_are_not_text_encodings_of_the_web_are_unknown() -> None:
+    for label in ("utf-7", "hex", "rot13", "unicode_escape", "idna", "base64", "zip", "punycode", ""):
+        assert codec_for(label) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("text/html; charset=UTF-8", "UTF-8"),
+        ("text/html;charset='iso-8859-1'", "iso-8859-1"),
+        ('text/html; Charset = "gbk"; x=y', "gbk"),
+        ("text/html", None),
+        (None, None),
+    ],
+)
+def test_charset_of_a_content_type(value: str | None, expected: str | None) -> None:
+    assert header_charset(value) == expected
+
+
+def test_lone_surrogates_and_nul_never_reach_a_page() -> None:
+    assert printable("a\0b\ud800c\udc00\ud83d\ude00") == "ab\ufffdc\ufffd😀"
+
+
+@pytest.mark.parametrize(
+    "unit", [b"<meta ", b"<meta charset=", b"<!--", b"charset = ", b"\xff<meta charset= ", b"\xe4\xb8", b"<?xml "]
+)
+def test_hostile_heads_cost_linear_time(unit: bytes) -> None:
+    def seconds(size: int) -> float:
+        payload = b"\xff" + (unit * (size // len(unit) + 1))[:size]
+        start = time.process_time()
+        decode(payload, "utf-8", is_html=True)
+        return time.process_time() - start
+
+    seconds(100_000)
+    assert seconds(1_600_000) < 100 * seconds(100_000) + 1

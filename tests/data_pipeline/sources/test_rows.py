@@ -1,0 +1,261 @@
+"""JSON lines, Parquet and trees of files: one page a line, a row, a file."""
+
+from __future__ import annotations
+
+import bz2
+import datetime as dt
+import gzip
+import io
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from sources_warc_files import pages
+
+from quern.data_pipeline.sources import ReadLog
+from quern.data_pipeline.sources.compression import pieces
+from quern.data_pipeline.sources.jsonl import _lines
+from quern.errors import InputError
+
+ROWS = [{"id": f"r{i}", "text": f"Text {i} – ü", "url": f"http://e.com/{i}"} for i in range(5)]
+
+
+COMPRESS = {
+    "plain": bytes,
+    "gz": gzip.compress,
+    "gz in members": lambda data: b"".join(gzip.compress(data[i : i + 50]) for i in range(0, len(data), 50)),
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+    "zst in frames": lambda data: b"".join(
+        zstandard.ZstdCompressor().compress(data[i : i + 50]) for i in range(0, len(data), 50)
+    ),
+}
+
+
+def random_texts(count: int) -> list[str]:
+    """Texts that do not compress well, so that damage in the middle of a file is damage in the middle of its texts."""
+    source = random.Random(5)
+    return [source.randbytes(300).hex() for _ in range(count)]
+
+
+def jsonl(*rows: object) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def read_jsonl(folder: Path, content: bytes, log: ReadLog | None = None, **settings: object):  # type: ignore[no-untyped-def]
+    (folder / "x.jsonl").write_bytes(content)
+    return pages(folder / "x.jsonl", log, kind="jsonl", **settings)
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_lines_are_pages_whatever_the_compression(tmp_path: Path, compression: str) -> None:
+    log = ReadLog()
+    found = read_jsonl(tmp_path, COMPRESS[compression](jsonl(*ROWS)), log)
+    assert [(page.record_id, page.raw, page.url) for page in found] == [(r["id"], r["text"], r["url"]) for r in ROWS]
+    assert [page.position for page in found] == [0, 1, 2, 3, 4]
+    assert {(page.media, page.charset, page.fault) for page in found} == {("text", "utf-8", None)}
+    assert log.damage == []
+
+
+@pytest.mark.parametrize("compression", ["gz", "bz2", "xz", "zst"])
+def test_a_cut_compressed_file_gives_its_lines_up_to_the_cut_and_is_noted(tmp_path: Path, compression: str) -> None:
+    rows = [{"text": text} for text in random_texts(4000)]
+    whole = COMPRESS[compression](jsonl(*rows))
+    log = ReadLog()
+    found = read_jsonl(tmp_path, whole[: len(whole) * 3 // 4], log)
+    complete = [page for page in found if page.fault is None]
+    assert [page.raw for page in complete] == [row["text"] for row in rows[: len(complete)]]
+    assert len(found) - len(complete) <= 1
+    assert len(log.damage) == 1
+    assert len(complete) > 1000
+
+
+def test_the_offset_and_length_of_a_line_give_it_back(tmp_path: Path) -> None:
+    content = b"\n" + jsonl(*ROWS[:2]) + b"  \r\n" + jsonl(*ROWS[2:]).rstrip(b"\n")
+    found = read_jsonl(tmp_path, content)
+    assert [page.position for page in found] == [1, 2, 4, 5, 6]
+    for page, row in zip(found, ROWS, strict=True):
+        assert json.loads(content[page.record_offset : page.record_offset + page.record_length]) == row
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"not json", "read.bad_line"),
+        (b'{"text": "cut', "read.bad_line"),
+        (b'["text"]', "read.bad_line"),
+        (b'{"body": "x"}', "read.bad_line"),
+        (b'{"text": null}', "read.bad_line"),
+        (b'{"text": 5}', "read.bad_line"),
+        (b'{"text": "\xff"}', "read.bad_line"),
+        (b'{"text": ' + b"[" * 100_000, "read.bad_line"),
+        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "read.bad_line"),
+        (b'{"text": ""}', "read.empty"),
+        (b'{"text": " \\n\\u0000"}', "read.empty"),
+        (b'{"text": "' + b"x" * 9000 + b'"}', "read.too_large"),
+    ],
+)
+def test_a_bad_line_is_a_page_and_the_next_line_is_read(tmp_path: Path, line: bytes, fault: str) -> None:
+    limit = {"max_bytes": 8000} if fault == "read.too_large" else {}
+    found = read_jsonl(tmp_path, jsonl(ROWS[0]) + line + b"\n" + jsonl(ROWS[1]), **limit)
+    assert [(page.position, page.fault) for page in found] == [(0, None), (1, fault), (2, None)]
+    assert found[1].raw == ""
+
+
+def test_a_bad_line_keeps_the_id_it_has(tmp_path: Path) -> None:
+    found = read_jsonl(tmp_path, jsonl({"id": 7, "text": None, "url": "http://e.com"}))
+    assert (found[0].record_id, found[0].url, found[0].fault) == ("7", "http://e.com", "read.bad_line")
+
+
+def test_escapes_never_make_a_lone_surrogate_or_nul(tmp_path: Path) -> None:
+    found = read_jsonl(tmp_path, b'{"text": "a\\ud800b\\u0000\\ud83d\\ude00", "url": "http://e.com/\\udfff"}\n')
+    assert found[0].raw == "a\ufffdb😀"
+    assert found[0].url == "http://e.com/\ufffd"
+
+
+def test_fields_can_be_named_or_left_out(tmp_path: Path) -> None:
+    row = {"body": "words", "uid": "u1", "link": "http://e.com", "when": "2024-05-06T07:08:09Z", "id": "no"}
+    names = {"text_field": "body", "id_field": "uid", "url_field": "link", "date_field": "when"}
+    page = read_jsonl(tmp_path, jsonl(row), **names)[0]
+    assert (page.raw, page.record_id, page.url) == ("words", "u1", "http://e.com")
+    assert page.fetched_at == dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)
+    page = read_jsonl(tmp_path, jsonl(row), text_field="body", id_field=None, url_field=None, date_field=None)[0]
+    assert (page.record_id, page.url, page.fetched_at) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("2024-05-06", dt.datetime(2024, 5, 6, tzinfo=dt.UTC)),
+        (1714979289, dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        (1714979289000, dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("soon", None),
+        (1e30, None),
+        (True, None),
+        ({}, None),
+    ],
+)
+def test_dates_of_rows(tmp_path: Path, value: object, expected: dt.datetime | None) -> None:
+    assert read_jsonl(tmp_path, jsonl({"text": "x", "date": value}))[0].fetched_at == expected
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
+    assert read_jsonl(tmp_path, b"\xef\xbb\xbf" + jsonl(ROWS[0]))[0].raw == ROWS[0]["text"]
+
+
+@given(st.binary(max_size=300), st.integers(1, 50), st.integers(1, 60))
+def test_lines_are_those_of_the_bytes_however_they_come(content: bytes, size: int, limit: int) -> None:
+    found = list(_lines(iter([content[i : i + size] for i in range(0, len(content), size)]), limit))
+    expected = content.split(b"\n")
+    if not expected[-1]:
+        expected.pop()
+    assert [line for _, _, line in found] == [line if len(line) <= limit else None for line in expected]
+    assert [content[offset : offset + length] for offset, length, _ in found] == expected
+
+
+@given(st.binary(max_size=2000), st.sampled_from(sorted(COMPRESS)), st.data())
+def test_any_damage_to_a_compressed_file_ends(content: bytes, compression: str, data: st.DataObject) -> None:
+    damaged = bytearray(COMPRESS[compression](content))
+    for _ in range(data.draw(st.integers(0, 4))):
+        if damaged:
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    notes: list[str] = []
+    b"".join(pieces(io.BytesIO(bytes(damaged)), lambda _, why: notes.append(why)))
+
+
+def parquet(folder: Path, table: pa.Table, **options: object) -> Path:
+    pq.write_table(table, folder / "x.parquet", **options)
+    return folder / "x.parquet"
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_rows_are_pages(tmp_path: Path, kind: pa.DataType) -> None:
+    when = dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)
+    texts = [row["text"] for row in ROWS] + [None, ""]
+    table = pa.table(
+        {
+            "text": pa.array(texts, pa.string()).cast(kind),
+            "url": [row["url"] for row in ROWS] + [None, None],
+            "id": list(range(7)),
+            "date": [when] * 7,
+            "other": [b"x"] * 7,
+        }
+    )
+    found = pages(parquet(tmp_path, table, row_group_size=2), kind="parquet")
+    assert [page.raw for page in found] == [*texts[:5], "", ""]
+    assert [page.fault for page in found] == [None] * 5 + ["read.empty"] * 2
+    assert [page.position for page in found] == list(range(7))
+    assert [page.record_id for page in found] == [str(i) for i in range(7)]
+    assert found[4].url == "http://e.com/4"
+    assert {page.fetched_at for page in found} == {when}
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "message"),
+    [
+        ({"body": ["x"]}, {}, r"x\.parquet: no column 'text' \(text_field\); columns: body"),
+        ({"text": ["x"]}, {"url_field": "link"}, r"no column 'link' \(url_field\)"),
+        ({"text": [1]}, {}, "column 'text': expected text, got int64"),
+    ],
+)
+def test_a_missing_or_wrong_column_is_named(tmp_path: Path, table: dict, settings: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(InputError, match=message):
+        pages(parquet(tmp_path, pa.table(table)), kind="parquet", **settings)
+
+
+def test_a_broken_parquet_file_is_noted(tmp_path: Path) -> None:
+    for content in (b"", b"PAR1 no", b"x" * 1000):
+        (tmp_path / "x.parquet").write_bytes(content)
+        log = ReadLog()
+        assert pages(tmp_path / "x.parquet", log, kind="parquet") == []
+        assert [d["file"] for d in log.damage] == [str(tmp_path / "x.parquet")]
+
+
+def test_a_broken_row_group_does_not_lose_the_next(tmp_path: Path) -> None:
+    texts = random_texts(300)
+    path = parquet(tmp_path, pa.table({"text": texts}), row_group_size=100, compression="gzip", use_dictionary=False)
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    for at in range(column.data_page_offset + 200, column.data_page_offset + 300):
+        content[at] ^= 0xFF
+    path.write_bytes(bytes(content))
+    log = ReadLog()
+    found = pages(path, log, kind="parquet")
+    assert [(page.position, page.raw) for page in found] == [(i, texts[i]) for i in [*range(100), *range(200, 300)]]
+    assert [d["offset"] for d in log.damage] == [100]
+
+
+def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
+    contents = {
+        "a.py": b"print('\xc3\xbc')\n",
+        "latin.py": "# Grüße aus Köln, schöne Häuser über der Straße\n".encode("cp1252") * 20,
+        "utf16.py": "# Grüße".encode("utf-16"),
+        "binary.py": b"\x7fELF\x00\x01",
+        "empty.py": b"",
+        "blank.py": b"\n \n",
+        "large.py": b"x" * 5001,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    found = {page.relative_path: page for page in pages(tmp_path, kind="code", max_bytes=5000, groups=3)}
+    assert {name: page.fault for name, page in found.items()} == {
+        "a.py": None,
+        "latin.py": None,
+        "utf16.py": None,
+        "binary.py": "read.not_text",
+        "empty.py": "read.empty",
+        "blank.py": "read.empty",
+        "large.py": "read.too_large",
+    }
+    assert found["a.py"].raw == "print('ü')\n"
+    assert found["latin.py"].raw == contents["latin.py"].decode("cp1252")
+    assert found["utf16.py"].raw == "# Grüße"
+    assert {(page.media, page.position, page.url) for page in found.values()} == {("text", 0, None)}

@@ -1,0 +1,150 @@
+"""What was purged does not come back."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.data_pipeline.document import Page, make_doc_id
+from quern.data_pipeline.tombstones import PURGE_SCHEMA, Tombstones, TombstonesByText, read_purge_list
+from quern.errors import InputError
+
+
+def page(url: str | None = "https://example.com/a", text: str | None = None, position: int = 0) -> Page:
+    return Page("web", "in/f.warc.gz", "f.warc.gz", position, url=url, text=text)
+
+
+def purge_list(path: Path, rows: list[dict[str, Any]], schema: pa.Schema = PURGE_SCHEMA) -> str:
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return str(path)
+
+
+def row(doc_id: bytes | None = None, url: str | None = None, text: str | None = None) -> dict[str, Any]:
+    digest = None if text is None else hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return {"doc_id": doc_id, "canonical_url": url, "post_filter_hash": digest}
+
+
+def test_without_a_list_nothing_fails_and_the_url_is_made_canonical() -> None:
+    result = Tombstones(None)(page("HTTP://Example.com:80/a#x"))
+    assert result.canonical_url == "http://example.com/a"
+    assert result.failures == []
+    assert TombstonesByText(None)(page(text="x")).failures == []
+
+
+def test_purged_place_fails(tmp_path: Path) -> None:
+    stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(doc_id=make_doc_id("web", "f.warc.gz", 7))]))
+    assert stage(page(position=7)).failures == [("purged", "purged.doc_id")]
+    assert stage(page(position=8)).failures == []
+
+
+@pytest.mark.parametrize(
+    ("url", "fails"),
+    [
+        ("https://example.com/a", True),
+        ("http://EXAMPLE.com:80/./a?utm_source=x#y", True),
+        ("https://example.com/A", False),
+        ("https://example.com/a/", False),
+        ("https://www.example.com/a", False),
+        ("https://example.com:8443/a", False),
+        ("urn:x", False),
+        (None, False),
+    ],
+)
+def test_purged_url_fails_in_every_spelling(tmp_path: Path, url: str | None, fails: bool) -> None:
+    stage = Tombstones(
+        purge_list(tmp_path / "p.parquet", [row(url="https://example.com/a"), row(url="https://b.org/")])
+    )
+    assert stage(page(url)).failures == ([("purged", "purged.canonical_url")] if fails else [])
+
+
+def test_urls_written_by_older_rules_still_hold(tmp_path: Path) -> None:
+    stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(url="https://example.com/a?gclid=1")]))
+    assert stage(page("https://example.com/a?gclid=2")).failures == [("purged", "purged.canonical_url")]
+
+
+def test_canonical_url_already_there_is_not_made_again(tmp_path: Path) -> None:
+    stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(url="https://example.com/a")]))
+    given = page("https://other.org/")
+    given.canonical_url = "https://example.com/a"
+    assert stage(given).failures == [("purged", "purged.canonical_url")]
+
+
+def test_purged_text_fails_at_the_last_gate(tmp_path: Path) -> None:
+    path = purge_list(tmp_path / "p.parquet", [row(text="grüße\nzwei"), row(text="other")])
+    by_text = TombstonesByText(path)
+    assert by_text(page(text="grüße\nzwei")).failures == [("purged", "purged.text")]
+    assert by_text(page(text="grüße\nzwei ")).failures == []
+    assert by_text(page(text=None)).failures == []
+    assert Tombstones(path)(page(text="other")).failures == []
+
+
+def test_ids_that_end_in_zero_bytes_are_found(tmp_path: Path) -> None:
+    ids = [bytes(16), b"\1" + bytes(15), b"\1\2" * 8, b"\1" * 15 + b"\0"]
+    stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(doc_id=i) for i in ids]))
+    for i in ids:
+        given = page()
+        given.doc_id = i
+        assert stage(given).failures == [("purged", "purged.doc_id")], i
+    given.doc_id = b"\1\2" + bytes(14)
+    given.failures = []
+    assert stage(given).failures == []
+
+
+def test_many_ids_are_all_found_and_no_other(tmp_path: Path) -> None:
+    listed = [make_doc_id("web", "f.warc.gz", i) for i in range(0, 4000, 2)]
+    stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(doc_id=i) for i in listed]))
+    assert [bool(stage(page(position=i)).failures) for i in range(4000)] == [i % 2 == 0 for i in range(4000)]
+
+
+def test_folder_of_lists_is_one_list(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    purge_list(tmp_path / "1.parquet", [row(url="https://a.org/")])
+    purge_list(tmp_path / "sub" / "2.parquet", [row(url="https://b.org/"), row(url="https://a.org/")])
+    (tmp_path / "README").write_text("not a list")
+    assert len(read_purge_list(str(tmp_path)).urls) == 2
+
+
+def test_columns_may_be_empty_variable_or_beside_others(tmp_path: Path) -> None:
+    schema = pa.schema([("reason", pa.string()), ("post_filter_hash", pa.null()), ("doc_id", pa.binary())]).append(
+        pa.field("canonical_url", pa.large_string())
+    )
+    path = purge_list(tmp_path / "p.parquet", [{**row(doc_id=b"x" * 16, url="https://a.org/"), "reason": "r"}], schema)
+    found = read_purge_list(path)
+    assert (len(found.doc_ids), len(found.urls), len(found.texts)) == (1, 1, 0)
+
+
+def test_missing_list_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"gone\.parquet: no such purge list"):
+        Tombstones(str(tmp_path / "gone.parquet"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty: expected \*\.parquet files"):
+        Tombstones(str(tmp_path / "empty"))
+
+
+def test_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(InputError, match=r"x\.parquet: not a readable Parquet file"):
+        TombstonesByText(str(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize("column", PURGE_SCHEMA.names)
+def test_wrong_columns_are_named(tmp_path: Path, column: str) -> None:
+    index = PURGE_SCHEMA.get_field_index(column)
+    without = purge_list(tmp_path / "without.parquet", [], PURGE_SCHEMA.remove(index))
+    with pytest.raises(InputError, match=rf"without\.parquet: .*'{column}'"):
+        read_purge_list(without)
+    wrong = purge_list(tmp_path / "wrong.parquet", [], PURGE_SCHEMA.set(index, pa.field(column, pa.int64())))
+    with pytest.raises(InputError, match=rf"wrong\.parquet: column '{column}': expected .*, got int64"):
+        read_purge_list(wrong)
+
+
+def test_hashes_of_another_length_are_refused(tmp_path: Path) -> None:
+    schema = PURGE_SCHEMA.set(0, pa.field("doc_id", pa.binary()))
+    path = purge_list(tmp_path / "p.parquet", [row(doc_id=b"short")], schema)
+    with pytest.raises(InputError, match="'doc_id': expected values of 16 bytes"):
+        read_purge_list(path)
