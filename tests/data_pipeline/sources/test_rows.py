@@ -221,7 +221,9 @@ def test_a_broken_parquet_file_is_noted(tmp_path: Path) -> None:
 
 def test_a_broken_row_group_does_not_lose_the_next(tmp_path: Path) -> None:
     texts = random_texts(300)
-    path = parquet(tmp_path, pa.table({"text": texts}), row_group_size=100, compression="gzip", use_dictionary=False)
+    path = parquet(
+        tmp_path, pa.table({"text": texts}), row_group_size=100, use_dictionary=False, write_page_checksum=True
+    )
     column = pq.ParquetFile(path).metadata.row_group(1).column(0)
     content = bytearray(path.read_bytes())
     for at in range(column.data_page_offset + 200, column.data_page_offset + 300):
