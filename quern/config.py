@@ -109,7 +109,9 @@ def _set(tree: Any, dotted: str, value: Any) -> None:
         here = ".".join(parts[: depth + 1])
         if isinstance(tree, list):
             if not part.isdigit() or int(part) > len(tree):
-                raise InputError(f"override {dotted}: {here}: expected a list index from 0 to {len(tree)}, got {part!r}")
+                raise InputError(
+                    f"override {dotted}: {here}: expected a list index from 0 to {len(tree)}, got {part!r}"
+                )
             index = int(part)
             if index == len(tree):
                 tree.append({} if not last else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def shared() -> Path:
 
 
 @pytest.fixture
-def gpt2_ranks(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def gpt2_ranks(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The GPT-2 ranks file; tiktoken finds its own copy without a network."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "data" / "tokenizer" / "tiktoken_cache"))
-    yield shared / "data" / "tokenizer" / "gpt2.tiktoken"
+    return shared / "data" / "tokenizer" / "gpt2.tiktoken"

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def gpt2(shared: Path) -> Any:
         """The merge that made ``token``: the last one left when only earlier merges are applied."""
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            best = min((ranks.get(a + b, rank), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)))
+            best = min((ranks.get(a + b, rank), i) for i, (a, b) in enumerate(pairwise(parts)))
             assert best[0] < rank
             parts[best[1] : best[1] + 2] = [parts[best[1]] + parts[best[1] + 1]]
         return spell(parts[0]), spell(parts[1])

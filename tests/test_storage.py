@@ -17,6 +17,12 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "local" else f"memory:///{uuid.uuid4().hex}"
 
 
+def fail_while_writing(path: str) -> None:
+    with storage.publish(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+
+
 def test_published_bytes_come_back(base: str) -> None:
     path = storage.join(base, "a", "b.bin")
     storage.publish_bytes(path, b"grain")
@@ -28,9 +34,8 @@ def test_published_bytes_come_back(base: str) -> None:
 
 def test_an_error_while_writing_leaves_nothing(base: str) -> None:
     path = storage.join(base, "c.bin")
-    with pytest.raises(RuntimeError), storage.publish(path) as file:
-        file.write(b"half")
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        fail_while_writing(path)
     assert not storage.exists(path)
     assert storage.list_files(base) == []
 
@@ -38,9 +43,8 @@ def test_an_error_while_writing_leaves_nothing(base: str) -> None:
 def test_an_error_while_replacing_leaves_the_old_file(base: str) -> None:
     path = storage.join(base, "c.bin")
     storage.publish_bytes(path, b"old")
-    with pytest.raises(RuntimeError), storage.publish(path) as file:
-        file.write(b"new")
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        fail_while_writing(path)
     assert storage.read_bytes(path) == b"old"
 
 

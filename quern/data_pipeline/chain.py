@@ -77,7 +77,8 @@ class Chain:
         if page.fault is not None:
             page.fail("read", page.fault)
         clock = thread_time()
-        for reached, gate in enumerate(self.gates):
+        reached = 0
+        for reached, gate in enumerate(self.gates):  # noqa: B007 (returned)
             for stage in gate:
                 page = stage(page)
                 now = thread_time()

@@ -1,8 +1,8 @@
 """Where tasks run: a pool of fat Ray actors, or this process.
 
 Every phase is a function mapped over small task tuples; data moves through files, never through return values. An
-engine keeps a bounded number of tasks in flight (one running and one waiting an actor), so nothing piles up in the object store, and
-replaces an actor that died. What a death means for the task is the caller's to say (``on_death``).
+engine keeps one task an actor in flight, so nothing piles up in the object store, and replaces an actor that died.
+What a death means for the task is the caller's to say (``on_death``).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _label(label: str) -> str:
 _HIDDEN_NAMES = ("script", "style", "noscript", "template", "svg", "textarea")
 # case matters for the first character alone, so that the search runs at the speed of a plain find
 _HIDDEN = re.compile(rf"<(?:((?i:{'|'.join(_HIDDEN_NAMES)}))(?![a-zA-Z0-9-])|!--)")
-_CLOSING = {"": re.compile("-->"), **{name: re.compile(f"</(?i:{name})") for name in _HIDDEN_NAMES}}
+_CLOSING = {"": re.compile("-->"), **{name: re.compile(f"</(?i:{name})[^<>]*>?") for name in _HIDDEN_NAMES}}
 _TAG = re.compile(r"<[^<>]*>?")
 
 

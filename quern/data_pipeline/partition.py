@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -288,13 +288,13 @@ def _part(task: PartitionTask, number: int, name: str) -> str:
 def _set_down(task: PartitionTask, rows: _Rows, progress: _Progress) -> None:
     """Flush finished rows to the scratch folder; the progress file is the commit of the part."""
     for name, table in rows.tables().items():
-        with storage.publish(_part(task, progress.parts, f"{name}.arrow")) as file:
-            with pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+        path = _part(task, progress.parts, f"{name}.arrow")
+        with storage.publish(path) as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
     progress.parts += 1
     storage.write_json(
         _part(task, progress.parts - 1, "progress.json"),
-        {"inputs": task.inputs, "config": task.config_hash, "progress": asdict(progress)},
+        {"inputs": task.inputs, "config": task.config_hash, "progress": vars(progress)},
     )
     rows.clear()
 
@@ -321,12 +321,11 @@ def _publish(task: PartitionTask, rows: _Rows, parts: int) -> dict[str, str]:
     for name in TABLES:
         relative = f"{name}/{task.source.name}/{task.partition.name}.parquet"
         path = storage.join(task.run_dir, relative)
-        with storage.publish(path) as file:
-            with pq.ParquetWriter(file, rows.schemas[name], compression="zstd") as writer:
-                for number in range(parts):
-                    with storage.open_read(_part(task, number, f"{name}.arrow")) as part:
-                        writer.write_table(pa.ipc.open_file(part).read_all())
-                if rest[name].num_rows or not parts:
-                    writer.write_table(rest[name])
+        with storage.publish(path) as file, pq.ParquetWriter(file, rows.schemas[name], compression="zstd") as writer:
+            for number in range(parts):
+                with storage.open_read(_part(task, number, f"{name}.arrow")) as part:
+                    writer.write_table(pa.ipc.open_file(part).read_all())
+            if rest[name].num_rows or not parts:
+                writer.write_table(rest[name])
         outputs[relative] = storage.sha256(path)
     return outputs

@@ -78,6 +78,8 @@ _MAX_WORK = 20_000_000
 _AFFIXES_AT_END = re.compile(r"(?:[^\W_]{0,5}+[\W_])*+")
 _AFFIXES_AT_START = re.compile(r"[\W_]*+")
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 _MAX_MEMO = 150_000
 _MAX_MEMO_CHUNK = 64
 
@@ -251,7 +253,7 @@ def _spaced(name: str) -> Splitter:
 
 def _spacy_words(blank: Any, chunks: list[str], *, english: bool) -> list[Tokens]:
     rules = blank.tokenizer.rules
-    words: list[Tokens | None] = [_simple_english(chunk, rules) if english else None for chunk in chunks]
+    words = [_without_spacy(chunk, rules, english) for chunk in chunks]
     hard = [place for place, tokens in enumerate(words) if tokens is None]
     if hard:
         # A newline is a token of its own and in no special case, so that no chunk's words depend on its neighbour.
@@ -264,6 +266,13 @@ def _spacy_words(blank: Any, chunks: list[str], *, english: bool) -> list[Tokens
             start = end + 1
         words[hard[-1]] = tuple(tokens[start:])
     return words  # type: ignore[return-value]
+
+
+def _without_spacy(chunk: str, rules: Any, english: bool) -> Tokens | None:
+    if _SURROGATE.search(chunk):
+        # spaCy hashes UTF-8, which has no lone surrogates.
+        return tuple(_PLAIN_WORD.findall(chunk))
+    return _simple_english(chunk, rules) if english else None
 
 
 def _simple_english(chunk: str, rules: Any) -> Tokens | None:

@@ -65,8 +65,16 @@ LINES = st.lists(
                 "A b.",
                 "End.  ",
                 "[2]",
+                "terms of[edit] use",
+                "a\u00a0b",
+                "ok",
+                "W" * 1001,
+                "[citation needed]",
+                "What?",
+                "no",
+                "\t",
+                "İ",
             ]
-            + ["terms of[edit] use", "a\u00a0b", "ok", "W" * 1001, "[citation needed]", "What?", "no", "\t", "İ"]
         ),
         max_size=7,
     ).map(" ".join),

@@ -13,12 +13,7 @@ from quern.data_pipeline.quality.gopher import MEASURES, GopherConfig, decide, m
 from quern.data_pipeline.quality.words import PUNCTUATION, Reading
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
-OFF = dict.fromkeys(
-    (
-        "min_words max_words min_mean_word_length max_mean_word_length max_hash_ratio max_ellipsis_ratio "
-        "max_bullet_line_frac max_ellipsis_line_frac min_alpha_word_frac min_stop_words"
-    ).split()
-)
+OFF = {name: None for name in GopherConfig.model_fields if name != "stop_words"}
 TEXT = st.lists(
     st.sampled_from(
         [

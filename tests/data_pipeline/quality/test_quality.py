@@ -21,15 +21,13 @@ from quern.data_pipeline.document import Page
 from quern.data_pipeline.quality import Quality, QualityConfig, decide, measure, measured_settings
 
 GOLDEN = Path(__file__).parents[2] / "data" / "quality_peer.json.gz"
-GOOD = "\n".join(
-    f"The {a} of the {b} have to be with a {c}, and that is what we saw in the garden."
-    for a, b, c in zip(
-        "colour shape weight sound smell taste height depth".split(),
-        "rose stone river cloud forest bread tower lake".split(),
-        "name story reason price season partner limit secret".split(),
-        strict=True,
-    )
-)
+GOOD = """\
+The miller rose before the sun did, to see that the stones were dry and the sacks were sound.
+All morning long grain ran down from the loft, and the wheel turned with a low and even noise.
+At noon his daughter came along the river path with bread and a jar of cold tea.
+They have always shared that meal on the bench under the willow, whatever the weather.
+In the evening he sweeps the floor, closes the sluice and writes the day's weights in a book.
+Nobody will ever read it, he says, but a mill that keeps no count will not be a mill for long."""
 
 #: The peer's reason and ours; its reasons for too few and too many of one thing are one rule here.
 REASONS = {
@@ -88,7 +86,7 @@ def test_the_recipes_order_is_the_order_of_reasons_and_unlisted_families_are_not
     config = QualityConfig(order=("fineweb", "gopher"))
     stage = Quality(config)
     done = stage(page("- a ...\n- b ..."))
-    assert [rule.split(".")[0] for _, rule in done.failures][0] == "fineweb"
+    assert done.failures[0][1].split(".")[0] == "fineweb"
     assert (
         {name.split(".")[0] for name in stage.measures}
         == {"fineweb", "gopher"}
@@ -102,7 +100,7 @@ def test_fineweb_reads_what_c4_leaves_unless_it_comes_first_or_nothing_is_rewrit
     before = measure(text, QualityConfig(order=("fineweb", "c4")))
     untouched = measure(text, QualityConfig(c4={"rewrite": False}))
     assert after[0]["fineweb.short_line_ratio"] == 0
-    assert before[0]["fineweb.short_line_ratio"] == untouched[0]["fineweb.short_line_ratio"] == 0.2
+    assert before[0]["fineweb.short_line_ratio"] == untouched[0]["fineweb.short_line_ratio"] == 2 / 8
     assert after[1] == before[1] == GOOD
     assert untouched[1] == text
 

@@ -114,7 +114,7 @@ def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -
         ("Ends. ", 1),
         ("Ends.  ", 2),
         ("Ends. \nNext", 2),
-        ("A.\u00a0B.\tC", 3),
+        ("Aa.\u00a0Bb.\tCc", 3),
         ("...and so on", 1),
     ],
 )

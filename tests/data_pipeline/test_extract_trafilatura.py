@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import justext.core
+import lxml.html
+import pytest
+import trafilatura
+import trafilatura.core
+import trafilatura.external
+import trafilatura.utils
+import trafilatura.xpaths
+from lxml.etree import XPath
+
+from quern.data_pipeline import extract_trafilatura as fast
+from quern.data_pipeline.xpath_walk import Walk
+
+RE = {"re": "http://exslt.org/regular-expressions"}
+
+
+@pytest.fixture
+def fresh() -> Any:
+    """Preparation happens once a process; tests that change what it sees start it anew, before and after."""
+    fast._prepare.cache_clear()
+    yield
+    fast._prepare.cache_clear()
+
+
+def expressions() -> list[XPath]:
+    return [xpath for name in fast.EXPRESSION_LISTS for xpath in getattr(trafilatura.xpaths, name)]
+
+
+def state() -> list[Any]:
+    return [
+        *(list(getattr(trafilatura.xpaths, name)) for name in fast.EXPRESSION_LISTS),
+        trafilatura.utils.HTML_PARSER,
+        trafilatura.utils.INVALID_XML_CHARS,
+        trafilatura.core.compare_extraction,
+        trafilatura.external.try_readability,
+        justext.core._get_neighbour,
+    ]
+
+
+def test_installed_version_runs_on_walks() -> None:
+    assert importlib.metadata.version("trafilatura") in fast.VERIFIED_VERSIONS
+    assert fast.backend() == "walks"
+
+
+def test_every_regex_expression_is_a_walk_that_agrees_with_its_xpath_on_its_own_words() -> None:
+    for xpath in expressions():
+        tree = fast.probe_tree(xpath.path)
+        expected = xpath(tree)
+        assert 0 < len(expected) < len(list(tree.iter())), f"the probe must tell apart: {xpath.path}"
+        if "re:test" in xpath.path:
+            walk = Walk(xpath.path)
+            assert walk(tree) == (expected[:1] if walk.first else expected)
+
+
+def test_walks_agree_with_xpaths_on_random_pages_made_of_their_words() -> None:
+    words = sorted({word for xpath in expressions() for word in fast._samples(xpath.path) if "\n" not in word})
+    words += ["a", "content", "entry", "post", "link", "bottom", "comment", "hidden", "Nav", "teaser"]
+    for seed in range(40):
+        draw = random.Random(seed)
+        root = lxml.html.fromstring("<html><body></body></html>")
+        placed = [root[0]]
+        for _ in range(60):
+            tag = draw.choice(("div", "section", "p", "span", "aside", "ol", "article", "main", "h1", "list", "item"))
+            element = lxml.etree.SubElement(draw.choice(placed), tag)
+            for name in draw.sample(("id", "class", "style", "role", "aria-hidden", "itemprop"), draw.randint(0, 3)):
+                element.set(name, " ".join(draw.choices(words, k=draw.randint(1, 2))))
+            placed.append(element)
+        for xpath in expressions():
+            if "re:test" in xpath.path:
+                walk, expected = Walk(xpath.path), xpath(root)
+                assert walk(root) == (expected[:1] if walk.first else expected)
+
+
+def test_text_is_that_of_stock_on_built_in_pages_in_every_mode() -> None:
+    for page in fast._PAGES:
+        for favor in get_args(fast.Favor):
+            for tables in (True, False):
+                assert fast.extract_text(page, favor, tables) == fast.stock_text(page, favor, tables)
+
+
+def test_trafilatura_is_left_as_it_was_found() -> None:
+    before = state()
+    fast.extract_text(fast._PAGES[0])
+    assert all(a is b or a == b for a, b in zip(state(), before, strict=True))
+
+
+def test_trafilatura_is_left_as_it_was_found_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast.backend()
+    before = state()
+
+    def broken(*args: object, **kwargs: object) -> str:
+        assert state() != before, "the walks are in place while extraction runs"
+        raise MemoryError
+
+    monkeypatch.setattr(trafilatura, "extract", broken)
+    with pytest.raises(MemoryError):
+        fast.extract_text(fast._PAGES[0])
+    assert all(a is b or a == b for a, b in zip(state(), before, strict=True))
+
+
+def test_unverified_version_runs_on_stock_and_says_so_once(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
+    with caplog.at_level(logging.WARNING, logger=fast.__name__):
+        for page in fast._PAGES:
+            assert fast.extract_text(page) == fast.stock_text(page)
+    assert fast.backend().startswith("stock: trafilatura 9.9.9")
+    assert len([record for record in caplog.records if record.name == fast.__name__]) == 1
+
+
+def test_changed_meaning_of_an_expression_is_caught_by_the_self_test(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = XPath.__call__
+    for name in fast.EXPRESSION_LISTS:
+        monkeypatch.setattr(trafilatura.xpaths, name, list(getattr(trafilatura.xpaths, name)))
+    target = trafilatura.xpaths.TEASER_DISCARD_XPATH[0]
+
+    class Changed:
+        """Reads like the old expression, answers otherwise."""
+
+        path = target.path
+
+        def __call__(self, tree: Any) -> Any:
+            return honest(target, tree)[1:]
+
+    trafilatura.xpaths.TEASER_DISCARD_XPATH[0] = Changed()
+    assert fast.backend().startswith("stock: the self-test of TEASER_DISCARD_XPATH")
+
+
+def test_changed_words_of_an_expression_are_followed(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = XPath(".//*[self::div][re:test(@class, 'millstone|flour-(?:bin|sack)')]", namespaces=RE)
+    monkeypatch.setattr(trafilatura.xpaths, "TEASER_DISCARD_XPATH", [changed])
+    assert fast.backend() == "walks"
+    walk = next(r for r in fast._prepare()[0] if r.name == "TEASER_DISCARD_XPATH").fast[0]
+    assert len(walk(lxml.html.fromstring("<body><div class='flour-sack'></div><div class='teaser'></div></body>"))) == 1
+
+
+def test_invalid_characters_are_removed_as_by_the_regex() -> None:
+    pattern = trafilatura.utils.INVALID_XML_CHARS
+    quick = fast._InvalidCharacters(pattern)
+    for code in [*range(0x30), 0x7F, 0x85, 0xFFFD, 0xFFFE, 0xFFFF, 0x10000, 0x1FFFE]:
+        text = f"a{chr(code)}b{chr(code)}é"
+        assert quick.sub("", text) == pattern.sub("", text)
+
+
+def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound itself: readability's text is never longer than what is counted on the tree it is given."""
+    pages = [
+        *fast._PAGES,
+        "<html><head><title>a &lt;b&gt; &amp; c</title></head><body><svg><title/></svg><p>one, two, three, and four "
+        "<iframe src='https://www.youtube.com/embed/a'>&lt;b&gt;</iframe><iframe src=x></iframe>&lt;p&gt; &amp;amp;</p>"
+        "<textarea/><noscript><img src=a></noscript><p>text after, long enough to count, and on it goes</p>",
+        "<body><div>loose, text<br><br>and more of it, on and on, for a while</div><xmp>&lt;&lt;</xmp></body>",
+    ]
+    for page in pages:
+        tree = trafilatura.utils.load_html(page)
+        for element in list(tree.iter("script", "style", "fencedframe")):
+            element.drop_tree()
+        comparison = fast._Comparison(trafilatura.core.compare_extraction, trafilatura.external.try_readability)
+        longest = comparison._longest(tree)
+        text = trafilatura.external.try_readability(tree).text_content()
+        assert len(" ".join(text.split())) <= longest
+
+
+class Paragraph:
+    heading = False
+    class_type = ""
+
+    def __init__(self, cf_class: str) -> None:
+        self.cf_class, self.text = cf_class, "x" * 40
+
+
+def revised(kinds: list[str]) -> list[str]:
+    paragraphs = [Paragraph(kind) for kind in kinds]
+    justext.core.revise_paragraph_classification(paragraphs, 150)
+    return [paragraph.class_type for paragraph in paragraphs]
+
+
+def test_neighbours_are_those_of_justext(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(7)
+    weights = ((1, 1, 1, 1), (8, 1, 1, 1), (8, 4, 1, 0), (1, 8, 1, 1), (5, 5, 0, 1), (9, 0, 0, 0))
+    cases = [
+        draw.choices(("short", "neargood", "good", "bad"), draw.choice(weights), k=draw.randint(0, 14))
+        for _ in range(4000)
+    ]
+    expected = [revised(kinds) for kinds in cases]
+    monkeypatch.setattr(justext.core, "_get_neighbour", fast._Neighbours().find)
+    assert [revised(kinds) for kinds in cases] == expected
+
+
+def test_neighbours_take_linear_time() -> None:
+    class Counting:
+        reads = 0
+
+        def __init__(self) -> None:
+            self.kinds = ["short"] * 3000
+
+        def __getitem__(self, index: int) -> SimpleNamespace:
+            Counting.reads += 1
+            return SimpleNamespace(class_type=self.kinds[index])
+
+    paragraphs, neighbours = Counting(), fast._Neighbours()
+    for i in range(3000):
+        neighbours.find(i, paragraphs, True, -1, -1)
+        neighbours.find(i, paragraphs, True, 1, 3000)
+    assert Counting.reads < 10 * 3000
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_text_is_that_of_stock_on_a_sample_of_real_pages(real_pages: Callable[..., Iterator[Any]]) -> None:
+    for page in real_pages(every=40):
+        for favor in get_args(fast.Favor):
+            assert fast.extract_text(page.html, favor) == fast.stock_text(page.html, favor), page.record_id
+
+
+@pytest.mark.shared
+@pytest.mark.long
+def test_text_is_that_of_stock_on_every_real_page(real_pages: Callable[..., Iterator[Any]]) -> None:
+    num_pages = 0
+    for page in real_pages():
+        num_pages += 1
+        assert fast.extract_text(page.html) == fast.stock_text(page.html), page.record_id
+    assert num_pages == 1994

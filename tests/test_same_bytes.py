@@ -1,0 +1,148 @@
+"""Same inputs and config, same bytes: any number of workers, any order of inputs, any hash seed, any kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.demo import write_site
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(run_dir: Path, paths: list[str], workers: int, recipe: str, *overrides: str) -> list[str]:
+    return [
+        sys.executable, "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / recipe), f"run_dir={run_dir}",
+        f"sources.0.paths={json.dumps(paths)}", f"workers={workers}", "tokenize.shard_tokens=200000", *overrides,
+    ]  # fmt: skip
+
+
+def environment(shared: Path | None, hash_seed: str = "random") -> dict[str, str]:
+    extra = {"PYTHONHASHSEED": hash_seed}
+    if shared is not None:
+        extra["TIKTOKEN_CACHE_DIR"] = str(shared / "data" / "tokenizer" / "tiktoken_cache")
+    return {**os.environ, **extra}
+
+
+def run(arguments: list[str], env: dict[str, str]) -> None:
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def tokens(run_dir: Path) -> dict[str, str]:
+    """File below tokens/ → digest of its bytes."""
+    files = [path for path in sorted((run_dir / "tokens").rglob("*")) if path.is_file()]
+    assert any(path.suffix == ".bin" and path.stat().st_size for path in files)
+    return {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def counters(run_dir: Path) -> dict[str, Any]:
+    stats = json.loads((run_dir / "stats.json").read_text())
+    del stats["timing"]
+    return stats
+
+
+def decisions(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "duplicates" / "decisions.parquet").read_bytes()).hexdigest()
+
+
+def demo_site(folder: Path) -> tuple[list[str], list[str]]:
+    """(WARC files, overrides) of a small sample site."""
+    site = write_site(str(folder / "site"), seed=3, pages=160)
+    return [str(Path(path).resolve()) for path in site.warcs], [
+        f"toxicity.lexicons.en={Path(site.lexicon).resolve()}", "tokenize.shard_tokens=9000",
+    ]  # fmt: skip
+
+
+def kill_until_done(arguments: list[str], env: dict[str, str], delays: list[float]) -> int:
+    """Start the driver and kill -9 it after each delay in turn, then let it end; return the number of kills."""
+    kills = 0
+    for delay in delays:
+        process = subprocess.Popen(arguments, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(delay)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        time.sleep(0.2)
+    run(arguments, env)
+    return kills
+
+
+@pytest.mark.slow
+def test_workers_input_order_and_hash_seed_change_no_byte_of_the_sample(tmp_path: Path) -> None:
+    paths, overrides = demo_site(tmp_path)
+    run(command(tmp_path / "a", paths, 1, "demo.yaml", *overrides), environment(None, "1"))
+    run(command(tmp_path / "b", paths[::-1], 3, "demo.yaml", *overrides), environment(None, "2"))
+    assert len([name for name in tokens(tmp_path / "a") if name.endswith(".bin")]) > 3
+    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
+    assert decisions(tmp_path / "a") == decisions(tmp_path / "b")
+    assert counters(tmp_path / "a") == counters(tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
+    paths, overrides = demo_site(tmp_path)
+    arguments = command(tmp_path / "run", paths, 2, "demo.yaml", *overrides)
+    run(arguments, environment(None))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    run(arguments, environment(None))
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before.pop(tmp_path / "run" / ".lock"), after.pop(tmp_path / "run" / ".lock")
+    assert before == after
+    assert not (tmp_path / "run" / ".work").exists()
+
+    other = subprocess.run(
+        [*arguments, "language.threshold=0.9"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert other.returncode == 2
+    assert "language.threshold is 0.65 there and 0.9 here" in other.stderr
+    assert "Traceback" not in other.stderr
+
+    os.utime(paths[0], ns=(1, 1))
+    changed = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert changed.returncode == 2
+    assert "input files have changed since" in changed.stderr
+
+
+@pytest.mark.long
+def test_kills_of_the_driver_change_no_byte_and_no_counter_of_the_sample(tmp_path: Path) -> None:
+    paths, overrides = demo_site(tmp_path)
+    run(command(tmp_path / "whole", paths, 2, "demo.yaml", *overrides), environment(None))
+    draw = random.Random(7)
+    delays = sorted(draw.uniform(1, 25) for _ in range(8))
+    killed = command(tmp_path / "killed", paths, 2, "demo.yaml", *overrides)
+    assert kill_until_done(killed, environment(None), delays) >= 3
+    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
+    assert counters(tmp_path / "killed") == counters(tmp_path / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.shared
+def test_workers_order_hash_seed_and_kills_change_no_byte_of_real_pages(shared: Path, tmp_path: Path) -> None:
+    paths = sorted(str(path) for path in (shared / "data" / "warc").glob("*.warc.gz"))
+    run(command(tmp_path / "one", paths, 1, "fineweb-en.yaml"), environment(shared, "1"))
+    whole = tokens(tmp_path / "one")
+    draw = random.Random(11)
+    for workers in (2, 4):
+        draw.shuffle(paths)
+        folder = tmp_path / str(workers)
+        run(command(folder, paths, workers, "fineweb-en.yaml"), environment(shared, str(workers)))
+        assert tokens(folder) == whole, f"{workers} workers"
+        assert counters(folder) == counters(tmp_path / "one")
+    delays = [draw.uniform(3, 30) for _ in range(4)] + [draw.uniform(10, 45)]
+    killed = command(tmp_path / "killed", paths, 2, "fineweb-en.yaml")
+    assert kill_until_done(killed, environment(shared, "5"), delays) >= 2
+    assert tokens(tmp_path / "killed") == whole
+    assert counters(tmp_path / "killed") == counters(tmp_path / "one")
