@@ -1,7 +1,7 @@
 """Extraction: milliseconds of CPU a page against stock trafilatura, and token F1 against ground truth, by language.
 
 Stock and ours take turns page by page in one process, so both see the same machine. Repeat with
-``python benchmarks/extraction.py --pages 400``; it needs the shared corpus of real pages beside the checkout
+``python benchmarks/extraction.py --every 3``; it needs the shared corpus of real pages beside the checkout
 (or QUERN_SHARED). Prints one table, or JSON with ``--json``.
 """
 
@@ -61,7 +61,7 @@ def token_f1(truth: str, text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=Path(os.environ.get("QUERN_SHARED", DEFAULT_SHARED)))
-    parser.add_argument("--pages", type=int, default=400)
+    parser.add_argument("--every", type=int, default=5, help="take every so-many-th page")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
 
@@ -78,7 +78,7 @@ def main() -> None:
         call()
         cpu[name] += time.process_time() - start
 
-    for record_id, label, html in pages(arguments.shared, max(1, 1994 // arguments.pages)):
+    for record_id, label, html in pages(arguments.shared, max(1, arguments.every)):
         fresh = [Page("bench", "f", "f", num_pages, raw=html) for _ in range(3)]
         stock: list[str | None] = []
         turns = [

@@ -49,6 +49,7 @@ def run(
 def run_data(config: DataRun) -> dict[str, Any]:
     """The whole data road for a resolved config; returns what ``stats.json`` holds."""
     partitions = pages.plan_sources(config)
+    pages.check(config)
     with open_run(config.run_dir, config.model_dump(mode="json")) as directory:
         if directory.complete:
             pages.check_unchanged(directory.record, partitions, config.run_dir)
@@ -85,6 +86,7 @@ def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
 
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
     partitions = pages.plan_sources(config)
+    pages.check(config)
     per_source = {
         source.name: {
             "partitions": sum(p.source == source.name for p in partitions),

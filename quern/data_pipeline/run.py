@@ -12,6 +12,7 @@ from typing import Any
 from quern import storage
 from quern.config import digest
 from quern.data_pipeline import dedup
+from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.commits import find_commit, publish_commit
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Engine
@@ -21,7 +22,7 @@ from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.sources import Partition, plan
 from quern.errors import InputError, QuernError
 
-__all__ = ["PagesResult", "inputs_digest", "pages_config_hash", "plan_sources", "run"]
+__all__ = ["PagesResult", "check", "check_unchanged", "inputs_digest", "pages_config_hash", "plan_sources", "run"]
 
 #: Raised whenever the code would make other bytes from the same config.
 PAGES_FORMAT = 1
@@ -47,6 +48,15 @@ def plan_sources(config: PipelineConfig) -> list[Partition]:
         InputError: an entry matches nothing, or two files of a source have the same relative path.
     """
     return [partition for source in config.sources for partition in plan(source)]
+
+
+def check(config: PipelineConfig) -> None:
+    """Set up the chain once here: what it names (lists, lexicons, models) is missing now or never.
+
+    Raises:
+        InputError: a named file is missing or not what it should be.
+    """
+    Chain(config.chain)
 
 
 def inputs_digest(partitions: Sequence[Partition]) -> str:

@@ -313,7 +313,7 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
             f"{stats['tokens']['tokens']:,} tokens in {stats['tokens']['shards']:,} shards "
             f"({held_out:,} documents held out for validation)"
         )
-    for alarm in stats["duplicates"].get("alarms", ()):
+    for alarm in (*stats["duplicates"].get("alarms", ()), *stats["duplicates"].get("notes", ())):
         yield f"alarm: {alarm}"
     if stats["damage"]["count"]:
         yield f"{stats['damage']['count']:,} places of damage in the input were read around"

@@ -117,6 +117,10 @@ def test_line_rules_can_be_switched_off() -> None:
     assert left_of("a\n\nb c", min_words_per_line=0) == "a\n\nb c"
 
 
+def test_a_line_of_one_word_that_is_too_long_goes() -> None:
+    assert left_of(f"{'x' * 1001}\n{'y' * 1000}", min_words_per_line=None) == "y" * 1000
+
+
 @pytest.mark.parametrize(
     ("line", "kept"), [("It ends.", True), ('He said "so"', True), ("It does not", False), ("It trails...", False)]
 )

@@ -1,0 +1,159 @@
+"""What a person meets: one-line errors with exit code 2, a plan before the work, JSON that is nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from quern.cli.main import app
+from quern.demo import write_site
+from quern.tokenize.config import DataRun
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def quern(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quern.cli.main", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> str:
+    """The one line of a refused config, without the folder's name."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["data", "run", str(path), *overrides])
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0].replace(f"{tmp_path}/", "")
+
+
+GOOD = "run_dir: {0}/run\nsources: [{{name: s, kind: jsonl, paths: '{0}/in.jsonl'}}]\n"
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    return GOOD.format(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ("langage: {}", "error: c.yaml: langage: unknown key; did you mean 'language'?"),
+        ("language: {treshold: 1}", "error: c.yaml: language.treshold: unknown key; did you mean 'threshold'?"),
+        ("workers: 0", "error: c.yaml: workers: expected a number ≥ 1, got 0"),
+        ("workers: many", 'error: c.yaml: workers: expected an integer, got "many"'),
+        ("seed: -1", "error: c.yaml: seed: expected a number ≥ 0, got -1"),
+        ("duplicates: {bands: 20}", "error: c.yaml: duplicates: expected bands × rows ≤ num_perm (128), got 20"),
+        ("tokenize: {validation: 1}", "error: c.yaml: tokenize.validation: expected a number < 1, got 1"),
+        ("language: {pre_skip: true}", "error: c.yaml: language.pre_skip: expected a probability ≥ 0 and < 1, "),
+        ("tokenize: {encoding: gpt9}", "error: c.yaml: tokenize: encoding: expected one of cl100k_base"),
+    ],
+)  # fmt: skip
+def test_a_wrong_config_is_one_line(tmp_path: Path, good: str, extra: str, expected: str) -> None:
+    assert refused(tmp_path, good + extra).startswith(expected)
+
+
+def test_a_source_that_is_not_there_is_named(tmp_path: Path, good: str) -> None:
+    message = refused(tmp_path, good, f"sources.0.paths={tmp_path}/nothing/*.gz")
+    assert "nothing/*.gz" in message
+    assert "sources" in message or "source s" in message
+
+
+def test_a_missing_file_named_in_the_config_is_one_line(tmp_path: Path, good: str) -> None:
+    missing = tmp_path / "list.txt"
+    assert str(missing.name) in refused(tmp_path, good, f"urls.domains=[{missing}]", "tokenize.encoding=trained")
+
+
+def test_an_error_writes_nothing(tmp_path: Path, good: str) -> None:
+    refused(tmp_path, good + "workers: 0")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_prints_back_to_itself(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.warc.gz").write_bytes(b"")
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    (tmp_path / "a.py").write_bytes(b"")
+    kind = yaml.safe_load(recipe.read_text())["sources"][0]["kind"]
+    pattern = {"warc": "*.warc.gz", "jsonl": "*.jsonl.gz", "code": "*.py"}[kind]
+    arguments = ["data", "run", str(recipe), f"sources.0.paths={tmp_path}/{pattern}", "--dry-run"]
+    if recipe.stem == "demo":  # names a file of the sample site
+        (tmp_path / "lexicon.txt").write_text("frump\n")
+        arguments.append(f"toxicity.lexicons.en={tmp_path}/lexicon.txt")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    printed = DataRun.model_validate(yaml.safe_load(result.stdout))
+    assert printed.sources[0].kind == kind
+
+
+def test_a_dry_run_as_json_is_the_config_and_the_plan(tmp_path: Path, good: str) -> None:
+    (tmp_path / "c.yaml").write_text(good)
+    done = quern("data", "run", str(tmp_path / "c.yaml"), "workers=3", "--dry-run", "--json")
+    shown = json.loads(done.stdout)
+    assert DataRun.model_validate(shown["config"]).workers == 3
+    assert shown["plan"] == {"s": {"partitions": 1, "files": 1, "bytes": 14}}
+    assert not (tmp_path / "run").exists()
+
+
+def test_fineweb_en_is_what_others_rely_on() -> None:
+    config = yaml.safe_load((ROOT / "configs" / "fineweb-en.yaml").read_text())
+    assert [source["kind"] for source in config["sources"]] == ["warc"]
+    assert config["quality"]["order"] == ["repetition", "gopher", "c4", "fineweb"]
+    assert config["toxicity"]["action"] == config["urls"]["action"] == "measure"
+
+
+def test_the_command_is_there_with_a_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("quern ")
+    assert CliRunner().invoke(app, ["data", "frobnicate"]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_run_its_status_report_and_tokens_as_json(tmp_path: Path) -> None:
+    site = write_site(str(tmp_path / "site"), seed=1, pages=160)
+    run_dir = str(tmp_path / "run")
+    arguments = [
+        "data", "run", "configs/demo.yaml", f"run_dir={run_dir}", f"sources.0.paths={site.folder}/warc/*.warc.gz",
+        f"toxicity.lexicons.en={site.lexicon}", "workers=2", "--json",
+    ]  # fmt: skip
+    done = quern(*arguments)
+    assert done.returncode == 0, done.stderr
+    stats = json.loads(done.stdout)
+    assert stats["pages"] == 160
+    assert "pages: done" in done.stderr
+
+    status = json.loads(quern("data", "status", run_dir, "--json").stdout)
+    assert status["status"] == "complete"
+    assert status["phases"]["pages"] == {"commits": 4, "pages": 160, "kept": stats["kept"]}
+    assert json.loads(quern("data", "report", run_dir, "--json").stdout) == stats
+    plain = quern("data", "report", run_dir)
+    assert "160 pages" in plain.stdout
+
+    shard = f"{run_dir}/tokens/sample/shard_00000.bin"
+    found = json.loads(quern("tokens", "inspect", shard, "--at", "100", "--json").stdout)
+    manifest = {row["url"]: row for row in map(json.loads, Path(site.manifest).read_text().splitlines())}
+    assert found["page"]["url"] in manifest
+    assert os.path.basename(found["page"]["source_file"]) == manifest[found["page"]["url"]]["file"]
+    shown = quern("tokens", "inspect", shard, "--at", "100").stdout
+    assert found["page"]["url"] in shown
+    assert found["doc_id"] in shown
+
+    beyond = quern("tokens", "inspect", shard, "--at", "999999999")
+    assert beyond.returncode == 2
+    assert beyond.stderr.startswith("error: ")
+    assert beyond.stderr.count("\n") == 1
+    gone = quern("data", "status", str(tmp_path / "nowhere"))
+    assert gone.returncode == 2
+    assert "nowhere/run.json: no such file" in gone.stderr
