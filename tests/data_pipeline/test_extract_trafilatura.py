@@ -173,6 +173,40 @@ def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.M
         assert len(" ".join(text.split())) <= longest
 
 
+def test_a_video_frame_counts_with_the_word_readability_puts_in_its_place() -> None:
+    page = "<body><p>word</p><iframe src='https://www.youtube.com/embed/a'></iframe><iframe src=x></iframe></body>"
+    comparison = fast._Comparison(trafilatura.core.compare_extraction, trafilatura.external.try_readability)
+    assert comparison._longest(trafilatura.utils.load_html(page)) == len("word") + 2 * len("VIDEO")
+    assert comparison._longest(trafilatura.utils.load_html("<body><p>word</p><xmp>&lt;</xmp></body>")) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("own_text", "body", "focus", "runs"),
+    [
+        ("x" * 50, "<body><p>x</p></body>", "precision", False),  # 100 characters are not more than twice 50
+        ("x" * 49, "<body><p>x</p></body>", "precision", True),
+        ("x" * 50, "<body><p>x</p></body>", "balanced", False),
+        ("x" * 50, "<body><p>x</p></body>", "recall", True),  # recall prefers readability for less
+        ("", "<body><p>x</p></body>", "precision", True),
+        ("x" * 50, "<body><div>x</div></body>", "precision", True),  # no paragraph: structurally deficient
+        ("x" * 50, "<body><p>x</p><table></table><table></table></body>", "precision", True),
+    ],
+)
+def test_readability_runs_exactly_where_it_could_win(own_text: str, body: str, focus: str, runs: bool) -> None:
+    ran = []
+
+    def readability(tree: Any) -> Any:
+        ran.append(tree)
+        return tree
+
+    raw = lxml.html.fromstring(f"<html><body><p>{'y' * 100}</p><script>{'z' * 999}</script></body></html>")
+    comparison = fast._Comparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability)
+    comparison.compare(raw, raw, lxml.html.document_fromstring(body), own_text, SimpleNamespace(focus=focus))
+    assert bool(ran) == runs
+    comparison.readability(raw)
+    assert len(ran) == runs + 1, "outside of a comparison it always runs"
+
+
 class Paragraph:
     heading = False
     class_type = ""
@@ -197,6 +231,14 @@ def test_neighbours_are_those_of_justext(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = [revised(kinds) for kinds in cases]
     monkeypatch.setattr(justext.core, "_get_neighbour", fast._Neighbours().find)
     assert [revised(kinds) for kinds in cases] == expected
+
+
+def test_a_new_round_of_questions_sees_changed_paragraphs() -> None:
+    paragraphs = [SimpleNamespace(class_type=kind) for kind in ("short", "short", "short", "bad")]
+    neighbours = fast._Neighbours()
+    assert [neighbours.find(i, paragraphs, True, 1, 4) for i in (0, 1)] == ["bad", "bad"]
+    paragraphs[3].class_type = "good"
+    assert neighbours.find(0, paragraphs, True, 1, 4) == "good"
 
 
 def test_neighbours_take_linear_time() -> None:

@@ -16,6 +16,7 @@ EXPRESSIONS = (
     ".//*[self::div or self::li][re:test(@class, 'A', 'i') or re:test(@id|@class, 'b')][not(self::li) or @id='b']",
     ".//section[contains(@class, 'a')][not(.//b) or re:test(@id, 'x')]",
     "(.//*[self::p or self::div][re:test(@class, 'a b|c')])[1]",
+    ".//*[re:test(@class, 'a|b')][@id][self::p or not(@role='a')]",
     ".//*[self::p or self::div][re:test(@class, 'b')][1]",
 )
 NAMES = ("id", "class", "role", "hidden")

@@ -91,6 +91,7 @@ def check(read_stream: Callable, run_dir: Path, source: str, expected: dict[str,
                 position += len(own)
 
 
+@pytest.mark.slow
 @relaxed
 @given(data=st.data(), count=st.integers(0, 40), seed=st.integers(0, 2**32))
 def test_streams_are_those_of_a_walk_over_all_documents(
@@ -422,6 +423,19 @@ def test_other_duplicate_decisions_are_seen(
         report = tokenize(tmp_path, make_run(tmp_path, {("web", "p"): docs}, removed), config)
         counts = report.sources["web"]
         assert counts["train"].documents + counts["val"].documents == 50 - len(removed)
+
+
+def test_decisions_that_changed_after_a_crash_reach_the_tokens(
+    make_run: Callable, make_doc: type, config: TokenizeConfig, token_files: Callable, tmp_path: Path
+) -> None:
+    partitions = {("web", f"p{i}"): [make_doc(bytes([n]) * 16, "the") for n in range(i, 60, 2)] for i in range(2)}
+    names = make_run(tmp_path / "a", partitions, [b"\1" * 16])
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(tmp_path / "a", names, config, Mortal(4))  # one choice, two partitions, one stretch of the order
+    removed = [b"\2" * 16, b"\5" * 16]
+    tokenize(tmp_path / "a", make_run(tmp_path / "a", partitions, removed), config)
+    tokenize(tmp_path / "b", make_run(tmp_path / "b", partitions, removed), config)
+    assert token_files(tmp_path / "a") == token_files(tmp_path / "b")
 
 
 # --- edges and refusals ---------------------------------------------------------------------------------------------

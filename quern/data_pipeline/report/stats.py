@@ -313,8 +313,12 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
             f"{stats['tokens']['tokens']:,} tokens in {stats['tokens']['shards']:,} shards "
             f"({held_out:,} documents held out for validation)"
         )
-    for alarm in (*stats["duplicates"].get("alarms", ()), *stats["duplicates"].get("notes", ())):
-        yield f"alarm: {alarm}"
+    if stats["duplicates"].get("recall"):
+        shown = [(j, share) for j, share in stats["duplicates"]["recall"] if round(20 * j) % 2 == 0]
+        yield "near duplicates proposed, by similarity: " + ", ".join(f"{j:.1f} {share:.1%}" for j, share in shown)
+    for name in ("alarms", "notes"):
+        for sentence in stats["duplicates"].get(name, ()):
+            yield f"{name[:-1]}: {sentence}"
     if stats["damage"]["count"]:
         yield f"{stats['damage']['count']:,} places of damage in the input were read around"
     if stats["timing"]["pages_per_cpu_second"] is not None:

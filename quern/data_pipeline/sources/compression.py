@@ -56,7 +56,8 @@ def pieces(file: IO[bytes], note: Note) -> Iterator[bytes]:
         # bz2 and lz4 report damage as OSError; one that has an errno is the store's and not the content's.
         if getattr(error, "errno", None) is not None:
             raise
-        note(file.tell(), f"{kind} stream is damaged, the rest cannot be read: {error}")
+        # Arrow closes what it reads.
+        note(0 if file.closed else file.tell(), f"{kind} stream is damaged, the rest cannot be read: {error}")
 
 
 def _decompressed(file: IO[bytes], kind: str | None) -> Iterator[bytes]:

@@ -15,6 +15,17 @@ from sources_warc_files import many, read_bytes, record, whole
 
 from quern.data_pipeline.sources import ReadLog
 
+#: How files begin: records, and each compression.
+STARTS = [
+    b"",
+    b"WARC/1.0\r\n",
+    b"filedesc://",
+    b"\x1f\x8b\x08\x00",
+    b"\x28\xb5\x2f\xfd",
+    b"BZh9",
+    b"\xfd7zXZ\0",
+    b"\x04\x22\x4d\x18",
+]
 URLS = [f"http://e.com/{i}" for i in range(6)]
 
 
@@ -102,10 +113,25 @@ def test_a_wrong_content_length_does_not_hide_the_next_record(tmp_path: Path, pa
     records[2] = head + b"Content-Length: " + length + b"\r\n" + rest.partition(b"\r\n")[2]
     if length.startswith(b"99999999") and pack is whole:
         pytest.skip("above the bound of a block, a stream that cannot seek is believed")
+    whole_page = read_bytes(tmp_path, pack(many(6, compress=False)))[2].raw
     found = read_bytes(tmp_path, pack(records), log)
     assert [page.url for page in found] == URLS
     assert [page.fault for page in found if page.url != URLS[2]] == [None] * 5
     assert log.damage
+    if length != b"10":
+        assert found[2].raw == whole_page
+
+
+def test_a_length_beyond_its_member_does_not_move_the_next_record(tmp_path: Path) -> None:
+    members, log = many(3), ReadLog()
+    text = gzip.decompress(members[1])
+    declared = text.partition(b"Content-Length: ")[2].partition(b"\r\n")[0]
+    members[1] = gzip.compress(text.replace(b"Content-Length: " + declared, b"Content-Length: 9" + declared, 1))
+    found = read_bytes(tmp_path, b"".join(members), log)
+    assert [(page.url, page.record_offset, page.record_length) for page in found] == [
+        (URLS[i], sum(map(len, members[:i])), len(members[i])) for i in range(3)
+    ]
+    assert len(log.damage) == 1
 
 
 def test_a_missing_content_length_reads_to_the_next_record(tmp_path: Path) -> None:
@@ -241,6 +267,6 @@ def test_any_damage_ends_and_loses_no_untouched_record(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=300), st.sampled_from([b"", b"WARC/1.0\r\n", b"\x1f\x8b\x08\x00", b"filedesc://"]))
+@given(st.binary(max_size=300), st.sampled_from(STARTS))
 def test_any_bytes_end(tmp_path_factory: pytest.TempPathFactory, content: bytes, start: bytes) -> None:
     read_bytes(tmp_path_factory.mktemp("bytes"), start + content)

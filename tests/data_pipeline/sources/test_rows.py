@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import random
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -159,6 +160,15 @@ def test_lines_are_those_of_the_bytes_however_they_come(content: bytes, size: in
         expected.pop()
     assert [line for _, _, line in found] == [line if len(line) <= limit else None for line in expected]
     assert [content[offset : offset + length] for offset, length, _ in found] == expected
+
+
+def test_an_endless_line_costs_bounded_memory() -> None:
+    tracemalloc.start()
+    found = list(_lines((bytes([65]) * (1 << 20) for _ in range(64)), 1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [(0, 64 << 20, None)]
+    assert peak < 8 << 20
 
 
 @given(st.binary(max_size=2000), st.sampled_from(sorted(COMPRESS)), st.data())
