@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +16,10 @@ import pytest
 
 from quern.data_pipeline.commits import publish_commit
 from quern.data_pipeline.document import DOCUMENT_SCHEMA, HASH, verdict_schema
+from quern.data_pipeline.engine import InProcess
 from quern.storage import sha256
+from quern.tokenize.encoding import TokenizeConfig
+from quern.tokenize.run import run
 
 MERGES = (b"th", b"he", b"the", b"in", b"an", b" a", b" t", b" the", b"er", b"on", b"  ", b"    ", b"aa", b"aaaa")
 
@@ -135,3 +140,60 @@ def read_stream() -> Callable[[Path, str], list[dict]]:
         ]
 
     return read
+
+
+class Mortal(InProcess):
+    """Dies after a number of tasks, before or after the result of the last one is taken."""
+
+    def __init__(self, tasks: int) -> None:
+        self.left = tasks
+
+    def map(self, function: Callable, tasks: Sequence[tuple], **_: Any) -> Iterator[tuple[int, Any]]:
+        for index, task in enumerate(tasks):
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield index, function(*task)
+
+
+def _tokenize(run_dir: Path, names: list, config: TokenizeConfig, engine: Any = None, seed: int = 5) -> Any:
+    return run(str(run_dir), names, config, seed, engine or InProcess(), str(run_dir / ".work" / "tokens"))
+
+
+@pytest.fixture(scope="session")
+def tokenize() -> Callable[..., Any]:
+    """Run over the partitions of a run directory, in process and with seed 5 unless told otherwise."""
+    return _tokenize
+
+
+@pytest.fixture(scope="session")
+def mortal() -> type[Mortal]:
+    return Mortal
+
+
+@pytest.fixture
+def small(make_run: Callable, make_doc: type, tiny_ranks: str) -> Callable[..., list]:
+    """A run of two sources of 60 documents in ``split`` partitions each, with duplicates and clusters."""
+    rng = random.Random(9)
+    docs = {
+        source: [
+            make_doc(rng.randbytes(16), "the inner an " * rng.randint(0, 9) + source, kept=rng.random() < 0.9)
+            for _ in range(60)
+        ]
+        for source in ("books", "web")
+    }
+    everything = docs["web"] + docs["books"]
+    removed = [d.doc_id for d in everything[::9]]
+    clusters = {d.doc_id: everything[0].doc_id for d in everything[:20]}
+
+    def build(run_dir: Path, split: int) -> list[tuple[str, str]]:
+        partitions = {(s, f"p{i}"): own[i::split] for s, own in docs.items() for i in reversed(range(split))}
+        return make_run(run_dir, partitions, removed, clusters)
+
+    build.docs, build.removed, build.clusters = docs, set(removed), clusters  # type: ignore[attr-defined]
+    return build
+
+
+@pytest.fixture
+def config(tiny_ranks: str) -> TokenizeConfig:
+    return TokenizeConfig(encoding="own", ranks=tiny_ranks, shard_tokens=500, validation=0.2)

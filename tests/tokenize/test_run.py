@@ -1,13 +1,10 @@
-"""Documents to shards: the global order, the cuts, the held-out share, and the same bytes after any interruption."""
+"""Documents to shards: the global order, the cuts, the held-out share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import shutil
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from quern.tokenize import choose
 from quern.tokenize import run as run_module
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
 from quern.tokenize.run import run
-from quern.tokenize.shards import ShardReader, ShardWriter
+from quern.tokenize.shards import ShardReader
 
 SEED = 5
 relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -41,20 +38,6 @@ class Shuffling(InProcess):
         self.random.shuffle(order)
         for index in order:
             yield index, function(*tasks[index])
-
-
-class Mortal(InProcess):
-    """Dies after a number of tasks, before or after the result of the last one is taken."""
-
-    def __init__(self, tasks: int) -> None:
-        self.left = tasks
-
-    def map(self, function: Callable, tasks: Sequence[tuple], **_: Any) -> Iterator[tuple[int, Any]]:
-        for index, task in enumerate(tasks):
-            if self.left == 0:
-                raise KeyboardInterrupt
-            self.left -= 1
-            yield index, function(*task)
 
 
 def keyed(purpose: str, identity: bytes, seed: int = SEED) -> int:
@@ -138,40 +121,13 @@ def test_streams_are_those_of_a_walk_over_all_documents(
         }
 
 
-@pytest.fixture
-def small(make_run: Callable, make_doc: type, tiny_ranks: str) -> Callable[..., list]:
-    """A run of two sources of 60 documents in ``split`` partitions each, with duplicates and clusters."""
-    rng = random.Random(9)
-    docs = {
-        source: [
-            make_doc(rng.randbytes(16), "the inner an " * rng.randint(0, 9) + source, kept=rng.random() < 0.9)
-            for _ in range(60)
-        ]
-        for source in ("books", "web")
-    }
-    everything = docs["web"] + docs["books"]
-    removed = [d.doc_id for d in everything[::9]]
-    clusters = {d.doc_id: everything[0].doc_id for d in everything[:20]}
-
-    def build(run_dir: Path, split: int) -> list[tuple[str, str]]:
-        partitions = {(s, f"p{i}"): own[i::split] for s, own in docs.items() for i in reversed(range(split))}
-        return make_run(run_dir, partitions, removed, clusters)
-
-    build.docs, build.removed, build.clusters = docs, set(removed), clusters  # type: ignore[attr-defined]
-    return build
-
-
-@pytest.fixture
-def config(tiny_ranks: str) -> TokenizeConfig:
-    return TokenizeConfig(encoding="own", ranks=tiny_ranks, shard_tokens=500, validation=0.2)
-
-
-def tokenize(run_dir: Path, names: list, config: TokenizeConfig, engine: Any = None, seed: int = SEED) -> Any:
-    return run(str(run_dir), names, config, seed, engine or InProcess(), str(run_dir / ".work" / "tokens"))
-
-
 def test_partitions_and_workers_leave_no_mark_on_the_bytes(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenize: Callable,
+    small: Callable,
+    config: TokenizeConfig,
+    token_files: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenize(tmp_path / "a", small(tmp_path / "a", 1), config)
     expected = token_files(tmp_path / "a")
@@ -187,7 +143,7 @@ def test_partitions_and_workers_leave_no_mark_on_the_bytes(
 
 
 def test_every_stream_is_whole_and_readable(
-    small: Callable, config: TokenizeConfig, read_stream: Callable, tmp_path: Path
+    tokenize: Callable, small: Callable, config: TokenizeConfig, read_stream: Callable, tmp_path: Path
 ) -> None:
     tokenize(tmp_path, small(tmp_path, 3), config)
     encoding = load_encoding(config.encoding, config.ranks)
@@ -206,7 +162,7 @@ def test_every_stream_is_whole_and_readable(
 
 
 def test_a_cluster_is_never_on_both_sides(
-    make_run: Callable, make_doc: type, config: TokenizeConfig, tmp_path: Path
+    tokenize: Callable, make_run: Callable, make_doc: type, config: TokenizeConfig, tmp_path: Path
 ) -> None:
     docs = [make_doc(bytes([n]) * 16, f"text {n}") for n in range(200)]
     clusters = {doc.doc_id: docs[n // 4 * 4].doc_id for n, doc in enumerate(docs)}
@@ -223,7 +179,7 @@ def test_a_cluster_is_never_on_both_sides(
 
 
 def test_ids_beyond_uint16_are_stored_in_four_bytes(
-    make_run: Callable, make_doc: type, read_stream: Callable, wide_ranks: str, tmp_path: Path
+    tokenize: Callable, make_run: Callable, make_doc: type, read_stream: Callable, wide_ranks: str, tmp_path: Path
 ) -> None:
     docs = [make_doc(bytes([n]) * 16, "zz Zy éa"[n:]) for n in range(4)]
     config = TokenizeConfig(encoding="wide", ranks=wide_ranks, shard_tokens=4, validation=0.5)
@@ -233,7 +189,12 @@ def test_ids_beyond_uint16_are_stored_in_four_bytes(
 
 
 def test_equal_place_keys_are_ordered_by_doc_id(
-    make_run: Callable, make_doc: type, config: TokenizeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenize: Callable,
+    make_run: Callable,
+    make_doc: type,
+    config: TokenizeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("quern.tokenize.runs.place_key", lambda seed, doc_id: (doc_id[-1] % 3) << 60)
     docs = [make_doc(bytes([n * 37 % 251]) + b"\0" * 14 + bytes([n]), "the " * (n % 5)) for n in range(40)]
@@ -249,7 +210,9 @@ def test_a_sliced_id_column_is_read_from_its_own_start() -> None:
     assert choose._ids(column).tobytes() == b"\2" * 16 + b"\3" * 16
 
 
-def test_the_files_say_what_they_hold(small: Callable, config: TokenizeConfig, tmp_path: Path) -> None:
+def test_the_files_say_what_they_hold(
+    tokenize: Callable, small: Callable, config: TokenizeConfig, tmp_path: Path
+) -> None:
     tokenize(tmp_path, small(tmp_path, 2), config)
     root = tmp_path / "tokens"
     version = json.loads((root / "VERSION.json").read_text())
@@ -280,169 +243,11 @@ def test_the_files_say_what_they_hold(small: Callable, config: TokenizeConfig, t
     assert not (tmp_path / ".work" / "tokens").exists()
 
 
-# --- interruptions --------------------------------------------------------------------------------------------------
-
-
-def test_a_run_killed_between_any_two_tasks_ends_with_the_same_bytes(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path
-) -> None:
-    tokenize(tmp_path / "whole", small(tmp_path / "whole", 2), config)
-    expected = token_files(tmp_path / "whole")
-    run_dir = tmp_path / "killed"
-    names = small(run_dir, 2)
-    for tasks in range(100):
-        try:
-            tokenize(run_dir, names, config, Mortal(tasks))
-            break
-        except KeyboardInterrupt:
-            assert "VERSION.json" not in token_files(run_dir)
-            if tasks % 3 == 0:
-                shutil.rmtree(run_dir / ".work", ignore_errors=True)
-    else:
-        pytest.fail("never ended")
-    assert tasks > 10
-    assert token_files(run_dir) == expected
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "calls"),
-    [
-        (ShardWriter, "add", 2),
-        (ShardWriter, "finish", 3),
-        (run_module, "_publish", 1),
-        (run_module, "publish_commit", 1),
-    ],
-)
-def test_a_process_killed_in_the_middle_of_a_write_is_made_good(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path, target: Any, name: str, calls: int
-) -> None:
-    tokenize(tmp_path / "whole", small(tmp_path / "whole", 2), config)
-    run_dir = tmp_path / "killed"
-    names = small(run_dir, 2)
-    child = os.fork()
-    if child == 0:  # no pytest machinery in the child: it dies by its own hand, or reports that it did not
-        try:
-            original, left = getattr(target, name), [calls]
-
-            def deadly(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **kwargs)
-
-            setattr(target, name, deadly)
-            tokenize(run_dir, names, config)
-        finally:
-            os._exit(3)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    tokenize(run_dir, names, config)
-    assert token_files(run_dir) == token_files(tmp_path / "whole")
-
-
-def test_finished_partitions_and_shards_are_not_done_again(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quern.tokenize import merge, runs
-
-    names = small(tmp_path, 3)
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(tmp_path, names, config, Mortal(1 + 4 + 2))  # one choice, six partitions: two are left
-    done = {p: p.stat().st_mtime_ns for p in (tmp_path / "commits" / "tokens").rglob("*.json")}
-    assert len(done) == 6
-    read: list[str] = []
-    original = runs.chosen_documents
-    monkeypatch.setattr(runs, "chosen_documents", lambda *a: read.append(a[2]) or original(*a))
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(tmp_path, names, config, Mortal(1 + 6 + 1 + 3))
-    assert read == []
-    written: list[int] = []
-    original_writer = merge.ShardWriter
-    monkeypatch.setattr(merge, "ShardWriter", lambda *a: written.append(a[1]) or original_writer(*a))
-    tokenize(tmp_path, names, config)
-    total = sum(name.endswith(".bin") for name in token_files(tmp_path))
-    assert len(written) == total - 3
-    assert read == []
-
-
-@pytest.mark.parametrize("damage", ["delete", "flip", "truncate"])
-@pytest.mark.parametrize("name", ["web/shard_00001.bin", "web.val/shard_00000.spans.parquet", "books/manifest.json"])
-def test_a_damaged_file_is_made_again_and_the_others_stay(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path, damage: str, name: str
-) -> None:
-    names = small(tmp_path, 2)
-    tokenize(tmp_path, names, config)
-    expected = token_files(tmp_path)
-    inode = (tmp_path / "tokens" / "web" / "shard_00000.bin").stat().st_ino
-    path = tmp_path / "tokens" / name
-    data = path.read_bytes()
-    if damage == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(data[:-3] if damage == "truncate" else bytes([data[0] ^ 1]) + data[1:])
-    tokenize(tmp_path, names, config)
-    assert token_files(tmp_path) == expected
-    assert (tmp_path / "tokens" / "web" / "shard_00000.bin").stat().st_ino == inode
-
-
-def test_a_finished_run_is_left_alone(small: Callable, config: TokenizeConfig, tmp_path: Path) -> None:
-    names = small(tmp_path, 2)
-    report = tokenize(tmp_path, names, config)
-    stamps = {p: p.stat().st_ino for p in tmp_path.rglob("*") if p.is_file()}
-    assert tokenize(tmp_path, names, config) == report
-    assert {p: p.stat().st_ino for p in tmp_path.rglob("*") if p.is_file()} == stamps
-
-
-@pytest.mark.parametrize("change", [{"shard_tokens": 2_000}, {"validation": 0.0}, {"shard_tokens": 200}])
-def test_another_config_leaves_nothing_of_the_first(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path, change: dict
-) -> None:
-    other = config.model_copy(update=change)
-    names = small(tmp_path / "a", 2)
-    tokenize(tmp_path / "a", names, config)
-    tokenize(tmp_path / "a", names, other)
-    tokenize(tmp_path / "b", small(tmp_path / "b", 2), other)
-    assert token_files(tmp_path / "a") == token_files(tmp_path / "b")
-
-
-def test_the_old_version_is_gone_before_other_tokens_are_written(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path
-) -> None:
-    names = small(tmp_path, 1)
-    tokenize(tmp_path, names, config)
-    for tasks in (0, 8):
-        with pytest.raises(KeyboardInterrupt):
-            tokenize(tmp_path, names, config.model_copy(update={"shard_tokens": 200}), Mortal(tasks))
-        assert "VERSION.json" not in token_files(tmp_path)
-
-
-def test_other_duplicate_decisions_are_seen(
-    make_run: Callable, make_doc: type, config: TokenizeConfig, tmp_path: Path
-) -> None:
-    docs = [make_doc(bytes([n]) * 16, "the") for n in range(50)]
-    for removed in ([], [docs[3].doc_id], []):
-        report = tokenize(tmp_path, make_run(tmp_path, {("web", "p"): docs}, removed), config)
-        counts = report.sources["web"]
-        assert counts["train"].documents + counts["val"].documents == 50 - len(removed)
-
-
-def test_decisions_that_changed_after_a_crash_reach_the_tokens(
-    make_run: Callable, make_doc: type, config: TokenizeConfig, token_files: Callable, tmp_path: Path
-) -> None:
-    partitions = {("web", f"p{i}"): [make_doc(bytes([n]) * 16, "the") for n in range(i, 60, 2)] for i in range(2)}
-    names = make_run(tmp_path / "a", partitions, [b"\1" * 16])
-    with pytest.raises(KeyboardInterrupt):
-        tokenize(tmp_path / "a", names, config, Mortal(4))  # one choice, two partitions, one stretch of the order
-    removed = [b"\2" * 16, b"\5" * 16]
-    tokenize(tmp_path / "a", make_run(tmp_path / "a", partitions, removed), config)
-    tokenize(tmp_path / "b", make_run(tmp_path / "b", partitions, removed), config)
-    assert token_files(tmp_path / "a") == token_files(tmp_path / "b")
-
-
 # --- edges and refusals ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_without_documents_is_a_corpus_without_shards(
-    make_run: Callable, make_doc: type, config: TokenizeConfig, tmp_path: Path
+    tokenize: Callable, make_run: Callable, make_doc: type, config: TokenizeConfig, tmp_path: Path
 ) -> None:
     dropped = make_doc(b"x" * 16, "dropped", kept=False)
     report = tokenize(tmp_path, make_run(tmp_path, {("web", "p"): [], ("code", "q"): [dropped]}), config)
@@ -458,7 +263,7 @@ def test_a_run_without_documents_is_a_corpus_without_shards(
 
 
 def test_without_a_held_out_share_there_is_no_validation_stream(
-    small: Callable, config: TokenizeConfig, tmp_path: Path
+    tokenize: Callable, small: Callable, config: TokenizeConfig, tmp_path: Path
 ) -> None:
     report = tokenize(tmp_path, small(tmp_path, 1), config.model_copy(update={"validation": 0.0}))
     assert report.sources["web"]["val"].documents == 0
@@ -472,6 +277,7 @@ def test_without_a_held_out_share_there_is_no_validation_stream(
 
 @pytest.mark.parametrize("group", [1, 1000])
 def test_one_doc_id_in_two_partitions_ends_the_run(
+    tokenize: Callable,
     make_run: Callable,
     make_doc: type,
     config: TokenizeConfig,
@@ -485,7 +291,9 @@ def test_one_doc_id_in_two_partitions_ends_the_run(
         tokenize(tmp_path, make_run(tmp_path, partitions), config)
 
 
-def test_a_changed_corpus_is_not_run_again(small: Callable, config: TokenizeConfig, tmp_path: Path) -> None:
+def test_a_changed_corpus_is_not_run_again(
+    tokenize: Callable, small: Callable, config: TokenizeConfig, tmp_path: Path
+) -> None:
     names = small(tmp_path, 1)
     tokenize(tmp_path, names, config)
     path = tmp_path / "tokens" / "VERSION.json"
@@ -498,7 +306,7 @@ def test_a_changed_corpus_is_not_run_again(small: Callable, config: TokenizeConf
     "name", ["duplicates/decisions.parquet", "duplicates/clusters.parquet", "commits/pages/web/p0.json"]
 )
 def test_an_unfinished_earlier_phase_is_named(
-    small: Callable, config: TokenizeConfig, tmp_path: Path, name: str
+    tokenize: Callable, small: Callable, config: TokenizeConfig, tmp_path: Path, name: str
 ) -> None:
     names = small(tmp_path, 1)
     (tmp_path / name).unlink()
@@ -507,7 +315,12 @@ def test_an_unfinished_earlier_phase_is_named(
 
 
 def test_a_partition_may_be_called_like_a_shard(
-    make_run: Callable, make_doc: type, config: TokenizeConfig, token_files: Callable, tmp_path: Path
+    tokenize: Callable,
+    make_run: Callable,
+    make_doc: type,
+    config: TokenizeConfig,
+    token_files: Callable,
+    tmp_path: Path,
 ) -> None:
     docs = [make_doc(bytes([n]) * 16, "the inn") for n in range(9)]
     for folder, partition in (("a", "shard_00000"), ("b", "p")):
@@ -518,7 +331,7 @@ def test_a_partition_may_be_called_like_a_shard(
 
 
 def test_the_seed_decides_the_order(
-    small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path
+    tokenize: Callable, small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path
 ) -> None:
     for seed in (1, 2):
         tokenize(tmp_path / str(seed), small(tmp_path / str(seed), 1), config, seed=seed)
@@ -528,7 +341,7 @@ def test_the_seed_decides_the_order(
 
 @pytest.mark.shared
 def test_gpt2_by_name_runs_from_its_own_ranks(
-    make_run: Callable, make_doc: type, read_stream: Callable, gpt2_ranks: Path, tmp_path: Path
+    tokenize: Callable, make_run: Callable, make_doc: type, read_stream: Callable, gpt2_ranks: Path, tmp_path: Path
 ) -> None:
     docs = [make_doc(bytes([n]) * 16, f"Hello world <|endoftext|> {n}") for n in range(20)]
     config = TokenizeConfig(encoding="gpt2", validation=0.5)

@@ -206,14 +206,14 @@ def hash_64(text: str) -> str:
 
 def extracted(shared: Path, manifest: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     import trafilatura
-    from fastwarc.warc import ArchiveIterator
+    from warcio.archiveiterator import ArchiveIterator
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
     for entry in manifest:
         with open(shared / "data" / "warc" / entry["warc"], "rb") as file:
             file.seek(entry["offset"])
-            record = next(iter(ArchiveIterator(file, parse_http=True)))
-            html = record.reader.read().decode(entry["charset"] or "utf-8", "replace")
+            record = next(iter(ArchiveIterator(file)))
+            html = record.content_stream().read().decode(entry["charset"] or "utf-8", "replace")
         text = trafilatura.extract(html, favor_precision=True, include_comments=False, deduplicate=False)
         if text:
             yield entry["record_id"].removeprefix("<urn:uuid:").removesuffix(">"), text
