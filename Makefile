@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-.PHONY: env demo test-fast test test-all lint format clean
+.PHONY: env demo test-fast test test-long test-all lint format clean
 
 env: $(VENV)/.ready
 
@@ -18,13 +18,16 @@ demo: env
 	$(BIN)/quern demo
 
 test-fast: env
-	$(PYTEST) -n 2 -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 test: env
-	$(PYTEST) -n 2 -m "not long"
+	$(PYTEST) -m "not long"
+
+test-long: env
+	$(PYTEST) -m "long"
 
 test-all: env
-	$(PYTEST) -n 2
+	$(PYTEST)
 
 lint: env
 	$(BIN)/ruff format --check .

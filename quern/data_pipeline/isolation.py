@@ -15,13 +15,15 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from quern import storage
 
-__all__ = ["Last", "Marker", "Watchdog", "bound_memory", "marker_folder"]
+__all__ = ["Last", "Marker", "Watchdog", "bounded_memory", "marker_folder"]
 
 _LAYOUT = struct.Struct("<qd")
 
@@ -102,9 +104,14 @@ class Watchdog:
             self._file.close()
 
 
-def bound_memory(limit_mib: int) -> None:
-    """Cap this process's private memory: a page that asks for more gets MemoryError, or ends the process."""
-    limit = limit_mib << 20
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard == resource.RLIM_INFINITY or hard > limit:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+@contextmanager
+def bounded_memory(limit_mib: int | None) -> Iterator[None]:
+    """Cap this process's private memory inside the block: who asks for more gets MemoryError, or ends the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit_mib is not None:
+        limit = limit_mib << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

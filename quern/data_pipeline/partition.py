@@ -31,7 +31,7 @@ from quern.data_pipeline.document import (
     content_hash,
     verdict_schema,
 )
-from quern.data_pipeline.isolation import Marker, Watchdog, bound_memory
+from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.errors import QuernError
 
@@ -204,8 +204,6 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
     Raises:
         QuernError: an input that cannot be opened, or two records with one identity.
     """
-    if task.worker_memory_mib is not None:
-        bound_memory(task.worker_memory_mib)
     chain = _chain(canonical_json(task.chain))
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
     rows = _Rows(chain.measures)
@@ -216,7 +214,7 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
     seen: set[bytes] = set()
     marker = Marker(task.marker)
     try:
-        with Watchdog(task.page_timeout_s) as watchdog:
+        with Watchdog(task.page_timeout_s) as watchdog, bounded_memory(task.worker_memory_mib):
             pages = itertools.islice(_identified(task, read_log, seen), progress.pages, None)
             for ordinal in itertools.count(progress.pages):
                 marker.set(ordinal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
 import uuid
@@ -67,7 +68,7 @@ def inputs_digest(partitions: Sequence[Partition]) -> str:
 def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
     """Source name → digest of everything that decides the rows of its partitions, contents of named files included."""
     chain = config.chain.model_dump(mode="json")
-    files = {path: storage.sha256(path) for path in sorted(_named_files(chain))}
+    files = {path: storage.sha256(path) for path in sorted(named_files(chain))}
     hashes = {}
     for source in config.sources:
         own = source.model_dump(mode="json", exclude={"paths", "root", "priority"})
@@ -75,15 +76,17 @@ def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
     return hashes
 
 
-def _named_files(tree: Any) -> set[str]:
-    """Texts in a config that name a file which is there: lists, lexicons, models."""
+def named_files(tree: Any) -> set[str]:
+    """The files that texts in a config name: lists, lexicons, models, as a path, a glob or a folder."""
     if isinstance(tree, Mapping):
-        return set().union(*(_named_files(value) for value in tree.values()))
+        return set().union(*(named_files(value) for value in tree.values()))
     if isinstance(tree, list | tuple):
-        return set().union(*(_named_files(value) for value in tree))
-    if isinstance(tree, str) and ("/" in tree or "." in tree) and storage.is_file(tree):
+        return set().union(*(named_files(value) for value in tree))
+    if not isinstance(tree, str) or not ("/" in tree or "." in tree or "*" in tree):
+        return set()
+    if storage.is_file(tree):
         return {tree}
-    return set()
+    return set(storage.glob(tree) if glob.has_magic(tree) else storage.list_files(tree))
 
 
 def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: Progress) -> PagesResult:
@@ -119,6 +122,7 @@ def _run_pages(
         )
         for partition in partitions
     ]
+    _forget_others(config.run_dir, {(p.source, p.name) for p in partitions})
     entries: dict[int, dict[str, Any]] = {}
     for index, task in enumerate(tasks):
         entry = find_commit(
@@ -140,6 +144,15 @@ def _run_pages(
     if storage.is_local(markers):
         storage.remove_tree(markers)
     return [entries[index] for index in range(len(tasks))]
+
+
+def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
+    """Remove what an earlier attempt made of inputs that the run no longer has; the commit goes first."""
+    for path in storage.list_files(storage.join(run_dir, "commits", "pages")):
+        entry = storage.read_json(path)
+        if (entry["source"], entry["partition"]) not in wanted:
+            for name in (path, *(storage.join(run_dir, output) for output in entry["outputs"])):
+                storage.remove_tree(name)
 
 
 class _Strikes:

@@ -1,0 +1,158 @@
+"""Driving the pages phase: what is planned, redone, forgotten; on any store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from quern import storage
+from quern.data_pipeline import run as pages
+from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.progress import Progress
+from quern.errors import InputError
+from quern.tokenize import run as tokens
+from quern.tokenize.config import DataRun
+
+NOUNS = [
+    "river",
+    "lantern",
+    "harbour",
+    "orchard",
+    "mirror",
+    "saddle",
+    "copper",
+    "window",
+    "garden",
+    "thunder",
+    "ribbon",
+    "kettle",
+    "meadow",
+    "anchor",
+]
+VERBS = ["watches", "follows", "gathers", "forgets", "borrows", "mends", "carries", "measures", "answers", "hides"]
+
+
+def text(number: int) -> str:
+    """A document of its own sentences."""
+    sentences = []
+    for line in range(8):
+        a = NOUNS[(number * 5 + line) % len(NOUNS)]
+        b = NOUNS[(number + line * 3 + 1) % len(NOUNS)]
+        sentences.append(f"The {a} {VERBS[(number + line) % len(VERBS)]} the {b} of number {number} and line {line}.")
+    return " ".join(sentences)
+
+
+def write_jsonl(path: str, numbers: range) -> None:
+    lines = [json.dumps({"id": str(n), "url": f"https://s.example/{n}", "text": text(n)}) for n in numbers]
+    storage.publish_bytes(path, ("\n".join(lines) + "\n").encode())
+
+
+def config(base: str, **changes: Any) -> DataRun:
+    return DataRun.model_validate(
+        {
+            "run_dir": storage.join(base, "run"),
+            "sources": [{"name": "s", "kind": "jsonl", "paths": storage.join(base, "in", "*.jsonl")}],
+            "language": {"keep": None, "threshold": 0, "pre_skip": False},
+            "quality": {"order": []},
+            "tokenize": {"encoding": "trained", "vocab_size": 400, "validation": 0.1, "shard_tokens": 700},
+            **changes,
+        }
+    )
+
+
+def run(settings: DataRun) -> tuple[pages.PagesResult, tokens.TokensReport]:
+    with Progress(background=False) as progress:
+        result = pages.run(settings, pages.plan_sources(settings), InProcess(), progress)
+    report = tokens.run(
+        settings.run_dir, result.partitions, settings.tokenize, settings.seed, InProcess(),
+        storage.join(settings.run_dir, ".work", "tokens"),
+    )  # fmt: skip
+    return result, report
+
+
+def digests(settings: DataRun) -> dict[str, str]:
+    root = storage.join(settings.run_dir, "tokens")
+    names = storage.list_files(root)
+    return {name.split("/tokens/", 1)[1]: hashlib.sha256(storage.read_bytes(name)).hexdigest() for name in names}
+
+
+def test_an_object_store_holds_the_same_run(tmp_path: Path) -> None:
+    bases = (str(tmp_path), f"memory:///{uuid.uuid4().hex}")
+    found = []
+    for base in bases:
+        for part in range(3):
+            write_jsonl(storage.join(base, "in", f"{part}.jsonl"), range(part * 10, part * 10 + 10))
+        settings = config(base)
+        _, report = run(settings)
+        assert report.sources["s"]["train"].documents + report.sources["s"]["val"].documents == 30
+        found.append(digests(settings))
+    assert found[0] == found[1]
+    assert len([name for name in found[0] if name.endswith(".bin")]) > 2
+
+
+def test_an_input_that_is_gone_is_forgotten_and_a_changed_one_read_again(tmp_path: Path) -> None:
+    base = str(tmp_path)
+    for part in range(3):
+        write_jsonl(f"{base}/in/{part}.jsonl", range(part * 10, part * 10 + 10))
+    run(config(base))
+    (tmp_path / "in" / "2.jsonl").unlink()
+    write_jsonl(f"{base}/in/1.jsonl", range(100, 105))
+    untouched = next((tmp_path / "run" / "verdicts" / "s").glob("0.jsonl*")).stat().st_mtime_ns
+    result, report = run(config(base))
+    assert len(result.partitions) == 2
+    assert report.sources["s"]["train"].documents + report.sources["s"]["val"].documents == 15
+    left = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
+    assert sum(table.num_rows for table in left) == 15
+    assert next((tmp_path / "run" / "verdicts" / "s").glob("0.jsonl*")).stat().st_mtime_ns == untouched
+
+
+def test_the_config_hash_covers_the_contents_of_named_files(tmp_path: Path) -> None:
+    base = str(tmp_path)
+    write_jsonl(f"{base}/in/0.jsonl", range(3))
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "a.txt").write_text("bad.example\n")
+    by_glob = config(base, urls={"domains": [f"{base}/lists/*.txt"]})
+    before = pages.pages_config_hash(by_glob)
+    assert pages.pages_config_hash(by_glob) == before
+    (tmp_path / "lists" / "a.txt").write_text("worse.example\n")
+    assert pages.pages_config_hash(by_glob) != before
+    assert pages.named_files({"x": [f"{base}/lists/*.txt"], "y": {"z": base + "/lists"}, "w": "the"}) == {
+        f"{base}/lists/a.txt"
+    }
+
+
+def test_workers_and_places_are_not_in_the_config_hash(tmp_path: Path) -> None:
+    base = str(tmp_path)
+    write_jsonl(f"{base}/in/0.jsonl", range(3))
+    plain = pages.pages_config_hash(config(base))
+    assert (
+        pages.pages_config_hash(config(base, workers=7, run_dir="/elsewhere", isolation={"page_timeout_s": 5})) == plain
+    )
+    assert pages.pages_config_hash(config(base, seed=4)) == plain, "pages draw nothing at random"
+    assert pages.pages_config_hash(config(base, pii={"action": "measure"})) != plain
+
+
+def test_a_complete_run_refuses_other_inputs(tmp_path: Path) -> None:
+    base = str(tmp_path)
+    write_jsonl(f"{base}/in/0.jsonl", range(3))
+    partitions = pages.plan_sources(config(base))
+    record = {"inputs": pages.inputs_digest(partitions)}
+    pages.check_unchanged(record, partitions, base)
+    write_jsonl(f"{base}/in/1.jsonl", range(3, 6))
+    with pytest.raises(InputError, match="input files have changed since"):
+        pages.check_unchanged(record, pages.plan_sources(config(base)), base)
+
+
+def test_a_run_without_a_single_kept_page_ends_well(tmp_path: Path) -> None:
+    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": ""}\nnot json\n')
+    settings = config(str(tmp_path), tokenize={"encoding": "trained", "vocab_size": 300})
+    result, report = run(settings)
+    assert result.duplicates["removed"] == {} or not any(map(any, result.duplicates["removed"].values()))
+    assert report.sources["s"]["train"].documents == 0
+    assert storage.exists(f"{settings.run_dir}/tokens/VERSION.json")

@@ -1,0 +1,123 @@
+"""One driver, one config, one set of inputs a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern import storage
+from quern.data_pipeline.run_directory import open_run
+from quern.errors import InputError, QuernError
+
+CONFIG: dict[str, Any] = {
+    "run_dir": "x",
+    "workers": 2,
+    "seed": 0,
+    "ray": {"address": None},
+    "isolation": {"page_timeout_s": 60},
+    "sources": [{"name": "s", "paths": "a", "kind": "warc"}],
+    "language": {"keep": ["en"], "threshold": 0.65},
+}
+
+
+def changed(**keys: Any) -> dict[str, Any]:
+    return {**CONFIG, **keys}
+
+
+def test_a_new_run_is_running_and_says_what_it_is(tmp_path: Path) -> None:
+    with open_run(str(tmp_path / "run"), CONFIG) as run:
+        assert not run.complete
+        record = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert record["status"] == "running"
+        assert record["config"] == CONFIG
+        assert {"quern", "python", "trafilatura", "datasketch"} <= record["versions"].keys()
+        run.finish({"pages": 3}, "inputs")
+    with open_run(str(tmp_path / "run"), CONFIG) as run:
+        assert run.complete
+        assert run.record["counts"] == {"pages": 3}
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"workers": 9},
+        {"run_dir": "moved"},
+        {"ray": {"address": "auto"}},
+        {"isolation": {"page_timeout_s": 1}},
+        {"sources": [{"name": "s", "paths": "b", "kind": "warc"}]},
+    ],
+)
+def test_what_decides_no_byte_may_change(tmp_path: Path, same: dict[str, Any]) -> None:
+    with open_run(str(tmp_path), CONFIG):
+        pass
+    with open_run(str(tmp_path), changed(**same)) as run:
+        assert not run.complete
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"language": {"keep": ["en"], "threshold": 0.5}}, "language.threshold is 0.65 there and 0.5 here"),
+        ({"language": {"keep": ["en", "de"], "threshold": 0.65}}, "language.keep is ['en'] there"),
+        ({"sources": [{"name": "t", "paths": "a", "kind": "warc"}]}, "sources.0.name is 's' there and 't' here"),
+    ],
+)
+def test_another_config_is_refused_by_its_key(tmp_path: Path, other: dict[str, Any], key: str) -> None:
+    with open_run(str(tmp_path), CONFIG):
+        pass
+    with pytest.raises(InputError) as caught, open_run(str(tmp_path), changed(**other)):
+        pass
+    assert key in str(caught.value)
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(InputError, match=r"holds no run \(thesis\.txt"), open_run(str(tmp_path), CONFIG):
+        pass
+    assert os.listdir(tmp_path) in (["thesis.txt"], [".lock", "thesis.txt"], ["thesis.txt", ".lock"])
+
+
+def test_the_same_config_gives_the_same_id_and_another_another(tmp_path: Path) -> None:
+    ids = []
+    for name, config in (("a", CONFIG), ("b", changed(workers=5)), ("c", changed(seed=1))):
+        with open_run(str(tmp_path / name), config) as run:
+            ids.append(run.record["id"])
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    code = (
+        "import json, sys, time\n"
+        "from quern.data_pipeline.run_directory import open_run\n"
+        f"with open_run({str(tmp_path)!r}, json.loads({json.dumps(json.dumps(CONFIG))})):\n"
+        "    print('open', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "open\n"
+    with pytest.raises(QuernError, match="another driver is at work"), open_run(str(tmp_path), CONFIG):
+        pass
+    first.kill()
+    first.wait()
+    with open_run(str(tmp_path), CONFIG):
+        pass
+
+
+def test_what_a_killed_driver_left_half_written_goes(tmp_path: Path) -> None:
+    with open_run(str(tmp_path), CONFIG):
+        pass
+    torn = tmp_path / "verdicts" / "s" / ".p.parquet.0123.tmp"
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b"half")
+    storage.publish_bytes(str(tmp_path / "verdicts" / "s" / "p.parquet"), b"whole")
+    with open_run(str(tmp_path), CONFIG):
+        pass
+    assert [path.name for path in torn.parent.iterdir()] == ["p.parquet"]
