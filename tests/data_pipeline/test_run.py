@@ -20,20 +20,8 @@ from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
 
 NOUNS = [
-    "river",
-    "lantern",
-    "harbour",
-    "orchard",
-    "mirror",
-    "saddle",
-    "copper",
-    "window",
-    "garden",
-    "thunder",
-    "ribbon",
-    "kettle",
-    "meadow",
-    "anchor",
+    *("river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper"),
+    *("window", "garden", "thunder", "ribbon", "kettle", "meadow", "anchor"),
 ]
 VERBS = ["watches", "follows", "gathers", "forgets", "borrows", "mends", "carries", "measures", "answers", "hides"]
 
