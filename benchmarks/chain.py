@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def copies(source: Path, target: Path, count: int) -> Path:
-    """A folder with ``count`` hard copies of every WARC file."""
+    """A folder with ``count`` copies of every WARC file."""
     target.mkdir(parents=True)
     for number in range(count):
         for file in sorted(source.glob("*.warc.gz")):
@@ -78,10 +79,20 @@ def main() -> None:
                     costs.setdefault(("datatrove", count), []).append(usage)
                     shutil.rmtree(out)
         report(costs, pages, stages)
+    print(f"repeat: {shlex.join(['python', *sys.argv])}")
 
 
 def report(costs: dict[tuple[str, int], list[Usage]], pages: int, stages: dict) -> None:
-    """Print the table: ms of CPU per page record, cold and marginal, and the ratios."""
+    """Print the table: ms of CPU per page record, cold and marginal, and the ratios.
+
+    Raises:
+        SystemExit: the tree cost less than its workers say they used: some of it was not counted.
+    """
+    counted = costs["quern", 1][-1].cpu_s
+    if counted < stages["cpu_seconds"]:
+        raise SystemExit(
+            f"counted {counted:.1f} CPU-seconds of quern's processes, {stages['cpu_seconds']:.1f} say its workers"
+        )
     print(f"{pages} page records; ms of CPU per page record, medians of {len(costs['quern', 1])} rounds")
     print(f"{'':<10}{'cold':>9}{'marginal':>10}{'wall s':>9}{'PSS MiB':>9}{'largest process MiB':>21}")
     figures = {}

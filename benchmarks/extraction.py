@@ -12,6 +12,8 @@ import gzip
 import json
 import os
 import re
+import shlex
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -126,6 +128,7 @@ def main() -> None:
     print("token F1 against human ground truth: language, pages, trafilatura, resiliparse")
     for label, row in result["f1"].items():
         print(f"  {label:<5}{row['pages']:5}{row['trafilatura']:10.4f}{row['resiliparse']:10.4f}")
+    print(f"repeat: {shlex.join(['python', *sys.argv])}")
 
 
 if __name__ == "__main__":

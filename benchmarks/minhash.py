@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,6 +124,7 @@ def main() -> None:
         print(f"  {name:50} {value:8.0f} µs a document")
     for name, value in ratios.items():
         print(f"  {name:66} {value:5.1f} ×")
+    print(f"repeat: {shlex.join(['python', *sys.argv])}")
 
 
 if __name__ == "__main__":

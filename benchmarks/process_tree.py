@@ -1,8 +1,10 @@
 """CPU, wall time and memory of a command with everything it starts, daemons included.
 
-The measuring process makes itself the reaper of orphans (Linux), so every descendant is waited for here in the end and
-its CPU time is counted by the kernel, not sampled. Memory is sampled: the sum over the tree of unshared and
-proportionally shared pages (PSS).
+The measuring process makes itself the reaper of orphans (Linux), so a descendant is waited for by its parent or here,
+and the kernel counts its CPU time. But where a parent ignores SIGCHLD the kernel throws the times of its children away
+(getrusage(2)), and Ray's raylet, parent of all workers, does. Such children are sampled: what one used after the last
+look, at most :data:`SAMPLE_S`, is missed. Memory is sampled: the sum over the tree of unshared and proportionally
+shared pages (PSS).
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
+
+#: Seconds between two looks at the tree.
+SAMPLE_S = 0.1
+_LOOKS_PER_MEMORY_SAMPLE = 5
 
 
 @dataclass(frozen=True)
@@ -43,48 +50,93 @@ def measure(command: Sequence[str], *, env: dict[str, str] | None = None, log: s
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise SystemExit("cannot become a subreaper: CPU of daemons would be lost")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    peaks = [0.0, 0.0]
+    seen = _Seen()
     stop = threading.Event()
-    sampler = threading.Thread(target=_sample, args=(peaks, stop), daemon=True)
+    sampler = threading.Thread(target=_sample, args=(seen, stop), daemon=True)
     sampler.start()
     began = time.perf_counter()
     with open(log or os.devnull, "w+") as output:
         done = subprocess.run(command, env=env, stdout=output, stderr=subprocess.STDOUT, check=False)
         wall = time.perf_counter() - began
+        reaped = _reap()
         stop.set()
         sampler.join()
-        _reap()
         if done.returncode != 0:
             output.seek(0)
             raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{output.read()[-4000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Usage(wall, cpu, peaks[0], peaks[1])
+    counted = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    discarded = sum(cpu for (pid, _), cpu in seen.discarded.items() if pid not in reaped)
+    return Usage(wall, counted + discarded, seen.peak_pss_mib, seen.largest_rss_mib)
 
 
-def _sample(peaks: list[float], stop: threading.Event) -> None:
+@dataclass
+class _Seen:
+    """What the looks at the tree have found so far."""
+
+    discarded: dict[tuple[int, float], float] = field(default_factory=dict)
+    """(pid, start) → CPU seconds of a process whose times the kernel throws away, unless it ends as an orphan."""
+    peak_pss_mib: float = 0.0
+    largest_rss_mib: float = 0.0
+
+
+def _sample(seen: _Seen, stop: threading.Event) -> None:
     me = psutil.Process()
-    while not stop.wait(0.5):
-        total = 0
-        for process in me.children(recursive=True):
+    look = 0
+    while not stop.wait(SAMPLE_S):
+        tree = me.children(recursive=True)
+        ignoring: dict[int, bool] = {}
+        for process in tree:
             try:
-                info = process.memory_full_info()
+                parent = process.ppid()
+                if parent not in ignoring:
+                    ignoring[parent] = _ignores_children(parent)
+                if ignoring[parent]:
+                    times = process.cpu_times()
+                    own, waited_for = times.user + times.system, times.children_user + times.children_system
+                    seen.discarded[process.pid, process.create_time()] = own + waited_for
             except psutil.Error:
                 continue
-            total += info.pss
-            peaks[1] = max(peaks[1], info.rss / 2**20)
-        peaks[0] = max(peaks[0], total / 2**20)
+        if look % _LOOKS_PER_MEMORY_SAMPLE == 0:
+            _sample_memory(tree, seen)
+        look += 1
 
 
-def _reap(timeout_s: float = 30.0) -> None:
-    """Wait for every orphan the command left behind."""
+def _ignores_children(pid: int) -> bool:
+    """Whether a process ignores SIGCHLD."""
+    try:
+        with open(f"/proc/{pid}/status") as lines:
+            ignored = next((int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:")), 0)
+    except OSError:
+        return False
+    return bool(ignored >> (signal.SIGCHLD - 1) & 1)
+
+
+def _sample_memory(tree: Sequence[psutil.Process], seen: _Seen) -> None:
+    total = 0
+    for process in tree:
+        try:
+            info = process.memory_full_info()
+        except psutil.Error:
+            continue
+        total += info.pss
+        seen.largest_rss_mib = max(seen.largest_rss_mib, info.rss / 2**20)
+    seen.peak_pss_mib = max(seen.peak_pss_mib, total / 2**20)
+
+
+def _reap(timeout_s: float = 30.0) -> set[int]:
+    """Wait for every orphan the command left behind; return their process ids."""
     end = time.monotonic() + timeout_s
+    reaped: set[int] = set()
     while time.monotonic() < end:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
-        if pid == 0:
+            return reaped
+        if pid:
+            reaped.add(pid)
+        else:
             time.sleep(0.05)
     left = [process.name() for process in psutil.Process().children(recursive=True)]
     print(f"still running after {timeout_s:.0f} s, not counted: {left}", file=sys.stderr)
+    return reaped

@@ -16,6 +16,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -160,6 +161,7 @@ def main() -> None:
         for name in ("datatrove", "quern, cold", "quern, warm"):
             print(f"  {name:12} {result[name]:8.2f} ms a document {result['datatrove'] / result[name]:8.1f} ×")
         print(f"  decision, first reason and kept text differ on {result['differing']:.0f}")
+        print(f"repeat: {shlex.join(['python', *sys.argv])}")
     sys.exit(1 if result["differing"] else 0)
 
 

@@ -9,7 +9,8 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
 import yaml
@@ -21,22 +22,39 @@ __all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "p
 
 
 class Section(BaseModel):
-    """A part of a config: unknown keys are refused, values are never coerced across kinds, nothing changes later."""
+    """A part of a config: unknown keys and infinite numbers are refused, nothing changes later.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, use_enum_values=True)
+    :func:`load_config` also refuses values of another kind; from code, pydantic's own conversions hold.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice (plain YAML keeps the last one without a word)."""
+    """YAML that refuses a key given twice (plain YAML keeps the last one silently) and reads 1e-3 as a number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what :class:`_Loader` reads back."""
+
+
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
+        list("-+.0123456789"),
+    )
 
 
 def _mapping_without_repeats(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a key", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
         seen.add(key)
@@ -54,10 +72,16 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
         if not sep or not key.strip():
             raise InputError(f"override {text!r}: expected key=value, for example workers=4")
         try:
-            pairs.append((key.strip(), yaml.load(value, Loader=_Loader) if value else None))
+            pairs.append((key.strip(), _value(value)))
         except yaml.YAMLError as error:
             raise InputError(f"override {text!r}: the value is not YAML ({_one_line(error)})") from None
     return pairs
+
+
+def _value(text: str) -> Any:
+    if text.startswith("*"):  # a glob; there is nothing in an override that a YAML alias could point to
+        return text
+    return yaml.load(text, Loader=_Loader) if text else None
 
 
 def load_config(path: str | os.PathLike[str] | None, model: type[Model], overrides: Iterable[str] = ()) -> Model:
@@ -90,8 +114,8 @@ def load_config(path: str | os.PathLike[str] | None, model: type[Model], overrid
     for key, value in parse_overrides(overrides):
         _set(raw, key, value)
         overridden.append(key)
-    try:
-        return model.model_validate(raw)
+    try:  # as JSON, whose strict rules know no "4" for 4 and no true for 1, but a list for a tuple
+        return model.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         raise InputError(_explain(error, model, name, overridden)) from None
 
@@ -108,7 +132,7 @@ def _set(tree: Any, dotted: str, value: Any) -> None:
         last = depth == len(parts) - 1
         here = ".".join(parts[: depth + 1])
         if isinstance(tree, list):
-            if not part.isdigit() or int(part) > len(tree):
+            if not part.isdecimal() or int(part) > len(tree):
                 raise InputError(
                     f"override {dotted}: {here}: expected a list index from 0 to {len(tree)}, got {part!r}"
                 )
@@ -122,7 +146,7 @@ def _set(tree: Any, dotted: str, value: Any) -> None:
             if last:
                 tree[part] = value
             elif tree.get(part) is None:
-                tree[part] = [] if parts[depth + 1].isdigit() else {}
+                tree[part] = [] if parts[depth + 1].isdecimal() else {}
             tree = tree[part]
         else:
             above = ".".join(parts[:depth])
@@ -237,4 +261,4 @@ def digest(value: Any) -> str:
 def dump_yaml(config: BaseModel | Mapping[str, Any]) -> str:
     """The resolved config as YAML that :func:`load_config` reads back to the same value."""
     plain = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

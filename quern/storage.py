@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
@@ -28,6 +29,7 @@ __all__ = [
     "glob",
     "is_file",
     "is_local",
+    "is_temporary",
     "join",
     "list_files",
     "open_read",
@@ -40,6 +42,9 @@ __all__ = [
     "split",
     "write_json",
 ]
+
+#: Names of files while :func:`publish` writes them.
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
 def split(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -84,11 +89,16 @@ def glob(pattern: str) -> list[str]:
 
 
 def list_files(folder: str) -> list[str]:
-    """Every file below ``folder``, sorted; empty when it is not there."""
+    """Every published file below ``folder``, sorted; empty when it is not there."""
     fs, inner = split(folder)
     if not fs.exists(inner):
         return []
-    return [_full(fs, name, folder) for name in sorted(fs.find(inner))]
+    return [_full(fs, name, folder) for name in sorted(fs.find(inner)) if not is_temporary(name)]
+
+
+def is_temporary(path: str) -> bool:
+    """Whether ``path`` is a file that :func:`publish` has not yet renamed, or never will."""
+    return _TEMPORARY.fullmatch(posixpath.basename(path)) is not None
 
 
 def _full(fs: fsspec.AbstractFileSystem, name: str, like: str) -> str:
@@ -113,6 +123,8 @@ def read_json(path: str) -> Any:
         return json.loads(read_bytes(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
 
@@ -143,8 +155,21 @@ def publish(path: str) -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as spool:
         yield spool
         spool.seek(0)
-        with fs.open(inner, "wb") as upload:
+        upload = fs.open(inner, "wb")
+        try:
             shutil.copyfileobj(spool, upload, 8 << 20)
+        except BaseException:
+            _discard(upload)
+            raise
+        upload.close()
+
+
+def _discard(upload: Any) -> None:
+    """Give an upload up. Closing it, and so leaving a ``with`` or being collected, would publish what it has so far."""
+    if hasattr(upload, "discard"):
+        upload.discard()
+    with suppress(AttributeError):  # a store that has nothing to upload
+        upload.closed = True
 
 
 def _sync_folder(folder: str) -> None:

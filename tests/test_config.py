@@ -138,3 +138,30 @@ def test_printed_config_reads_back_to_the_same_value(tmp_path: Path) -> None:
 def test_digest_depends_on_values_and_not_on_key_order() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('inner: {min_words: "4"}', 'x.yaml: inner.min_words: expected an integer, got "4"'),
+        ("inner: {min_words: true}", "x.yaml: inner.min_words: expected an integer, got true"),
+        ("inner: {threshold: yes}", "x.yaml: inner.threshold: expected a number, got true"),
+        ("inner: {threshold: .nan}", "x.yaml: inner.threshold: expected a finite number, got NaN"),
+        ("inner: {threshold: .inf}", "x.yaml: inner.threshold: expected a finite number, got Infinity"),
+        ("sources: [{name: 7}]", "x.yaml: sources.0.name: expected text, got 7"),
+        ("inner: {{a}: 1}", "x.yaml: not valid YAML: line 2, column 9: {'a': None} cannot be a key"),
+    ],
+)
+def test_a_value_of_another_kind_is_not_made_to_fit(tmp_path: Path, text: str, expected: str) -> None:
+    assert failure(tmp_path, f"run_dir: r\n{text}") == expected
+
+
+def test_a_number_with_an_exponent_needs_no_point_and_a_text_like_one_stays_a_text(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "run_dir: r\ninner: {threshold: 1e-3}"), Root).inner.threshold == 0.001
+    config = Root(run_dir="1e-3")
+    assert load_config(write(tmp_path, dump_yaml(config)), Root) == config
+
+
+def test_an_override_may_be_a_glob_that_begins_with_a_star(tmp_path: Path) -> None:
+    path = write(tmp_path, "run_dir: r\nsources: [{name: a}]")
+    assert load_config(path, Root, ["sources.0.paths=*.warc.gz"]).sources[0].paths == "*.warc.gz"

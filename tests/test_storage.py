@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from quern import storage
 from quern.errors import InputError
@@ -109,3 +113,63 @@ def test_unknown_store_is_an_input_error() -> None:
 def test_a_text_that_is_no_path_is_no_file() -> None:
     assert not storage.is_file("nostore://x")
     assert not storage.is_file("just words\0and a NUL")
+
+
+class Upload(AbstractBufferedFile):
+    """An upload as object stores do it: what was written stands under the name when the file is closed."""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.fs.objects[self.path] = self.buffer.getvalue()
+        return True
+
+    def discard(self) -> None:
+        self.fs.discarded.append(self.path)
+
+
+class Bucket(AbstractFileSystem):
+    protocol = "bucket"
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, bytes] = {}
+        self.discarded: list[str] = []
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Upload:
+        return Upload(self, path, mode, size=0)
+
+
+def test_an_upload_that_fails_halfway_leaves_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket()
+    monkeypatch.setattr(storage, "split", lambda path: (bucket, path))
+    storage.publish_bytes("whole", b"grain")
+    assert bucket.objects == {"whole": b"grain"}
+
+    def interrupted(source: Any, target: Any, length: int) -> None:
+        target.write(source.read(3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage.shutil, "copyfileobj", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        storage.publish_bytes("half", b"grain")
+    gc.collect()
+    assert bucket.objects == {"whole": b"grain"}
+    assert bucket.discarded == ["half"]
+
+
+def test_a_file_in_writing_is_not_listed(tmp_path: Path) -> None:
+    storage.publish_bytes(str(tmp_path / ".hidden"), b"")
+    with storage.publish(str(tmp_path / "a.json")) as file:
+        file.write(b"{")
+        (torn,) = (path for path in tmp_path.iterdir() if path.name.endswith(".tmp"))
+        assert storage.is_temporary(str(torn))
+        assert storage.list_files(str(tmp_path)) == [str(tmp_path / ".hidden")]
+    assert storage.list_files(str(tmp_path)) == [str(tmp_path / ".hidden"), str(tmp_path / "a.json")]
+
+
+def test_json_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "run.json", tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            storage.read_json(str(path))

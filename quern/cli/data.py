@@ -13,7 +13,7 @@ from quern.data_pipeline import report
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import open_engine
 from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import RunDirectory, open_run
+from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run
 from quern.tokenize import run as tokenize
 from quern.tokenize.config import DataRun, check
 
@@ -50,11 +50,12 @@ def run_data(config: DataRun) -> dict[str, Any]:
     """The whole data road for a resolved config; returns what ``stats.json`` holds."""
     partitions = pages.plan_sources(config)
     pages.check(config)
+    if not is_complete(config.run_dir):
+        check(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
     with open_run(config.run_dir, config.model_dump(mode="json")) as directory:
         if directory.complete:
             pages.check_unchanged(directory.record, partitions, config.run_dir)
             return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))
-        check(config)  # a missing encoding is an error now, not after hours of pages
         with Progress() as progress, open_engine(config.workers, config.ray.address) as engine:
             result = pages.run(config, partitions, engine, progress)
             progress.start_phase("tokens", len(result.partitions), None)
@@ -79,9 +80,9 @@ def _finish(
 def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
     console = out_console()
     report.print_funnel(stats, console)
-    console.print(f"run        {run_dir}")
-    console.print(f"report     {storage.join(run_dir, 'report.html')}")
-    console.print(f"tokens     {storage.join(run_dir, 'tokens', 'VERSION.json')}")
+    console.print(f"run        {run_dir}", markup=False)
+    console.print(f"report     {storage.join(run_dir, 'report.html')}", markup=False)
+    console.print(f"tokens     {storage.join(run_dir, 'tokens', 'VERSION.json')}", markup=False)
 
 
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.resources import as_file, files
+from json import dumps
 from typing import Annotated, Any
 
 import typer
@@ -60,10 +61,10 @@ def _config(site: Site, run_dir: str, seed: int) -> DataRun:
             path,
             DataRun,
             [
-                f"run_dir={run_dir}",
+                f"run_dir={dumps(run_dir, ensure_ascii=False)}",
                 f"seed={seed}",
-                f"sources.0.paths={site.folder}/warc/*.warc.gz",
-                f"toxicity.lexicons.en={site.lexicon}",
+                f"sources.0.paths={dumps(f'{site.folder}/warc/*.warc.gz', ensure_ascii=False)}",
+                f"toxicity.lexicons.en={dumps(site.lexicon, ensure_ascii=False)}",
             ],
         )
 

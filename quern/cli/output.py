@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,10 @@ from rich.console import Console
 
 from quern.errors import QuernError
 
-__all__ = ["JSON", "err_console", "json_stdout", "out_console", "reports_errors"]
+__all__ = ["JSON", "err_console", "json_stdout", "out_console", "plain", "reports_errors"]
+
+#: Controls but tab and newline, and what turns the direction of writing.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 JSON = typer.Option(False, "--json", help="Print one JSON document on stdout and nothing else.")
 
@@ -28,6 +32,11 @@ def out_console() -> Console:
 def err_console() -> Console:
     """For everything that is not the result."""
     return Console(stderr=True, highlight=False)
+
+
+def plain(text: str) -> str:
+    """Text of a page as a terminal may show it: what would move its cursor or colour it stands as ``\\x1b``."""
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from quern.cli.output import JSON, json_stdout, out_console, reports_errors
+from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
 
@@ -49,6 +49,7 @@ def _print(found: Inspection) -> None:
     ]
     for name, value in rows:
         if value is not None:
-            console.print(f"{name:<10}{value}", markup=False)
+            console.print(f"{name:<10}{plain(str(value))}", markup=False)
     console.print()
-    console.print(Text.assemble(found.before, (found.token_text, "reverse"), found.after))
+    shown = (plain(text) for text in (found.before, found.token_text, found.after))
+    console.print(Text.assemble(next(shown), (next(shown), "reverse"), next(shown)))

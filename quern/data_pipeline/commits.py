@@ -11,7 +11,7 @@ from typing import Any
 
 from quern import storage
 
-__all__ = ["commit_path", "find_commit", "publish_commit"]
+__all__ = ["commit_path", "find_commit", "publish_commit", "withdraw_commit"]
 
 
 def commit_path(run_dir: str, phase: str, source: str, piece: str) -> str:
@@ -28,6 +28,11 @@ def find_commit(
         return None
     entry: dict[str, Any] = storage.read_json(path)
     return entry if entry["inputs"] == inputs and entry["config"] == config else None
+
+
+def withdraw_commit(run_dir: str, phase: str, source: str, piece: str) -> None:
+    """Remove a commit whose outputs are about to be replaced: it would count again if its inputs came back."""
+    storage.remove_tree(commit_path(run_dir, phase, source, piece))
 
 
 def publish_commit(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 
 __all__ = ["Engine", "InProcess", "RayPool", "open_engine"]
 
@@ -65,7 +65,14 @@ class InProcess:
 
 
 class _Worker:
-    """The actor: a process that keeps its caches (chain, models, encodings) warm from task to task."""
+    """The actor: a process that keeps its caches (chain, models, encodings) warm from task to task.
+
+    It works in the driver's folder where that exists, so that relative paths mean the same file to both.
+    """
+
+    def __init__(self, folder: str) -> None:
+        with suppress(OSError):
+            os.chdir(folder)
 
     def call(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
         try:
@@ -78,16 +85,42 @@ class _Worker:
 
 
 class RayPool:
-    """``num_workers`` actors of one CPU each on a Ray cluster."""
+    """Up to ``num_workers`` actors of one CPU each on a Ray cluster.
+
+    An actor is given work when its process has come up, and not before: a cluster with fewer CPUs, or with busy ones,
+    does the work with the actors it has room for.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self._actors: list[Any] = []
+        self._starting: dict[Any, Any] = {}
+        """Reference of the answer to ``ready`` → actor."""
+        self._failed_starts = 0
 
-    def _spawn(self) -> Any:
+    def _spawn(self) -> None:
         import ray
 
-        return ray.remote(_Worker).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote()
+        actor: Any = ray.remote(_Worker).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote(os.getcwd())
+        self._actors.append(actor)
+        self._starting[actor.ready.remote()] = actor
+
+    def _started(self, reference: Any, label: str) -> list[Any]:
+        """The actor that has come up; none if its process died, and another is started in its place."""
+        import ray
+
+        actor = self._starting.pop(reference)
+        try:
+            ray.get(reference)
+        except _deaths() as death:
+            self._actors.remove(actor)
+            self._failed_starts += 1
+            if self._failed_starts > MAX_DEATHS:
+                raise QuernError(f"{label}: {self._failed_starts} worker processes did not come up: {death}") from None
+            self._spawn()
+            return []
+        self._failed_starts = 0
+        return [actor]
 
     def map(
         self,
@@ -99,28 +132,31 @@ class RayPool:
     ) -> Iterator[tuple[int, R]]:
         """See :class:`Engine`."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayTaskError
 
         waiting = list(range(len(tasks)))[::-1]
         current = list(tasks)
         deaths = [0] * len(tasks)
         while len(self._actors) < min(self.num_workers, len(tasks)):
-            self._actors.append(self._spawn())
-        idle = list(self._actors)
+            self._spawn()
+        starting = list(self._starting.values())
+        idle = [actor for actor in self._actors if actor not in starting]
         running: dict[Any, tuple[int, Any]] = {}
         try:
             while waiting or running:
                 while waiting and idle:
                     index, actor = waiting.pop(), idle.pop()
                     running[actor.call.remote(function, current[index])] = (index, actor)
-                done, _ = ray.wait(list(running), num_returns=1)
-                index, actor = running.pop(done[0])
+                (done,), _ = ray.wait([*running, *self._starting], num_returns=1)
+                if done in self._starting:
+                    idle += self._started(done, label)
+                    continue
+                index, actor = running.pop(done)
                 try:
-                    result = ray.get(done[0])
-                except RayActorError as death:
+                    result = ray.get(done)
+                except _deaths() as death:
                     self._actors.remove(actor)
-                    self._actors.append(self._spawn())
-                    idle.append(self._actors[-1])
+                    self._spawn()
                     deaths[index] += 1
                     if on_death is not None:
                         current[index] = on_death(index, current[index])
@@ -149,6 +185,14 @@ class RayPool:
         for actor in self._actors:
             ray.kill(actor)
         self._actors.clear()
+        self._starting.clear()
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    """What Ray raises for a task whose process ended, whoever ended it; its memory monitor has an error of its own."""
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
+
+    return (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 
 
 @contextmanager
@@ -157,21 +201,37 @@ def open_engine(workers: int | None, address: str | None = None) -> Iterator[Eng
 
     ``workers`` defaults to the CPUs of the cluster. A Ray that was already running in this process is used and left
     as it is.
+
+    Raises:
+        InputError: ``address`` is none.
+        QuernError: no cluster answers there.
     """
     import ray
+    from ray.exceptions import RayError
 
     mine = not ray.is_initialized()
     if mine:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if address is None:
-            num_cpus = workers or os.cpu_count() or 1
-            ray.init(num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet)
+            # "local": never a cluster that RAY_ADDRESS or an earlier `ray start` names. Without workers, Ray counts the
+            # CPUs, and those of a container's share only.
+            ray.init(
+                "local",
+                num_cpus=workers,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                **quiet,
+            )
         else:
             try:
                 ray.init(address=address, **quiet)
-            except ConnectionError as error:
-                raise QuernError(f"ray.address: no Ray cluster at {address!r} ({error})") from None
+            except ValueError as error:
+                raise InputError(
+                    f'ray.address: expected "auto" or host:port, got {address!r} ({_line(error)})'
+                ) from None
+            except (ConnectionError, RuntimeError, RayError) as error:
+                raise QuernError(f"ray.address: no Ray cluster at {address!r} ({_line(error)})") from None
     pool = RayPool(workers or max(1, int(ray.cluster_resources().get("CPU", 1))))
     try:
         yield pool
@@ -179,3 +239,7 @@ def open_engine(workers: int | None, address: str | None = None) -> Iterator[Eng
         pool.close()
         if mine:
             ray.shutdown()
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quern.config import Section
 from quern.data_pipeline.document import Page
@@ -43,6 +43,14 @@ class ExtractConfig(Section):
     """Elements in one run without a block: trafilatura's time grows with its square."""
     max_table_cells: int = Field(default=50_000, ge=1)
     """Cells a page's tables take once ``colspan`` and ``rowspan`` are spelled out, counted only where they occur."""
+
+    @model_validator(mode="after")
+    def _engine_has_what_is_set(self) -> Self:
+        if self.engine != "trafilatura":
+            for field in ("favor", "include_tables"):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    raise ValueError(f"{field}: expected only with engine trafilatura, got engine {self.engine}")
+        return self
 
 
 _BLOCK_NAMES = (

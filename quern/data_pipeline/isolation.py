@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -54,6 +54,14 @@ class Marker:
         """Let go of the file; it stays."""
         self._map.close()
         self._file.close()
+
+    @staticmethod
+    def take(path: str) -> Last | None:
+        """What the marker last said, once: it must not be said again of a process that died before its first page."""
+        last = Marker.read(path)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return last
 
     @staticmethod
     def read(path: str) -> Last | None:
@@ -95,6 +103,11 @@ class Watchdog:
         if now - self._armed > self.limit_s / 4:
             faulthandler.dump_traceback_later(self.limit_s, exit=True, file=self._file or sys.__stderr__ or 2)
             self._armed = now
+
+    def rest(self) -> None:
+        """No page is in work: the clock stands still until the next one."""
+        faulthandler.cancel_dump_traceback_later()
+        self._armed = float("-inf")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

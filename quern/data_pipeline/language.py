@@ -48,8 +48,10 @@ class LanguageConfig(Section):
     @field_validator("pre_skip", mode="before")
     @classmethod
     def _a_probability(cls, value: Any) -> Any:
-        if value is False or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1):
+        if value is False:
             return value
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
+            return float(value)  # an integer 0 would pass for false
         raise ValueError(f"expected a probability ≥ 0 and < 1, or false, got {value!r}")
 
 

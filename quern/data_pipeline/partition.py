@@ -215,17 +215,22 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
     marker = Marker(task.marker)
     try:
         with Watchdog(task.page_timeout_s) as watchdog, bounded_memory(task.worker_memory_mib):
-            pages = itertools.islice(_identified(task, read_log, seen), progress.pages, None)
-            for ordinal in itertools.count(progress.pages):
+            pages = _identified(task, read_log, seen)
+            behind = progress.pages
+            for ordinal in itertools.count():
                 marker.set(ordinal)
                 watchdog.page()
                 page = next(pages, None)
                 if page is None:
                     break
+                if ordinal < behind:  # judged by an earlier attempt; each has its own time here too
+                    continue
                 page, reached = _judge(chain, page, quarantined.get(ordinal))
                 rows.add(page, reached)
                 progress.add(page)
                 if len(rows) >= FLUSH_PAGES or rows.chars >= FLUSH_CHARS:
+                    marker.set(-1)
+                    watchdog.rest()  # a slow disk or store is no page's fault
                     cpu = _count_time(progress, chain, cpu)
                     _set_down(task, rows, progress)
         marker.set(-1)
@@ -306,6 +311,8 @@ def _resume(task: PartitionTask) -> _Progress:
             return progress
         stored = storage.read_json(path)
         if stored["inputs"] != task.inputs or stored["config"] != task.config_hash:
+            if not progress.parts:  # else a part overwritten halfway could later pass for one of the old attempt
+                storage.remove_tree(task.scratch)
             return progress
         kept = stored["progress"]
         tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}

@@ -64,7 +64,7 @@ class PiiConfig(Section):
     phone_regions: tuple[str, ...] = ()
     """Countries (ISO 3166, two letters) whose national phone numbers are known besides those of the page's language."""
     max_spans: Annotated[int, Field(ge=0)] | None = None
-    """More finds than this, over all types, fail ``pii.too_many``; null never fails."""
+    """More finds than this, over all types, fail ``pii.too_many``; null, or ``action: measure``, never fails."""
 
     @field_validator("phone_regions")
     @classmethod
@@ -104,8 +104,8 @@ class ScrubPii:
                 page.measures[_MEASURES[kind]] = float(counts[kind])
         if config.action == "mask":
             page.text = text
-        if config.max_spans is not None and sum(counts.values()) > config.max_spans:
-            page.fail("pii", "pii.too_many")
+            if config.max_spans is not None and sum(counts.values()) > config.max_spans:
+                page.fail("pii", "pii.too_many")
         return page
 
 

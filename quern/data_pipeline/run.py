@@ -14,11 +14,11 @@ from quern import storage
 from quern.config import digest
 from quern.data_pipeline import dedup
 from quern.data_pipeline.chain import Chain
-from quern.data_pipeline.commits import find_commit, publish_commit
+from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_commit
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Engine
 from quern.data_pipeline.isolation import Marker, marker_folder
-from quern.data_pipeline.partition import PartitionTask, process_partition
+from quern.data_pipeline.partition import TABLES, PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.sources import Partition, plan
 from quern.errors import InputError, QuernError
@@ -46,9 +46,16 @@ def plan_sources(config: PipelineConfig) -> list[Partition]:
     """Every partition of every source.
 
     Raises:
-        InputError: an entry matches nothing, or two files of a source have the same relative path.
+        InputError: an entry matches nothing, two files of a source have the same relative path, or a file's name is
+            not UTF-8.
     """
-    return [partition for source in config.sources for partition in plan(source)]
+    partitions = [partition for source in config.sources for partition in plan(source)]
+    for partition in partitions:
+        for file in partition.files:
+            if any("\ud800" <= char <= "\udfff" for char in file.path):
+                name = file.path.encode("utf-8", "backslashreplace").decode()
+                raise InputError(f"source {partition.source}: {name}: expected a file name in UTF-8; rename it")
+    return partitions
 
 
 def check(config: PipelineConfig) -> None:
@@ -130,6 +137,8 @@ def _run_pages(
         )
         if entry is not None:
             entries[index] = entry
+        else:
+            withdraw_commit(config.run_dir, "pages", task.source.name, task.partition.name)
     sizes = [sum(file.size for file in partition.files) for partition in partitions]
     progress.start_phase("pages", len(tasks), sum(sizes))
     for index, entry in entries.items():
@@ -147,12 +156,12 @@ def _run_pages(
 
 
 def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
-    """Remove what an earlier attempt made of inputs that the run no longer has; the commit goes first."""
-    for path in storage.list_files(storage.join(run_dir, "commits", "pages")):
-        entry = storage.read_json(path)
-        if (entry["source"], entry["partition"]) not in wanted:
-            for name in (path, *(storage.join(run_dir, output) for output in entry["outputs"])):
-                storage.remove_tree(name)
+    """Remove what earlier attempts made, committed or not, of inputs that the run no longer has; commits go first."""
+    for folder, suffix in (("commits/tokens", ".json"), ("commits/pages", ".json"), *((t, ".parquet") for t in TABLES)):
+        for path in storage.list_files(storage.join(run_dir, folder)):
+            source, name = path.split("/")[-2:]
+            if (source, name.removesuffix(suffix)) not in wanted:
+                storage.remove_tree(path)
 
 
 class _Strikes:
@@ -170,7 +179,7 @@ class _Strikes:
     def __call__(self, index: int, task: tuple[Any, ...]) -> tuple[Any, ...]:
         (work,) = task
         name = f"{work.source.name}/{work.partition.name}"
-        last = Marker.read(work.marker)
+        last = Marker.take(work.marker)
         ordinal = last.ordinal if last is not None else -1
         self.deaths[index, ordinal] = deaths = self.deaths.get((index, ordinal), 0) + 1
         blamed = dict(work.quarantined)
@@ -209,6 +218,7 @@ def _run_duplicates(
     if entry is None:
         scratch = storage.join(config.run_dir, ".work", "duplicates")
         storage.remove_tree(scratch)
+        withdraw_commit(config.run_dir, "duplicates", "all", "decisions")
         report = dedup.run(config.run_dir, names, priorities, config.duplicates, engine, scratch)
         entry = publish_commit(
             config.run_dir,

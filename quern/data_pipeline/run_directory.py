@@ -15,7 +15,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.errors import InputError, QuernError
 
-__all__ = ["NOT_DECIDING", "RunDirectory", "open_run"]
+__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -48,6 +48,13 @@ class RunDirectory:
         storage.remove_tree(self.scratch)
 
 
+def is_complete(path: str) -> bool:
+    """Whether a run that has ended well stands at ``path``."""
+    file = storage.join(path, "run.json")
+    record = storage.read_json(file) if storage.exists(file) else None
+    return isinstance(record, dict) and record.get("status") == "complete"
+
+
 @contextmanager
 def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
     """Create or resume the run at ``path`` for a resolved ``config`` (plain data).
@@ -61,6 +68,8 @@ def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
         file = storage.join(path, "run.json")
         if storage.exists(file):
             record = storage.read_json(file)
+            if not isinstance(record, dict) or not {"config", "status"} <= record.keys():
+                raise InputError(f"{file}: is not of a data run; give another run_dir")
             difference = _difference(record["config"], config)
             if difference is not None:
                 key, old, new = difference
@@ -82,7 +91,10 @@ def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
             }
             storage.write_json(file, record)
         _remove_torn(path)
-        yield RunDirectory(path, record)
+        run = RunDirectory(path, record)
+        if run.complete:  # the last act of finish may have been cut off
+            storage.remove_tree(run.scratch)
+        yield run
 
 
 def _versions() -> dict[str, str]:
@@ -142,5 +154,5 @@ def _remove_torn(path: str) -> None:
         return
     for folder, _, names in os.walk(storage.split(path)[1]):
         for name in names:
-            if name.startswith(".") and name.endswith(".tmp"):
+            if storage.is_temporary(name):
                 os.unlink(os.path.join(folder, name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,7 @@ PURGE_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PurgeList:
     """Three sorted unique arrays of 128-bit keys, ``S16[n]`` each."""
 
@@ -84,9 +85,8 @@ def read_purge_list(path: str) -> PurgeList:
     Raises:
         InputError: there is no such file, it is not Parquet, or a column is missing or of another type.
     """
-    files = [file for file in storage.list_files(path) if file.endswith(".parquet")] or [path]
     doc_ids, urls, texts = [], [], []
-    for file in files:
+    for file in _files(path):
         table = _read(file)
         doc_ids.append(_keys(table["doc_id"].drop_null().to_pylist()))
         texts.append(_keys(table["post_filter_hash"].drop_null().to_pylist()))
@@ -94,8 +94,22 @@ def read_purge_list(path: str) -> PurgeList:
     return PurgeList(*(np.unique(np.concatenate(parts)) for parts in (doc_ids, urls, texts)))
 
 
+def _files(path: str) -> list[str]:
+    return [file for file in storage.list_files(path) if file.endswith(".parquet")] or [path]
+
+
+#: Lists in use, by path and the fingerprints of its files: both stages of a chain hold one and the same.
+_IN_USE: WeakValueDictionary[tuple[str, ...], PurgeList] = WeakValueDictionary()
+
+
 def _open(purge_list: str | PurgeList | None) -> PurgeList | None:
-    return read_purge_list(purge_list) if isinstance(purge_list, str) else purge_list
+    if not isinstance(purge_list, str):
+        return purge_list
+    key = (purge_list, *(f"{file} {storage.fingerprint(file)}" for file in _files(purge_list) if storage.exists(file)))
+    found = _IN_USE.get(key)
+    if found is None:
+        found = _IN_USE[key] = read_purge_list(purge_list)
+    return found
 
 
 def _read(file: str) -> pa.Table:

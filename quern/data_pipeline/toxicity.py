@@ -25,6 +25,8 @@ __all__ = ["Lexicon", "Toxicity", "ToxicityConfig", "read_lexicon"]
 SPACELESS = frozenset({"bo", "dz", "ja", "km", "lo", "my", "th", "wuu", "yue", "zh"})
 
 _WORD = regex.compile(r"[\p{L}\p{M}\p{N}]++(?:['’][\p{L}\p{M}\p{N}]++)*+")
+#: The half-width voicing marks are letters that normalisation makes marks of.
+_MARKS = regex.compile(r"[\p{M}\uff9e\uff9f]{30}(?=[\p{M}\uff9e\uff9f])")
 _BETWEEN_WORDS = re.compile(r"[\s\-‐‑.,'’]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LABEL = re.compile(r"[a-z0-9_]+")
@@ -65,7 +67,13 @@ class ToxicityConfig(Section):
 
 
 def _fold(text: str) -> str:
-    """Without case, and with full-width and decomposed letters as plain ones."""
+    """Without case, and with full-width and decomposed letters as plain ones.
+
+    Normalisation sorts marks that stand in a row, in time that grows with the square of their number; so rows are cut
+    at 30 marks by a joiner that is a mark itself (Unicode Standard Annex 15, section 13, stream-safe text).
+    """
+    if not text.isascii():
+        text = _MARKS.sub("\\g<0>\u034f", text)
     return unicodedata.normalize("NFKC", text).casefold()
 
 
@@ -116,6 +124,8 @@ class Toxicity:
         self.measures = lexicon + tuple(f"toxicity.{label}" for label in config.labels)
         if config.classifier is not None and not os.path.isfile(config.classifier):
             raise InputError(f"toxicity.classifier: {config.classifier}: no such file")
+        if config.classifier is not None:
+            _model(config.classifier, tuple(config.labels))  # now, not on the first page: what is wrong is the config
 
     def __call__(self, page: Page) -> Page:
         if page.text is None:

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Literal
 from urllib.parse import unquote
@@ -19,13 +20,13 @@ from pydantic import Field
 from quern import storage
 from quern.config import Section
 from quern.data_pipeline.document import Page
-from quern.data_pipeline.url import canonicalize, host, surt
+from quern.data_pipeline.url import TRACKING_VERSION, canonicalize, host, surt
 from quern.errors import InputError
 
 __all__ = ["UrlConfig", "UrlFilter", "load_hashes", "url_keys"]
 
 #: Part of a cached list's name: entries normalised by other rules hash differently.
-_RULES = b"quern block list 1"
+_RULES = "quern block list 1"
 _MAX_PARENT_PATHS = 32
 _MAX_URL_WORDS = 2_000
 
@@ -144,7 +145,7 @@ def load_hashes(paths: Iterable[str], kind: Literal["domain", "url"], cache: str
         InputError: a list is missing, unreadable or has no usable line.
     """
     files = _files(paths)
-    state = hashlib.blake2b(_RULES + kind.encode(), digest_size=16)
+    state = hashlib.blake2b(f"{_RULES}, tracking {TRACKING_VERSION}, {kind}".encode(), digest_size=16)
     for file in files:
         for chunk in _chunks(file):
             state.update(chunk)
@@ -272,5 +273,5 @@ def _lines(file: str) -> Iterator[str]:
                     yield line
     except FileNotFoundError:
         raise InputError(f"{file}: no such list") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{file}: the list cannot be read ({error})") from None

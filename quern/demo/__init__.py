@@ -1,4 +1,4 @@
-"""A sample site in five languages, made by code: what ``quern demo`` grinds when there is no network.
+"""A sample site in seven languages, made by code: what ``quern demo`` grinds when there is no network.
 
 Nothing here imports the rest of quern: the site is written as a stranger's crawler would have left it.
 """

@@ -16,7 +16,16 @@ from quern.tokenize.shards import ShardReader
 
 __all__ = ["Inspection", "find_verdict", "inspect"]
 
-_PAGE_COLUMNS = ("url", "canonical_url", "source_file", "record_offset", "record_length", "record_id", "language")
+_PAGE_COLUMNS = (
+    "url",
+    "canonical_url",
+    "source_file",
+    "record_offset",
+    "record_length",
+    "record_id",
+    "fetched_at",
+    "language",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Inspection:
     is_eot: bool
     purged: bool
     page: Mapping[str, Any] | None
-    """URL, input file and record of the page; None when the run's verdicts are not beside the tokens."""
+    """URL, input file and record of the page, its time as ISO 8601; None when no verdicts are beside the tokens."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -53,8 +62,11 @@ def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:
     """What stands at token ``at`` of the shard file ``shard_path``, with ``context`` tokens on either side.
 
     Raises:
-        InputError: the corpus version does not list the shard, or it has no such position.
+        InputError: the shard is not on a local file system, the corpus version does not list it, or it has no such
+            position.
     """
+    if not storage.is_local(shard_path):
+        raise InputError(f"{shard_path}: shards are memory-mapped; expected a file on a local file system")
     folder, name = os.path.split(os.path.abspath(storage.split(shard_path)[1]))
     reader = ShardReader(folder)
     names = [info.bin for info in reader.shards]
@@ -108,5 +120,7 @@ def find_verdict(run_dir: str, source: str, doc_id: bytes) -> dict[str, Any] | N
                 if doc_id in ids:
                     columns = [name for name in _PAGE_COLUMNS if name in table.schema_arrow.names]
                     rows = table.read_row_group(group, columns=columns)
-                    return dict(rows.slice(ids.index(doc_id), 1).to_pylist()[0])
+                    (row,) = rows.slice(ids.index(doc_id), 1).to_pylist()
+                    fetched_at = row.get("fetched_at")
+                    return {**row, "fetched_at": fetched_at.isoformat() if fetched_at is not None else None}
     return None

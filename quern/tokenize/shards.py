@@ -326,7 +326,9 @@ class ShardReader:
 
     def spans_between(self, start: int, stop: int) -> list[Span]:
         """The documents that overlap tokens [start, stop) of the stream, in order (starts count from their shard's)."""
-        found = []
+        found: list[Span] = []
+        if start >= stop:
+            return found
         shard = max(0, int(np.searchsorted(self.offsets, start, "right")) - 1)
         while shard < len(self.shards) and int(self.offsets[shard]) < stop:
             origin = int(self.offsets[shard])

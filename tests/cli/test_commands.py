@@ -12,7 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from quern import storage
 from quern.cli.main import app
+from quern.cli.output import plain
 from quern.demo import write_site
 from quern.tokenize.config import DataRun
 
@@ -157,3 +159,29 @@ def test_a_run_its_status_report_and_tokens_as_json(tmp_path: Path) -> None:
     gone = quern("data", "status", str(tmp_path / "nowhere"))
     assert gone.returncode == 2
     assert "nowhere/run.json: no such file" in gone.stderr
+
+
+def test_a_missing_encoding_founds_no_run(tmp_path: Path, good: str) -> None:
+    """Else the mended config would be refused: the run there has another."""
+    message = refused(tmp_path, good, "tokenize.encoding=gpt2", f"tokenize.ranks={tmp_path}/none.tiktoken")
+    assert "none.tiktoken" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_name_that_is_not_utf8_is_one_line(tmp_path: Path, good: str) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")).write_text('{"text": "a"}')
+    message = refused(tmp_path, good, f"sources.0.paths={tmp_path}/*.jsonl", "tokenize.encoding=trained")
+    assert message.endswith("\\udcff.jsonl: expected a file name in UTF-8; rename it")
+
+
+def test_status_of_a_run_at_work_reads_over_files_in_writing(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"status": "running", "counts": {}}')
+    with storage.publish(str(tmp_path / "commits" / "pages" / "s" / "p.json")) as file:
+        file.write(b'{"phase": ')
+        file.flush()
+        result = CliRunner().invoke(app, ["data", "status", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+
+
+def test_text_of_a_page_cannot_act_on_the_terminal() -> None:
+    assert plain("a\x1b[2Jb\r\u202ec\td\n é ḍ") == "a\\x1b[2Jb\\r\\u202ec\td\n é ḍ"

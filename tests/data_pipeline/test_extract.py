@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import gzip
+import json
 import logging
+import re
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lxml.html
@@ -204,6 +209,15 @@ def test_impossible_settings_are_refused(field: str, value: object) -> None:
         ExtractConfig.model_validate({field: value})
 
 
+@pytest.mark.parametrize(("field", "value"), [("favor", "recall"), ("include_tables", False)])
+def test_settings_the_engine_does_not_have_are_refused(field: str, value: object) -> None:
+    with pytest.raises(
+        ValidationError, match=f"{field}: expected only with engine trafilatura, got engine resiliparse"
+    ):
+        ExtractConfig.model_validate({"engine": "resiliparse", field: value})
+    assert ExtractConfig.model_validate(ExtractConfig(engine="resiliparse").model_dump()).engine == "resiliparse"
+
+
 def test_pages_without_text_are_not_logged_one_by_one(extract: Extract, capfd: pytest.CaptureFixture[str]) -> None:
     assert logging.getLogger("trafilatura").handlers
     extract(page("<html><body></body></html>"))
@@ -217,3 +231,37 @@ def test_no_real_page_breaks_a_bound(
 ) -> None:
     monkeypatch.setattr(extract_trafilatura, "extract_text", lambda *args: "text")
     assert [real.record_id for real in real_pages() if extract(page(real.html)).failures] == []
+
+
+def token_f1(text: str, truth: str) -> float:
+    """F1 of the bags of tokens (words; single characters of scripts without spaces)."""
+    tokens = [Counter(re.findall(r"[^\W\d_一-鿿]+|\d+|[一-鿿]", part.lower())) for part in (text, truth)]
+    shared = (tokens[0] & tokens[1]).total()
+    sizes = [bag.total() for bag in tokens]
+    return 2 * shared / sum(sizes) if sum(sizes) else 1.0
+
+
+@pytest.mark.long
+@pytest.mark.shared
+def test_text_is_in_every_language_as_near_to_the_truth_as_stock(
+    shared: Path, real_pages: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Token F1 against the main texts people (or a reference algorithm) wrote down, beside trafilatura's own call."""
+    with gzip.open(shared / "data" / "groundtruth" / "groundtruth.jsonl.gz", "rt", encoding="utf-8") as file:
+        truths = {row["record_id"]: row["text"] for row in map(json.loads, file) if row["kind"].startswith("full")}
+    stage = Extract(ExtractConfig())
+    scores: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for page in real_pages():
+        truth = truths.get(page.record_id)
+        if truth is None:
+            continue
+        ours = stage(Page("s", "f", page.record_id, 0, raw=page.html)).text or ""
+        stock = trafilatura.extract(page.html, favor_precision=True, include_comments=False, deduplicate=False) or ""
+        scores[page.language].append((token_f1(ours, truth), token_f1(stock, truth)))
+    assert sum(map(len, scores.values())) > 1000
+    for language, pairs in sorted(scores.items(), key=lambda item: -len(item[1])):
+        ours, stock = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        if len(pairs) >= 10:
+            with capsys.disabled():
+                print(f"\n{language}: {len(pairs)} pages, F1 {ours:.4f}, stock {stock:.4f}", end="")
+        assert ours >= stock - 1e-12, language

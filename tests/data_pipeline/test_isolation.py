@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -188,3 +190,128 @@ def test_the_marker_names_the_page_in_work_and_outlives_its_writer(tmp_path: Pat
     marker.close()
     Path(path).write_bytes(b"torn")
     assert Marker.read(path) is None
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from quern.data_pipeline import partition, run as pages
+from quern.data_pipeline.config import PipelineConfig
+from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.progress import Progress
+
+folder, what = Path(sys.argv[1]), sys.argv[2]
+partition.FLUSH_PAGES = 6
+read, set_down, judge = partition.read, partition._set_down, partition._judge
+
+def slow_read(*args):
+    for page in read(*args):
+        time.sleep(0.4)
+        yield page
+
+def slow_set_down(*args):
+    time.sleep(3)
+    set_down(*args)
+
+def dying(chain, page, quarantine):
+    if page.record_id == "13":
+        raise KeyboardInterrupt
+    return judge(chain, page, quarantine)
+
+if what == "read":
+    partition.read = slow_read
+if what == "flush":
+    partition._set_down = slow_set_down
+if what == "die":
+    partition._judge = dying
+settings = {
+    "run_dir": str(folder / "run"),
+    "sources": [{"name": "s", "kind": "jsonl", "paths": str(folder / "in.jsonl")}],
+    "language": {"keep": None, "threshold": 0, "pre_skip": False},
+    "quality": {"order": []},
+    "isolation": {"page_timeout_s": 2.5},
+}
+config = PipelineConfig.model_validate(settings)
+with Progress(background=False) as progress:
+    pages.run(config, pages.plan_sources(config), InProcess(), progress)
+"""
+
+
+@pytest.mark.slow
+def test_the_clock_of_a_page_counts_neither_pages_done_before_nor_flushes(tmp_path: Path) -> None:
+    """Twelve pages are read again after a kill, at 0.4 s each; a flush takes 3 s; the limit for one page is 2.5 s."""
+    write_source(tmp_path, 16, {})
+
+    def run(what: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", SLOW, str(tmp_path), what]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+    assert "KeyboardInterrupt" in run("die").stderr
+    assert len(list((tmp_path / "run" / ".work").rglob("*.progress.json"))) == 2
+    done = run("read")
+    assert done.returncode == 0, done.stderr[-2000:]
+    shutil.rmtree(tmp_path / "run")
+    done = run("flush")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(verdicts(tmp_path).values()) == {(None, None)}
+
+
+def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path) -> None:
+    """Killed at page 5, and its successor before it had come to any page: page 5 has one strike, not two."""
+    config = settings(tmp_path, write_source(tmp_path, 2, {}))
+    (planned,) = pages.plan_sources(config)
+    marker = Marker(str(tmp_path / "marker"))
+    task = PartitionTask(
+        run_dir=config.run_dir, scratch="", marker=str(tmp_path / "marker"), source=config.sources[0],
+        partition=planned, chain=config.chain, config_hash="", page_timeout_s=60, worker_memory_mib=None,
+    )  # fmt: skip
+    marker.set(5)
+    marker.close()
+    with Progress(background=False) as progress:
+        strikes = pages._Strikes(60, progress)
+        assert strikes(0, (task,)) == (task,)
+        assert strikes(0, (task,)) == (task,)
+        marker = Marker(str(tmp_path / "marker"))
+        marker.set(5)
+        marker.close()
+        ((blamed,),) = [strikes(0, (task,))]
+    assert blamed.quarantined == ((5, "quarantine.crash"),)
+
+
+def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Config A left parts, B was killed between a part's rows and its progress file, then A goes on."""
+    monkeypatch.setattr(partition_module, "FLUSH_PAGES", 4)
+    source = write_source(tmp_path, 10, {})
+    plain = settings(tmp_path, source)
+    masked = plain.model_copy(update={"pii": type(plain.pii)(action="measure")})
+
+    def run(config: PipelineConfig) -> None:
+        with Progress(background=False) as progress:
+            pages.run(config, pages.plan_sources(config), InProcess(), progress)
+
+    judge, write_json = partition_module._judge, partition_module.storage.write_json
+
+    def dying(chain: Any, page: Any, quarantine: Any) -> Any:
+        if page.record_id == "9":
+            raise KeyboardInterrupt
+        return judge(chain, page, quarantine)
+
+    def cut_off(path: str, value: Any, **options: Any) -> None:
+        if path.endswith("progress.json"):
+            raise KeyboardInterrupt
+        write_json(path, value, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partition_module, "_judge", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition_module.storage, "write_json", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            run(masked)
+    left = [path.name for path in (tmp_path / "run" / ".work").rglob("*.progress.json")]
+    assert left == [], "the parts of A ended where B began to write over them"
+    run(plain)
+    assert len(verdicts(tmp_path)) == 10

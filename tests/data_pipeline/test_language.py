@@ -291,6 +291,15 @@ def test_defaults_are_those_of_fineweb() -> None:
     assert LanguageConfig(pre_skip=False).pre_skip is False
 
 
+def test_zero_is_a_probability_and_not_off() -> None:
+    for config in (LanguageConfig(pre_skip=0), LanguageConfig.model_validate_json('{"pre_skip": 0}')):
+        assert config.pre_skip is not False
+        assert config.pre_skip == 0
+    done = guessed(html(GERMAN), pre_skip=0)
+    assert done.failures == []
+    assert 0 <= done.measures["language.guess_score"] < 0.02
+
+
 # --- real pages
 
 

@@ -57,7 +57,7 @@ PHONE_TRAPS = [
     "415-555-26712", "9415-555-2671", "415-555-2671-99", "12-415-555-2671", "10.415-555-2671", "+0123456789",
     "0x4155552671", "49 30 901820", "192.168.100.200", "pages 415-555", "1 000 000 000 000", "+20 000 000 000",
     "0.0049 30 901820", "0000000000000000", "++4930901820", "a_415-555-2671", "415-555-2671b",
-    "version 4.15.0-555.2671", "030 901820",
+    "version 4.15.0-555.2671", "030 901820", "ISBN-10: 415-555-2671", "ISBN 13 415-555-2671",
 ]  # fmt: skip
 NATIONAL = [
     ("de", "Tel: «030 901820»"), ("de", "Telefon «(030) 901820»"), ("de", "Fax. «030/901820»"),
@@ -78,7 +78,7 @@ CARD_TRAPS = [
     "41111111111111111", "x4111111111111111", "4111111111111111x", "0.4111111111111111", "4111 1111 11111111",
     "4111-1111 1111-1111", "978-0-306-40615-7", "1700000000000", "order no. 4111111111111111",
     "ISBN: 4242424242424242", "4242424242424242.5", "3.4242424242424242", "4 2 4 2 4 2 4 2 4 2 4 2 4 2 4 2",
-    "37828224631000", "4222222222222",
+    "37828224631000", "4222222222222", "ISBN-13: 4242424242424242",
 ]  # fmt: skip
 IBANS = [
     "«GB82 WEST 1234 5698 7654 32»", "«DE89370400440532013000»", "«DE89 3704 0044 0532 0130 00».",
@@ -106,7 +106,9 @@ IPV4_TRAPS = [
     "203.0.113.9", "100.64.0.1", "224.0.0.251", "8.8.8", "8.8.8.256", "8.8.8.8888", "08.08.08.08", "8.8.8.8.8",
     "8.8.8.8.in-addr.arpa", "Chrome/49.0.2.112", "linux-4.15.0.99", "1.2.3.4-1ubuntu2", "x8.8.8.8", "8.8.8.8x",
     "OID: 1.3.6.1", "Section 4.1.2.3", "§ 4.1.2.3", "EC 2.4.2.30", "v.8.8.8.8", "Release 8.8.8.8", "8..8.8.8",
-    "8,8,8,8", "_8.8.8.8",
+    "8,8,8,8", "_8.8.8.8", "OID (2.5.29.15)", "OIDs: 2.5.29.15", "object identifier 2.5.29.15", "versions 4.15.0.99",
+    "sections 4.1.2.3", "name==4.15.0.99", "name>=4.15.0.99", "name >= 4.15.0.99", "name~=4.15.0.99", "~> 4.15.0.99",
+    "4.15.0.99+git", "4.15.0.99~beta",
 ]  # fmt: skip
 IPV6 = [
     "«2001:4860:4860::8888»", "«2001:4860:4860::8888».", "[«2606:4700:4700::1111»]:443", "«2600::»",
@@ -201,6 +203,12 @@ def test_too_many_finds_fail() -> None:
     assert page.failures == [("pii", "pii.too_many")]
 
 
+def test_measuring_drops_nothing() -> None:
+    page = ScrubPii(PiiConfig(action="measure", max_spans=0))(Page("s", "f", "f", 0, text="ann@example.com"))
+    assert page.measures["pii.emails"] == 1
+    assert page.failures == []
+
+
 def test_tags_are_the_config_s() -> None:
     tags = PiiTags(email="[e-mail]")
     assert scrub("ann@example.com", tags=tags)[0] == "[e-mail]"
@@ -290,6 +298,17 @@ def test_overlapping_finds_are_one() -> None:
 def test_overlapping_finds_leave_no_half_behind() -> None:
     # a Berlin number as far as its plan allows, and a card that begins with its last group
     assert scrub("+49 30 9018 4111 1111 1111 1111 x")[0] == "|||PHONE_NUMBER||| x"
+
+
+def test_a_table_of_signed_numbers_is_no_phone_book() -> None:
+    # nobody in North America has a number of six digits
+    text = "".join(f"+1.{number * 7919 % 10**6:06d}\n" for number in range(20_000))
+    assert find(text, ("phone",)) == []
+
+
+def test_numbers_past_the_bound_of_lookups_are_masked() -> None:
+    numbers = [f"+1 415 555 {number:04d}\n" for number in range(9_999)]
+    assert len(find("".join(numbers), ("phone",))) == len(numbers)
 
 
 def test_find_hidden_by_its_neighbour_is_found_after_it() -> None:

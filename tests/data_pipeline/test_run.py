@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
+from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import InProcess
 from quern.data_pipeline.progress import Progress
@@ -144,3 +146,69 @@ def test_a_run_without_a_single_kept_page_ends_well(tmp_path: Path) -> None:
     assert result.duplicates["removed"] == {} or not any(map(any, result.duplicates["removed"].values()))
     assert report.sources["s"]["train"].documents == 0
     assert storage.exists(f"{settings.run_dir}/tokens/VERSION.json")
+
+
+class KilledError(BaseException):
+    pass
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, settings: DataRun) -> None:
+    """Run until ``name`` of ``module`` is about to be called for the first time."""
+
+    def die(*args: Any, **options: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, die)
+        with pytest.raises(KilledError):
+            run(settings)
+
+
+def test_an_input_that_was_changed_and_changed_back_is_not_taken_for_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the other input stand already when the kill comes; the first commit must not vouch for them."""
+    base, file = str(tmp_path), tmp_path / "in" / "0.jsonl"
+    write_jsonl(str(file), range(10))
+    first = file.read_bytes(), file.stat().st_mtime_ns
+    run(config(base))
+    expected = digests(config(base))
+    write_jsonl(str(file), range(50, 60))
+    killed_at(monkeypatch, partition, "publish_commit", config(base))
+    file.write_bytes(first[0])
+    os.utime(file, ns=(first[1], first[1]))
+    run(config(base))
+    (table,) = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
+    assert table["record_id"].to_pylist() == [str(n) for n in range(10)]
+    assert digests(config(base)) == expected
+
+
+def test_what_was_written_but_not_committed_of_a_gone_input_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = str(tmp_path)
+    write_jsonl(f"{base}/in/0.jsonl", range(10))
+    killed_at(monkeypatch, partition, "publish_commit", config(base))
+    (tmp_path / "in" / "0.jsonl").unlink()
+    write_jsonl(f"{base}/in/1.jsonl", range(20, 30))
+    run(config(base))
+    for folder in ("verdicts", "documents", "signatures", "commits/pages", "commits/tokens"):
+        assert len(storage.list_files(f"{base}/run/{folder}")) == 1, folder
+
+
+def test_duplicates_of_other_pages_are_not_taken_for_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, file = str(tmp_path), tmp_path / "in" / "0.jsonl"
+    write_jsonl(str(file), range(4))
+    file.write_bytes(file.read_bytes() * 2)
+    first = file.read_bytes(), file.stat().st_mtime_ns
+    run(config(base))
+    expected = pq.read_table(f"{base}/run/duplicates/decisions.parquet")
+    assert expected.num_rows == 4
+    write_jsonl(str(file), range(50, 60))
+    publish = pages.publish_commit
+    killed_at(monkeypatch, pages, "publish_commit", config(base))
+    assert publish is pages.publish_commit
+    file.write_bytes(first[0])
+    os.utime(file, ns=(first[1], first[1]))
+    run(config(base))
+    assert pq.read_table(f"{base}/run/duplicates/decisions.parquet").equals(expected)

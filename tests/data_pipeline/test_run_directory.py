@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quern import storage
-from quern.data_pipeline.run_directory import open_run
+from quern.data_pipeline.run_directory import is_complete, open_run
 from quern.errors import InputError, QuernError
 
 CONFIG: dict[str, Any] = {
@@ -114,10 +114,28 @@ def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> Non
 def test_what_a_killed_driver_left_half_written_goes(tmp_path: Path) -> None:
     with open_run(str(tmp_path), CONFIG):
         pass
-    torn = tmp_path / "verdicts" / "s" / ".p.parquet.0123.tmp"
+    torn = tmp_path / "verdicts" / "s" / f".p.parquet.{'0' * 32}.tmp"
     torn.parent.mkdir(parents=True)
     torn.write_bytes(b"half")
     storage.publish_bytes(str(tmp_path / "verdicts" / "s" / "p.parquet"), b"whole")
     with open_run(str(tmp_path), CONFIG):
         pass
     assert [path.name for path in torn.parent.iterdir()] == ["p.parquet"]
+
+
+def test_a_run_json_of_something_else_is_refused(tmp_path: Path) -> None:
+    for text in ('{"model": "8b"}', "[]"):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(InputError, match=r"run\.json: is not of a data run"), open_run(str(tmp_path), CONFIG):
+            pass
+        assert not is_complete(str(tmp_path))
+
+
+def test_unfinished_work_of_a_complete_run_goes_when_it_is_opened(tmp_path: Path) -> None:
+    with open_run(str(tmp_path), CONFIG) as run:
+        assert not is_complete(str(tmp_path))
+        run.finish({}, "inputs")
+    assert is_complete(str(tmp_path))
+    storage.publish_bytes(str(tmp_path / ".work" / "left"), b"")  # killed between the last two acts
+    with open_run(str(tmp_path), CONFIG):
+        assert not (tmp_path / ".work").exists()

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from quern import storage
 from quern.data_pipeline.document import Page, make_doc_id
 from quern.data_pipeline.tombstones import PURGE_SCHEMA, Tombstones, TombstonesByText, read_purge_list
 from quern.errors import InputError
@@ -116,6 +117,19 @@ def test_columns_may_be_empty_variable_or_beside_others(tmp_path: Path) -> None:
     path = purge_list(tmp_path / "p.parquet", [{**row(doc_id=b"x" * 16, url="https://a.org/"), "reason": "r"}], schema)
     found = read_purge_list(path)
     assert (len(found.doc_ids), len(found.urls), len(found.texts)) == (1, 1, 0)
+
+
+def test_both_stages_hold_one_list_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = purge_list(tmp_path / "p.parquet", [row(text="a", url="https://a.org/")])
+    opened: list[str] = []
+    monkeypatch.setattr(storage, "open_read", lambda file, real=storage.open_read: opened.append(file) or real(file))
+    by_place, by_text = Tombstones(path), TombstonesByText(path)
+    assert by_place(page("https://a.org/")).failures != []
+    assert by_text(page(text="a")).failures != []
+    assert opened == [path]
+    purge_list(tmp_path / "p.parquet", [row(text="b"), row(text="c")])
+    assert TombstonesByText(path)(page(text="b")).failures != []
+    assert by_text(page(text="b")).failures == []
 
 
 def test_missing_list_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,8 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone\.bin: no such file"):
         Toxicity(ToxicityConfig(classifier=str(tmp_path / "gone.bin"), labels={"a": 0.5}))
     (tmp_path / "bad.bin").write_bytes(b"not a model, whatever it says")
-    stage = Toxicity(ToxicityConfig(classifier=str(tmp_path / "bad.bin"), labels={"a": 0.5}))
     with pytest.raises(InputError, match=r"bad\.bin: not a fastText classifier"):
-        stage(page("x"))
+        Toxicity(ToxicityConfig(classifier=str(tmp_path / "bad.bin"), labels={"a": 0.5}))
 
 
 @pytest.fixture
@@ -213,6 +213,22 @@ def test_classifier_measures_the_labels_asked_for(language_model: str) -> None:
 
 
 def test_label_the_model_lacks_is_named(language_model: str) -> None:
-    stage = Toxicity(ToxicityConfig(classifier=language_model, labels={"toxic": 0.5}))
     with pytest.raises(InputError, match="has no label 'toxic'"):
-        stage(page("x"))
+        Toxicity(ToxicityConfig(classifier=language_model, labels={"toxic": 0.5}))
+
+
+@pytest.mark.parametrize("pair", ["\u0301\u0316", "\u0301\uff9e"])
+def test_rows_of_marks_take_linear_time(pair: str) -> None:
+    stage = Toxicity(ToxicityConfig())
+
+    def cost(count: int) -> float:
+        start = time.process_time()
+        stage(page("a" + pair * count))
+        return time.process_time() - start
+
+    # 16 times the text; quadratic would be 256
+    assert cost(24_000) < 64 * max(cost(1_500), 1e-3)
+
+
+def test_a_word_with_a_row_of_marks_is_one_word(tmp_path: Path) -> None:
+    assert lexicon(tmp_path, "bad").count("b" + "\u0301" * 100 + "ad, bad") == (1, 2)

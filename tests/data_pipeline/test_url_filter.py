@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quern.data_pipeline import url_filter
 from quern.data_pipeline.document import Page
 from quern.data_pipeline.url_filter import UrlConfig, UrlFilter, load_hashes, url_keys
 from quern.errors import InputError
@@ -240,6 +241,25 @@ def test_missing_and_empty_lists_are_named(tmp_path: Path, key: str) -> None:
     for path in (str(tmp_path / "missing.txt"), str(tmp_path / "none*.txt"), str(tmp_path), write(tmp_path / "e", "#")):
         with pytest.raises(InputError, match=path.replace("*", r"\*")):
             UrlFilter(UrlConfig(**{key: (path,)}, cache=str(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize("key", ["domains", "words"])
+def test_damaged_gzipped_list_is_named(tmp_path: Path, key: str) -> None:
+    content = bytearray(gzip.compress("\n".join(f"a{i * 7919 % 99991}.com" for i in range(5000)).encode()))
+    content[2000:2400] = bytes(400)
+    (tmp_path / "x.gz").write_bytes(bytes(content))
+    with pytest.raises(InputError, match=r"x\.gz: the list cannot be read"):
+        UrlFilter(UrlConfig(**{key: (str(tmp_path / "x.gz"),)}, cache=str(tmp_path / "cache")))
+
+
+def test_cached_list_is_made_anew_under_other_rules_for_tracking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "list", "a.com/x?fbclid=1")
+    load_hashes([path], "url", str(tmp_path / "cache"))
+    monkeypatch.setattr(url_filter, "TRACKING_VERSION", url_filter.TRACKING_VERSION + 1)
+    load_hashes([path], "url", str(tmp_path / "cache"))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_keys_of_a_hostile_url_are_few() -> None:

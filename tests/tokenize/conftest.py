@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,6 +71,7 @@ def _make_run(
                 "source_file": f"/in/{partition}.warc.gz",
                 "record_offset": 100 * number,
                 "record_length": 90,
+                "fetched_at": dt.datetime(2024, 2, 29, 12, number % 60, tzinfo=dt.UTC),
                 "stage": None if d.kept else "quality",
             }
             for number, d in enumerate(docs)

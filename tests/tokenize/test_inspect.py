@@ -52,11 +52,12 @@ def test_every_position_names_its_document_and_its_page(
             assert found.page["url"] == f"https://example.org/{found.doc_id}"
             assert found.page["source_file"] == f"/in/{partition}.warc.gz"
             assert (found.page["record_offset"], found.page["record_length"]) == (100 * row, 90)
+            assert found.page["fetched_at"] == f"2024-02-29T12:{row:02}:00+00:00"
 
 
 def test_the_answer_is_plain_data(corpus: tuple[Path, list]) -> None:
     found = inspect(str(corpus[0] / "tokens" / "web" / "shard_00000.bin"), 0)
-    assert json.loads(json.dumps(found.to_dict()))["at"] == 0
+    assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
 
 
 def test_tokens_without_their_run_still_name_the_document(corpus: tuple[Path, list], tmp_path: Path) -> None:
@@ -78,3 +79,8 @@ def test_a_file_outside_the_version_is_refused(corpus: tuple[Path, list]) -> Non
     path.write_bytes(b"\0\0")
     with pytest.raises(InputError, match=r"lists no such shard"):
         inspect(str(path), 0)
+
+
+def test_a_shard_on_another_store_is_refused_by_its_whole_name() -> None:
+    with pytest.raises(InputError, match=r"^memory://run/tokens/web/shard_00000\.bin: shards are memory-mapped"):
+        inspect("memory://run/tokens/web/shard_00000.bin", 0)

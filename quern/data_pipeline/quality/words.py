@@ -70,7 +70,8 @@ _POSSESSIVE = ("'s", "’s")
 _ONE_SPACE_AT_END = re.compile(r"(?<=\S) (?=\n|\Z)")
 _SPACE_OR_CHUNK = re.compile(r"\s+|\S+")
 _PUNCTUATION_ONLY = regex.compile(r"\p{P}*+")
-_SENTENCE_BREAK = re.compile(r"E[Ep]*+(?=w)")
+# The word behind is taken, not looked for: a run of end marks at the end of a line would be tried from each of them.
+_END_AND_WORD = re.compile(r"E[Ep]*+(w?)")
 
 # spaCy strips a chunk's affixes one by one and searches what is left each time: quadratic in their number, and its
 # test for a URL is quadratic in the marks a URL is made of. A page that wants more work than this (some 3 s) has its
@@ -190,7 +191,7 @@ class Reading:
         An empty line is one sentence, as it is for datatrove.
         """
         kinds = "".join(self._splitter.kinds(self._parts()))
-        return self.text.count("\n") + 1 + len(_SENTENCE_BREAK.findall(kinds))
+        return self.text.count("\n") + 1 + _END_AND_WORD.findall(kinds).count("w")
 
     @cached_property
     def _splitter(self) -> Splitter:

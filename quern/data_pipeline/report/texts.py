@@ -34,7 +34,6 @@ def duplicates_section(stats: Mapping[str, Any], found: Survey, config: Mapping[
     ]
     parts += [f'<p class="alarm">{show(alarm, 400)}</p>' for alarm in report.get("alarms", ())]
     parts += [f"<p>{show(note, 400)}</p>" for note in report.get("notes", ())]
-    parts += [f"<p>{show(note, 400)}</p>" for note in report.get("notes", ())]
     left = _kinds(stats)
     if found.clusters.sizes:
         left += f"<h3>Sizes of {num(found.clusters.sizes.total())} clusters</h3>{_sizes(found.clusters.sizes)}"

@@ -207,16 +207,13 @@ def _beyond_ascii(text: str) -> int:
 
 def _detect(payload: bytes) -> list[str]:
     """cchardet's answer (or nothing) for a bounded sample of the lines that are not ASCII."""
-    sample, size = [], 0
-    for line in payload.split(b"\n"):
-        first = _NOT_ASCII.search(line)
-        if first is None:
-            continue
+    sample, size, end = [], 0, -1
+    while size < _SAMPLE_BYTES and (first := _NOT_ASCII.search(payload, end + 1)) is not None:
         # A minified page is one line; its text may start megabytes behind its scripts.
-        start = max(0, first.start() - 256)
-        sample.append(line[start : start + _SAMPLE_BYTES - size])
+        start = max(payload.rfind(b"\n", end + 1, first.start()) + 1, end + 1, first.start() - 256)
+        end = payload.find(b"\n", first.start())
+        end = len(payload) if end < 0 else end
+        sample.append(payload[start : min(end, start + _SAMPLE_BYTES - size)])
         size += len(sample[-1]) + 1
-        if size >= _SAMPLE_BYTES:
-            break
     label = cchardet.detect(b"\n".join(sample))["encoding"]
     return [codec for codec in _codecs([label] if label else []) if codec != "utf-8"]

@@ -17,7 +17,10 @@ _MILLISECONDS_FROM = 1e11
 
 
 def fill(page: Page, source: SourceConfig, row: Mapping[str, object]) -> None:
-    """Set ``record_id``, ``url``, ``fetched_at``, ``charset`` and ``raw`` from ``row``, and the fault."""
+    """Set ``record_id``, ``url``, ``fetched_at``, ``charset`` and ``raw`` from ``row``, and the fault.
+
+    A text that is ``bytes`` is one that could not be decoded.
+    """
     identity = row.get(source.id_field) if source.id_field else None
     if isinstance(identity, str | int) and not isinstance(identity, bool):
         page.record_id = printable(str(identity))
@@ -29,7 +32,9 @@ def fill(page: Page, source: SourceConfig, row: Mapping[str, object]) -> None:
         return
     value = row.get(source.text_field)
     text = printable(value) if isinstance(value, str) else ""
-    if not text or text.isspace():
+    if isinstance(value, bytes):
+        page.fault = "read.undecodable"
+    elif not text or text.isspace():
         page.fault = "read.empty"
     elif len(text.encode("utf-8")) > source.max_bytes:
         page.fault = "read.too_large"

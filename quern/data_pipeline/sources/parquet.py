@@ -40,15 +40,40 @@ def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadL
             row = first_row
             try:
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
-                    for values in batch.to_pylist():
+                    for values in zip(*map(_values, batch.columns), strict=True):
                         page = Page(source.name, path, relative_path, row, media="text")
-                        fill(page, source, values)
+                        fill(page, source, dict(zip(batch.schema.names, values, strict=True)))
                         yield page
                         row += 1
-            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            except (pa.ArrowException, OSError) as error:
                 _raise_if_of_the_store(error)
                 log.damaged(path, row, f"row group {group} cannot be read from here: {_first_line(error)}")
             first_row += file.metadata.row_group(group).num_rows
+
+
+def _values(column: pa.Array) -> list[object]:
+    """The values of a column in Python; one that Python cannot hold must not cost its neighbours.
+
+    Text that is not UTF-8 comes as bytes, a moment beyond the year 9999 as None.
+    """
+    if pa.types.is_timestamp(column.type):
+        # Python has microseconds and may not know the zone; what is stored is UTC either way.
+        unit = "us" if column.type.unit == "ns" else column.type.unit
+        column = column.cast(pa.timestamp(unit, "UTC"), safe=False)
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):  # UnicodeDecodeError is a ValueError
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        text = scalar.value if pa.types.is_dictionary(scalar.type) else scalar
+        return text.as_buffer().to_pybytes()
+    except (ValueError, OverflowError):
+        return None
 
 
 def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> list[str]:

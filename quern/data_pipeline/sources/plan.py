@@ -7,11 +7,14 @@ never on the order of entries, on other files or on the working directory.
 from __future__ import annotations
 
 import hashlib
+import os
+import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field, field_validator, model_validator
 
 from quern import storage
@@ -53,13 +56,6 @@ class SourceConfig(Section):
     """Kinds ``text`` and ``code``: which file names are read, for example ``[".md"]``; null: the kind's own list."""
     groups: int = Field(default=16, ge=1, le=65_536)
     """Kinds ``text`` and ``code``: the number of partitions the files are spread over, by a hash of their path."""
-
-    @field_validator("name")
-    @classmethod
-    def _not_a_validation_name(cls, name: str) -> str:
-        if name.endswith(".val"):
-            raise ValueError(f"expected a name that does not end in .val (held-out tokens use it), got {name!r}")
-        return name
 
     @field_validator("paths")
     @classmethod
@@ -157,6 +153,7 @@ def suffixes_of(source: SourceConfig) -> tuple[str, ...]:
 
 def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
     """Every file of one entry as (path, relative path)."""
+    given, entry = entry, _normal(entry)
     fs, inner = storage.split(entry)
     is_tree = source.kind in TREE_KINDS
     pattern = _GLOB.search(entry) is not None and not fs.exists(inner)
@@ -169,8 +166,8 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
     elif fs.isdir(inner):
         if not is_tree:
             raise InputError(
-                f"source {source.name}: {entry}: is a folder; kind {source.kind} expects files or a glob, "
-                f"for example {entry.rstrip('/')}/*"
+                f"source {source.name}: {given}: is a folder; kind {source.kind} expects files or a glob, "
+                f"for example {given.rstrip('/')}/*"
             )
         base, paths = inner, list_tree(entry, suffixes_of(source))
     else:
@@ -178,7 +175,7 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
             return
         base, paths = inner.rpartition("/")[0], [entry if "://" in entry else inner]
     if source.root is not None:
-        base = storage.split(source.root)[1]
+        base = storage.split(_normal(source.root))[1]
     prefix = base.rstrip("/") + "/"
     for path in paths:
         place = str(fs._strip_protocol(path))
@@ -188,6 +185,23 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
         if is_tree and pattern and any(part.startswith(".") for part in relative.split("/")):
             continue
         yield path, relative
+
+
+def _normal(entry: str) -> str:
+    """A local entry as an absolute path, without ``file://``, and ``.``, ``..`` and ``//`` before a glob character.
+
+    Else a file that two entries spell differently would be two files. Entries on other stores stay as they are.
+    """
+    fs, inner = storage.split(entry)
+    glob = _GLOB.search(entry)
+    if not isinstance(fs, LocalFileSystem):
+        return entry
+    head = entry if glob is None or fs.exists(inner) else entry[: entry.rfind("/", 0, glob.start()) + 1]
+    place = storage.split(head or ".")[1]
+    plain = "/" + posixpath.normpath(place).lstrip("/")
+    if not os.path.exists(place) or not os.path.exists(plain) or not os.path.samefile(place, plain):
+        return entry  # missing, or a link stands before a ``..``
+    return posixpath.join(plain, entry[len(head) :]).rstrip("/")
 
 
 def _input_file(path: str, relative: str) -> InputFile:

@@ -44,7 +44,7 @@ def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
             path = posixpath.join(here, name)
             if not name.startswith(".") and name.endswith(suffixes) and not os.path.islink(path):
                 found.append(path)
-    return [("file://" + path) if "://" in folder else path for path in sorted(found)]
+    return sorted(found)
 
 
 def read_file(path: str, relative_path: str, source: str, max_bytes: int) -> Iterator[Page]:

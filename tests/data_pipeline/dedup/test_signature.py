@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import datasketch
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import minhash_hash
 from quern.data_pipeline.dedup.signature import NUM_WORDS, SCHEME, Signature, minhash, permutations
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page
 
 
 def page_of(text: str | None) -> Page:
@@ -38,14 +40,15 @@ def test_a_signature_is_bit_for_bit_that_of_datasketch(plain, num_perm, seed, ng
     assert signature.tolist() == sketch(plain, text, config).hashvalues.tolist()
 
 
-def test_a_stored_signature_loads_as_a_datasketch_minhash(plain):
+def test_a_signature_read_back_from_its_table_loads_as_a_datasketch_minhash(plain, tmp_path):
     config = DuplicatesConfig()
     a, b = text_of(0, 400), text_of(0, 400)[200:] + " " + text_of(1, 40)
+    pages = [Signature(config)(page_of(text)) for text in (a, b)]
+    rows = [{"doc_id": page.doc_id, "signature": page.signature, "shingles": page.shingles} for page in pages]
+    pq.write_table(pa.Table.from_pylist(rows, SIGNATURE_SCHEMA), tmp_path / "signatures.parquet")
     loaded = [
-        datasketch.MinHash(
-            num_perm=128, seed=config.seed, hashvalues=Signature(config)(page_of(text)).signature, scheme=SCHEME
-        )
-        for text in (a, b)
+        datasketch.MinHash(num_perm=128, seed=1, hashvalues=row["signature"], scheme="affine32")
+        for row in pq.read_table(tmp_path / "signatures.parquet").to_pylist()
     ]
     own = [sketch(plain, text, config) for text in (a, b)]
     assert loaded[0] == own[0]

@@ -93,7 +93,7 @@ def paper_by_definition(text: str) -> dict[str, float | None]:
 
 
 @given(TEXT)
-@settings(max_examples=600)
+@settings(deadline=None, max_examples=600)
 def test_datatrove_dialect_is_its_definition(text: str) -> None:
     if text:
         reading = Reading(text, "en")
@@ -101,7 +101,7 @@ def test_datatrove_dialect_is_its_definition(text: str) -> None:
 
 
 @given(TEXT)
-@settings(max_examples=600)
+@settings(deadline=None, max_examples=600)
 def test_paper_dialect_is_its_definition(text: str) -> None:
     if text:
         assert measure(Reading(text, "en"), dialect="paper") == paper_by_definition(text)
@@ -143,6 +143,25 @@ def test_a_rule_fails_above_its_threshold_and_not_at_it(text: str, rule: str, va
     assert decide(measures, RepetitionConfig(**(off | {rule: value}))) == []
     assert decide(measures, RepetitionConfig(**(off | {rule: value - 1e-9}))) == [f"repetition.{rule}"]
     assert decide(measures, RepetitionConfig(**(off | {rule: 0}))) == [f"repetition.{rule}"]
+
+
+def test_the_defaults_are_those_of_table_a1() -> None:
+    """Rae et al. 2021, table A1, row by row."""
+    assert RepetitionConfig().model_dump() == {
+        "dup_line_frac": 0.30,
+        "dup_para_frac": 0.30,
+        "dup_line_char_frac": 0.20,
+        "dup_para_char_frac": 0.20,
+        "top_2gram_char_frac": 0.20,
+        "top_3gram_char_frac": 0.18,
+        "top_4gram_char_frac": 0.16,
+        "dup_5gram_char_frac": 0.15,
+        "dup_6gram_char_frac": 0.14,
+        "dup_7gram_char_frac": 0.13,
+        "dup_8gram_char_frac": 0.12,
+        "dup_9gram_char_frac": 0.11,
+        "dup_10gram_char_frac": 0.10,
+    }
 
 
 def test_empty_text_fails_as_empty_and_blank_text_by_nothing() -> None:

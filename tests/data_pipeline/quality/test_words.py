@@ -36,18 +36,19 @@ def spacy_sentences(line: str) -> int:
 
 
 @given(st.text(CHUNK_CHARS, min_size=1, max_size=12))
-@settings(max_examples=1500)
+@settings(deadline=None, max_examples=1500)
 def test_a_chunk_has_the_words_spacy_gives_it_alone(chunk: str) -> None:
     assert Reading(chunk, "en").words == spacy_words(chunk)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(["", '"', "“", "("]),
     st.sampled_from(["word", "Mr", "etc", "cannot", "that", "it", "St", "gonna", "dont", "We", "vs", "e", "am"]),
     st.sampled_from(["", "-not", "—Lets", "-etc"]),
     st.sampled_from(["", ".", ",", ":", ")", '."', ".”", ").", "),", "'s", "’s", "s'", ":)", "..", '",', '".', "?”"]),
 )
-@settings(max_examples=1500)
+@settings(deadline=None, max_examples=1500)
 def test_common_shapes_split_as_spacy_splits_them(before: str, core: str, joined: str, behind: str) -> None:
     chunk = before + core + joined + behind
     assert Reading(chunk, "en").words == spacy_words(chunk)
@@ -95,7 +96,7 @@ def test_languages_without_spaces_are_split_into_characters(language: str, text:
 
 
 @given(st.lists(st.text("ab.!?。)\"' \t\u00a0…A1", max_size=20), min_size=1, max_size=4))
-@settings(max_examples=1500)
+@settings(deadline=None, max_examples=1500)
 def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -> None:
     # The special cases of spaCy may look across a gap; what a line's chunks are alone is the rule here.
     expected = sum(map(spacy_sentences, lines))
@@ -158,6 +159,15 @@ def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
     assert reading.num_sentences >= 1
     # spaCy wants from minutes to days for each of these.
     assert time.process_time() - started < 60
+
+
+@pytest.mark.parametrize("text", [". " * 200_000, ". , " * 100_000], ids=["end marks", "end marks and others"])
+def test_sentences_of_end_marks_alone_are_counted_in_linear_time(text: str) -> None:
+    reading = Reading(text, "en")
+    started = time.process_time()
+    assert reading.num_sentences == 1
+    assert Reading(text + "a", "en").num_sentences == 2
+    assert time.process_time() - started < 6
 
 
 def test_the_alphabets_are_those_named() -> None:

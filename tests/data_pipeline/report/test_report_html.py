@@ -119,6 +119,12 @@ def test_hostile_strings_of_a_page_are_shown_and_never_act(
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
 
 
+def test_every_alarm_and_note_is_shown_once(made: Any) -> None:
+    made.duplicates["alarms"], made.duplicates["notes"] = ["a source loses much"], ["a band is shared by many"]
+    text = written(made)
+    assert (text.count("a source loses much"), text.count("a band is shared by many")) == (1, 1)
+
+
 def test_hostile_strings_of_reports_and_config_are_shown_and_never_act(made: Any) -> None:
     made.duplicates["alarms"] = made.duplicates["notes"] = [EVIL]
     stats = made.stats()

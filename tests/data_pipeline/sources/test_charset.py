@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import codecs
 import time
+import tracemalloc
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.sources.charset import codec_for, decode, header_charset, printable
+from quern.data_pipeline.sources import charset
+from quern.data_pipeline.sources.charset import _detect, codec_for, decode, header_charset, printable
 
 GERMAN = "Die Straße führt über die Brücke, sagte Müller – „schön“. " * 40
 CHINESE = "北京市民今天在公园里庆祝节日,天气很好。" * 40
@@ -170,6 +173,27 @@ def test_latin_text_with_a_stray_utf8_character_is_not_taken_for_utf8() -> None:
 def test_bytes_that_are_no_text_are_not_decoded() -> None:
     noise = bytes((i * 167 + i // 7 * 31) % 256 for i in range(4000))
     assert decode(b"\xff\xfb\x90\x00" + noise, None, is_html=False) is None
+
+
+def test_detection_of_a_page_of_short_lines_costs_little_memory() -> None:
+    payload = b"ab\n" * 1_000_000 + RUSSIAN.encode("cp1251")
+    tracemalloc.start()
+    assert _detect(payload) == ["cp1251"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@given(st.lists(st.sampled_from([b"a", b" ", b"\n", b"\xe4", b"\xff", b"x" * 300, b"y" * 70_000]), max_size=20))
+def test_detection_reads_the_lines_that_are_not_ascii(parts: list[bytes]) -> None:
+    expected, payload = b"", b"".join(parts)
+    for line in payload.split(b"\n"):
+        if not line.isascii() and len(expected) < 1 << 16:
+            first = next(i for i, byte in enumerate(line) if byte >= 0x80)
+            expected += line[max(0, first - 256) :][: (1 << 16) - len(expected)] + b"\n"
+    with mock.patch.object(charset.cchardet, "detect", return_value={"encoding": None}) as detect:
+        _detect(payload)
+    assert detect.call_args.args[0] == expected[:-1]
 
 
 def test_codecs_that_are_not_text_encodings_of_the_web_are_unknown() -> None:

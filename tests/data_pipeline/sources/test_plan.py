@@ -114,6 +114,27 @@ def test_a_file_listed_twice_is_refused(tmp_path: Path) -> None:
             plan(source(tmp_path / "a/1.warc", second))
 
 
+def test_a_file_spelled_in_two_ways_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "in/a/1.warc", "here/x")
+    monkeypatch.chdir(tmp_path / "here")
+    plain = tmp_path / "in/a/1.warc"
+    for other in ("../in/*/1.warc", f"{tmp_path}//in/*/1.warc", f"file://{tmp_path}/./in/*/*.warc", "./../in/*/1.warc"):
+        assert [file.path for p in plan(source(other)) for file in p.files] == [str(plain)]
+        assert relatives(plan(source(other))) == ["a/1.warc"]
+        with pytest.raises(InputError, match="listed twice"):
+            plan(source(plain, other))
+    assert relatives(plan(source("../in//a/1.warc"))) == ["1.warc"]
+    assert relatives(plan(source(plain, root="../in/."))) == ["a/1.warc"]
+    assert relatives(plan(source("../in/", kind="text", suffixes=[".warc"]))) == ["a/1.warc"]
+
+
+def test_a_parent_of_a_linked_folder_is_the_link_s_own(tmp_path: Path) -> None:
+    write(tmp_path, "far/deep/x", "far/1.warc", "1.warc")
+    os.symlink(tmp_path / "far/deep", tmp_path / "link")
+    (partition,) = plan(source(f"{tmp_path}/link/../1.warc"))
+    assert Path(partition.files[0].path).read_bytes() == b"far/1.warc"
+
+
 def test_an_entry_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "a/1.warc")
     for entry in (tmp_path / "a/*.wet", tmp_path / "none.warc"):

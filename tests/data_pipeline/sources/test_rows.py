@@ -245,6 +245,42 @@ def test_a_broken_row_group_does_not_lose_the_next(tmp_path: Path) -> None:
     assert [d["offset"] for d in log.damage] == [100]
 
 
+YEAR_1 = -62_135_596_800_000_000
+DATES = {
+    "nanoseconds": (pa.array([1_714_979_289_123_456_789], pa.timestamp("ns")), (2024, 5, 6, 7, 8, 9, 123456)),
+    "a zone nobody knows": (pa.array([0], pa.timestamp("us", "Nowhere/Land")), (1970, 1, 1)),
+    "year 0 in local time": (pa.array([YEAR_1], pa.timestamp("us", "America/New_York")), (1, 1, 1)),
+    "after year 9999": (pa.array([1 << 60], pa.timestamp("us")), None),
+    "day after year 9999": (pa.array([1 << 30], pa.int32()).cast(pa.date32()), None),
+}
+
+
+@pytest.mark.parametrize("case", DATES)
+def test_a_date_python_cannot_hold_costs_no_row(tmp_path: Path, case: str) -> None:
+    column, expected = DATES[case]
+    dates = pa.concat_arrays([pa.nulls(1, column.type), column, pa.nulls(1, column.type)])
+    found = pages(parquet(tmp_path, pa.table({"text": ["a", "b", "c"], "date": dates})), kind="parquet")
+    moment = dt.datetime(*expected, tzinfo=dt.UTC) if expected else None  # type: ignore[misc]
+    assert [(page.raw, page.fault, page.fetched_at) for page in found] == [
+        ("a", None, None),
+        ("b", None, moment),
+        ("c", None, None),
+    ]
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_text_that_is_not_utf8_is_one_undecodable_row(tmp_path: Path, dictionary: bool) -> None:
+    offsets, data = pa.array([b"one", b"\xff\xfe", b"three"], pa.binary()).buffers()[1:]
+    text = pa.StringArray.from_buffers(3, offsets, data)
+    if dictionary:
+        text = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2], pa.int32()), text)
+    log = ReadLog()
+    found = pages(parquet(tmp_path, pa.table({"text": text, "id": ["x", "y", "z"]})), log, kind="parquet")
+    assert [(page.raw, page.fault) for page in found] == [("one", None), ("", "read.undecodable"), ("three", None)]
+    assert [page.record_id for page in found] == ["x", "y", "z"]
+    assert log.damage == []
+
+
 def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
     contents = {
         "a.py": b"print('\xc3\xbc')\n",
