@@ -52,7 +52,8 @@ def run_data(config: DataRun) -> dict[str, Any]:
     pages.check(config)
     if not is_complete(config.run_dir):
         check(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
-    with open_run(config.run_dir, config.model_dump(mode="json")) as directory:
+    plain = config.model_dump(mode="json")
+    with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
         if directory.complete:
             pages.check_unchanged(directory.record, partitions, config.run_dir)
             return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))

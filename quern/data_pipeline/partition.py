@@ -266,6 +266,8 @@ def _judge(chain: Chain, page: Page, quarantine: str | None) -> tuple[Page, int]
     if quarantine is None:
         try:
             return chain(page)
+        except QuernError:  # a list, a model or a setting is wrong, not the page
+            raise
         except Exception as error:  # one page's parser error must not cost the others
             log.warning("%s at %s: %s: %s", page.source_file, page.position, type(error).__name__, error)
             quarantine = f"quarantine.{type(error).__name__.lower()}"

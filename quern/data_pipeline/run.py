@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quern import storage
@@ -23,7 +23,16 @@ from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.sources import Partition, plan
 from quern.errors import InputError, QuernError
 
-__all__ = ["PagesResult", "check", "check_unchanged", "inputs_digest", "pages_config_hash", "plan_sources", "run"]
+__all__ = [
+    "PagesResult",
+    "check",
+    "check_unchanged",
+    "inputs_digest",
+    "inputs_identity",
+    "pages_config_hash",
+    "plan_sources",
+    "run",
+]
 
 #: Raised whenever the code would make other bytes from the same config.
 PAGES_FORMAT = 1
@@ -65,6 +74,11 @@ def check(config: PipelineConfig) -> None:
         InputError: a named file is missing or not what it should be.
     """
     Chain(config.chain)
+
+
+def inputs_identity(partitions: Sequence[Partition]) -> str:
+    """One digest over every input file's name and size: the same for the same crawl wherever it was copied to."""
+    return digest(sorted([p.source, f.relative_path, f.size] for p in partitions for f in p.files))
 
 
 def inputs_digest(partitions: Sequence[Partition]) -> str:
@@ -135,7 +149,7 @@ def _run_pages(
         entry = find_commit(
             config.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
         )
-        if entry is not None:
+        if entry is not None and _stands(config.run_dir, entry):
             entries[index] = entry
         else:
             withdraw_commit(config.run_dir, "pages", task.source.name, task.partition.name)
@@ -153,6 +167,11 @@ def _run_pages(
     if storage.is_local(markers):
         storage.remove_tree(markers)
     return [entries[index] for index in range(len(tasks))]
+
+
+def _stands(run_dir: str, entry: Mapping[str, Any]) -> bool:
+    """Whether everything a commit vouches for is still there."""
+    return all(storage.exists(storage.join(run_dir, name)) for name in entry["outputs"])
 
 
 def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
@@ -194,12 +213,7 @@ class _Strikes:
             return task
         reason = "quarantine.timeout" if hung else "quarantine.crash"
         self.progress.error(f"{name}: page {ordinal} is quarantined ({reason})")
-        return (_with(work, quarantined=(*work.quarantined, (ordinal, reason))),)
-
-
-def _with(task: PartitionTask, **changes: Any) -> PartitionTask:
-    fields = {name: getattr(task, name) for name in task.__dataclass_fields__}
-    return PartitionTask(**{**fields, **changes})
+        return (replace(work, quarantined=(*work.quarantined, (ordinal, reason))),)
 
 
 def _run_duplicates(
@@ -215,7 +229,7 @@ def _run_duplicates(
     settings = digest([dedup.FORMAT, config.duplicates.model_dump(mode="json"), sorted(priorities.items())])
     progress.start_phase("duplicates", 1, None)
     entry = find_commit(config.run_dir, "duplicates", "all", "decisions", inputs=inputs, config=settings)
-    if entry is None:
+    if entry is None or not _stands(config.run_dir, entry):
         scratch = storage.join(config.run_dir, ".work", "duplicates")
         storage.remove_tree(scratch)
         withdraw_commit(config.run_dir, "duplicates", "all", "decisions")

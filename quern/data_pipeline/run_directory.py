@@ -56,12 +56,15 @@ def is_complete(path: str) -> bool:
 
 
 @contextmanager
-def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
+def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterator[RunDirectory]:
     """Create or resume the run at ``path`` for a resolved ``config`` (plain data).
+
+    The run's ``id`` is a digest of the config and ``identity``, which tells what its inputs are: two crawls ground by
+    one recipe are two runs wherever their tokens meet.
 
     Raises:
         InputError: the folder holds another run (its config differs in a key that decides bytes; the key is named),
-            or something else.
+            an unfinished one begun with other libraries, or something else.
         QuernError: another driver is at work there.
     """
     with _sole_driver(path):
@@ -77,12 +80,14 @@ def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
                     f"{path}: holds a run with another config: {key} is {old!r} there and {new!r} here; "
                     "give another run_dir"
                 )
+            if record["status"] != "complete":
+                _same_libraries(path, record.get("versions", {}))
         else:
             strangers = [name for name in storage.list_files(path) if not os.path.basename(name).startswith(".")]
             if strangers:
                 raise InputError(f"{path}: is not empty and holds no run ({os.path.basename(strangers[0])}, …)")
             record = {
-                "id": digest(_deciding(config)),
+                "id": digest([_deciding(config), identity]),
                 "config": dict(config),
                 "config_hash": digest(_deciding(config)),
                 "versions": _versions(),
@@ -100,6 +105,16 @@ def open_run(path: str, config: Mapping[str, Any]) -> Iterator[RunDirectory]:
 def _versions() -> dict[str, str]:
     found = {name: version(name) for name in _VERSIONED}
     return {"quern": __version__, "python": platform.python_version(), **found}
+
+
+def _same_libraries(path: str, begun: Mapping[str, str]) -> None:
+    """Half a run by one library and half by another would be neither's bytes."""
+    for name, now in _versions().items():
+        if name not in ("python", "ray") and begun.get(name) != now:
+            raise InputError(
+                f"{path}: was begun with {name} {begun.get(name)} and would go on with {now}; install the former, or "
+                "give another run_dir"
+            )
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,6 +102,31 @@ def test_an_input_that_is_gone_is_forgotten_and_a_changed_one_read_again(tmp_pat
     assert next((tmp_path / "run" / "verdicts" / "s").glob("0.jsonl*")).stat().st_mtime_ns == untouched
 
 
+@pytest.mark.parametrize("lost", ["duplicates/decisions.parquet", "documents/s/*.parquet"])
+def test_what_a_commit_vouches_for_is_made_again_when_it_is_gone(tmp_path: Path, lost: str) -> None:
+    write_jsonl(str(tmp_path / "in" / "0.jsonl"), range(12))
+    settings = config(str(tmp_path))
+    run(settings)
+    before = digests(settings)
+    (path,) = (tmp_path / "run").glob(lost)
+    path.unlink()
+    run(settings)
+    assert path.exists()
+    assert digests(settings) == before
+
+
+def test_a_wrong_setting_found_late_fails_the_run_and_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(str(tmp_path / "in" / "0.jsonl"), range(3))
+
+    def refuse(self: object, page: object) -> None:
+        raise InputError("model.bin: no label x")
+
+    monkeypatch.setattr("quern.data_pipeline.toxicity.Toxicity.__call__", refuse)
+    with pytest.raises(InputError, match="no label x"):
+        run(config(str(tmp_path)))
+    assert not list((tmp_path / "run").rglob("verdicts/**/*.parquet"))
+
+
 def test_the_config_hash_covers_the_contents_of_named_files(tmp_path: Path) -> None:
     base = str(tmp_path)
     write_jsonl(f"{base}/in/0.jsonl", range(3))

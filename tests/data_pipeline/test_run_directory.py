@@ -92,6 +92,27 @@ def test_the_same_config_gives_the_same_id_and_another_another(tmp_path: Path) -
     assert ids[0] == ids[1] != ids[2]
 
 
+def test_the_same_recipe_over_another_crawl_is_another_run(tmp_path: Path) -> None:
+    ids = []
+    for name, identity in (("a", "crawl 1"), ("b", "crawl 2"), ("c", "crawl 1")):
+        with open_run(str(tmp_path / name), CONFIG, identity) as run:
+            ids.append(run.record["id"])
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_an_unfinished_run_goes_on_only_with_the_libraries_it_began_with(tmp_path: Path) -> None:
+    with open_run(str(tmp_path), CONFIG):
+        pass
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["versions"]["trafilatura"] = "1.0"
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"begun with trafilatura 1\.0"), open_run(str(tmp_path), CONFIG):
+        pass
+    (tmp_path / "run.json").write_text(json.dumps({**record, "status": "complete"}))
+    with open_run(str(tmp_path), CONFIG) as run:
+        assert run.complete
+
+
 def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     code = (
         "import json, sys, time\n"
