@@ -23,7 +23,7 @@ from typing import Self
 
 from quern import storage
 
-__all__ = ["Last", "Marker", "Watchdog", "bounded_memory", "marker_folder"]
+__all__ = ["Last", "Marker", "Watchdog", "bounded_memory", "marker_folder", "pages_in_work"]
 
 _LAYOUT = struct.Struct("<qd")
 
@@ -64,6 +64,12 @@ class Marker:
         return last
 
     @staticmethod
+    def remove(path: str) -> None:
+        """The partition is finished; on another machine there is nothing to remove."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    @staticmethod
     def read(path: str) -> Last | None:
         """What the marker last said; None when there is none, or no page was in work."""
         try:
@@ -75,6 +81,12 @@ class Marker:
             return None
         last = Last(*_LAYOUT.unpack(data))
         return last if last.ordinal >= 0 else None
+
+
+def pages_in_work(folder: str) -> int:
+    """Pages that the partitions with a marker in ``folder`` are through with."""
+    paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(last.ordinal for last in map(Marker.read, paths) if last is not None)
 
 
 def marker_folder(scratch: str) -> str:

@@ -66,6 +66,15 @@ class _Phase:
     pages: int = 0
     kept: int = 0
     by_stage: Counter[str] = field(default_factory=Counter)
+    count_in_work: Callable[[], int] | None = None
+    in_work: int = 0
+    """Documents of partitions that are not finished, as last counted."""
+
+    def look(self) -> bool:
+        """Count what is in work; whether there is something new."""
+        before = self.in_work
+        self.in_work = self.count_in_work() if self.count_in_work is not None else 0
+        return self.in_work != before
 
     def add(self, counts: Mapping[str, Any], size_bytes: int, resumed: bool) -> None:
         documents = int(counts.get("pages", counts.get("documents", 0)))
@@ -103,11 +112,16 @@ class _Phase:
             left, pace = self.total - self.done, self.fresh / elapsed
         return left / pace if pace > 0 else None
 
+    @property
+    def unit(self) -> str:
+        """What the documents of this phase are called."""
+        return "pages" if self.pages or self.count_in_work is not None else "documents"
+
     def facts(self, now: float) -> Iterator[str]:
         """Counts and rates as short texts."""
         elapsed = now - self.began
         for unit, num, fresh in (
-            ("pages" if self.pages else "documents", self.documents, self.fresh_documents),
+            (self.unit, self.documents + self.in_work, self.fresh_documents + self.in_work),
             ("tokens", self.tokens, self.fresh_tokens),
         ):
             if num:
@@ -176,13 +190,22 @@ class Progress:
         if self._thread is not None:
             self._thread.join(timeout=5)
 
-    def start_phase(self, name: str, total_partitions: int, total_bytes: int | None = None) -> None:
-        """A phase begins; ``total_bytes`` of input make the estimate better than partitions do."""
+    def start_phase(
+        self,
+        name: str,
+        total_partitions: int,
+        total_bytes: int | None = None,
+        count_in_work: Callable[[], int] | None = None,
+    ) -> None:
+        """A phase begins; ``total_bytes`` of input make the estimate better than partitions do.
+
+        ``count_in_work`` tells at any moment how many pages the unfinished partitions are through with.
+        """
         with self._guarded():
             if self._phase is not None:
                 self._end("done")
             now = self._clock()
-            self._phase = _Phase(name, total_partitions, total_bytes, now)
+            self._phase = _Phase(name, total_partitions, total_bytes, now, count_in_work=count_in_work)
             if self._console.is_terminal:
                 self._live = Live(
                     console=self._console,
@@ -258,6 +281,7 @@ class Progress:
         now = self._clock()
         if self._phase is None or now - self._drawn < self._every:
             return
+        self._changed |= self._phase.look()
         if self._console.is_terminal:
             self._draw(now)
         elif self._changed:
@@ -268,6 +292,8 @@ class Progress:
     def _end(self, how: str) -> None:
         phase, live = self._phase, self._live
         self._phase = self._live = None
+        if phase is not None and how == "done":
+            phase.in_work = 0
         if live is not None:
             live.stop()
         if phase is not None:

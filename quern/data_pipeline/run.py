@@ -17,7 +17,7 @@ from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_commit
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Engine
-from quern.data_pipeline.isolation import Marker, marker_folder
+from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
 from quern.data_pipeline.partition import TABLES, PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.sources import Partition, plan
@@ -154,7 +154,7 @@ def _run_pages(
         else:
             withdraw_commit(config.run_dir, "pages", task.source.name, task.partition.name)
     sizes = [sum(file.size for file in partition.files) for partition in partitions]
-    progress.start_phase("pages", len(tasks), sum(sizes))
+    progress.start_phase("pages", len(tasks), sum(sizes), lambda: pages_in_work(markers))
     for index, entry in entries.items():
         progress.partition_done(entry["counts"], sizes[index], resumed=True)
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
@@ -162,6 +162,7 @@ def _run_pages(
     results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
     for position, entry in results:
         entries[todo[position]] = entry
+        Marker.remove(tasks[todo[position]].marker)
         progress.partition_done(entry["counts"], sizes[todo[position]])
     progress.end_phase()
     if storage.is_local(markers):

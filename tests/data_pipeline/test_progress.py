@@ -259,3 +259,21 @@ def test_a_duration_reads_back_to_its_leading_units(seconds: float) -> None:
     value = sum(int(number) * units[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
     assert abs(value - seconds) <= max(0.5, units[words[-1]])
     assert all(int(number) < limit for number, limit in zip(words[2::2], [60], strict=False))
+
+
+def test_pages_of_unfinished_partitions_are_counted_as_they_go() -> None:
+    in_work = [0]
+    progress, clock, stream = lines_of(10.0)
+    progress.start_phase("pages", 2, 100, lambda: in_work[0])
+    clock.now += 11
+    in_work[0] = 550
+    progress.tick()
+    assert "0/2 partitions (0%), 550 pages (50/s)" in stream.getvalue().splitlines()[-1]
+    clock.now += 11
+    progress.tick()
+    assert len(stream.getvalue().splitlines()) == 2, "no line without something new"
+    in_work[0] = 0
+    progress.partition_done({"pages": 600, "kept": 300}, 50)
+    assert "600 pages" in stream.getvalue().splitlines()[-1]
+    progress.end_phase()
+    assert "1/2 partitions, 600 pages" in stream.getvalue().splitlines()[-1]
