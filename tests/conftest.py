@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("quern", deadline=None, print_blob=True)  # no test depends on how fast the machine is
+settings.load_profile("quern")
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -105,7 +105,7 @@ def test_parser_errors_never_escape(error: Exception, monkeypatch: pytest.Monkey
     assert done.text is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet="<>/ a=\"'&;!-\x00\x0b\ud800é日ptdiv", max_size=200))
 def test_any_text_gets_a_text_or_a_verdict(raw: str) -> None:
     done = Extract(ExtractConfig())(page(raw))
@@ -154,7 +154,7 @@ def test_table_cells_counts_spanned_and_padded_cells() -> None:
     assert table_cells("<p data='colspan=9'>no table</p>") == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(("<p>", "</p>", "<b>", "<i>a", "</b>", "text", "<div>", "</div>", "<br>", "<li>"))))
 def test_counts_bound_what_the_parser_builds(parts: list[str]) -> None:
     html = "".join(parts)

@@ -101,7 +101,7 @@ def test_lines_are_read_to_the_end() -> None:
     assert identify(ENGLISH.replace(" ", "\n")) == identify(ENGLISH)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet=st.characters(), max_size=60))
 def test_any_text_has_probabilities_in_order(text: str) -> None:
     scores = [score for _, score in identify(text)]

@@ -244,7 +244,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS)
 @example("415-555-26714111 1111 1111 1111")
 def test_scrubbed_text_holds_nothing_more(text: str) -> None:
@@ -254,7 +254,7 @@ def test_scrubbed_text_holds_nothing_more(text: str) -> None:
     assert sum(counts.values()) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXTS)
 def test_spans_are_in_order_and_apart(text: str) -> None:
     spans = find(text, regions=("DE",))

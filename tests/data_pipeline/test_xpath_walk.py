@@ -41,7 +41,7 @@ def grown(shape: list[tuple[str, list[tuple[str, str]], int]]) -> html.HtmlEleme
     return root
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(nodes)
 def test_walk_returns_what_lxml_returns(shape: list[tuple[str, list[tuple[str, str]], int]]) -> None:
     root = grown(shape)

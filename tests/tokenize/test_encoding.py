@@ -35,7 +35,7 @@ pieces = [
     *" \n\t\r'sdAB12.,!/é的\u0301\u00a0\u2028\x1c\x85",
 ]
 hostile = st.lists(st.one_of(st.sampled_from(pieces), st.characters(codec="utf-8")), max_size=40).map("".join)
-relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def test_tokens_decode_to_the_text_with_the_longest_merges(tiny_ranks: str) -> None:

@@ -24,7 +24,7 @@ from quern.tokenize.run import run
 from quern.tokenize.shards import ShardReader
 
 SEED = 5
-relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Shuffling(InProcess):

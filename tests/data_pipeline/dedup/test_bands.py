@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.dedup.bands import PAIR, band_keys, propose, unique_pairs
@@ -42,7 +42,6 @@ def test_keys_use_all_64_bits_evenly():
     assert (abs(ones - 0.5) < 0.05).all()
 
 
-@settings(deadline=None)
 @given(_ROWS, st.integers(1, 4))
 def test_each_member_meets_the_first_ones_of_its_band(rows, max_members):
     rows = list({(key, band, rank) for key, band, rank in rows})

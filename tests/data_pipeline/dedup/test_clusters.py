@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.dedup.clusters import components
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=60))
 def test_components_are_what_a_walk_reaches(edges):
     neighbours: dict[int, set[int]] = {}

@@ -49,7 +49,7 @@ def corpora(draw, plain):
     return docs
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.data(),
     st.sampled_from(["run", "source"]),

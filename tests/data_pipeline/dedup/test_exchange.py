@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.dedup.exchange import (
@@ -41,7 +41,6 @@ def test_runs_and_arrays_live_on_other_stores_too():
     assert (read_array("memory://scratch/array") == records.reshape(25, 2)).all()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.integers(1, 1000))
 def test_parts_are_ranges_of_keys(keys, parts):
     part = part_of_key(np.array(sorted(keys), dtype=np.uint64), parts)

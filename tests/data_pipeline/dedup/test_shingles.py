@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.dedup import shingles as module
@@ -34,7 +34,6 @@ _TEXT = st.text(
 )
 
 
-@settings(deadline=None)
 @given(_TEXT)
 def test_words_are_those_of_the_plain_definition(plain, text):
     assert normalise(text) == plain.plain_words(text)
@@ -58,7 +57,6 @@ def test_normalisation_by_example(text, words):
     assert normalise(text) == words
 
 
-@settings(deadline=None)
 @given(st.lists(_TEXT, max_size=8).map(" ".join), st.integers(1, 6))
 def test_shingle_hashes_are_those_of_the_written_down_shingles(plain, text, ngram):
     written = {" ".join(words).encode() for words in plain.plain_shingles(text, ngram)}
@@ -84,7 +82,6 @@ def test_a_text_with_fewer_words_than_a_shingle_has_none():
     assert len(shingle_hashes(hash_words("one two three four five"), 5)) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["alpha", "b", "\u6c34\u6c34", "3.5", "x-y"]), max_size=40), st.integers(20, 60))
 def test_a_text_taken_in_blocks_has_the_same_words(words, block):
     text = " ".join(words)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.dedup.bands import PAIR
@@ -21,7 +21,6 @@ def as_verified(edges: dict[tuple[int, int], float]) -> np.ndarray:
     return np.array([(low, high, similarity, 0) for (low, high), similarity in edges.items()], dtype=VERIFIED)
 
 
-@settings(deadline=None)
 @given(_SETS, _SETS)
 def test_jaccard_is_that_of_sets(a, b):
     assert jaccard(as_array(a), as_array(b)) == (len(a & b) / len(a | b) if a | b else 0.0)
@@ -35,7 +34,6 @@ def test_a_similarity_of_exactly_the_threshold_counts():
     assert verify(*at, np.nextafter(0.8, 1)).tolist() == []
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 12), min_size=1), st.floats(0.01, 1))
 def test_sizes_never_rule_a_similar_pair_out(a, b, threshold):
     if len(a & b) / len(a | b) >= threshold:
@@ -64,7 +62,6 @@ def test_a_document_counts_as_duplicate_of_the_most_similar_that_is_kept():
     assert survivors(as_verified({(1, 2): 0.9, (0, 2): 0.9}))["low"].tolist() == [0]
 
 
-@settings(deadline=None)
 @given(_EDGES)
 def test_survivors_are_those_of_the_plain_rule(edges):
     kept: list[int] = []

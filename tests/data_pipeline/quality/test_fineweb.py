@@ -37,7 +37,7 @@ def by_definition(text: str, num_words: int) -> dict[str, float | None]:
 
 
 @given(LINES)
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_measures_are_their_definition(text: str) -> None:
     reading = Reading(text, "en")
     if text.strip():

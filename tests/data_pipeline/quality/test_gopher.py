@@ -61,7 +61,7 @@ def by_definition(text: str, words: list[str], stop_words: tuple[str, ...]) -> d
 
 
 @given(TEXT)
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 def test_datatrove_dialect_is_its_definition(text: str) -> None:
     reading = Reading(text, "en")
     assert measure(reading, STOP_WORDS) == by_definition(text, reading.words, STOP_WORDS)

@@ -93,7 +93,7 @@ def paper_by_definition(text: str) -> dict[str, float | None]:
 
 
 @given(TEXT)
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 def test_datatrove_dialect_is_its_definition(text: str) -> None:
     if text:
         reading = Reading(text, "en")
@@ -101,7 +101,7 @@ def test_datatrove_dialect_is_its_definition(text: str) -> None:
 
 
 @given(TEXT)
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 def test_paper_dialect_is_its_definition(text: str) -> None:
     if text:
         assert measure(Reading(text, "en"), dialect="paper") == paper_by_definition(text)

@@ -36,19 +36,18 @@ def spacy_sentences(line: str) -> int:
 
 
 @given(st.text(CHUNK_CHARS, min_size=1, max_size=12))
-@settings(deadline=None, max_examples=1500)
+@settings(max_examples=1500)
 def test_a_chunk_has_the_words_spacy_gives_it_alone(chunk: str) -> None:
     assert Reading(chunk, "en").words == spacy_words(chunk)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["", '"', "“", "("]),
     st.sampled_from(["word", "Mr", "etc", "cannot", "that", "it", "St", "gonna", "dont", "We", "vs", "e", "am"]),
     st.sampled_from(["", "-not", "—Lets", "-etc"]),
     st.sampled_from(["", ".", ",", ":", ")", '."', ".”", ").", "),", "'s", "’s", "s'", ":)", "..", '",', '".', "?”"]),
 )
-@settings(deadline=None, max_examples=1500)
+@settings(max_examples=1500)
 def test_common_shapes_split_as_spacy_splits_them(before: str, core: str, joined: str, behind: str) -> None:
     chunk = before + core + joined + behind
     assert Reading(chunk, "en").words == spacy_words(chunk)
@@ -96,7 +95,7 @@ def test_languages_without_spaces_are_split_into_characters(language: str, text:
 
 
 @given(st.lists(st.text("ab.!?。)\"' \t\u00a0…A1", max_size=20), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=1500)
+@settings(max_examples=1500)
 def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -> None:
     # The special cases of spaCy may look across a gap; what a line's chunks are alone is the rule here.
     expected = sum(map(spacy_sentences, lines))
