@@ -7,6 +7,7 @@ What a death means for the task is the caller's to say (``on_death``).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,12 +17,16 @@ from quern.errors import InputError, QuernError
 
 __all__ = ["Engine", "InProcess", "RayPool", "open_engine"]
 
+log = logging.getLogger(__name__)
+
 R = TypeVar("R")
 OnDeath = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
 
 #: Deaths of one task without an ``on_death`` before the run gives up: a machine may vanish, a bug stays.
 MAX_DEATHS = 3
 OBJECT_STORE_BYTES = 256 << 20
+#: Seconds without any worker after which a line says what is waited for.
+PATIENCE_S = 30.0
 
 
 class Engine(Protocol):
@@ -147,7 +152,7 @@ class RayPool:
                 while waiting and idle:
                     index, actor = waiting.pop(), idle.pop()
                     running[actor.call.remote(function, current[index])] = (index, actor)
-                (done,), _ = ray.wait([*running, *self._starting], num_returns=1)
+                done = self._next([*running, *self._starting], label, alone=not running)
                 if done in self._starting:
                     idle += self._started(done, label)
                     continue
@@ -177,6 +182,17 @@ class RayPool:
                 for _, actor in running.values():
                     ray.kill(actor)
                     self._actors.remove(actor)
+
+    def _next(self, references: list[Any], label: str, *, alone: bool) -> Any:
+        """The next reference that is ready; who waits for a first worker is told so: no CPU may be free."""
+        import ray
+
+        while True:
+            ready, _ = ray.wait(references, num_returns=1, timeout=PATIENCE_S if alone else None)
+            if ready:
+                return ready[0]
+            free = ray.available_resources().get("CPU", 0)
+            log.warning("%s: waiting for a worker; the Ray cluster has %g free CPUs", label, free)
 
     def close(self) -> None:
         """End the actors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,10 +122,25 @@ def test_no_more_tasks_start_than_there_are_workers(pool: Engine, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_who_waits_for_a_worker_is_told(pool: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """Two pools want more CPUs than there are: the second waits, says so, and goes on when the first has ended."""
+    monkeypatch.setattr("quern.data_pipeline.engine.PATIENCE_S", 0.5)
+    collected(pool, square, [(1,), (2,)])
+    collected(pool, square, [(1,), (2,)])  # both of its actors are up now
+    with open_engine(2) as second:
+        freed = threading.Timer(2.0, pool.close)
+        freed.start()
+        assert collected(second, square, [(3,)]) == {0: 9}
+        freed.join()
+    assert "test: waiting for a worker; the Ray cluster has 0 free CPUs" in caplog.text
+
+
+@pytest.mark.slow
 def test_a_ray_that_was_there_is_left_running(pool: Engine) -> None:
     import ray
 
     assert ray.is_initialized()
+    pool.close()  # its actors hold the CPUs that the second pool needs
     with open_engine(1) as second:
         assert collected(second, square, [(3,)]) == {0: 9}
     assert ray.is_initialized()
