@@ -64,14 +64,27 @@ def demo_site(folder: Path) -> tuple[list[str], list[str]]:
     ]  # fmt: skip
 
 
-def kill_until_done(arguments: list[str], env: dict[str, str], delays: list[float]) -> int:
-    """Start the driver and kill -9 it after each delay in turn, then let it end; return the number of kills."""
+#: Moments of a run to be killed at: so many files there are, plus a little.
+MOMENTS = (
+    (".work/markers-*/*/*", 1),
+    ("commits/pages/*/*.json", 1),
+    ("commits/pages/*/*.json", 3),
+    ("commits/duplicates/*/*.json", 1),
+    ("commits/tokens/*/*.json", 1),
+    ("commits/shards/*/*.json", 1),
+    ("tokens/VERSION.json", 1),
+)
+
+
+def kill_until_done(arguments: list[str], env: dict[str, str], run_dir: Path, draw: random.Random) -> int:
+    """Start the driver and kill -9 it at each moment in turn, then let it end; return the number of kills."""
     kills = 0
-    for delay in delays:
+    for pattern, count in MOMENTS:
         process = subprocess.Popen(arguments, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            process.wait(delay)
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and sum(1 for _ in run_dir.glob(pattern)) < count:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.3))
+        if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             kills += 1
         process.wait()
@@ -120,10 +133,8 @@ def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_kills_of_the_driver_change_no_byte_and_no_counter_of_the_sample(tmp_path: Path) -> None:
     paths, overrides = demo_site(tmp_path)
     run(command(tmp_path / "whole", paths, 2, "demo.yaml", *overrides), environment(None))
-    draw = random.Random(7)
-    delays = sorted(draw.uniform(1, 25) for _ in range(8))
     killed = command(tmp_path / "killed", paths, 2, "demo.yaml", *overrides)
-    assert kill_until_done(killed, environment(None), delays) >= 3
+    assert kill_until_done(killed, environment(None), tmp_path / "killed", random.Random(7)) >= 4
     assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
     assert counters(tmp_path / "killed") == counters(tmp_path / "whole")
 
@@ -141,8 +152,7 @@ def test_workers_order_hash_seed_and_kills_change_no_byte_of_real_pages(shared: 
         run(command(folder, paths, workers, "fineweb-en.yaml"), environment(shared, str(workers)))
         assert tokens(folder) == whole, f"{workers} workers"
         assert counters(folder) == counters(tmp_path / "one")
-    delays = [draw.uniform(3, 30) for _ in range(4)] + [draw.uniform(10, 45)]
     killed = command(tmp_path / "killed", paths, 2, "fineweb-en.yaml")
-    assert kill_until_done(killed, environment(shared, "5"), delays) >= 2
+    assert kill_until_done(killed, environment(shared, "5"), tmp_path / "killed", draw) >= 4
     assert tokens(tmp_path / "killed") == whole
     assert counters(tmp_path / "killed") == counters(tmp_path / "one")
