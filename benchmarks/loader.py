@@ -1,0 +1,186 @@
+"""Tokens a second and core the loader makes from the page cache, beside a memory copy and a loader without documents.
+
+    OMP_NUM_THREADS=1 python benchmarks/loader.py [--tokens 64] [--seq-len 2048] [--micro-batch 8] [--global-batch 512]
+                                                  [--world 1] [--sources 4] [--mean-document 600] [--rounds 7] [--json]
+
+A corpus of ``--tokens`` million tokens is written to a temporary folder; its documents' lengths are log-normal. quern
+gives tokens, targets, positions, cu_seqlens and documents of a rank's micro-batches, from the order to the arrays. The
+peer is the loop of small trainers: random slices of one mapped file, cast and stacked by torch, inputs and targets
+only. The limit is one ``np.copyto`` of as many bytes as quern writes, between arrays that are there already. Median of
+the rounds, CPU time of one thread; the sides take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from quern.mixtures.order import Order
+from quern.tokenize.shards import ShardInfo, ShardWriter, version_entry
+from quern.train.boundaries import open_boundaries
+from quern.train.corpus import Corpus
+from quern.train.loader import Loader
+
+GOAL = 50e6
+VOCAB_SIZE = 50_257
+SHARDS = 4
+
+
+def write_corpus(run_dir: Path, sources: int, tokens: int, mean: float) -> list[str]:
+    """A data run of random tokens; returns the sources' paths."""
+    rng = np.random.default_rng(1)
+    root = run_dir / "tokens"
+    root.mkdir()
+    (run_dir / "run.json").write_text('{"id": "benchmark"}')
+    (root / "encoding.tiktoken").write_bytes(b"")
+    told = {"vocab_size": VOCAB_SIZE, "dtype": "uint16", "eot_id": VOCAB_SIZE - 1}
+    sha256 = hashlib.sha256(b"").hexdigest()
+    entries = {}
+    for name in (f"source{number}" for number in range(sources)):
+        infos = [write_shard(root / name, number, tokens // sources // SHARDS, mean, rng) for number in range(SHARDS)]
+        manifest = {"encoding": "own", "ranks_sha256": sha256, **told, "seed": 1}
+        (root / name / "manifest.json").write_text(json.dumps({**manifest, "shards": [i.to_dict() for i in infos]}))
+        manifest_sha256 = hashlib.sha256((root / name / "manifest.json").read_bytes()).hexdigest()
+        entries[name] = version_entry(name, "manifest.json", manifest_sha256, infos)
+    encoding = {"name": "own", "ranks": "encoding.tiktoken", "sha256": sha256, **told}
+    (root / "VERSION.json").write_text(json.dumps({"version": 1, "encoding": encoding, "sources": entries}))
+    return [str(root / name) for name in entries]
+
+
+def write_shard(folder: Path, number: int, tokens: int, mean: float, rng: np.random.Generator) -> ShardInfo:
+    lengths = np.maximum(1, rng.lognormal(np.log(mean) - 0.5, 1.0, 2 * int(tokens / mean) + 10)).astype(np.int64)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    folder.mkdir(exist_ok=True)
+    with ShardWriter(str(folder), number, "uint16") as writer:
+        writer.add(rng.bytes(16 * len(lengths)), lengths, rng.integers(0, VOCAB_SIZE, lengths.sum(), np.uint16))
+        return writer.finish(first_key=0, last_key=2**64 - 1)
+
+
+def sliced_loop(path: str, seq_len: int, micro_batch: int, windows: int) -> Callable[[], None]:
+    """The loop of small trainers, over one file."""
+    data = np.memmap(path, np.uint16, "r")
+
+    def step() -> None:
+        for _ in range(windows // micro_batch):
+            places = torch.randint(len(data) - seq_len, (micro_batch,))
+            torch.stack([torch.from_numpy(data[i : i + seq_len].astype(np.int64)) for i in places])
+            torch.stack([torch.from_numpy(data[i + 1 : i + 1 + seq_len].astype(np.int64)) for i in places])
+
+    return step
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Side → tokens a second; and what quern's time went to."""
+    paths = write_corpus(folder, args.sources, args.tokens * 1_000_000, args.mean_document)
+    corpus = Corpus(paths, args.seq_len)
+    began = time.perf_counter()
+    boundaries = open_boundaries(corpus.readers, str(folder / "index"))
+    build_s = time.perf_counter() - began
+    weights = [1 + number for number in range(args.sources)]
+    order = Order(weights, corpus.windows, 1, ids=corpus.ids, global_batch=args.global_batch)
+    windows = args.global_batch // args.world
+    tokens = windows * args.seq_len
+    loaders = {
+        mask: Loader(corpus, order, rank=0, world=args.world, micro_batch=args.micro_batch, document_mask=mask,
+                     boundaries=boundaries)
+        for mask in (True, False)
+    }  # fmt: skip
+    written = sum(
+        getattr(batch, name).nbytes
+        for batch in loaders[True].take(0).micro_batches
+        for name in ("tokens_BL", "targets_BL", "positions_BL", "documents_BL", "cu_seqlens")
+    )
+    steps = [0]
+
+    def read(mask: bool) -> Callable[[], None]:
+        def step() -> None:
+            steps[0] += 1
+            loaders[mask].take(steps[0])
+
+        return step
+
+    # The limit writes to arrays as large as those quern makes at a time: both stay in the cache alike.
+    piece = min(written, 3 << 20)
+    source, target = np.ones(piece, np.uint8), np.ones(piece, np.uint8)
+
+    def copy() -> None:
+        for _ in range(round(written / piece)):
+            np.copyto(target, source)
+
+    first = corpus.readers[0]
+    sides = {
+        "quern, document masks": read(True),
+        "quern, no masks": read(False),
+        "sliced loop (inputs and targets only)": sliced_loop(
+            str(Path(first.path) / first.shards[0].bin), args.seq_len, args.micro_batch, windows
+        ),
+        "np.copyto of the same bytes": copy,
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(args.rounds + 1):
+        for name, step in sides.items():
+            began = time.thread_time()
+            for _ in range(args.steps):
+                step()
+            if round_:  # the first one warms the page cache
+                times[name].append((time.thread_time() - began) / args.steps)
+    rates = {name: tokens / median(values) for name, values in times.items()}
+    masked = loaders[True]
+    return {
+        "tokens_per_s": rates,
+        "us_per_window": {name: args.seq_len / rate * 1e6 for name, rate in rates.items()},
+        "order_share": masked.order_s / masked.spent_s,
+        "documents_per_window": sum(len(b) for b in boundaries) / sum(corpus.windows),
+        "boundaries_s": build_s,
+        "goal": GOAL,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64, help="millions")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--global-batch", type=int, default=512)
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--sources", type=int, default=4)
+    parser.add_argument("--mean-document", type=float, default=600)
+    parser.add_argument("--steps", type=int, default=16, help="a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(args, Path(folder))
+    rates = result["tokens_per_s"]
+    own = rates["quern, document masks"]
+    result["ratios"] = {f"quern, document masks, against {name}": own / rates[name] for name in list(rates)[2:]}
+    if args.json:
+        json.dump({"seq_len": args.seq_len, **result}, sys.stdout)
+        print()
+        return
+    print(f"windows of {args.seq_len} tokens, {result['documents_per_window']:.1f} documents begun in each")
+    for name, rate in rates.items():
+        print(f"  {name:40} {rate / 1e6:8.1f} M tokens/s {result['us_per_window'][name]:7.1f} µs a window")
+    for name, ratio in result["ratios"].items():
+        print(f"  {name:72} {ratio:6.2f} ×")
+    print(f"  goal {GOAL / 1e6:.0f} M tokens/s a core: {own / GOAL:.1f} ×")
+    print(f"  share of the order in quern's time: {result['order_share']:.1%}; boundaries built in "
+          f"{result['boundaries_s']:.2f} s")  # fmt: skip
+    print(f"repeat: OMP_NUM_THREADS=1 {shlex.join(['python', *sys.argv])}")
+
+
+if __name__ == "__main__":
+    main()

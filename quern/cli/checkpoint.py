@@ -1,0 +1,196 @@
+"""``quern checkpoint``: look at a run's checkpoints, prove them whole, take them elsewhere."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.errors import InputError, QuernError
+from quern.train.checkpoint.manifest import Checkpoint, check_files, list_checkpoints, read_manifest
+
+# torch is imported by the commands that need it: it takes seconds
+
+app = typer.Typer(help="List, verify, export, import and sample checkpoints.", no_args_is_help=True)
+
+RunOrCheckpoint = Annotated[
+    str,
+    typer.Argument(help="A checkpoint, or a training run: its newest checkpoint.", metavar="TRAIN_RUN_OR_CHECKPOINT"),
+]
+
+
+class Dtype(StrEnum):
+    """What weights may be rounded to."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@app.command("list")
+@reports_errors
+def list_command(
+    run: Annotated[str, typer.Argument(help="A training run.", metavar="TRAIN_RUN")], json: bool = JSON
+) -> None:
+    """The checkpoints of a run. Valid: manifest whole, all files there in their sizes; verify compares checksums."""
+    if not os.path.isdir(run):
+        raise InputError(f"{run}: no such folder; expected a training run")
+    rows = [_row(checkpoint) for checkpoint in list_checkpoints(run)]
+    with json_stdout(json) as emit:
+        emit({"run": run, "checkpoints": rows})
+        if not json:
+            _print_rows(run, rows)
+
+
+def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": checkpoint.step, "path": checkpoint.path, "data_step": None, "tokens": None,
+                           "bytes": None, "optimizer": None}  # fmt: skip
+    try:
+        manifest = read_manifest(checkpoint.path)
+    except InputError as error:
+        return row | {"valid": False, "problems": [str(error)]}
+    problems = [str(problem) for problem in check_files(checkpoint.path, manifest, hashes=False)]
+    return row | {
+        "data_step": manifest.data_step,
+        "tokens": manifest.tokens,
+        "bytes": sum(record.size for record in manifest.files.values()),
+        "optimizer": manifest.optimizer,
+        "valid": not problems,
+        "problems": problems,
+    }
+
+
+def _print_rows(run: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        err_console().print(f"{plain(run)}: no checkpoints", markup=False)
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "data step", "tokens", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("valid")
+    for row in rows:
+        numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
+        size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] is not None else ""
+        table.add_row(*numbers, size, "yes" if row["valid"] else "no")
+    out_console().print(table)
+    for row in rows:
+        for problem in row["problems"]:
+            err_console().print(plain(problem), markup=False, soft_wrap=True)
+
+
+@app.command()
+@reports_errors
+def verify(
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Checkpoints, or training runs: all of theirs.", metavar="TRAIN_RUN_OR_CHECKPOINT…"),
+    ],
+    json: bool = JSON,
+) -> None:
+    """Compare every file's SHA-256 with the manifest; exit code 1 when one differs."""
+    from quern.train.checkpoint import reader
+
+    rows: list[dict[str, Any]] = []
+    for path in [found for given in paths for found in _checkpoints(given)]:
+        try:
+            problems = [str(problem) for problem in reader.verify(path)]
+        except QuernError as error:
+            problems = [str(error)]
+        rows.append({"path": path, "valid": not problems, "problems": problems})
+    damaged = sum(not row["valid"] for row in rows)
+    with json_stdout(json) as emit:
+        emit({"checkpoints": rows, "valid": not damaged})
+        for row in rows if not json else ():
+            out_console().print(f"{plain(row['path'])}: {'valid' if row['valid'] else 'damaged'}", markup=False)
+            for problem in row["problems"]:
+                out_console().print(f"  {plain(problem)}", markup=False)
+    if damaged:
+        raise QuernError(f"{damaged} of {len(rows)} checkpoints damaged")
+
+
+def _checkpoints(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        raise InputError(f"{path}: no such folder; expected a checkpoint or a training run")
+    found = [checkpoint.path for checkpoint in list_checkpoints(path)]
+    return found or [path]  # a checkpoint; one without a manifest is a damaged one
+
+
+@app.command("export-hf")
+@reports_errors
+def export_hf(
+    source: RunOrCheckpoint,
+    out: Annotated[str, typer.Argument(help="A folder that is not there yet.", metavar="OUT")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; without, as stored.")] = None,
+    max_shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest weights file, in GB (1e9 bytes).")] = 5.0,
+    json: bool = JSON,
+) -> None:
+    """Write a folder that transformers loads: weights, config and tokenizer."""
+    import torch
+
+    from quern.train import export
+
+    target = {None: None, Dtype.bf16: torch.bfloat16, Dtype.fp32: torch.float32}[dtype]
+    with json_stdout(json) as emit:
+        made = export.export_hf(source, out, dtype=target, max_shard_bytes=int(max_shard_gb * 1e9))
+        emit(made.to_dict())
+        if not json:
+            print(f"{plain(made.checkpoint)} → {plain(made.folder)}: {made.parameters:,} parameters as {made.dtype}")
+            print(f"files      {', '.join(made.files)}")
+            if not made.tokenizer:
+                err_console().print("the checkpoint records no encoding: no tokenizer was written")
+
+
+@app.command("import-hf")
+@reports_errors
+def import_hf(
+    folder: Annotated[str, typer.Argument(help="A folder with config.json and safetensors.", metavar="HF_DIR")],
+    out: Annotated[str, typer.Argument(help="The checkpoint, a folder that is not there yet.", metavar="OUT")],
+    encoding: Annotated[str | None, typer.Option(help="Name of its encoding; without, from tokenizer.json.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="The encoding's tiktoken ranks file.")] = None,
+    json: bool = JSON,
+) -> None:
+    """Write a weights-only checkpoint from a folder in the layout of transformers."""
+    from quern.train import export
+
+    with json_stdout(json) as emit:
+        manifest = export.import_hf(folder, out, encoding=encoding, ranks=ranks)
+        name = manifest.encoding.name if manifest.encoding else None
+        emit({"checkpoint": out, "model": manifest.model.model_dump(mode="json"), "encoding": name})
+        if not json:
+            parameters = manifest.model.num_parameters
+            print(f"{plain(folder)} → {plain(out)}: {parameters:,} parameters, encoding {plain(str(name))}")
+
+
+@app.command()
+@reports_errors
+def sample(
+    checkpoint: RunOrCheckpoint,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most; EOT ends earlier.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 = the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest only.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
+) -> None:
+    """Print what the model says after a prompt. Runs on the CPU, in the weights' precision."""
+    import torch
+
+    from quern.model.generate import generate
+    from quern.train import export
+
+    path = export.find_checkpoint(checkpoint)
+    encoding = export.read_encoding(path, read_manifest(path))
+    if encoding is None:
+        raise InputError(f"{path}: records no encoding; a prompt cannot be turned into tokens")
+    tokens = encoding.encode(prompt).astype("int64")
+    if not len(tokens):
+        raise InputError("--prompt: expected at least one character, got an empty text")
+    model, _ = export.load_model(path)
+    continued = generate(
+        model, torch.from_numpy(tokens)[None], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        seed=seed, eot_id=encoding.eot_id,
+    )  # fmt: skip
+    new = continued[0, len(tokens) :].numpy()
+    print(plain(encoding.decode(new[new != encoding.eot_id])))

@@ -1,0 +1,101 @@
+"""``quern mix``: which tokens a training run reads, before it reads one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.config import load_config
+from quern.mixtures.recipe import Plan
+from quern.train.config import TrainConfig
+from quern.train.corpus import Corpus
+from quern.train.mixture import plan_mixture
+
+app = typer.Typer(help="Which tokens come next.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+@reports_errors
+def show(
+    config: Annotated[str, typer.Argument(help="A YAML file of a training run.", metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: data.0.weight=2")] = None,
+    json: bool = JSON,
+) -> None:
+    """What a run of CONFIG reads of each source: shares, epochs, what is never read; and the hash of its order."""
+    resolved = load_config(config, TrainConfig, overrides or ())
+    plan = plan_mixture(resolved, Corpus([source.path for source in resolved.data], resolved.seq_len))
+    with json_stdout(json) as emit:
+        emit(plan.to_dict())
+        if not json:
+            _print(plan, out_console())
+
+
+def _print(plan: Plan, console: Console) -> None:
+    table = _table("source", "tokens", "weight", "share", "samples", "reads", "epochs", "at most", "left", "tail")
+    for row in plan.sources:
+        cells = [
+            plain(row.name), _short(row.tokens), f"{row.weight:g}", f"{row.share:.2%}", _short(row.samples),
+            _short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
+            f"{row.windows_left / row.windows:.1%}" if row.windows else "–", _short(row.tail_tokens),
+        ]  # fmt: skip
+        table.add_row(*map(Text, cells), style="" if row.samples else "dim")
+    tokens = sum(row.tokens for row in plan.sources)
+    totals = ["total", _short(tokens), "", "", _short(plan.samples), _short(plan.planned_tokens)]
+    table.add_row(*map(Text, totals), style="bold")
+    console.print(table)
+    console.print()
+    if len(plan.phases) > 1:
+        _print_phases(plan, console)
+    for line in (
+        f"{plan.steps:,} steps: {plan.samples:,} samples of {plan.seq_len:,} tokens, {plan.planned_tokens:,} tokens",
+        "left: windows that no step reads; tail: tokens after the last window, in no epoch's reach",
+        f"order {plan.order.hash}  seed {plan.order.seed}",
+    ):
+        console.print(Text(line))
+
+
+def _print_phases(plan: Plan, console: Console) -> None:
+    table = _table("phase", "from step", "to step", "batch", "samples")
+    table.add_column("shares", overflow="fold", ratio=1)
+    names = [row.name for row in plan.sources]
+    for number, row in enumerate(plan.phases):
+        shares = ", ".join(f"{name} {share:.2%}" for name, share in zip(names, row.shares, strict=True) if share)
+        reached = row.stop_step > row.first_step
+        cells = [
+            str(number), f"{row.first_step:,}", f"{row.stop_step:,}" if reached else "not reached",
+            f"{row.global_batch:,}", _short(sum(row.samples)), shares,
+        ]  # fmt: skip
+        table.add_row(*map(Text, cells), style="" if reached else "dim")
+    console.print(table)
+    console.print()
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _short(number: int) -> str:
+    """Exact below 10,000, else three digits: 12.3M."""
+    if number < 10_000:
+        return f"{number:,}"
+    value = float(number)
+    for unit in ("k", "M", "B", "T"):
+        value /= 1000
+        if value < 999.5 or unit == "T":
+            break
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f}{unit}"

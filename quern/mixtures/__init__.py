@@ -1,0 +1,1 @@
+"""Which tokens come next: recipes in tokens, and the invertible order."""

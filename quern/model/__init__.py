@@ -1,0 +1,1 @@
+"""The network, knowing nothing of devices."""

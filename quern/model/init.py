@@ -1,0 +1,103 @@
+"""The first weights, the same for every layout.
+
+Every parameter is drawn in chunks of rows, each from a generator keyed by (seed, parameter name, chunk). Whoever holds
+a slice draws the chunks that overlap it and keeps its part, so neither the number of ranks nor the way of sharding nor
+the order of drawing changes a weight, and no rank ever holds a whole tensor that it does not own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from quern.model.transformer import Transformer
+
+__all__ = ["ROWS", "STD", "draw", "initialise", "local_slice"]
+
+STD = 0.02
+"""Standard deviation of all matrices but the residual outputs (GPT-2)."""
+ROWS = 16
+"""Rows of a chunk. Part of the definition of the weights: another value gives other weights."""
+
+_NORM = re.compile(r"norm\.weight|blocks\.\d+\.(attention_norm|ffn_norm|attention\.[qk]_norm)\.weight")
+_VOCABULARY = re.compile(r"(embed|head)\.weight")
+_RESIDUAL = re.compile(r"blocks\.\d+\.(attention\.wo|ffn\.w2)\.weight")
+_MATRIX = re.compile(r"blocks\.\d+\.(attention\.w[qkv]|ffn\.w[13])\.weight")
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill all parameters in place: norms 1, padded vocabulary rows 0, matrices normal with mean 0.
+
+    The standard deviation is :data:`STD`, and STD / √(2 · layers) for ``wo`` and ``w2``, whose outputs add up in the
+    residual stream (GPT-2). Works on plain tensors and on DTensors with Shard and Replicate placements, on any device
+    but meta; each value is drawn on the CPU in float32. Buffers there are none.
+
+    Raises ValueError for a parameter whose name has no rule, and for placements other than Shard and Replicate.
+    """
+    shape = model.shape
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if _NORM.fullmatch(name):
+            local.fill_(1.0)
+            continue
+        if _RESIDUAL.fullmatch(name):
+            std = STD / math.sqrt(2 * shape.num_layers)
+        elif _MATRIX.fullmatch(name) or _VOCABULARY.fullmatch(name):
+            std = STD
+        else:
+            raise ValueError(f"{name}: no rule says how to initialise this parameter")
+        rows, *columns = local_slice(parameter)
+        num_rows = shape.vocab_size if _VOCABULARY.fullmatch(name) else parameter.shape[0]
+        start, stop = rows.start, min(rows.stop, num_rows)
+        local.zero_()  # the padding, if any
+        while start < stop:  # chunk by chunk: a second copy of a large embedding may not fit
+            end = min((start // ROWS + 1) * ROWS, stop)
+            values = draw(name, tuple(parameter.shape), seed, start, end)[:, *columns]
+            local[start - rows.start : end - rows.start].copy_(values * std)
+            start = end
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int, start_row: int, stop_row: int) -> Tensor:
+    """Rows ``start_row`` to ``stop_row`` of the standard normal float32 tensor that belongs to (seed, name).
+
+    A pure function; the columns are always all columns. float32 [stop_row - start_row, *shape[1:]] on the CPU.
+    """
+    if not 0 <= start_row <= stop_row <= shape[0]:
+        raise ValueError(f"{name}: expected 0 ≤ start ≤ stop ≤ {shape[0]} rows, got {start_row} and {stop_row}")
+    parts = [torch.empty(0, *shape[1:])]
+    for first in range(start_row // ROWS * ROWS, stop_row, ROWS):
+        key = hashlib.blake2b(f"{seed}\0init\0{name}\0{first // ROWS}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
+        # always a whole chunk, at the tensor's end too: what a row holds depends on nothing but its number
+        chunk = torch.randn(ROWS, *shape[1:], generator=generator, dtype=torch.float32, device="cpu")
+        parts.append(chunk[max(start_row - first, 0) : stop_row - first])
+    return torch.cat(parts)
+
+
+def local_slice(parameter: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, a slice for each dimension; all of it for a plain tensor.
+
+    Follows :func:`torch.chunk`, as DTensor does: parts of ⌈n / ranks⌉, the last ones shorter or empty. A dimension
+    sharded over several mesh axes is split by the first axis first.
+    """
+    bounds = [(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError("this rank holds no part of the parameter's mesh")
+        for axis, placement in enumerate(parameter.placements):
+            if type(placement) is Shard:
+                start, stop = bounds[placement.dim]
+                width = -(-(stop - start) // mesh.size(axis))
+                first = min(start + coordinate[axis] * width, stop)
+                bounds[placement.dim] = first, min(first + width, stop)
+            elif type(placement) is not Replicate:
+                raise ValueError(f"expected placements Shard and Replicate, got {placement}")
+    return tuple(slice(start, stop) for start, stop in bounds)

@@ -1,0 +1,73 @@
+"""Activation checkpointing: a block's activations are computed again in backward instead of being kept.
+
+``full`` keeps a block's input alone. ``selective`` keeps also what its matrix products and its attention gave, and
+computes only the cheap rest again (norms, rotations, SwiGLU's product, residuals). Parameter names do not change:
+``block.forward`` is replaced, no module is wrapped around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+__all__ = ["checkpoint_blocks", "kept_operations"]
+
+MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
+ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "torch_attn::_varlen_attn",
+)  # fmt: skip
+
+
+@functools.cache
+def kept_operations() -> frozenset[Any]:
+    """The operators whose outputs ``selective`` keeps, as far as this torch has them.
+
+    ``bmm`` is not one: scaled-dot-product attention without a fused kernel runs on it, and would keep L × L scores.
+    """
+    for module in ("flex_attention", "varlen"):  # importing them registers their operators
+        importlib.import_module(f"torch.nn.attention.{module}")
+    kept: set[Any] = set()
+    for name in (*MATMULS, *ATTENTION):
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            kept |= {getattr(packet, overload) for overload in packet.overloads() if overload != "out"}
+    flex = getattr(torch.ops.higher_order, "flex_attention", None)
+    return frozenset(kept if flex is None else kept | {flex})
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept_operations() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Makes every block recompute in backward: ``none``, ``full`` or ``selective``. In place."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # blocks draw no random numbers
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
+    elif mode != "full":
+        raise ValueError(f"activation_checkpointing: expected none, full or selective, got {mode!r}")
+    for block in blocks:
+        block.forward = _recomputing(block.forward, options)
+
+
+def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed

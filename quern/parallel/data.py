@@ -1,0 +1,89 @@
+"""Data parallelism: every rank sees other samples, gradients are SUMMED over ranks.
+
+A loss is the sum over a rank's targets divided by the number of targets of the whole global batch, so the sum over
+ranks and micro-batches is the gradient of the mean, however unevenly targets are spread. A mean over ranks, which is
+what DDP and FSDP2 do of themselves, would be right only if every rank had the same number of targets.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["accumulation", "materialise", "replicate", "shard", "unwrapped"]
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int
+) -> nn.Module:
+    """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard): block by block, then what is left, in place.
+
+    Weights are gathered in ``compute_dtype``; gradients are summed in at least float32. The root keeps embedding,
+    head and final norm gathered from forward to backward: the loss uses the head without calling a module, so only
+    the root's own hooks can gather it.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.promote_types(compute_dtype, torch.float32),
+        cast_forward_inputs=False,  # tokens are integers, and rotary tables keep their precision
+    )
+    for block in model.blocks.children():  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else a factor of 1 becomes PREMUL_SUM, which gloo lacks
+    model.gathered_between_micro_batches = reshard_after_forward is False  # type: ignore[assignment]
+    return model
+
+
+def replicate(model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """DDP whose buckets are summed, not averaged. Weights must be allocated, and the same on every rank."""
+    wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=True)
+    wrapped.register_comm_hook(group, _sum_bucket)
+    return wrapped
+
+
+# its annotations must be the types themselves (DDP compares them): no postponed evaluation in this file
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@contextlib.contextmanager
+def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
+    """Around forward and backward of one micro-batch; ``last`` of the step's. The same for every layout.
+
+    DDP sums over ranks once, with the last micro-batch. FSDP2 reduce-scatters each one, so that only a shard of
+    gradients is kept between them; HSDP's sum over replicas waits for the last. Weights that are kept gathered from
+    forward to backward are kept until the last backward too.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with contextlib.nullcontext() if last else model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
+        if model.gathered_between_micro_batches:
+            model.set_reshard_after_backward(last)
+    yield
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model with its own parameter names."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def materialise(model: nn.Module, device: torch.device) -> nn.Module:
+    """Memory for a model built on ``meta``, values not yet set; a model with values is moved. In place."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return model.to_empty(device=device)
+    return model.to(device)

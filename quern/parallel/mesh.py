@@ -1,0 +1,185 @@
+"""Which ranks form which group.
+
+Sizes are checked before anything starts; torch is imported only where groups are built.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quern.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AXES", "Mesh", "MeshPlan", "Sizes", "build_mesh", "plan_mesh"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first: ranks beside each other, on one node, differ in the axis that talks most. ``ep`` lies inside dp."""
+
+
+class Sizes(Protocol):
+    """The part of a training config that says how ranks are arranged (its section ``parallel``)."""
+
+    @property
+    def dp_replicate(self) -> int: ...
+    @property
+    def dp_shard(self) -> int | None: ...
+    @property
+    def reshard_after_forward(self) -> bool | int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Sizes of all axes; their product is the number of ranks."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "one rank"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks' groups, and this rank's place. ``device_mesh`` is None in a process without a process group."""
+
+    plan: MeshPlan
+    device_type: str
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def dp_replicate(self) -> int:
+        return self.plan.dp_replicate
+
+    @property
+    def dp_shard(self) -> int:
+        return self.plan.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.plan.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among them, in [0, dp_size): which slice of a global batch it reads."""
+        return self._coordinate("dp_replicate") * self.plan.dp_shard + self._coordinate("dp_shard")
+
+    @property
+    def dp_group(self) -> ProcessGroup | None:
+        """Over which losses and token counts are summed; None in a single process."""
+        if self.device_mesh is None:
+            return None
+        import torch.distributed as dist
+
+        assert self.plan.dp_size == self.plan.world_size, "every rank reads samples of its own until tp, pp, cp exist"
+        return dist.group.WORLD
+
+    @property
+    def fsdp(self) -> DeviceMesh | None:
+        """For ``fully_shard``: (dp_shard), or (dp_replicate, dp_shard) for HSDP; None where nothing is sharded."""
+        if self.device_mesh is None or self.plan.dp_shard == 1:
+            return None
+        if self.plan.dp_replicate == 1:
+            return self.device_mesh["dp_shard"]
+        return self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def ddp(self) -> ProcessGroup | None:
+        """The group of whole copies; None where weights are sharded, or one copy is all there is."""
+        if self.device_mesh is None or self.plan.dp_shard > 1 or self.plan.dp_replicate == 1:
+            return None
+        return self.device_mesh.get_group("dp_replicate")
+
+    def _coordinate(self, axis: str) -> int:
+        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank(axis)
+
+
+def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
+    """Every size resolved for ``world_size`` ranks. Raises :class:`InputError` with the sizes that would fit."""
+    given = {axis: getattr(parallel, axis) for axis in AXES if axis != "dp_shard"}
+    rest = math.prod(given.values())
+    named = " × ".join(f"{axis} {size}" for axis, size in given.items() if size > 1) or "dp_replicate 1"
+    if parallel.dp_shard is None:
+        if world_size % rest:
+            raise InputError(
+                f"parallel: {named} does not divide the {_ranks(world_size)} started; expected "
+                f"{_choices(divisors(world_size), world_size)} for that product, or a multiple of {rest} ranks"
+            )
+        plan = MeshPlan(dp_shard=world_size // rest, **given)
+    else:
+        plan = MeshPlan(dp_shard=parallel.dp_shard, **given)
+        if plan.world_size != world_size:
+            fits = f"dp_shard {world_size // rest} (or null), or " if world_size % rest == 0 else ""
+            raise InputError(
+                f"parallel: {named} × dp_shard {parallel.dp_shard} makes {_ranks(plan.world_size)}, but "
+                f"{world_size} {'was' if world_size == 1 else 'were'} started; expected {fits}{_ranks(plan.world_size)}"
+            )
+    group = parallel.reshard_after_forward
+    if plan.dp_shard > 1 and not isinstance(group, bool) and (group == 1 or plan.dp_shard % group):
+        choices = [size for size in divisors(plan.dp_shard) if size > 1]
+        raise InputError(
+            f"parallel.reshard_after_forward: expected true, false or a group size that divides dp_shard "
+            f"({plan.dp_shard}): {_choices(choices, plan.dp_shard)}, got {group}"
+        )
+    return plan
+
+
+def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
+    """The groups of an initialised process group of ``plan.world_size`` ranks; none for a process without one.
+
+    Collective: every rank calls it. Raises ValueError if the process group has another size.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not (dist.is_available() and dist.is_initialized()):
+        if plan.world_size > 1:
+            raise ValueError(f"{plan}: expected an initialised process group of {plan.world_size} ranks, found none")
+        return Mesh(plan, device_type)
+    if dist.get_world_size() != plan.world_size:
+        raise ValueError(f"{plan}: expected {plan.world_size} ranks, the process group has {dist.get_world_size()}")
+    axes = [axis for axis in AXES if axis.startswith("dp_") or getattr(plan, axis) > 1]
+    sizes = tuple(getattr(plan, axis) for axis in axes)
+    return Mesh(plan, device_type, init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes)))
+
+
+def divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _choices(sizes: list[int], last: int) -> str:
+    """At most eight of them: a cluster's size may have many divisors."""
+    listed = sizes if len(sizes) <= 8 else [*sizes[:7], last]
+    gap = "" if listed == sizes else "… "
+    return ", ".join(map(str, listed[:-1])) + (f" or {gap}{listed[-1]}" if len(listed) > 1 else str(listed[-1]))

@@ -1,0 +1,45 @@
+"""``torchrun … -m quern.train CONFIG [key=value …]``, and ``python -m quern.train`` for one process.
+
+Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from quern.config import load_config
+from quern.errors import QuernError
+from quern.train.config import TrainConfig
+
+__all__ = ["STOPPED", "main", "train"]
+
+STOPPED = 3
+
+
+def train(config: TrainConfig) -> int:
+    """Run ``config`` on the ranks of the environment; returns the exit code."""
+    from quern.train.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
+    from quern.train.setup import open_trainer
+
+    with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
+        trainer.fit()
+        return STOPPED if trainer.stopped_by is not None and not trainer.complete else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What ``python -m quern.train`` does with its arguments."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: torchrun … -m quern.train CONFIG [key=value …]", file=sys.stderr)
+        return 2 if not arguments else 0
+    try:
+        return train(load_config(arguments[0], TrainConfig, arguments[1:]))
+    except QuernError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Where a run begins or goes on: checkpoint, step, data step and order, written down before anything is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quern.errors import InputError
+from quern.mixtures.order import Order
+from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.manifest import Checkpoint, Manifest, read_manifest
+from quern.train.config import TrainConfig
+from quern.train.corpus import Corpus
+from quern.train.ledger import MOVES, Ledger, latest_order, read_ledger
+from quern.train.mixture import Mixture, carry_on, plan_mixture
+from quern.train.ranks import Ranks
+
+__all__ = ["LEDGER_FILE", "Start", "abandoned", "begin"]
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the loop enters. The same on every rank."""
+
+    kind: str
+    """``start``, ``resume`` or ``rollback``."""
+    step: int
+    """Optimizer steps that are complete."""
+    data_step: int
+    tokens: int
+    attempt: int
+    """How many times the run has been started before."""
+    mixture: Mixture
+    checkpoint: Checkpoint | None
+    """What to load; None for a fresh run."""
+
+
+def abandoned(manifest: Manifest, ledger_path: str, entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why a checkpoint is not of the branch the run is on: a later line went back behind it; None if it is."""
+    lines = len(read_ledger(ledger_path, stop=manifest.ledger_offset))
+    for entry in entries[lines:]:
+        if entry["kind"] in MOVES and entry["step"] < manifest.step:
+            return f"lies on a branch that was left: the run went back to step {entry['step']}"
+    return None
+
+
+def begin(
+    config: TrainConfig, corpus: Corpus, manager: CheckpointManager, ledger: Ledger | None, ranks: Ranks
+) -> Start:
+    """Decide where to go on, and append it to the ledger (rank 0's; None on the others). Collective.
+
+    Raises:
+        InputError: ``resume.step`` has no usable checkpoint, or the config does not continue what the ledger says.
+        QuernError: no checkpoint is whole, or the ledger's rules forbid the move.
+    """
+    entries: list[dict[str, Any]] = ranks.same(ledger.entries if ledger is not None else [])
+    path = os.path.join(config.run_dir, LEDGER_FILE)
+
+    def refuse(manifest: Manifest) -> str | None:
+        return abandoned(manifest, path, entries)
+
+    moves = [entry for entry in entries if entry["kind"] in MOVES]
+    asked = {"step": config.resume.step, "data_skip": config.data_skip}
+    if config.resume.step is None or (moves and moves[-1].get("asked") == asked):
+        checkpoint = manager.latest_valid(refuse)  # the rollback asked for was done by the start before this one
+        kind = "resume" if moves else "start"
+    else:
+        checkpoint, kind = manager.at(config.resume.step, refuse), "rollback"
+    outcome = ranks.same(_decide(config, corpus, ledger, kind, checkpoint, asked) if ledger is not None else None)
+    if isinstance(outcome, Exception):
+        raise outcome
+    spec, source_map, step, data_step, tokens = outcome
+    mixture = Mixture(Order.from_dict(spec), source_map)
+    return Start(kind, step, data_step, tokens, len(moves), mixture, checkpoint)
+
+
+def _decide(
+    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: dict[str, Any]
+) -> Any:
+    try:
+        return _append(config, corpus, ledger, kind, checkpoint, asked)
+    except Exception as error:  # raised on every rank: none may wait for one that has gone
+        return error
+
+
+def _append(
+    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: dict[str, Any]
+) -> Any:
+    step = data_step = tokens = 0
+    if checkpoint is not None:
+        manifest = read_manifest(checkpoint.path)
+        step, data_step, tokens = manifest.step, manifest.data_step, manifest.tokens
+    if kind == "rollback":
+        data_step += config.data_skip
+    previous = latest_order(ledger.entries)
+    if previous is None:
+        if checkpoint is not None:
+            raise InputError(f"{checkpoint.path}: stands in a run whose ledger names no order; give another run_dir")
+        mixture = Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+    else:
+        mixture = carry_on(config, corpus, previous, data_step)
+    ledger.move(
+        kind, step, data_step, mixture.order,
+        asked=asked if kind == "rollback" else _kept(ledger),
+        checkpoint=checkpoint.name if checkpoint else None,
+        versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
+        fingerprint=corpus.fingerprint,
+    )  # fmt: skip
+    return mixture.order.to_dict(), mixture.source_map, step, data_step, tokens
+
+
+def _kept(ledger: Ledger) -> Any:
+    """A start after a rollback was asked for the same thing: it stays done."""
+    moves = [entry for entry in ledger.entries if entry["kind"] in MOVES]
+    return moves[-1].get("asked") if moves else None

@@ -1,0 +1,1 @@
+"""Sharded checkpoints: published whole or not at all, loaded on any layout."""

@@ -1,0 +1,86 @@
+"""Steps that all ranks take together: a failure on one rank is the same error on all, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from quern.errors import InputError, QuernError
+
+__all__ = ["Agreement", "describe"]
+
+T = TypeVar("T")
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line; an operating system's names its file."""
+    if isinstance(error, QuernError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Agreement:
+    """Runs an action on one or all ranks of a process group and shares the outcome.
+
+    ``group`` None is the default group, or no group at all in a world of one. Every method is collective.
+    """
+
+    def __init__(self, rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.world, self.group = rank, world, group
+        if world > 1 and not dist.is_initialized():
+            raise ValueError(f"a world of {world} ranks needs an initialised process group")
+
+    def gather(self, value: T) -> list[T]:
+        """Each rank's ``value``, on all ranks."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def own(self, action: Callable[[], T]) -> T:
+        """This rank's result of ``action``, which every rank runs; if it fails on one, all raise."""
+        value, error = _attempt(action)
+        for rank, failure in enumerate(self.gather(_portable(error))):
+            if failure is not None:
+                self._fail(rank, failure, error)
+        return value  # type: ignore[return-value]
+
+    def every(self, action: Callable[[], T]) -> list[T]:
+        """Each rank's result of ``action``, on all ranks; if it fails on one, all raise."""
+        return self.gather(self.own(action))
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Rank 0's result of ``action``, which only rank 0 runs."""
+        value, error = _attempt(action) if self.rank == 0 else (None, None)
+        box: list[Any] = [(value, _portable(error))]
+        if self.world > 1:
+            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+            dist.broadcast_object_list(box, src=source, group=self.group)
+        value, failure = box[0]
+        if failure is not None:
+            self._fail(0, failure, error)
+        return value
+
+    def _fail(self, rank: int, failure: tuple[type[QuernError], str], own: Exception | None) -> None:
+        kind, text = failure
+        where = f"rank {rank}: " if self.world > 1 and kind is not InputError else ""
+        raise kind(where + text) from (own if rank == self.rank else None)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: Exception | None) -> tuple[type[QuernError], str] | None:
+    if error is None:
+        return None
+    return (InputError if isinstance(error, InputError) else QuernError), describe(error)

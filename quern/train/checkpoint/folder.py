@@ -1,0 +1,150 @@
+"""Folders that appear whole or not at all: staging names, publish, replace, remove, recovery, one writer at a time.
+
+A checkpoint is written in ``.step_00001000.<random>.tmp`` and renamed. When its step already stands (the run was rolled
+back past it), the standing folder is first renamed to ``.step_00001000.<random>.replaced``; a crash between the two
+renames is undone by :func:`recover`. A removal renames to the staging form before the first file goes. So what bears a
+published name is complete, at every instant.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from contextlib import suppress
+
+from quern.errors import InputError, QuernError
+
+__all__ = [
+    "FolderLock", "publish_folder", "recover", "remove_folder", "staging_path", "sync_file", "sync_folder",
+    "write_file",
+]  # fmt: skip
+
+_LEFTOVER = re.compile(r"\.(?P<name>step_\d{8,})\.[0-9a-f]{32}\.(?P<kind>tmp|replaced)")
+
+
+def staging_path(final: str, token: str) -> str:
+    """Where the folder ``final`` is written before it is published; ``token`` is 32 hex digits."""
+    return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.{token}.tmp")
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write and sync a file inside a folder that is not published yet."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: str) -> None:
+    """Make the bytes of a file that something else wrote durable."""
+    _sync(path)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
+    _sync(path)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> None:
+    """Give the complete, synced folder ``staged`` its name.
+
+    Raises:
+        InputError: ``final`` is there and ``replace`` is false.
+    """
+    parent = os.path.dirname(final)
+    aside = None
+    sync_folder(staged)
+    if os.path.lexists(final):
+        if not replace:
+            raise InputError(f"{final}: is already there; expected a path that is free")
+        aside = os.path.join(parent, f".{os.path.basename(final)}.{token}.replaced")
+        os.rename(final, aside)
+        sync_folder(parent)
+    try:
+        os.rename(staged, final)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, final)
+        raise
+    sync_folder(parent)
+    if aside is not None:
+        with suppress(OSError):  # published already; what stays is removed at the next start
+            remove_folder(aside, token)
+
+
+def remove_folder(path: str, token: str) -> None:
+    """Remove a folder; it loses its name before its first file goes."""
+    name = os.path.basename(path)
+    match = _LEFTOVER.fullmatch(name)
+    if match and match["kind"] == "tmp":
+        staged = path
+    else:
+        staged = staging_path(os.path.join(os.path.dirname(path), match["name"] if match else name), token)
+        os.rename(path, staged)
+        sync_folder(os.path.dirname(path))
+    shutil.rmtree(staged)
+
+
+def recover(root: str, token: str) -> list[str]:
+    """Tidy what a killed writer left in ``root``: put back a folder that was moved aside and not replaced, remove the
+    rest. Only for the holder of the folder's lock. Returns the names dealt with."""
+    leftovers = sorted(name for name in os.listdir(root) if _LEFTOVER.fullmatch(name))
+    for name in leftovers:
+        match = _LEFTOVER.fullmatch(name)
+        assert match is not None
+        path, final = os.path.join(root, name), os.path.join(root, match["name"])
+        if match["kind"] == "replaced" and not os.path.lexists(final):
+            os.rename(path, final)
+            sync_folder(root)
+        else:
+            remove_folder(path, token)
+    return leftovers
+
+
+class FolderLock:
+    """One writer a folder: a POSIX record lock on ``<folder>/.lock``, which the kernel lets go when the process ends.
+
+    A record lock belongs to the process, not to the descriptor: a forked child does not keep it alive, and it holds
+    between machines on NFS too.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, ".lock")
+        self._file = open(self.path, "a+b")  # noqa: SIM115  (held open for as long as the lock)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = self._owner()
+            self._file.close()
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise QuernError(f"{self.path}: cannot be locked ({error.strerror})") from None
+            raise QuernError(
+                f"{self.path}: another trainer writes here{owner}; one run directory, one trainer"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        self._file.flush()
+
+    def _owner(self) -> str:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            self._file.seek(0)
+            owner = json.loads(self._file.read())
+            return f" (process {owner['pid']} on {owner['host']})"
+        return ""
+
+    def close(self) -> None:
+        """Let the lock go."""
+        self._file.close()

@@ -1,0 +1,188 @@
+"""What of a training run lies in a checkpoint's tensors, under names that no layout changes.
+
+``model.<name>`` are parameters and persistent buffers by global name, ``optimizer.state.<name>.exp_avg`` and
+``.exp_avg_sq`` AdamW's moments, ``optimizer.step`` its one step counter, ``extra.<name>`` small tensors that are equal
+on every rank. Learning rates and other hyperparameters are the config's and never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+from quern.errors import InputError, QuernError
+from quern.model.config import ModelShape
+from quern.train.checkpoint.manifest import RunFacts
+from quern.train.checkpoint.unpadded import PADDED
+
+__all__ = ["EXTRA", "TensorView", "TrainState", "check_shape", "check_tensors", "padded_rows", "view_tensors"]
+
+_MOMENTS = (".exp_avg", ".exp_avg_sq")
+_STEP = "optimizer.step"
+EXTRA = "extra."
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything of a run that changes with training and lives in memory."""
+
+    model: nn.Module
+    """As trained: plain, wrapped by DDP, or sharded by FSDP2."""
+    optimizer: torch.optim.Optimizer
+    """``torch.optim.AdamW`` over the model's parameters."""
+    facts: RunFacts
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Replicated tensors by name: the guard's history, the loss scale. Saved; a load hands them out anew."""
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """The state's own tensors by stored name; reading into them is loading."""
+
+    tensors: Mapping[str, torch.Tensor]
+    rows: Mapping[str, int]
+    """Number of real rows of each padded tensor, by stored name."""
+    counters: tuple[torch.Tensor, ...]
+    """AdamW's step counters, one a parameter, which ``optimizer.step`` stands for."""
+
+    def part(self, prefixes: tuple[str, ...]) -> TensorView:
+        """Only the tensors whose names begin so."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefixes)}
+        rows = {name: number for name, number in self.rows.items() if name in tensors}
+        return TensorView(tensors, rows, self.counters if _STEP in tensors else ())
+
+    def with_extra(self, metadata: Metadata) -> tuple[TensorView, dict[str, torch.Tensor]]:
+        """The view with room for the ``extra`` tensors of a checkpoint, and that room by plain name."""
+        room = {
+            name: torch.empty(stored.size, dtype=stored.properties.dtype)
+            for name, stored in metadata.state_dict_metadata.items()
+            if name.startswith(EXTRA) and isinstance(stored, TensorStorageMetadata)
+        }
+        return replace(self, tensors={**self.tensors, **room}), {
+            name.removeprefix(EXTRA): tensor for name, tensor in room.items()
+        }
+
+    def clear_padding(self) -> None:
+        """Zero the padded tensors, before their real rows are read."""
+        with torch.no_grad():
+            for name in self.rows:
+                self.tensors[name].zero_()
+
+    def finish_load(self) -> None:
+        """Give every parameter the step counter that was read."""
+        for counter in self.counters:
+            counter.copy_(self.tensors[_STEP])
+
+
+def padded_rows(names: Iterable[str], shape: ModelShape) -> dict[str, int]:
+    """Number of real rows of those stored ``names`` whose tensors are padded in memory."""
+    spellings = {f"model.{name}" for name in PADDED}
+    spellings |= {f"optimizer.state.{name}{moment}" for name in PADDED for moment in _MOMENTS}
+    return {name: shape.vocab_size for name in names if name in spellings}
+
+
+def view_tensors(state: TrainState) -> TensorView:
+    """The state's tensors under their stored names. Moments that do not exist yet are made, as zeros at step 0.
+
+    Raises:
+        QuernError: parameters that were not updated equally often, or state that is not AdamW's.
+    """
+    weights: Mapping[str, Any] = get_model_state_dict(state.model)
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": value for name, value in weights.items()}
+    with _moments_exist(state.optimizer):
+        flat = get_optimizer_state_dict(
+            state.model, state.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+    counters: dict[str, torch.Tensor] = {}
+    for name, value in flat.items():
+        if not name.startswith("state."):
+            continue  # hyperparameters
+        if not isinstance(value, torch.Tensor):
+            raise QuernError(f"optimizer: {name}: expected a tensor, as AdamW holds, got {type(value).__name__}")
+        if name.endswith(".step"):
+            counters[name] = value
+        elif name.endswith(_MOMENTS):
+            tensors[f"optimizer.{name}"] = value
+        else:
+            raise QuernError(f"optimizer: {name}: expected AdamW's exp_avg, exp_avg_sq and step alone")
+    tensors[_STEP] = _one_step(counters)
+    tensors |= {EXTRA + name: value for name, value in state.extra.items()}
+    return TensorView(tensors, padded_rows(tensors, state.facts.shape), tuple(counters.values()))
+
+
+def _one_step(counters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    steps = torch.stack([counter.detach().reshape(()).double() for counter in counters.values()]).cpu()
+    if not bool((steps == steps[0]).all()):
+        name = list(counters)[int((steps != steps[0]).nonzero()[0])]
+        raise QuernError(
+            f"optimizer: {name}: expected {steps[0]:g}, as of {next(iter(counters))}, got {counters[name].item():g}; "
+            f"every parameter takes every step"
+        )
+    return steps[0].clone()
+
+
+@contextmanager
+def _moments_exist(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch makes missing moments by a step with zero gradients, which counts; here it does not, and gradients stay."""
+    if optimizer.state:
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    for slots in optimizer.state.values():
+        slots["step"].zero_()
+
+
+def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:
+    """Whether weights of one shape are a model of another; ``vocab_multiple`` may differ.
+
+    Raises:
+        InputError: naming ``file`` and the field.
+    """
+    theirs, ours = found.model_dump(), expected.model_dump()
+    for name, value in ours.items():
+        if name != "vocab_multiple" and theirs[name] != value:
+            raise InputError(f"{file}: model.{name}: expected {value!r}, as in the config, got {theirs[name]!r}")
+
+
+def check_tensors(file: str, metadata: Metadata, view: TensorView, parts: tuple[str, ...]) -> None:
+    """Whether a checkpoint holds the tensors of ``view``, in size and without loss of precision, and no others of
+    ``parts`` (name prefixes).
+
+    Raises:
+        InputError: naming ``file``, the tensor, what the checkpoint has and what was expected.
+    """
+    stored = metadata.state_dict_metadata
+    for name, tensor in view.tensors.items():
+        found = stored.get(name)
+        size = (view.rows[name], *tensor.shape[1:]) if name in view.rows else tuple(tensor.shape)
+        if not isinstance(found, TensorStorageMetadata):
+            raise InputError(f"{file}: {name}: missing in the checkpoint; the config's model has it")
+        if tuple(found.size) != size:
+            raise InputError(f"{file}: {name}: expected size {list(size)}, the checkpoint has {list(found.size)}")
+        if torch.promote_types(found.properties.dtype, tensor.dtype) != tensor.dtype:
+            raise InputError(
+                f"{file}: {name}: expected {tensor.dtype} or a type it contains, "
+                f"the checkpoint has {found.properties.dtype}"
+            )
+    for name in stored:
+        if name.startswith(parts) and name not in view.tensors:
+            raise InputError(f"{file}: {name}: the checkpoint has it; the config's model does not")

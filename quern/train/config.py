@@ -1,0 +1,235 @@
+"""The trainer's config. Imports neither torch nor Ray: lineage and the command line read it cold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from quern.config import Section
+from quern.model.config import ModelConfig
+
+__all__ = [
+    "CheckpointConfig", "CompileConfig", "DataConfig", "GuardConfig", "MetricsConfig", "OptimizerConfig",
+    "ParallelConfig", "PhaseConfig", "ProfileConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig",
+    "ValidationConfig",
+]  # fmt: skip
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class DataConfig(Section):
+    """One source of the mixture."""
+
+    path: str
+    """``RUN/tokens/<source>`` of a data run."""
+    weight: Weight = 1.0
+    """Share of tokens, relative to the other weights."""
+    max_epochs: Annotated[float, Field(gt=0)] = 4.0
+    """A plan that would read the source more often is refused (Muennighoff et al. 2023: 4 epochs cost little)."""
+    accept_version: Count | None = None
+    """The corpus version a resumed run may go on with when it is not the one it began on; opens a phase."""
+
+
+class PhaseConfig(Section):
+    """A change of recipe or batch size at a data step."""
+
+    first_step: Count
+    """Data step from which it holds (data steps and model steps differ only by skipped data)."""
+    weights: tuple[Weight, ...] | None = None
+    """One for each entry of ``data``; null = unchanged."""
+    global_batch: Count | None = None
+    """Null = unchanged."""
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019); decay on matrices only."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; null = no clipping."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate by model step: linear warm-up, then ``kind``, down to ``final · lr`` at ``steps``."""
+
+    kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    warmup: NonNegative = 2000
+    """Steps; at most ``steps``."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of ``lr`` at the end."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """``wsd``: share of all steps that decay linearly at the end."""
+
+
+class ParallelConfig(Section):
+    """Mesh sizes. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
+
+    dp_replicate: Count = 1
+    dp_shard: Count | None = None
+    """Null = all remaining ranks."""
+    reshard_after_forward: bool | Count = True
+    """FSDP2: true = gather again in backward (ZeRO-3), false = keep (ZeRO-2), a number = reshard to that many ranks."""
+    tp: Count = 1
+    pp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    zero: Literal[1, 2, 3] | None = None
+
+    @model_validator(mode="after")
+    def _available(self) -> Self:
+        for axis in ("tp", "pp", "cp", "ep"):
+            if getattr(self, axis) > 1:
+                raise ValueError(f"{axis}: not available yet; expected 1, got {getattr(self, axis)}")
+        if self.zero is not None:
+            raise ValueError("zero: not available; dp_shard with reshard_after_forward says the same")
+        return self
+
+
+class CompileConfig(Section):
+    """``torch.compile``, block by block."""
+
+    enabled: bool = False
+    backend: str = "inductor"
+
+
+class GuardConfig(Section):
+    """What a step does when its loss or gradient norm is not as it should be. Decided on device."""
+
+    non_finite: Literal["continue", "skip"] = "skip"
+    spike: Literal["continue", "skip"] = "continue"
+    """Spikes are reported in either case."""
+    window: Annotated[int, Field(ge=8)] = 128
+    """Healthy steps of history."""
+    min_history: Annotated[int, Field(ge=4)] = 32
+    """No spike is called before this many."""
+    loss_z: Annotated[float, Field(gt=0)] = 6.0
+    """Robust z-score (median, MAD) above which a loss is a spike."""
+    grad_norm_z: Annotated[float, Field(gt=0)] = 10.0
+    max_skips: Count = 100
+    """The run fails after this many skipped steps in a row: what is skipped does not enter the history, so a lasting
+    change would be skipped for ever."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.min_history > self.window:
+            raise ValueError(f"min_history: expected at most window ({self.window}), got {self.min_history}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved and which are kept."""
+
+    interval: NonNegative = 1000
+    """Steps between saves; the last step is always saved; 0 = only the last."""
+    keep_last: Count = 3
+    keep_every: Count | None = None
+    """Steps whose multiples are kept for ever."""
+    verify: bool = True
+    """Compare every file's SHA-256 before a resume."""
+
+
+class ResumeConfig(Section):
+    """Where to go on."""
+
+    step: NonNegative | None = None
+    """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger."""
+
+
+class ValidationConfig(Section):
+    """Loss on the held-out documents (``path + '.val'``)."""
+
+    interval: NonNegative = 500
+    """Steps; 0 = only at the end."""
+    windows: Count | None = 256
+    """Of each source, from its start; null = all."""
+
+
+class MetricsConfig(Section):
+    """What is written of each step."""
+
+    tensorboard: bool = True
+    live: bool = True
+    """A line on stderr with loss, speed and time to go."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Dense peak of one device in the compute precision; null = by the device's name, else MFU is null."""
+
+
+class ProfileConfig(Section):
+    """A ``torch.profiler`` trace of chosen steps, and a snapshot of memory when it runs out."""
+
+    first_step: NonNegative | None = None
+    """Null = no trace."""
+    steps: Count = 3
+    memory_snapshot: bool = False
+    """CUDA: record allocations, and write a snapshot when memory runs out."""
+
+
+class TrainConfig(Section):
+    """A training run."""
+
+    run_dir: str
+    data: Annotated[tuple[DataConfig, ...], Field(min_length=1)]
+    document_mask: bool = True
+    """Attention stays inside a document; positions restart with it; its first token is no target."""
+    phases: tuple[PhaseConfig, ...] = ()
+    model: ModelConfig = ModelConfig(preset="debug")
+    seq_len: Count = 2048
+    global_batch: Count = 512
+    """Sequences a step."""
+    micro_batch: Count = 1
+    """Sequences a forward pass and a data-parallel rank."""
+    steps: Count
+    seed: NonNegative = 0
+    init_from: str | None = None
+    """A checkpoint whose weights a fresh run begins with (one of ``quern checkpoint import-hf``, for example)."""
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    """Of compute. Masters, moments and reductions are FP32 (FP64 with fp64)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    loss_chunk: Count = 4096
+    """Tokens whose logits exist at a time."""
+    deterministic: bool = False
+    """``torch.use_deterministic_algorithms``: same layout, same bits on CUDA too."""
+    compile: CompileConfig = CompileConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    guard: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: ResumeConfig = ResumeConfig()
+    data_skip: NonNegative = 0
+    """With ``resume.step``: data steps that are never read, from the checkpoint's on."""
+    validation: ValidationConfig = ValidationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    verify_shards: bool = True
+    """Compare every shard's SHA-256 at the start, each rank its share; files verified before are not read again."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        paths = [source.path.rstrip("/") for source in self.data]
+        if len(set(paths)) < len(paths):
+            raise ValueError(f"data: {max(paths, key=paths.count)!r} is given twice; expected one entry a source")
+        if not any(source.weight > 0 for source in self.data):
+            raise ValueError("data: expected a weight above 0")
+        last = 0
+        for number, phase in enumerate(self.phases):
+            if phase.first_step <= last:
+                raise ValueError(f"phases.{number}.first_step: expected more than {last}, got {phase.first_step}")
+            if phase.weights is not None and len(phase.weights) != len(self.data):
+                raise ValueError(
+                    f"phases.{number}.weights: expected {len(self.data)} weights, one a source, "
+                    f"got {len(phase.weights)}"
+                )
+            last = phase.first_step
+        if self.data_skip and self.resume.step is None:
+            raise ValueError("data_skip: expected only together with resume.step")
+        return self

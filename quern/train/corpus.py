@@ -1,0 +1,247 @@
+"""The token shards a run trains on: opened, refused if they do not fit together, verified byte by byte."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quern import storage
+from quern.config import digest
+from quern.errors import InputError
+from quern.tokenize.shards import VERSION_FILE, ShardReader
+
+__all__ = ["Corpus", "Verified", "exclusive", "share_files"]
+
+#: What VERSION.json says of the encoding, and the same field of a source's manifest.
+_ENCODING_FIELDS = {
+    "name": "encoding",
+    "sha256": "ranks_sha256",
+    "vocab_size": "vocab_size",
+    "dtype": "dtype",
+    "eot_id": "eot_id",
+}
+
+
+@contextmanager
+def exclusive(path: str) -> Iterator[None]:
+    """Hold the lock file ``path`` among the processes of a node; it goes with the process, however that ends.
+
+    It saves work that is done once for all; nothing relies on it. A file system without locks has none.
+    """
+    with ExitStack() as stack:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            lock = stack.enter_context(open(path, "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def share_files(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
+    """The files of ``rank`` when ``world`` ranks share them by size: the largest first, to the least loaded so far."""
+    loads = [0] * world
+    mine = []
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[path]
+        if least == rank:
+            mine.append(path)
+    return mine
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :meth:`Corpus.verify` did on this rank."""
+
+    files: int
+    """Of this rank's share."""
+    read: int
+    """Files whose bytes were read; the others were verified before and have not been touched since."""
+    size_bytes: int
+    """Bytes read."""
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What a corpus version says of a source."""
+
+    version_path: str
+    entry: Mapping[str, Any]
+    encoding: Mapping[str, Any]
+
+
+class Corpus:
+    """The sources of a mixture, each a stream of tokens cut into windows of ``seq_len + 1`` at stride ``seq_len``.
+
+    ``paths``: folders ``RUN/tokens/<source>``, on a local file system.
+
+    Attributes: ``readers``, one a path; ``windows``, how many each has; ``ids``, the identity of each,
+    ``<run id>/<source>/<version since which its tokens stand where they do>``; ``versions``, the corpus version each
+    was opened at; ``encoding`` (name), ``ranks_path``, ``vocab_size``, ``eot_id``, the same for all; ``fingerprint``,
+    a digest over what every manifest holds, and so over every token.
+
+    Raises:
+        InputError: a file is missing or is not what the corpus version says; two sources do not share one encoding, or
+            are the same data; a source has no window of this length.
+    """
+
+    def __init__(self, paths: Sequence[str], seq_len: int) -> None:
+        if not paths:
+            raise InputError("data: expected at least one source, got none")
+        if seq_len < 1:
+            raise InputError(f"seq_len: expected an integer ≥ 1, got {seq_len}")
+        self.seq_len = seq_len
+        self.readers = tuple(ShardReader(path) for path in paths)
+        self._listed = tuple(_read_listed(reader) for reader in self.readers)
+        for reader, listed in zip(self.readers, self._listed, strict=True):
+            _check_encoding(reader, listed)
+        self._check_one_encoding()
+        first = self.readers[0]
+        self.encoding, self.ranks_path = first.encoding, first.ranks_path
+        self.vocab_size, self.eot_id = first.vocab_size, first.eot_id
+        for reader in self.readers:
+            if not os.path.exists(reader.ranks_path):
+                raise InputError(f"{reader.ranks_path}: is missing; the tokens of {reader.path} cannot be read back")
+            if reader.num_windows(seq_len) == 0:
+                raise InputError(
+                    f"{reader.path}: has {reader.total_tokens} tokens; seq_len {seq_len} needs {seq_len + 1} or more"
+                )
+        self.windows = tuple(reader.num_windows(seq_len) for reader in self.readers)
+        self.versions = tuple(reader.version for reader in self.readers)
+        self.ids = tuple(map(_identity, self.readers, self._listed))
+        for index, ident in enumerate(self.ids):
+            if ident in self.ids[:index]:
+                twin = self.readers[self.ids.index(ident)].path
+                raise InputError(f"{self.readers[index].path}: is the same data as {twin} ({ident}); give it once")
+        self.fingerprint = digest([listed.entry["sha256"] for listed in self._listed])
+
+    def _check_one_encoding(self) -> None:
+        first = self._listed[0].encoding
+        for reader, listed in zip(self.readers, self._listed, strict=True):
+            for field in _ENCODING_FIELDS:
+                if field != "dtype" and listed.encoding[field] != first[field]:
+                    raise InputError(
+                        f"{listed.version_path}: encoding.{field} is {listed.encoding[field]!r} for source "
+                        f"{reader.source!r}, expected {first[field]!r} as in {self._listed[0].version_path}"
+                    )
+
+    def verify(self, rank: int = 0, world: int = 1, cache_path: str | None = None) -> Verified:
+        """Compare the SHA-256 of this rank's share of shards, spans and ranks files, and every source's manifest.
+
+        ``cache_path``: a JSON file of what was verified before, by path, size, times and inode; a file in it is not
+        read again. All ranks may share it.
+
+        Raises:
+            InputError: a file is missing or damaged, or the corpus version has changed since it was opened.
+        """
+        for reader, opened in zip(self.readers, self._listed, strict=True):
+            now = _read_listed(reader)
+            manifest = os.path.join(reader.root, now.entry["manifest"])
+            if (now.entry, now.encoding) != (opened.entry, opened.encoding):
+                raise InputError(f"{now.version_path}: {reader.source!r} has changed since the corpus was opened")
+            if not os.path.exists(manifest) or storage.sha256(manifest) != now.entry["sha256"]:
+                raise InputError(f"{manifest}: missing or changed; its SHA-256 is not the one in {VERSION_FILE}")
+        expected = self._files()
+        sizes = {path: size for path, (_, size) in expected.items()}
+        mine = share_files(sizes, rank, world)
+        known = _read_cache(cache_path)
+        verified, size_bytes, read = {}, 0, 0
+        for path in mine:
+            sha256 = expected[path][0]
+            stamp = _stamp(path)
+            if known.get(path) != [*stamp, sha256]:
+                if storage.sha256(path) != sha256:
+                    raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {sha256}")
+                read, size_bytes = read + 1, size_bytes + stamp[0]
+                verified[path] = [*stamp, sha256]
+        if cache_path is not None and verified:
+            with exclusive(f"{cache_path}.lock"):
+                storage.write_json(cache_path, {**_read_cache(cache_path), **verified})
+        return Verified(len(mine), read, size_bytes)
+
+    def _files(self) -> dict[str, tuple[str, int]]:
+        """Path → (SHA-256, bytes) of every file that holds data; a file that several sources share is in it once."""
+        files: dict[str, tuple[str, int]] = {}
+        for reader, listed in zip(self.readers, self._listed, strict=True):
+            found = [(reader.ranks_path, listed.encoding["sha256"])]
+            for shard in reader.shards:
+                found += [(os.path.join(reader.path, shard.bin), shard.sha256)]
+                found += [(os.path.join(reader.path, shard.spans), shard.spans_sha256)]
+            for path, sha256 in found:
+                files[path] = (sha256, _stamp(path)[0])
+        return files
+
+
+def _read_listed(reader: ShardReader) -> _Listed:
+    """What VERSION.json says of the source; it must be the version the reader was opened at."""
+    path = os.path.join(reader.root, VERSION_FILE)
+    version = storage.read_json(path)
+    if version["version"] != reader.version or reader.source not in version["sources"]:
+        raise InputError(
+            f"{path}: version: expected {reader.version} with source {reader.source!r}, as when it was opened, "
+            f"got {version['version']}; open the corpus again"
+        )
+    encoding = version.get("encoding", {})
+    for field in (*_ENCODING_FIELDS, "ranks"):
+        if field not in encoding:
+            raise InputError(f"{path}: encoding.{field}: is missing")
+    return _Listed(path, version["sources"][reader.source], encoding)
+
+
+def _check_encoding(reader: ShardReader, listed: _Listed) -> None:
+    """The manifest agrees with the version, and every id fits the file's integers."""
+    path = os.path.join(reader.root, listed.entry["manifest"])
+    manifest = storage.read_json(path)
+    for field, own in _ENCODING_FIELDS.items():
+        if manifest.get(own) != listed.encoding[field]:
+            raise InputError(
+                f"{path}: {own}: expected {listed.encoding[field]!r} as in {VERSION_FILE}, got {manifest.get(own)!r}"
+            )
+    if reader.dtype not in (np.dtype("uint16"), np.dtype("uint32")):
+        raise InputError(f"{path}: dtype: expected uint16 or uint32, got {str(reader.dtype)!r}")
+    most = int(np.iinfo(reader.dtype).max) + 1
+    if not 1 <= reader.vocab_size <= most:
+        raise InputError(
+            f"{path}: vocab_size: expected 1 to {most}, which {reader.dtype} holds, got {reader.vocab_size}"
+        )
+    if not 0 <= reader.eot_id < reader.vocab_size:
+        raise InputError(f"{path}: eot_id: expected 0 to {reader.vocab_size - 1}, got {reader.eot_id}")
+
+
+def _identity(reader: ShardReader, listed: _Listed) -> str:
+    path = os.path.join(os.path.dirname(reader.root), "run.json")
+    run = storage.read_json(path)
+    ident = run.get("id") if isinstance(run, dict) else None
+    if not isinstance(ident, str) or not ident:
+        raise InputError(f"{path}: id: expected the identity of a data run, got {ident!r}")
+    return f"{ident}/{reader.source}/{listed.entry.get('since', 1)}"
+
+
+def _stamp(path: str) -> list[int]:
+    """[bytes, modified (ns), changed (ns), inode]: whether a file is still the one that was verified.
+
+    The time of change catches a file that was written to and given its old time of modification again.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing") from None
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _read_cache(path: str | None) -> dict[str, list[Any]]:
+    """What was verified before; a cache that is missing or no such file says nothing."""
+    if path is None or not storage.exists(path):
+        return {}
+    try:
+        cache = storage.read_json(path)
+    except InputError:
+        return {}
+    return cache if isinstance(cache, dict) else {}

@@ -1,0 +1,92 @@
+"""From the loader's arrays to tensors on the device, ahead of need; the waiting is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quern.model.attention import Documents
+from quern.train.loader import Loader, MicroBatch, StepBatch
+
+__all__ = ["Feed", "Inputs", "StepInputs", "to_device"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch on the device, as the model takes it."""
+
+    tokens_BL: torch.Tensor
+    targets_BL: torch.Tensor
+    positions_BL: torch.Tensor | None
+    documents: Documents | None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A rank's share of a step."""
+
+    data_step: int
+    valid_tokens: int
+    """Targets of the whole global batch, over all ranks."""
+    micro_batches: tuple[Inputs, ...]
+    wait_s: float
+    """Time the loop stood still for it."""
+
+
+def to_device(batch: MicroBatch, device: torch.device, *, document_mask: bool) -> Inputs:
+    """Without document masks the model needs neither positions nor boundaries."""
+    tokens, targets = _move(batch.tokens_BL, device), _move(batch.targets_BL, device)
+    if not document_mask:
+        return Inputs(tokens, targets, None, None)
+    documents = Documents(
+        ids_BL=_move(batch.documents_BL, device),
+        cu_seqlens=_move(_padded(batch.cu_seqlens), device),
+        max_seqlen=batch.tokens_BL.shape[1],
+    )
+    return Inputs(tokens, targets, _move(batch.positions_BL, device), documents)
+
+
+def _padded(cu_seqlens: np.ndarray) -> np.ndarray:
+    """Up to a power of two with empty documents at the end: few shapes, so few graphs and few allocations."""
+    size = 1 << (len(cu_seqlens) - 1).bit_length()
+    return np.concatenate([cu_seqlens, np.full(size - len(cu_seqlens), cu_seqlens[-1], cu_seqlens.dtype)])
+
+
+def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+class Feed:
+    """Steps in order, from data step ``first`` on, ``depth`` of them ahead of need."""
+
+    def __init__(self, loader: Loader, device: torch.device, *, document_mask: bool, depth: int = 4) -> None:
+        self._loader = loader
+        self._device = device
+        self._document_mask = document_mask
+        self._depth = depth
+        self._batches: Iterator[StepBatch] | None = None
+
+    def start(self, first: int, stop: int) -> None:
+        """Begin reading data steps [first, stop)."""
+        self._batches = iter(self._loader.prefetch(first, stop, self._depth))
+
+    def take(self, data_step: int) -> StepInputs:
+        """The next step, which must be ``data_step``."""
+        assert self._batches is not None, "start() comes first"
+        began = time.perf_counter()
+        batch = next(self._batches)
+        wait = time.perf_counter() - began
+        assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
+        inputs = tuple(to_device(b, self._device, document_mask=self._document_mask) for b in batch.micro_batches)
+        return StepInputs(data_step, batch.valid_tokens, inputs, wait)
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._loader.close()

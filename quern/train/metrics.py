@@ -1,0 +1,170 @@
+"""A line a step: JSONL, TensorBoard, and one live line with the time to go."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quern.model.config import ModelShape
+from quern.train.config import MetricsConfig
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Metrics", "Utilisation", "peak_flops"]
+
+#: Dense peaks in TFLOP/s by a part of the device's name: BF16/FP16 tensor cores, and FP32 outside them.
+#: NVIDIA data sheets (A100 2021, H100 2023, H200 2024, B200 2024), without sparsity.
+_PEAKS = (
+    ("B200", 2250.0, 80.0),
+    ("H200", 989.4, 67.0),
+    ("GH200", 989.4, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.4, 67.0),
+    ("A100", 312.0, 19.5),
+    ("L40S", 362.0, 91.6),
+)
+
+
+def peak_flops(device: torch.device, precision: str, given_tflops: float | None) -> float | None:
+    """Dense peak of one device in FLOP/s: as configured, else by the device's name, else None (never guessed)."""
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    if device.type != "cuda" or precision == "fp64":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, half, single in _PEAKS:
+        if part in name:
+            return (single if precision == "fp32" else half) * 1e12
+    return None
+
+
+class Utilisation:
+    """Model FLOPs utilisation in both conventions; recomputation is never counted.
+
+    ``mfu_full`` counts the whole attention matrix (PaLM, appendix B; torchtitan, OLMo-core), ``mfu_causal`` the half
+    that causal attention uses (Megatron-Bridge). Document masks lower neither.
+    """
+
+    def __init__(self, shape: ModelShape, seq_len: int, world: int, peak: float | None) -> None:
+        self.full = shape.flops_per_token(seq_len, causal=False)
+        self.causal = shape.flops_per_token(seq_len, causal=True)
+        self.peak = peak
+        self._world = world
+
+    def of(self, tokens_per_s: float) -> dict[str, float | None]:
+        """Both figures for ``tokens_per_s`` of the whole run; None where the peak is not known."""
+        if self.peak is None:
+            return {"mfu_full": None, "mfu_causal": None}
+        share = tokens_per_s / (self._world * self.peak)
+        return {"mfu_full": share * self.full, "mfu_causal": share * self.causal}
+
+    def describe(self) -> dict[str, Any]:
+        """What the figures are made of."""
+        return {
+            "formula": "tokens/s · FLOPs/token / (devices · peak); FLOPs/token = 6 N + 12 · layers · heads · head_dim "
+            "· seq_len (full) or half of the second term (causal), N without the embedding look-up",
+            "flops_per_token_full": self.full,
+            "flops_per_token_causal": self.causal,
+            "peak_flops_per_device": self.peak,
+            "devices": self._world,
+        }
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far: allocated on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+
+
+class Metrics:
+    """Writes what rank 0 has to say of each step. Every other rank has none of these."""
+
+    def __init__(self, run_dir: str, config: MetricsConfig, steps: int) -> None:
+        self._file = open(os.path.join(run_dir, "metrics.jsonl"), "a", encoding="utf-8")  # noqa: SIM115
+        self._board = _board(os.path.join(run_dir, "tensorboard")) if config.tensorboard else None
+        self._live = config.live
+        self._steps = steps
+        self._began = time.monotonic()
+        self._first: int | None = None
+        self._shown = 0.0
+
+    def report(self, row: Mapping[str, Any]) -> None:
+        """One step; ``row`` is plain data with ``step`` and ``loss``."""
+        step = int(row["step"])
+        self._first = step if self._first is None else self._first
+        self._write({"kind": "step", **row})
+        if self._board is not None:
+            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "memory_gib", "mfu_full"):
+                if row.get(name) is not None:
+                    self._board.add_scalar(f"train/{name}", row[name], step)
+        self._show(row, step)
+
+    def validation(self, step: int, losses: Mapping[str, Any]) -> None:
+        """Held-out loss after ``step`` completed steps: ``loss``, and by source."""
+        self._write({"kind": "validation", "step": step, **losses})
+        if self._board is not None:
+            self._board.add_scalar("validation/loss", losses["loss"], step)
+            for name, value in losses["sources"].items():
+                self._board.add_scalar(f"validation/{name}", value["loss"], step)
+        if self._live:
+            self._clear()
+            print(
+                f"step {step:,}  held-out loss {losses['loss']:.4f} over {losses['tokens']:,} tokens", file=sys.stderr
+            )
+
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        self._clear()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        row = {name: _plain(value) for name, value in row.items()}
+        row["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def _show(self, row: Mapping[str, Any], step: int) -> None:
+        now, last = time.monotonic(), step + 1 == self._steps
+        terminal = sys.stderr.isatty()
+        if not self._live or (now - self._shown < (0.2 if terminal else 10) and not last):
+            return
+        self._shown = now
+        done = step + 1 - (self._first or 0)
+        left = (now - self._began) / done * (self._steps - step - 1)
+        norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] is not None else "not finite"
+        loss = f"{row['loss']:.4f}" if row["loss"] is not None else "not finite"
+        mfu = f"  MFU {100 * row['mfu_full']:.1f} %" if row.get("mfu_full") else ""
+        text = (
+            f"step {step + 1:,}/{self._steps:,}  loss {loss}  norm {norm}  lr {row['lr']:.2e}  "
+            f"{row['tokens_per_s']:,.0f} tokens/s{mfu}  {timedelta(seconds=round(left))} to go"
+        )
+        print("\r\x1b[K" + text if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._live and sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: what is not finite is null, and the step's flags say so."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _board(folder: str) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter  # half a second that only a run with a board pays
+
+    return SummaryWriter(folder)

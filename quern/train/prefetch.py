@@ -1,0 +1,115 @@
+"""Values of consecutive numbers, made ahead of need by a background thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+__all__ = ["Prefetch"]
+
+T = TypeVar("T")
+
+
+class _Shared(Generic[T]):
+    """What the thread and its consumer share. The thread holds no more than this, so that a consumer who is simply
+    forgotten is collected, and ends it."""
+
+    def __init__(self, depth: int) -> None:
+        self.ready: deque[T] = deque()
+        self.depth = depth
+        self.changed = threading.Condition()
+        self.closed = False
+        self.ended = False
+        self.error: BaseException | None = None
+        self.spent_s = 0.0
+
+
+def _work(shared: _Shared[T], make: Callable[[int], T], first: int, stop: int | None) -> None:
+    number = first
+    try:
+        while stop is None or number < stop:
+            with shared.changed:
+                shared.changed.wait_for(lambda: shared.closed or len(shared.ready) < shared.depth)
+                if shared.closed:
+                    return
+            began = time.perf_counter()
+            value = make(number)
+            shared.spent_s += time.perf_counter() - began
+            with shared.changed:
+                shared.ready.append(value)
+                shared.changed.notify_all()
+            del value  # not to be kept alive while this thread waits
+            number += 1
+    except BaseException as error:
+        shared.error = error
+    finally:
+        with shared.changed:
+            shared.ended = True
+            shared.changed.notify_all()
+
+
+def _end(shared: _Shared[T], thread: threading.Thread) -> None:
+    with shared.changed:
+        shared.closed = True
+        shared.ready.clear()
+        shared.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+class Prefetch(Generic[T]):
+    """Iterates ``make(first) … make(stop - 1)``; at most ``depth`` of them wait to be taken.
+
+    An error in ``make`` is raised, itself, after the values made before it, and again whenever more is asked for. The
+    thread ends with the last value, at :meth:`close`, when the iterator is collected, or with the interpreter.
+    """
+
+    def __init__(self, make: Callable[[int], T], first: int, stop: int | None, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth: expected an integer ≥ 1, got {depth}")
+        self.waited_s = 0.0
+        """Time the consumer has waited."""
+        self._shared: _Shared[T] = _Shared(depth)
+        self._thread = threading.Thread(
+            target=_work, args=(self._shared, make, first, stop), name="quern-prefetch", daemon=True
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._shared, self._thread)
+
+    @property
+    def spent_s(self) -> float:
+        """Time the thread has spent making values."""
+        return self._shared.spent_s
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        shared, began = self._shared, time.perf_counter()
+        with shared.changed:
+            shared.changed.wait_for(lambda: shared.ready or shared.ended)
+            self.waited_s += time.perf_counter() - began
+            if shared.ready:
+                value = shared.ready.popleft()
+                shared.changed.notify_all()
+                return value
+        if shared.error is not None:
+            raise shared.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread, after the value it is making; what it has made is dropped. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

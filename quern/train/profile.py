@@ -1,0 +1,64 @@
+"""What a step is made of: a ``torch.profiler`` trace of chosen steps, and memory when it runs out."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import profiler
+
+from quern.train.config import ProfileConfig
+
+__all__ = ["Profiler"]
+
+
+class Profiler:
+    """Around the loop; :meth:`step` after each step. Traces go to ``RUN/profile/``, one file a rank."""
+
+    def __init__(self, run_dir: str, config: ProfileConfig, rank: int) -> None:
+        self._folder = os.path.join(run_dir, "profile")
+        self._config = config
+        self._rank = rank
+        self._active: Any = None
+
+    def __enter__(self) -> Self:
+        if self._config.memory_snapshot and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if self._config.first_step == 0:
+            self._begin()
+        return self
+
+    def step(self, step: int) -> None:
+        """Step ``step`` is done."""
+        first = self._config.first_step
+        if first is None:
+            return
+        if step + 1 == first:
+            self._begin()
+        elif step + 1 == first + self._config.steps:
+            self._end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        if isinstance(error, torch.OutOfMemoryError) and self._config.memory_snapshot:
+            os.makedirs(self._folder, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(os.path.join(self._folder, f"memory_rank{self._rank}.pickle"))
+
+    def _begin(self) -> None:
+        activities = [profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(profiler.ProfilerActivity.CUDA)
+        self._active = profiler.profile(activities=activities, record_shapes=True)
+        self._active.__enter__()
+
+    def _end(self) -> None:
+        if self._active is None:
+            return
+        self._active.__exit__(None, None, None)
+        os.makedirs(self._folder, exist_ok=True)
+        self._active.export_chrome_trace(os.path.join(self._folder, f"trace_rank{self._rank}.json"))
+        self._active = None

@@ -1,0 +1,109 @@
+"""Who this process is among the others: rank, world, device; opened once, closed once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quern.errors import InputError
+
+__all__ = ["Ranks", "choose_device", "open_ranks"]
+
+#: A collective that waits longer than this has lost a peer.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place. With ``world == 1`` there may be no process group, and collectives return their input."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether there is a process group."""
+        return dist.is_available() and dist.is_initialized()
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` summed over all ranks, in place; no host sync."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank (any picklable value; small)."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, on every rank (any picklable value; small)."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """``auto`` is this rank's GPU when there is one.
+
+    Raises:
+        InputError: CUDA asked for where there is none, or more local ranks than GPUs.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("device: expected a machine with CUDA, and torch finds none; give device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"device: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} here); "
+            f"start at most one process a GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def open_ranks(wanted: str) -> Iterator[Ranks]:
+    """Join the process group that ``torchrun``'s environment names; without one, be alone."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device = choose_device(wanted, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    already = dist.is_initialized()
+    joins = "RANK" in os.environ and not already
+    if joins:
+        # gloo beside nccl: objects and barriers of the host travel without touching the GPU's streams
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        if dist.is_initialized():
+            yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        else:
+            if world > 1:
+                raise InputError(f"WORLD_SIZE is {world} and RANK is not set; start with torchrun or --nproc")
+            yield Ranks(0, 1, device)
+    finally:
+        if joins and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""What a run notices about itself, and what it does then."""

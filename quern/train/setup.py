@@ -1,0 +1,208 @@
+"""From a config to a :class:`Trainer`: every refusal a config can earn comes before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from quern import __version__, storage
+from quern.config import digest, dump_yaml
+from quern.errors import InputError
+from quern.model.config import ModelShape
+from quern.model.init import initialise
+from quern.model.transformer import Transformer
+from quern.parallel.apply import Layout, parallelize
+from quern.parallel.data import unwrapped
+from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
+from quern.train.begin import LEDGER_FILE, Start, begin
+from quern.train.boundaries import open_boundaries
+from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.manifest import EncodingInfo, RunFacts
+from quern.train.checkpoint.state import TrainState
+from quern.train.config import TrainConfig
+from quern.train.corpus import Corpus
+from quern.train.feed import Feed
+from quern.train.ledger import Ledger
+from quern.train.loader import Loader
+from quern.train.metrics import Metrics, Utilisation, peak_flops
+from quern.train.mixture import plan_mixture
+from quern.train.optimizer import build_optimizer
+from quern.train.precision import LossScale, Precision, precision_of
+from quern.train.profile import Profiler
+from quern.train.ranks import Ranks
+from quern.train.resilience.guard import Guard
+from quern.train.schedule import check_schedule
+from quern.train.trainer import Trainer
+from quern.train.validation import Validator
+
+__all__ = ["check", "open_trainer"]
+
+
+def check(config: TrainConfig, world: int) -> tuple[Corpus, MeshPlan]:
+    """Everything that can be wrong with a config and needs no device.
+
+    Raises:
+        InputError: naming the field, what it is and what would fit.
+    """
+    check_schedule(config.steps, config.schedule)
+    mesh = plan_mesh(config.parallel, world)
+    for index, batch in enumerate([config.global_batch, *(p.global_batch for p in config.phases)]):
+        unit = mesh.dp_size * config.micro_batch
+        if batch is not None and batch % unit:
+            where = "global_batch" if index == 0 else f"phases.{index - 1}.global_batch"
+            low = batch // unit * unit
+            fits = f"{low} or {low + unit}" if low else f"{unit}"
+            raise InputError(
+                f"{where}: expected a multiple of micro_batch × data-parallel ranks ({config.micro_batch} × "
+                f"{mesh.dp_size} = {unit}), for example {fits}, got {batch}"
+            )
+    corpus = Corpus([source.path for source in config.data], config.seq_len)
+    plan_mixture(config, corpus)
+    return corpus, mesh
+
+
+@contextmanager
+def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
+    """The run of ``config``, begun or taken up again where it was left, ready for :meth:`Trainer.fit`. Collective.
+
+    Raises:
+        InputError: the config, the corpus or what stands in ``run_dir`` does not fit.
+        QuernError: another trainer is at work in ``run_dir``, or its ledger or checkpoints are damaged.
+    """
+    corpus, plan = check(config, ranks.world)
+    _same_config(config, ranks)
+    precision = precision_of(config.precision)
+    torch.use_deterministic_algorithms(config.deterministic)
+    with ExitStack() as opened:
+        checkpoints = opened.enter_context(
+            CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, None)
+        )
+        if config.verify_shards:
+            corpus.verify(ranks.rank, ranks.world, os.path.join(config.run_dir, "index", f"verified.{ranks.rank}.json"))
+        ledger = Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None
+        if ledger is not None:
+            opened.enter_context(ledger)
+        start = begin(config, corpus, checkpoints, ledger, ranks)
+        mesh = build_mesh(plan, ranks.device.type)
+        shape = config.model.shape(corpus.vocab_size)
+        model = _model(config, shape, precision, ranks)
+        layout = Layout(
+            compute_dtype=precision.compute,
+            reshard_after_forward=config.parallel.reshard_after_forward,
+            activation_checkpointing=config.activation_checkpointing,
+            compile_backend=config.compile.backend if config.compile.enabled else None,
+        )
+        wrapped = parallelize(model, mesh, layout, ranks.device)
+        initialise(unwrapped(wrapped), config.seed)  # type: ignore[arg-type]
+        optimizer = build_optimizer(wrapped, config.optimizer)
+        guard = Guard(config.guard, ranks.device, precision.master)
+        loss_scale = LossScale(ranks.device, enabled=precision.scaled)
+        state = TrainState(wrapped, optimizer, _facts(config, corpus, shape, plan))
+        _restore(config, start, checkpoints, state, guard, loss_scale)
+        cache = os.path.join(config.run_dir, "index")
+        loader = Loader(
+            corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
+            document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+            source_map=start.mixture.source_map,
+        )  # fmt: skip
+        validator = Validator(config, ranks, mesh.dp_rank, mesh.dp_size, cache)
+        utilisation = Utilisation(
+            shape, config.seq_len, ranks.world,
+            peak_flops(ranks.device, config.precision, config.metrics.peak_tflops),
+        )  # fmt: skip
+        if ranks.first:
+            _describe(config, corpus, shape, plan, utilisation, start)
+        trainer = Trainer(
+            config=config, ranks=ranks, start=start, model=wrapped, optimizer=optimizer,
+            feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard, loss_scale=loss_scale,
+            checkpoints=checkpoints, state=state, validator=validator if validator else None,
+            profiler=Profiler(config.run_dir, config.profile, ranks.rank), utilisation=utilisation, ledger=ledger,
+            metrics=Metrics(config.run_dir, config.metrics, config.steps) if ranks.first else None,
+        )  # fmt: skip
+        with trainer:
+            yield trainer
+
+
+def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:
+    """On ``meta``: memory comes with the layout, values from the seed or a checkpoint."""
+    backend = config.attention
+    if backend == "auto":
+        half = precision.compute in (torch.bfloat16, torch.float16)
+        backend = "varlen" if ranks.device.type == "cuda" and config.document_mask and half else "sdpa"
+    if backend != "sdpa" and ranks.device.type != "cuda":
+        raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on {ranks.device.type}")
+    with torch.device("meta"):
+        model = Transformer(shape, compute_dtype=precision.compute, attention=backend, loss_chunk=config.loss_chunk)
+    return model.to(precision.master)
+
+
+def _restore(
+    config: TrainConfig,
+    start: Start,
+    checkpoints: CheckpointManager,
+    state: TrainState,
+    guard: Guard,
+    loss_scale: LossScale,
+) -> None:
+    if start.checkpoint is not None:
+        extra = checkpoints.load(start.checkpoint.path, state).extra
+        device = next(iter(state.model.parameters())).device
+        part = {name: value.to(device) for name, value in extra.items()}
+        guard.load_state_dict({n.removeprefix("guard."): v for n, v in part.items() if n.startswith("guard.")})
+        loss_scale.load_state_dict(
+            {n.removeprefix("loss_scale."): v for n, v in part.items() if n.startswith("loss_scale.")}
+        )
+    elif config.init_from is not None:
+        checkpoints.load(config.init_from, state)
+        for slots in state.optimizer.state.values():  # a full checkpoint brings moments; a fresh run begins without
+            for value in slots.values():
+                value.zero_()
+
+
+def _facts(config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan) -> RunFacts:
+    return RunFacts(
+        shape=shape,
+        layout={"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
+        precision=config.precision,
+        corpus_versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
+        corpus_fingerprint=corpus.fingerprint,
+        encoding=EncodingInfo(
+            name=corpus.encoding,
+            vocab_size=corpus.vocab_size,
+            eot_id=corpus.eot_id,
+            ranks_sha256=storage.sha256(corpus.ranks_path),
+        ),
+        ranks_path=corpus.ranks_path,
+        config=config.model_dump(mode="json"),
+    )
+
+
+def _same_config(config: TrainConfig, ranks: Ranks) -> None:
+    """Two ranks with two configs would train two models into one run."""
+    digests = ranks.gather(digest(config))
+    if len(set(digests)) > 1:
+        odd = next(rank for rank, own in enumerate(digests) if own != digests[0])
+        raise InputError(f"rank {odd} was given another config than rank 0; start all ranks with the same")
+
+
+def _describe(
+    config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan, utilisation: Utilisation, start: Start
+) -> None:
+    storage.publish_bytes(os.path.join(config.run_dir, "config.yaml"), dump_yaml(config).encode())
+    storage.write_json(
+        os.path.join(config.run_dir, "run.json"),
+        {
+            "kind": "train",
+            "config_digest": digest(config),
+            "model": shape.model_dump(mode="json"),
+            "parameters": shape.num_parameters,
+            "layout": {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
+            "order": start.mixture.order.hash,
+            "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
+            "mfu": utilisation.describe(),
+            "versions": {"quern": __version__, "torch": torch.__version__},
+        },
+    )

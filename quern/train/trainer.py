@@ -1,0 +1,304 @@
+"""The loop: read aloud, it is what training is. Everything it needs is built by :mod:`quern.train.setup`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from quern.errors import QuernError
+from quern.parallel.clip import clip, global_grad_norm
+from quern.parallel.data import accumulation
+from quern.train.begin import Start
+from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.manifest import Position
+from quern.train.checkpoint.state import TrainState
+from quern.train.config import TrainConfig
+from quern.train.feed import Feed, StepInputs
+from quern.train.ledger import Ledger
+from quern.train.metrics import Metrics, Utilisation, memory_gib
+from quern.train.optimizer import step as update
+from quern.train.precision import LossScale, precision_of
+from quern.train.profile import Profiler
+from quern.train.ranks import Ranks
+from quern.train.resilience.guard import Guard, Health
+from quern.train.schedule import learning_rate
+from quern.train.validation import Validator
+
+__all__ = ["Trainer"]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose figures are still on the device."""
+
+    step: int
+    data_step: int
+    valid_tokens: int
+    values: torch.Tensor
+    """Loss, gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale, asked to stop."""
+    lr: float
+    tokens: int
+    wait_s: float
+    ended: float
+    event: torch.cuda.Event | None = None
+
+
+@dataclass
+class Trainer:
+    """A run in progress. Use as a context manager: leaving it ends threads and closes files."""
+
+    config: TrainConfig
+    ranks: Ranks
+    start: Start
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    feed: Feed
+    guard: Guard
+    loss_scale: LossScale
+    checkpoints: CheckpointManager
+    state: TrainState
+    validator: Validator | None
+    """None: no held-out documents."""
+    profiler: Profiler
+    utilisation: Utilisation
+    ledger: Ledger | None
+    """On rank 0 only."""
+    metrics: Metrics | None
+    """On rank 0 only."""
+    stopped_by: str | None = None
+    """The signal that ended the run early."""
+    on_gradients: Callable[[Trainer, int], None] | None = None
+    """Called when a step's gradients are summed and not yet clipped: where a test or a forensic tool looks."""
+    _pending: list[_Pending] = field(default_factory=list)
+    _signal: int = 0
+    _tokens: int = 0
+    _mark: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._tokens = self.start.tokens
+        self._done = self.start.step
+        self._skips = 0
+        self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def fit(self) -> None:
+        """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
+        self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
+        self._mark = time.perf_counter()
+        with _listening(self), self.profiler:
+            for step in self.steps():
+                batch = self.feed.take(self.data_step(step))
+                loss = self.forward_backward(batch)
+                norm = self.clip(step)
+                health = self.guard.judge(loss, norm)
+                self.update(step, health)
+                self.report(step, batch, loss, norm, health)
+                self.validate_if_due(step)
+                self.save_if_due(step)
+                self.profiler.step(step)
+        self.finish()
+
+    def steps(self) -> Iterator[int]:
+        """Steps that are left, the first of a run being 0; ends early when all ranks know of a signal."""
+        for step in range(self.start.step, self.config.steps):
+            if self.stopped_by is not None:
+                return
+            yield step
+
+    def data_step(self, step: int) -> int:
+        """The data step that an optimizer step reads."""
+        return self.start.data_step + step - self.start.step
+
+    def forward_backward(self, batch: StepInputs) -> torch.Tensor:
+        """Gradients of the mean loss over the global batch's targets; returns that mean, the same on every rank."""
+        self.optimizer.zero_grad(set_to_none=True)
+        mine = torch.zeros(2, dtype=self._master, device=self.ranks.device)
+        last = len(batch.micro_batches) - 1
+        for number, inputs in enumerate(batch.micro_batches):
+            with accumulation(self.model, number == last):
+                loss_sum, _ = self.model(
+                    inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
+                )
+                loss = loss_sum / batch.valid_tokens  # of the whole global batch: ranks have unequal numbers of targets
+                self.loss_scale.scaled(loss).backward()
+            mine[0] += loss.detach()
+        mine[1] = self._signal  # travels with the loss, so that all ranks end at the same step
+        self._summed = self.ranks.sum(mine)
+        return self._summed[0]
+
+    def clip(self, step: int) -> torch.Tensor:
+        """Bring the gradient's norm over all parameters and ranks down to ``optimizer.clip``; returns what it was."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        self.loss_scale.unscale_(parameters)
+        if self.on_gradients is not None:
+            self.on_gradients(self, step)
+        norm = global_grad_norm(parameters)
+        if self.config.optimizer.clip is not None:
+            clip(parameters, self.config.optimizer.clip, norm)
+        return norm
+
+    def update(self, step: int, health: Health) -> None:
+        """One optimizer step, or none where the guard says so; the host does not know which."""
+        self.loss_scale.update(health.non_finite)
+        update(self.optimizer, self._lr(step), health.skip)
+        self._tokens += self._sequences(step) * self.config.seq_len
+        self._done = step + 1
+
+    def report(self, step: int, batch: StepInputs, loss: torch.Tensor, norm: torch.Tensor, health: Health) -> None:
+        """Send the step's figures to the host, and read those of the step before, which have arrived."""
+        figures = (
+            loss, norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z,
+            health.norm_z, self.loss_scale.scale, self._summed[1],
+        )  # fmt: skip
+        values, event = torch.stack([figure.to(self._master) for figure in figures]), None
+        if values.is_cuda:
+            values, event = values.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._pending.append(
+            _Pending(
+                step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
+                time.perf_counter(), event,
+            )
+        )  # fmt: skip
+        self.settle(keep=1)
+
+    def settle(self, keep: int = 0) -> None:
+        """Read the figures of all steps but the newest ``keep``: metrics, ledger, and whether to stop."""
+        while len(self._pending) > keep:
+            pending = self._pending.pop(0)
+            if pending.event is not None:
+                pending.event.synchronize()
+            self._read(pending)
+            if self._skips > self.config.guard.max_skips:  # the same on every rank
+                raise QuernError(
+                    f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
+                    f"{self.config.guard.max_skips}); the newest checkpoint is from before. Look at the ledger, then "
+                    f"go on with resume.step and data_skip, or another lr"
+                )
+
+    def _read(self, pending: _Pending) -> None:
+        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop = pending.values.tolist()
+        if stop and self.stopped_by is None:
+            self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
+        seconds, self._mark = pending.ended - self._mark, pending.ended
+        self._skips = self._skips + 1 if skipped else 0
+        if self.ledger is None or self.metrics is None:
+            return
+        where = {"step": pending.step, "data_step": pending.data_step}
+        if skipped:
+            self.ledger.append("skipped", **where, reason="non_finite" if non_finite else "spike")
+        if loss_spike or norm_spike:
+            self.ledger.append("spike", **where, loss=loss, grad_norm=norm, loss_z=loss_z, grad_norm_z=norm_z)
+        speed = self._sequences(pending.step) * self.config.seq_len / seconds
+        row = {
+            **where, "attempt": self.start.attempt, "loss": loss, "grad_norm": norm, "lr": pending.lr,
+            "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
+            "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
+            **self.utilisation.of(speed), "skipped": bool(skipped), "non_finite": bool(non_finite),
+            "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike),
+        }  # fmt: skip
+        self.metrics.report(row | ({"loss_scale": scale} if self.loss_scale.enabled else {}))
+
+    def save_if_due(self, step: int) -> None:
+        """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
+        done = step + 1
+        interval = self.config.checkpoint.interval
+        if done < self.config.steps and self.stopped_by is None and not (interval and done % interval == 0):
+            return
+        self.settle()  # what the ledger has to say of these weights is written before they are published
+        began = time.perf_counter()
+        data_step = self.data_step(step) + 1
+        offset = 0
+        if self.ledger is not None:
+            self.ledger.append("checkpoint", step=done, data_step=data_step, name=f"step_{done:08d}")
+            offset = self.ledger.offset
+        order = self.start.mixture.order.hash
+        extra = {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
+        extra |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
+        state = TrainState(self.model, self.optimizer, self.state.facts, extra)
+        self.checkpoints.save(done, state, Position(data_step, self._tokens, order, offset))
+        self.checkpoints.prune()
+        self._mark += time.perf_counter() - began  # no step's time
+
+    def validate_if_due(self, step: int) -> None:
+        """Held-out loss every ``validation.interval`` steps and after the last."""
+        done, interval = step + 1, self.config.validation.interval
+        if self.validator is None or self.stopped_by is not None:
+            return
+        if done < self.config.steps and not (interval and done % interval == 0):
+            return
+        self.settle()
+        began = time.perf_counter()
+        losses = self.validator.run(self.model)
+        if self.metrics is not None:
+            self.metrics.validation(done, losses)
+        self._mark += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Say in the ledger how the run ended."""
+        self.settle()
+        if self.ledger is None:
+            return
+        if not self.complete:
+            self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
+        else:
+            self.ledger.append("end", step=self._done)
+
+    def close(self) -> None:
+        """End threads, close files, let the run's lock go."""
+        self.feed.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        self.checkpoints.close()
+
+    def _lr(self, step: int) -> float:
+        return learning_rate(step, self.config.steps, self.config.optimizer.lr, self.config.schedule)
+
+    def _sequences(self, step: int) -> int:
+        return self.start.mixture.order.global_batch_at(self.data_step(step))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are done."""
+        return self._done >= self.config.steps
+
+    def asked_to_stop(self, number: int) -> None:
+        """A signal has arrived: the step in work and the one after it are finished and saved."""
+        self._signal = number
+
+
+@contextmanager
+def _listening(trainer: Trainer) -> Iterator[None]:
+    """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        trainer.asked_to_stop(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

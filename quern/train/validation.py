@@ -1,0 +1,119 @@
+"""Loss on the held-out documents: the same windows every time, shared by the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quern import storage
+from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.train.boundaries import open_boundaries
+from quern.train.config import TrainConfig
+from quern.train.corpus import Corpus
+from quern.train.feed import to_device
+from quern.train.loader import IGNORE, Loader, StepBatch
+from quern.train.ranks import Ranks
+
+__all__ = ["Validator", "held_out"]
+
+
+def held_out(paths: Sequence[str], seq_len: int) -> list[str]:
+    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window."""
+    found = []
+    for path in paths:
+        folder = path.rstrip("/") + ".val"
+        root, name = os.path.split(os.path.abspath(folder))
+        listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
+        if name in listed and ShardReader(folder).num_windows(seq_len):
+            found.append(folder)
+    return found
+
+
+@dataclass(frozen=True)
+class _Phase:
+    global_batch: int
+
+
+class _FromTheStart:
+    """The first ``count`` windows of one source, a batch at a time; what fills up the last batch has epoch 1."""
+
+    def __init__(self, windows: int, count: int, batch: int) -> None:
+        self.windows = (windows,)
+        self.phases = (_Phase(batch),)
+        self.steps = -(-count // batch)
+        self._count, self._batch = count, batch
+
+    def first_sample(self, step: int) -> int:
+        return step * self._batch
+
+    def global_batch_at(self, step: int) -> int:
+        return self._batch
+
+    def samples(self, positions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        epochs, windows = np.divmod(np.asarray(positions, np.uint64), np.uint64(self._count))
+        return np.zeros_like(windows), epochs, windows
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    loader: Loader
+    steps: int
+
+
+class Validator:
+    """Mean loss a target, over each source's held-out windows and over all of them."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, dp_rank: int, dp_size: int, cache: str) -> None:
+        self._ranks, self._document_mask = ranks, config.document_mask
+        self._sources = []
+        for path in held_out([source.path for source in config.data], config.seq_len):
+            corpus = Corpus([path], config.seq_len)
+            (windows,) = corpus.windows
+            wanted = min(windows, config.validation.windows or windows)
+            order = _FromTheStart(windows, wanted, config.micro_batch * dp_size)
+            loader = Loader(
+                corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+            )  # fmt: skip
+            self._sources.append(_Source(corpus.readers[0].source.removesuffix(".val"), loader, order.steps))
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> dict[str, Any]:
+        """``loss`` (nats a target), ``tokens`` (targets) and the same by source. Collective."""
+        model.eval()
+        rows = {source.name: self._mean(model, source) for source in self._sources}
+        model.train()
+        tokens = sum(row["tokens"] for row in rows.values())
+        loss = sum(row["loss"] * row["tokens"] for row in rows.values()) / max(tokens, 1)
+        return {"loss": loss, "tokens": tokens, "sources": rows}
+
+    def _mean(self, model: nn.Module, source: _Source) -> dict[str, Any]:
+        summed = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        for number in range(source.steps):
+            for inputs in map(self._inputs, _without_filling(source.loader.take(number))):
+                loss_sum, _ = model(
+                    inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
+                )
+                summed += torch.stack([loss_sum.double(), (inputs.targets_BL != IGNORE).sum().double()])
+        loss, tokens = self._ranks.sum(summed).tolist()
+        return {"loss": loss / max(tokens, 1), "tokens": int(tokens)}
+
+    def _inputs(self, batch: Any) -> Any:
+        return to_device(batch, self._ranks.device, document_mask=self._document_mask)
+
+
+def _without_filling(step: StepBatch) -> Sequence[Any]:
+    """Rows beyond the last window are forwarded, since every rank must take every forward, and count for nothing."""
+    for batch in step.micro_batches:
+        batch.targets_BL[batch.epochs > 0] = IGNORE
+    return step.micro_batches

@@ -1,0 +1,175 @@
+"""``quern mix show``: the plan of a config over real shards, as a table and as JSON; wrong configs in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from quern.cli.mix import _short, app
+from quern.mixtures.order import Order, Phase
+from quern.tokenize.shards import ShardWriter, version_entry
+
+EOT = 499
+
+
+def write_run(run_dir: Path, ident: str, sources: dict[str, list[int]]) -> None:
+    """A data run with one document a shard: sources of (tokens of each shard)."""
+    tokens = run_dir / "tokens"
+    tokens.mkdir(parents=True)
+    (run_dir / "run.json").write_text(json.dumps({"id": ident, "status": "complete"}))
+    (tokens / "encoding.tiktoken").write_bytes(b"ranks")
+    encoding = {
+        "name": "own", "ranks": "encoding.tiktoken", "sha256": hashlib.sha256(b"ranks").hexdigest(),
+        "vocab_size": 500, "dtype": "uint16", "eot_id": EOT,
+    }  # fmt: skip
+    entries = {}
+    for source, lengths in sources.items():
+        infos = []
+        for number, length in enumerate(lengths):
+            with ShardWriter(str(tokens / source), number, "uint16") as writer:
+                ids = np.arange(length, dtype=np.uint16) % EOT
+                ids[-1] = EOT
+                writer.add(bytes([number] * 16), np.array([length]), ids)
+                infos.append(writer.finish(first_key=number, last_key=number))
+        manifest = {
+            "encoding": "own", "ranks_sha256": encoding["sha256"], "vocab_size": 500, "dtype": "uint16",
+            "eot_id": EOT, "seed": 1, "shards": [info.to_dict() for info in infos],
+        }  # fmt: skip
+        text = json.dumps(manifest).encode()
+        (tokens / source / "manifest.json").write_bytes(text)
+        entries[source] = version_entry(source, "manifest.json", hashlib.sha256(text).hexdigest(), infos)
+    version = {"version": 1, "parent": None, "kind": "initial", "encoding": encoding, "sources": entries}
+    (tokens / "VERSION.json").write_text(json.dumps(version))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """web: 1,007 tokens, 100 windows of 10; books: 2,000 tokens, 199 windows; 20 steps of 8 samples."""
+    write_run(tmp_path / "crawl", "crawl-1", {"web": [500, 507], "books": [2000]})
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        f"run_dir: {tmp_path}/run\n"
+        f"data:\n- {{path: {tmp_path}/crawl/tokens/web, weight: 3}}\n- {{path: {tmp_path}/crawl/tokens/books}}\n"
+        "seq_len: 10\nglobal_batch: 8\nsteps: 20\nseed: 7\n"
+    )
+    return path
+
+
+def show(config: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["show", str(config), *arguments])
+
+
+Shown = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def shown(config: Path, capfd: pytest.CaptureFixture[str]) -> Shown:
+    """The JSON that the command writes to file descriptor 1."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        capfd.readouterr()
+        result = show(config, *arguments, "--json")
+        assert result.exit_code == 0, result.output
+        return dict(json.loads(capfd.readouterr().out))
+
+    return run
+
+
+def test_the_plan_as_json(shown: Shown, tmp_path: Path) -> None:
+    found = shown()
+    order = Order((3, 1), (100, 199), 7, ids=["crawl-1/web/1", "crawl-1/books/1"], seq_len=10, global_batch=8)
+    assert found["order"] == order.hash
+    assert (found["steps"], found["samples"], found["planned_tokens"]) == (20, 160, 1600)
+    web, books = found["sources"]
+    assert (web["name"], web["path"]) == ("web", f"{tmp_path}/crawl/tokens/web")
+    names = ("tokens", "windows", "samples", "planned_tokens", "share", "epochs", "windows_left", "tail_tokens")
+    assert [web[name] for name in names] == [1007, 100, 120, 1200, 0.75, 1.2, 0, 6]
+    assert [books[name] for name in names] == [2000, 199, 40, 400, 0.25, 40 / 199, 159, 9]
+
+
+def test_overrides_and_phases(config: Path, shown: Shown) -> None:
+    arguments = ["phases=[{first_step: 5, weights: [0, 1]}, {first_step: 15, global_batch: 2}]", "data.1.weight=1"]
+    found = shown(*arguments)
+    order = Order(
+        (3, 1), (100, 199), 7, [Phase(5, (0, 1)), Phase(15, None, 2)],
+        ids=["crawl-1/web/1", "crawl-1/books/1"], seq_len=10, global_batch=8,
+    )  # fmt: skip
+    assert found["order"] == order.hash
+    rows = [(row["first_step"], row["stop_step"], row["global_batch"], row["samples"]) for row in found["phases"]]
+    assert rows == [(0, 5, 8, [30, 10]), (5, 15, 8, [0, 80]), (15, 20, 2, [0, 10])]
+    printed = show(config, *arguments).stdout
+    lines = [re.sub(r"\s+", " ", line).strip() for line in printed.splitlines()]
+    assert "0 0 5 8 40 web 75.00%, books 25.00%" in lines
+    assert "1 5 15 8 80 books 100.00%" in lines
+    assert "2 15 20 2 10 books 100.00%" in lines
+    late = show(config, "phases=[{first_step: 20, weights: [0, 1]}]").stdout
+    assert re.search(r"1 +20 +not reached +8 +0 +books 100.00%", late)
+
+
+def test_the_plan_as_a_table(config: Path, shown: Shown) -> None:
+    result = show(config)
+    assert result.exit_code == 0, result.output
+    lines = [re.sub(r"\s+", " ", line).strip() for line in result.stdout.splitlines()]
+    assert lines[0] == "source tokens weight share samples reads epochs at most left tail"
+    assert "web 1,007 3 75.00% 120 1,200 1.20 4 0.0% 6" in lines
+    assert "books 2,000 1 25.00% 40 400 0.20 4 79.9% 9" in lines
+    assert "total 3,007 160 1,600" in lines
+    assert f"order {shown()['order']} seed 7" in lines
+    assert "phase" not in result.stdout
+
+
+def test_sources_of_one_name_are_told_apart(shown: Shown, tmp_path: Path) -> None:
+    write_run(tmp_path / "other", "crawl-2", {"web": [400]})
+    found = shown(f"data.2.path={tmp_path}/other/tokens/web")
+    assert [row["name"] for row in found["sources"]] == [
+        f"{tmp_path}/crawl/tokens/web", "books", f"{tmp_path}/other/tokens/web"
+    ]  # fmt: skip
+    assert [row["ident"] for row in found["sources"]] == ["crawl-1/web/1", "crawl-1/books/1", "crawl-2/web/1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["steps=80"], "tokens/web: 80 steps read source web 4.8 times (480 samples of 100 windows), beyond max_epochs "
+         "4; what fits: steps=66, weight 1.66 or a larger max_epochs"),
+        (["seq_len=1500"], "has 1007 tokens; seq_len 1500 needs 1501 or more"),
+        (["data.1.path={0}/crawl/tokens/none"], "the corpus version has no source 'none'"),
+        (["data.1.wieght=1"], "wieght: unknown key; did you mean 'weight'?"),
+        (["phases=[{first_step: 5, weights: [1]}]"], "phases.0.weights: expected 2 weights"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_is_one_line(
+    config: Path, tmp_path: Path, overrides: list[str], expected: str
+) -> None:  # fmt: skip
+    result = show(config, *(text.replace("{0}", str(tmp_path)) for text in overrides))
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert expected in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (9_999, "9,999"), (10_000, "10.0k"), (999_499, "999k"), (999_600, "1.00M"), (1_234_567, "1.23M"),
+     (9_996_000, "10.0M"), (99_960_000, "100M"), (15_000_000_000_000, "15.0T"), (12_345_000_000_000_000, "12,345T")],
+)  # fmt: skip
+def test_numbers_are_short_enough_to_read(number: int, text: str) -> None:
+    assert _short(number) == text
+
+
+def test_with_json_stdout_is_one_document_and_no_torch_is_loaded(config: Path) -> None:
+    code = "import sys; from quern.cli.mix import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "show", str(config), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["samples"] == 160

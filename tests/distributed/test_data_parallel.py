@@ -1,0 +1,427 @@
+"""DDP, FSDP2 and HSDP against one process of plain torch in float64.
+
+The oracle shares nothing with the layouts but the network and its first weights: whole batch at once, all logits,
+``F.cross_entropy``, ``clip_grad_norm_`` and AdamW's single-tensor loop. Targets are spread unevenly on purpose: a mean
+over ranks or micro-batches would be another gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quern.model.config import ModelConfig, ModelShape
+from quern.model.init import initialise
+from quern.model.loss import IGNORE
+from quern.model.transformer import Transformer
+from quern.parallel.apply import Layout, parallelize
+from quern.parallel.clip import clip, global_grad_norm
+from quern.parallel.data import accumulation, unwrapped
+from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.train.config import OptimizerConfig
+from quern.train.optimizer import build_optimizer, step
+
+STEPS, GLOBAL_BATCH, SEQ_LEN, MAX_NORM = 3, 12, 10, 0.05
+OPTIMIZER = OptimizerConfig(weight_decay=0.1)
+LEARNING_RATES = (1e-2, 2e-2, 5e-3)
+TOLERANCE = dict.fromkeys(("losses", "norms", "first gradients", "later gradients", "moments", "weights"), 1e-10)
+TOLERANCE["first gradients"] = 1e-12  # later ones follow weights that AdamW's g/√v has moved apart where g is tiny
+
+
+@dataclass(frozen=True)
+class Case:
+    replicate: int = 1
+    shard: int = 1
+    reshard: bool | int = True
+    activation: str = "none"
+    accumulate: int = 1
+    tied: bool = False
+    compile: str | None = None
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        layout = f"replicate {self.replicate} shard {self.shard} reshard {self.reshard}"
+        tied = "tied" if self.tied else "untied"
+        return f"{layout} AC {self.activation} accumulate {self.accumulate} {tied} compile {self.compile}"
+
+
+@dataclass
+class Outcome:
+    """Everything that has to be equal. Tensors by parameter name; gradients of all steps."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def shape_of(tied: bool) -> ModelShape:
+    """Nothing divides by 2, 3 or 4 ranks that does not have to."""
+    return ModelConfig(
+        num_layers=2, dim=30, num_heads=6, num_kv_heads=3, head_dim=10, ffn_dim=61, tied_embeddings=tied,
+        vocab_multiple=1 if tied else 10, qk_norm=tied,
+    ).shape(vocab_size=127)  # fmt: skip
+
+
+def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets of one step; the first sequences have few targets, the second of all none."""
+    generator = torch.Generator().manual_seed(number)
+    tokens_BL = torch.randint(127, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
+    targets_BL = torch.randint(127, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
+    share_B1 = torch.linspace(0.1, 1.0, GLOBAL_BATCH, dtype=torch.float64)[:, None]
+    targets_BL[torch.rand(GLOBAL_BATCH, SEQ_LEN, dtype=torch.float64, generator=generator) > share_B1] = IGNORE
+    targets_BL[1] = IGNORE
+    return tokens_BL, targets_BL
+
+
+def oracle(tied: bool) -> Outcome:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Transformer(shape_of(tied))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    initialise(model, seed=7)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+        lr=1.0, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False,
+    )  # fmt: skip
+    outcome = Outcome()
+    for number in range(STEPS):
+        tokens_BL, targets_BL = batch_of(number)
+        logits_BLV = model(tokens_BL)
+        loss = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORE, reduction="mean")
+        loss.backward()
+        outcome.losses.append(loss.detach())
+        outcome.gradients.append({name: local(value.grad) for name, value in model.named_parameters()})
+        outcome.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATES[number]
+        optimizer.step()
+        optimizer.zero_grad()
+    return finish(outcome, model, optimizer)
+
+
+def finish(outcome: Outcome, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    for name, parameter in model.named_parameters():
+        outcome.weights[name] = local(parameter)
+        for moment in ("exp_avg", "exp_avg_sq", "step"):
+            outcome.moments[f"{name}/{moment}"] = local(optimizer.state[parameter][moment])
+    return outcome
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this rank holds; the parts are put together by :func:`assembled`, not by the code under test."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assembled(case: Case, by_rank: list[Outcome]) -> Outcome:
+    """Whole tensors from every rank's rows; replicas must hold the same bits, as must losses and norms."""
+    for outcome in by_rank[1:]:
+        for kind in ("losses", "norms"):
+            assert torch.equal(*(torch.stack(getattr(one, kind)) for one in (by_rank[0], outcome))), f"{case}: {kind}"
+
+    def join(tables: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        joined = {}
+        for name in tables[0]:
+            parts = [table[name] for table in tables]
+            for rank, part in enumerate(parts):
+                assert torch.equal(part, parts[rank % case.shard]), f"{case}: {name} differs between replicas"
+            joined[name] = torch.cat(parts[: case.shard]) if parts[0].ndim else parts[0]
+        return joined
+
+    first = by_rank[0]
+    steps = [join([outcome.gradients[number] for outcome in by_rank]) for number in range(STEPS)]
+    moments, weights = (join([getattr(outcome, kind) for outcome in by_rank]) for kind in ("moments", "weights"))
+    return Outcome(first.losses, first.norms, steps, moments, weights)
+
+
+def build(case: Case) -> tuple[torch.nn.Module, Any]:
+    """From ``meta``, as a trainer does."""
+    torch.set_default_dtype(torch.promote_types(case.dtype, torch.float32))
+    with torch.device("meta"):
+        model: torch.nn.Module = Transformer(shape_of(case.tied), compute_dtype=case.dtype, loss_chunk=7)
+    torch.set_default_dtype(torch.float32)
+    mesh = build_mesh(MeshPlan(dp_replicate=case.replicate, dp_shard=case.shard), "cpu")
+    layout = Layout(
+        compute_dtype=case.dtype, reshard_after_forward=case.reshard, activation_checkpointing=case.activation,
+        compile_backend=case.compile,
+    )  # fmt: skip
+    model = parallelize(model, mesh, layout)
+    initialise(unwrapped(model), seed=7)
+    return model, mesh
+
+
+def gradients(model: torch.nn.Module, mesh: Any, case: Case, number: int) -> torch.Tensor:
+    """Forward and backward of this rank's part of a global batch; the loss of the whole."""
+    tokens_BL, targets_BL = batch_of(number)
+    total = (targets_BL != IGNORE).sum()
+    mine = slice(mesh.dp_rank, None, mesh.dp_size)
+    parts = [tensor[mine].tensor_split(case.accumulate) for tensor in (tokens_BL, targets_BL)]  # of unequal sizes
+    loss = torch.zeros((), dtype=torch.float64)
+    for index, (tokens, targets) in enumerate(zip(*parts, strict=True)):
+        with accumulation(model, last=index == case.accumulate - 1):
+            loss_sum, _ = model(tokens, targets)
+            (loss_sum / total).backward()
+        loss += loss_sum.detach() / total
+    if mesh.dp_group is not None:
+        dist.all_reduce(loss, group=mesh.dp_group)
+    return loss
+
+
+def train(case: Case) -> Outcome:
+    model, mesh = build(case)
+    optimizer = build_optimizer(unwrapped(model), OPTIMIZER)
+    outcome = Outcome()
+    for number in range(STEPS):
+        outcome.losses.append(gradients(model, mesh, case, number))
+        named = dict(unwrapped(model).named_parameters())
+        outcome.gradients.append({name: local(value.grad) for name, value in named.items()})
+        norm = global_grad_norm(named.values())
+        clip(named.values(), MAX_NORM, norm)
+        step(optimizer, LEARNING_RATES[number], skip=norm > 1e9)
+        optimizer.zero_grad()
+        outcome.norms.append(norm)
+    return finish(outcome, unwrapped(model), optimizer)
+
+
+def train_all(cases: list[Case]) -> list[Outcome]:
+    return [train(case) for case in cases]
+
+
+def ratios(expected: Outcome, found: Outcome) -> dict[str, tuple[float, str]]:
+    """max|a − b| / max|b| of each kind's worst tensor, and its name."""
+    tables: dict[str, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    for kind in ("losses", "norms"):
+        pairs = enumerate(zip(getattr(expected, kind), getattr(found, kind), strict=True))
+        tables[kind] = [(f"step {number}", a, b) for number, (a, b) in pairs]
+    tables |= {"first gradients": [], "later gradients": []}
+    for number, (a, b) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
+        assert a.keys() == b.keys()
+        kind = "later gradients" if number else "first gradients"
+        tables[kind] += [(f"step {number} {name}", a[name], b[name]) for name in a]
+    for kind in ("moments", "weights"):
+        a, b = getattr(expected, kind), getattr(found, kind)
+        assert a.keys() == b.keys()
+        tables[kind] = [(name, a[name], b[name]) for name in a]
+    return {kind: max((ratio(a, b, name), name) for name, a, b in table) for kind, table in tables.items()}
+
+
+def ratio(expected: torch.Tensor, found: torch.Tensor, name: str) -> float:
+    assert (expected.dtype, expected.shape) == (found.dtype, found.shape), name
+    difference, scale = (expected - found).abs().max().item(), expected.abs().max().item()
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale and difference == difference else float("inf")
+
+
+def layouts(world: int) -> list[tuple[int, int, bool | int]]:
+    if world == 1:
+        return [(1, 1, True)]
+    found: list[tuple[int, int, bool | int]] = [(world, 1, True), (1, world, True), (1, world, False)]
+    return [*found, (1, 4, 2), (2, 2, True), (2, 2, False)] if world == 4 else found
+
+
+def cases_of(world: int) -> list[Case]:
+    """With 4 ranks all layouts times all kinds of recomputation; with fewer, what the number of ranks can change."""
+    activations = ("none", "full", "selective") if world == 4 else ("none",)
+    cases = []
+    for (replicate, shard, reshard), activation in itertools.product(layouts(world), activations):
+        cases += [
+            Case(replicate, shard, reshard, activation, accumulate, tied=(len(cases) + number) % 4 in (0, 3))
+            for number, accumulate in enumerate((1, 3))
+        ]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[bool, Outcome]:
+    return {tied: oracle(tied) for tied in (False, True)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_layouts_train_as_one_process_does(run_ranks: Any, expected: dict[bool, Outcome], world: int) -> None:
+    assert torch.stack(expected[False].norms).min() > MAX_NORM  # clipping is at work in every step
+    cases = cases_of(world)
+    check(cases, run_ranks(train_all, world, cases, timeout_s=240), expected)
+
+
+def check(cases: list[Case], by_rank: list[list[Outcome]], expected: dict[bool, Outcome]) -> None:
+    failed = []
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        worst = ratios(expected[case.tied], assembled(case, list(outcomes)))
+        line = f"{case}: " + ", ".join(f"{kind} {value:.1e} ({name})" for kind, (value, name) in worst.items())
+        print(line)
+        if any(value > TOLERANCE[kind] for kind, (value, _) in worst.items()):
+            failed.append(line)
+    assert not failed, "\n".join(failed)
+
+
+def test_one_process_without_a_group_trains_as_plain_torch(expected: dict[bool, Outcome]) -> None:
+    cases = [
+        Case(activation=activation, accumulate=accumulate, tied=tied)
+        for activation, accumulate, tied in itertools.product(("none", "selective"), (1, 3), (False, True))
+    ]
+    check(cases, [train_all(cases)], expected)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_the_same(run_ranks: Any, expected: dict[bool, Outcome]) -> None:
+    cases = [
+        Case(shard=2, reshard=True, activation="selective", accumulate=3, compile="aot_eager"),
+        Case(replicate=2, activation="full", tied=True, compile="aot_eager"),
+    ]
+    check(cases, run_ranks(train_all, 2, cases, timeout_s=240), expected)
+
+
+class Float64Only(TorchDispatchMode):
+    """Every operator's tensors; AdamW's count of steps and its skip flag are float32 scalars by contract."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.other, self.in_optimizer = 0, set[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, out)):
+            if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+                self.seen += 1
+                if value.dtype != torch.float64 and not (self.in_optimizer and value.ndim == 0):
+                    self.other.add(f"{func}: {value.dtype} {tuple(value.shape)}")
+        return out
+
+
+def dtypes_of_a_step(case: Case) -> tuple[int, set[str]]:
+    model, mesh = build(case)
+    optimizer = build_optimizer(unwrapped(model), OPTIMIZER)
+    parameters = list(unwrapped(model).parameters())
+    with Float64Only() as watch:
+        gradients(model, mesh, case, 0)
+        norm = global_grad_norm(parameters)
+        clip(parameters, MAX_NORM, norm)
+        watch.in_optimizer = True
+        step(optimizer, 1e-2, skip=norm > 1e9)
+    return watch.seen, watch.other
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(shard=2, activation="selective", accumulate=3),
+        Case(shard=2, tied=True),
+        Case(replicate=2, activation="full"),
+    ],
+    ids=str,
+)
+def test_a_float64_step_holds_no_float32_tensor(run_ranks: Any, case: Case) -> None:
+    for seen, other in run_ranks(dtypes_of_a_step, 2, case):
+        assert seen > 1000
+        assert not other
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.overloadpacket.__name__.strip("_").removesuffix("_base")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(cases: list[Case]) -> list[dict[str, int]]:
+    found = []
+    for case in cases:
+        model, mesh = build(case)
+        with Collectives() as watch:
+            gradients(model, mesh, case, 0)
+        watch.calls["allreduce"] -= 1  # the loss's own
+        found.append(dict(watch.calls))
+    return found
+
+
+def test_what_is_sent_in_a_step_of_three_micro_batches(run_ranks: Any) -> None:
+    """Two blocks and the root are gathered and reduced apart; blocks that are resharded are gathered twice."""
+    cases = [Case(shard=4), Case(shard=4, reshard=False), Case(2, 2), Case(4, 1)]
+    cases = [replace(case, accumulate=3) for case in cases]
+    zero3, zero2, hsdp, ddp = run_ranks(collectives, 4, cases)[0]
+    assert zero3 == {"allgather": 3 * (3 + 2), "reduce_scatter": 3 * 3, "allreduce": 0}
+    assert zero2 == {"allgather": 3, "reduce_scatter": 3 * 3, "allreduce": 0}
+    assert hsdp == {"allgather": 3 * (3 + 2), "reduce_scatter": 3 * 3, "allreduce": 3}
+    assert ddp == {"allreduce": 1}
+
+
+def bfloat16_gradients(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for case in cases:
+        model, mesh = build(case)
+        gradients(model, mesh, case, 0)
+        found.append({name: local(value.grad) for name, value in unwrapped(model).named_parameters()})
+    return found
+
+
+def test_bfloat16_gradients_are_summed_in_float32(run_ranks: Any) -> None:
+    """Over ranks and micro-batches: equal to one process's float32 sum to float32's precision, 2⁻⁸ times finer.
+
+    Compared are the matrices in blocks, whose gradient is a bfloat16 product in every layout. FSDP2 hands out all
+    weights in bfloat16, so embedding, head and norms see their gradient rounded once before the sum; DDP does not.
+    """
+    cases = [Case(shard=4, accumulate=3), Case(2, 2, accumulate=3), Case(replicate=4, accumulate=3)]
+    cases = [replace(case, dtype=torch.bfloat16) for case in cases]
+    model, _ = build(replace(cases[0], shard=1))
+    expected = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    tokens_BL, targets_BL = batch_of(0)
+    for rank, number in itertools.product(range(4), range(3)):
+        tokens, targets = (part[rank::4].tensor_split(3)[number] for part in (tokens_BL, targets_BL))
+        model.zero_grad()
+        (model(tokens, targets)[0] / (targets_BL != IGNORE).sum()).backward()
+        for name, value in model.named_parameters():
+            expected[name] += value.grad
+    for case, parts in zip(cases, zip(*run_ranks(bfloat16_gradients, 4, cases), strict=True), strict=True):
+        for name, value in expected.items():
+            found = torch.cat([part[name] for part in parts[: case.shard]])
+            assert found.dtype == torch.float32
+            fine = case.shard == 1 or (name.startswith("blocks") and "norm" not in name)
+            ratio = ((found - value).abs().max() / value.abs().max()).item()
+            assert ratio < (1e-6 if fine else 2e-2), f"{case}: {name}: {ratio:.1e}"
+
+
+def placements(case: Case) -> dict[str, Any]:
+    model, mesh = build(case)
+    names = {name: getattr(value, "placements", None) for name, value in unwrapped(model).named_parameters()}
+    fsdp = None if mesh.fsdp is None else (mesh.fsdp.mesh_dim_names, mesh.fsdp.mesh.tolist())
+    return {"names": names, "fsdp": fsdp, "dp_rank": mesh.dp_rank, "ddp": mesh.ddp is not None}
+
+
+def test_meshes_and_placements(run_ranks: Any) -> None:
+    names = list(dict(Transformer(shape_of(tied=False)).named_parameters()))
+    for case, fsdp, placed in [
+        (Case(replicate=4), None, None),
+        (Case(shard=4), (("dp_shard",), [0, 1, 2, 3]), (Shard(0),)),
+        (Case(replicate=2, shard=2), (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]), (Replicate(), Shard(0))),
+    ]:
+        case = replace(case, activation="selective")
+        results = run_ranks(placements, 4, case)
+        assert [result["dp_rank"] for result in results] == [0, 1, 2, 3]
+        for rank, result in enumerate(results):
+            assert list(result["names"]) == names, "the layout changed a parameter's name"
+            assert set(result["names"].values()) == {placed}
+            assert result["ddp"] == (case.shard == 1)
+            if case.replicate == 1 or case.shard == 1:
+                assert result["fsdp"] == fsdp
+            elif fsdp is not None:
+                assert result["fsdp"] == fsdp, rank

@@ -1,0 +1,134 @@
+"""The harness itself: results by rank, tracebacks that name the rank, no process left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Pair:
+    """A value of this file: travels both ways."""
+
+    left: int
+    right: torch.Tensor
+
+
+def add_up(pair: Pair) -> Pair:
+    total = pair.right * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    environment = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    assert environment == [str(dist.get_rank()), str(dist.get_rank()), str(dist.get_world_size())]
+    assert torch.get_num_threads() == 1
+    return Pair(os.getpid(), total)
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("no such bird")
+    dist.barrier()
+
+
+def die_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank()
+
+
+def leave_at_once_on(rank: int) -> float:
+    """One rank has nothing more to do while the others still talk to each other through it."""
+    total = torch.ones(())
+    dist.all_reduce(total)
+    if dist.get_rank() != rank:
+        time.sleep(0.3)
+    return total.item()
+
+
+def write_pid_and_hang(folder: str) -> None:
+    Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        sleep_for_ever()
+
+
+def sleep_for_ever() -> None:
+    time.sleep(600)
+
+
+def read_variable() -> str | None:
+    return os.environ.get("QUERN_TEST_VARIABLE")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_returns_its_own_value(run_ranks: Any, world: int) -> None:
+    results = run_ranks(add_up, world, Pair(0, torch.ones(2, dtype=torch.float64)))
+    assert [result.right.tolist() for result in results] == [[world * (world + 1) / 2] * 2] * world
+    pids = {result.left for result in results}
+    assert len(pids) == world
+    assert os.getpid() not in pids
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_each_call_has_fresh_processes(run_ranks: Any) -> None:
+    pair = Pair(0, torch.ones(1))
+    first, second = ({result.left for result in run_ranks(add_up, 2, pair)} for _ in range(2))
+    assert not first & second
+
+
+def test_an_exception_names_its_rank_and_keeps_its_traceback(ranks: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(ranks.RankError, match="rank 2 failed first") as caught:
+        ranks.run_ranks(fail_on, 3, 2)
+    assert 'raise ValueError("no such bird")' in caught.value.failed[2]
+    assert "ValueError: no such bird" in str(caught.value)
+    assert next(iter(caught.value.failed)) == 2
+    assert time.monotonic() - started < 30  # well before the time-out: peers of a failed rank are not waited for
+
+
+def test_a_killed_rank_is_reported_and_the_others_results_kept(ranks: Any) -> None:
+    with pytest.raises(ranks.RankError, match="exit code -9") as caught:
+        ranks.run_ranks(die_on, 3, 1)
+    assert list(caught.value.failed) == [1]
+    assert caught.value.results == {0: 0, 2: 2}
+
+
+def test_a_hang_ends_at_the_time_out_and_shows_where(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(ranks.RankError, match="did not finish within 2 s") as caught:
+        ranks.run_ranks(write_pid_and_hang, 2, str(tmp_path), timeout_s=2)
+    assert "sleep_for_ever" in caught.value.failed[1]
+    assert list(caught.value.failed) == [1]
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rank_that_is_done_waits_for_the_others(run_ranks: Any) -> None:
+    assert run_ranks(leave_at_once_on, 3, 0) == [3.0] * 3
+
+
+def test_ranks_see_the_environment_of_the_call(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(read_variable, 1) == [None]
+    monkeypatch.setenv("QUERN_TEST_VARIABLE", "teal")
+    assert run_ranks(read_variable, 1) == ["teal"]
+
+
+def test_a_function_inside_another_is_refused(run_ranks: Any) -> None:
+    def inside() -> None: ...
+
+    with pytest.raises(TypeError, match="top level"):
+        run_ranks(inside, 2)

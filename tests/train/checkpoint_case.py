@@ -1,0 +1,169 @@
+"""A small model whose every number is known by name: what checkpoint tests save, and what they must find again.
+
+The numbers come from a keyed NumPy stream, not from anything in quern. Loaded by path (``runpy``), since tests are on
+no import path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quern.model.config import ModelShape
+from quern.model.transformer import Transformer
+from quern.train.checkpoint.manifest import EncodingInfo, Position, RunFacts
+from quern.train.checkpoint.state import TrainState
+
+VOCAB = 127
+RANKS = b"YQ== 0\nYg== 1\n"
+JUNK = 7.25  # in padded rows: must reach no file, and be zero after a load
+
+
+def shape(multiple: int = 128, *, vocab: int = VOCAB, tied: bool = False, dim: int = 6) -> ModelShape:
+    """A model in which 3 and 4 ranks divide nothing evenly, and a norm has fewer rows than a large world has ranks."""
+    return ModelShape(
+        num_layers=2, dim=dim, num_heads=3, num_kv_heads=1, head_dim=2, ffn_dim=10, vocab_size=vocab,
+        vocab_multiple=multiple, rope_theta=10_000.0, rope_scaling=None, norm_eps=1e-5, qk_norm=True,
+        tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def sizes(of: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Unpadded sizes, written out by hand."""
+    d, h, f = of.dim, of.head_dim, of.ffn_dim
+    found: dict[str, tuple[int, ...]] = {"embed.weight": (of.vocab_size, d), "norm.weight": (d,)}
+    if not of.tied_embeddings:
+        found["head.weight"] = (of.vocab_size, d)
+    for i in range(of.num_layers):
+        block = f"blocks.{i}."
+        found |= {
+            f"{block}attention_norm.weight": (d,),
+            f"{block}attention.wq.weight": (of.num_heads * h, d),
+            f"{block}attention.wk.weight": (of.num_kv_heads * h, d),
+            f"{block}attention.wv.weight": (of.num_kv_heads * h, d),
+            f"{block}attention.wo.weight": (d, of.num_heads * h),
+            f"{block}attention.q_norm.weight": (h,),
+            f"{block}attention.k_norm.weight": (h,),
+            f"{block}ffn_norm.weight": (d,),
+            f"{block}ffn.w1.weight": (f, d),
+            f"{block}ffn.w2.weight": (d, f),
+            f"{block}ffn.w3.weight": (f, d),
+        }
+    return found
+
+
+def numbers(kind: str, name: str, size: tuple[int, ...], key: int) -> torch.Tensor:
+    """The float32 tensor that ``name`` holds (``kind``: weight, exp_avg, exp_avg_sq) in the state ``key``."""
+    stream = np.random.default_rng([zlib.crc32(f"{kind}/{name}".encode()), key])
+    return torch.from_numpy(stream.standard_normal(size).astype(np.float32)).abs() + 0.5
+
+
+def padded(values: torch.Tensor, name: str, multiple: int, fill: float) -> torch.Tensor:
+    if name not in ("embed.weight", "head.weight"):
+        return values
+    rows = -(-len(values) // multiple) * multiple
+    return torch.cat([values, torch.full((rows - len(values), values.shape[1]), fill)])
+
+
+def junk_row() -> bytes:
+    """The bytes of a padded row in memory."""
+    return np.full(6, JUNK, np.float32).tobytes()
+
+
+def groups(model: torch.nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    no_decay = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}],
+        lr=lr, betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+
+
+def facts(folder: Path, of: ModelShape, **changes: Any) -> RunFacts:
+    ranks = Path(folder) / "ranks.tiktoken"
+    if not ranks.exists():
+        ranks.write_bytes(RANKS)
+    fields: dict[str, Any] = {
+        "shape": of, "layout": {"dp_replicate": 1, "dp_shard": 1}, "precision": "fp32",
+        "corpus_versions": {"run-1/web/1": 2}, "corpus_fingerprint": "f" * 32,
+        "encoding": EncodingInfo("tiny", of.vocab_size, 0, hashlib.sha256(RANKS).hexdigest()),
+        "ranks_path": str(ranks), "config": {"run_dir": "x", "steps": 10, "model": {"dim": of.dim}},
+    }  # fmt: skip
+    return RunFacts(**(fields | changes))
+
+
+def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``full``, cut as ``like`` is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return full
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def put(target: torch.Tensor, full: torch.Tensor) -> None:
+    """``full`` into ``target``, which may be cut into shards."""
+    local(target).copy_(share(full, target))
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def fill(state: TrainState, key: int, *, step: float | None = None, pad: float = JUNK) -> None:
+    """Give every tensor of ``state`` its numbers; padded rows get ``pad``."""
+    of = state.facts.shape
+    for name, parameter in state.model.named_parameters():
+        name = plain_name(name)
+        size = sizes(of)[name]
+        put(parameter, padded(numbers("weight", name, size, key), name, of.vocab_multiple, pad))
+        slots = {"step": torch.tensor(float(key if step is None else step))}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            slots[kind] = torch.zeros_like(parameter.detach())
+            put(slots[kind], padded(numbers(kind, name, size, key), name, of.vocab_multiple, pad))
+        state.optimizer.state[parameter] = slots
+
+
+def make(folder: Path, *, multiple: int = 128, tied: bool = False, lr: float = 1e-3, **kwargs: Any) -> TrainState:
+    """A state on one rank, weights unset."""
+    of = shape(multiple, tied=tied, **kwargs)
+    model = Transformer(of)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.5)
+    return TrainState(model, groups(model, lr), facts(folder, of), {"losses": torch.zeros(4)})
+
+
+def position(key: int, **scalars: Any) -> Position:
+    return Position(data_step=key + 3, tokens=key * 100, order="ab" * 16, ledger_offset=key * 7, scalars=scalars)
+
+
+def differences(state: TrainState, key: int) -> list[str]:
+    """Names of whatever in this rank's part of ``state`` is not, bit for bit, what ``fill(state, key)`` puts there,
+    with zeros as padding."""
+    of = state.facts.shape
+    wrong = []
+    seen = set()
+    for name, parameter in state.model.named_parameters():
+        name = plain_name(name)
+        seen.add(name)
+        slots = state.optimizer.state[parameter]
+        held = {"weight": parameter, "exp_avg": slots["exp_avg"], "exp_avg_sq": slots["exp_avg_sq"]}
+        for kind, tensor in held.items():
+            expected = padded(numbers(kind, name, sizes(of)[name], key), name, of.vocab_multiple, 0.0)
+            if not torch.equal(local(tensor), share(expected, tensor)):
+                wrong.append(f"{kind}/{name}")
+        if float(slots["step"]) != key:
+            wrong.append(f"step/{name}")
+    return wrong + sorted(set(sizes(of)) ^ seen)

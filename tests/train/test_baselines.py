@@ -1,0 +1,249 @@
+"""n-gram baselines against counting in dictionaries, closed forms and sums of probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from quern import storage
+from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
+from quern.train import baselines
+from quern.train.baselines import NGram, Stream, read_stream
+
+
+def stream_of(documents: list[list[int]], purged: list[bool] | None = None, dtype: type = np.uint16) -> Stream:
+    starts = np.cumsum([0, *(len(document) for document in documents)])[:-1]
+    tokens = np.array([token for document in documents for token in document], dtype)
+    return Stream(tokens, starts, None if purged is None else np.array(purged))
+
+
+def random_documents(rng: np.random.Generator, count: int, vocab_size: int, longest: int = 30) -> list[list[int]]:
+    """Documents with something to learn: a token is often one more than the sum of the two before it."""
+    documents = []
+    for _ in range(count):
+        document = rng.integers(0, vocab_size, 2).tolist()
+        for _ in range(int(rng.integers(0, longest))):
+            guess = (document[-1] + document[-2] + 1) % vocab_size
+            document.append(guess if rng.random() < 0.7 else int(rng.integers(0, vocab_size)))
+        documents.append(document[: int(rng.integers(1, len(document) + 1))])
+    return documents
+
+
+class Dictionaries:
+    """The same counts and the same interpolation, one token at a time; weights come from the model under test."""
+
+    def __init__(self, documents: list[list[int]], order: int, vocab_size: int) -> None:
+        self.order, self.vocab_size = order, vocab_size
+        self.seen: list[dict[tuple[int, ...], Counter[int]]] = [defaultdict(Counter) for _ in range(order)]
+        for document in documents:
+            for at in range(1, len(document)):
+                for length in range(min(order, at + 1)):
+                    self.seen[length][tuple(document[at - length : at])][document[at]] += 1
+
+    def chance(self, weights: list[np.ndarray], before: list[int], token: int) -> float:
+        chance = 1 / self.vocab_size
+        for length in range(min(self.order, len(before) + 1)):
+            counter = self.seen[length].get(tuple(before[len(before) - length :]))
+            if counter:
+                total = sum(counter.values())
+                weight = weights[length][min(int(4 * math.log2(total / len(counter))), 63)]
+                chance = weight * counter[token] / total + (1 - weight) * chance
+        return chance
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_losses_are_those_of_dictionaries(order: int) -> None:
+    rng = np.random.default_rng(order)
+    vocab_size = 11
+    train = [random_documents(rng, 60, vocab_size), random_documents(rng, 20, vocab_size)]
+    model = NGram(order, vocab_size).fit([stream_of(part) for part in train])
+    dictionaries = Dictionaries([document for part in train for document in part], order, vocab_size)
+    held_out = random_documents(rng, 25, vocab_size)
+    losses = iter(model.nll(stream_of(held_out)).tolist())
+    for document in held_out:
+        assert math.isnan(next(losses))
+        for at in range(1, len(document)):
+            expected = -math.log(dictionaries.chance(model._weights, document[:at], document[at]))
+            assert next(losses) == pytest.approx(expected, rel=1e-12)
+    assert next(losses, None) is None
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_probabilities_sum_to_one(order: int) -> None:
+    rng = np.random.default_rng(5)
+    vocab_size = 13
+    model = NGram(order, vocab_size).fit([stream_of(random_documents(rng, 40, vocab_size - 1))])  # one id never occurs
+    for before in ([3], [12], [1, 2], [12, 4], [4, 12], [0, 0, 7]):
+        nll = model.nll(stream_of([[*before, token] for token in range(vocab_size)]))
+        assert np.exp(-nll[len(before) :: len(before) + 1]).sum() == pytest.approx(1.0, rel=1e-12)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32 - 1))
+def test_no_token_is_impossible(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = NGram(3, 9).fit([stream_of(random_documents(rng, 30, 4))])
+    nll = model.nll(stream_of([rng.integers(0, 9, 50).tolist()]))
+    assert np.isfinite(nll[1:]).all()
+    assert (nll[1:] > 0).all()
+
+
+def test_tuned_weights_are_the_likeliest_for_the_tuning_documents() -> None:
+    """As likely as a general maximiser makes them, which knows nothing of expectations."""
+    rng = np.random.default_rng(8)
+    vocab_size = 30
+    stream = stream_of(random_documents(rng, 300, vocab_size, longest=40))
+    counted, tuning = baselines._tuning_split(stream, np.random.default_rng(0))
+    model = NGram(3, vocab_size)
+    model._count([counted])
+    evidence = model._evidence(tuning)
+    used = [(n, int(b)) for n, level in enumerate(evidence) for b in np.unique(level.buckets[level.buckets >= 0])]
+
+    def loss(weights: list[np.ndarray]) -> float:
+        return -float(np.log(baselines._chances(evidence, weights, vocab_size)[-1]).mean())
+
+    def loss_of(logits: np.ndarray) -> float:
+        weights = [np.zeros(64) for _ in evidence]
+        for (order, bucket), logit in zip(used, logits, strict=True):
+            weights[order][bucket] = 1 / (1 + math.exp(-logit))
+        return loss(weights)
+
+    least = min(minimize(loss_of, np.full(len(used), start), bounds=[(-12, 12)] * len(used)).fun for start in (-1, 1))
+    tuned = baselines._tune(evidence, vocab_size)
+    assert loss(tuned) == pytest.approx(least, abs=5e-4)
+    assert loss([np.full(64, 0.5)] * 3) > least + 0.01
+    assert len(used) > 6
+
+
+def test_tuning_documents_are_whole_few_and_never_both() -> None:
+    rng = np.random.default_rng(1)
+    purged = (rng.random(200) < 0.2).tolist()
+    stream = stream_of(random_documents(rng, 200, 50, longest=60), purged)
+    counted, tuning = baselines._tuning_split(stream, np.random.default_rng(3))
+    assert counted.purged is not None
+    assert tuning.purged is not None
+    assert (counted.purged | tuning.purged).all()
+    assert ((~counted.purged ^ ~tuning.purged) == ~np.array(purged)).all()
+    lengths = np.diff(stream.starts, append=len(stream.tokens))
+    share = lengths[~tuning.purged].sum() / lengths[~np.array(purged)].sum()
+    assert 0.03 < share <= 0.05
+
+
+def test_one_long_document_gives_its_end() -> None:
+    counted, tuning = baselines._tuning_split(stream_of([list(range(100))]), np.random.default_rng(0))
+    assert counted.tokens.tolist() == list(range(95))
+    assert tuning.tokens.tolist() == list(range(95, 100))
+
+
+def test_higher_orders_learn_what_lower_ones_cannot() -> None:
+    """A source of known entropy: 9 tokens, each the sum of the two before it with chance 0.7 + 0.3/9."""
+    rng = np.random.default_rng(4)
+    vocab_size = 9
+
+    def sample(length: int) -> list[int]:
+        tokens = [1, 2]
+        while len(tokens) < length:
+            surprise = rng.random() < 0.3
+            tokens.append(int(rng.integers(0, vocab_size)) if surprise else (tokens[-1] + tokens[-2] + 1) % vocab_size)
+        return tokens
+
+    train, held_out = [[sample(200) for _ in range(count)] for count in (300, 100)]
+    hit, miss = 0.7 + 0.3 / vocab_size, 0.3 / vocab_size
+    entropy = -(hit * math.log(hit) + (vocab_size - 1) * miss * math.log(miss))
+    losses = {}
+    for order in (1, 2, 3):
+        total, count = NGram(order, vocab_size).fit([stream_of(train)]).loss([stream_of(held_out)], 100)
+        losses[order] = total / count
+    assert losses[1] == pytest.approx(math.log(vocab_size), abs=0.01)  # sums of a uniform token are uniform
+    assert losses[2] == pytest.approx(math.log(vocab_size), abs=0.01)
+    assert losses[3] == pytest.approx(entropy, abs=0.03)
+
+
+def test_purged_documents_count_for_nothing() -> None:
+    rng = np.random.default_rng(2)
+    documents = random_documents(rng, 40, 8)
+    purged = [index % 5 == 0 for index in range(40)]
+    kept = [document for document, gone in zip(documents, purged, strict=True) if not gone]
+    with_holes, without = NGram(3, 8), NGram(3, 8)
+    with_holes._count([stream_of(documents, purged)])
+    without._count([stream_of(kept)])
+    for ours, expected in zip(with_holes._tables, without._tables, strict=True):
+        assert ours.keys.tolist() == expected.keys.tolist()
+        assert ours.counts.tolist() == expected.counts.tolist()
+    model = without.fit([stream_of(kept)])
+    nll = model.nll(stream_of(documents, purged))
+    mask = np.repeat(purged, [len(document) for document in documents])
+    assert np.isnan(nll[mask]).all()
+    np.testing.assert_array_equal(nll[~mask], model.nll(stream_of(kept)))
+
+
+def test_loss_is_over_the_targets_of_whole_windows() -> None:
+    model = NGram(2, 10).fit([stream_of(random_documents(np.random.default_rng(0), 50, 10))])
+    held_out = stream_of([[1, 2, 3, 4], [5, 6, 7, 8, 9, 1, 2], [3], [4, 5]])  # 14 tokens
+    nll = model.nll(held_out)
+    # L = 4: three windows with targets 1..12, less the first tokens at 4 and 11 and 12
+    expected = nll[[1, 2, 3, 5, 6, 7, 8, 9, 10]]
+    total, count = model.loss([held_out], 4)
+    assert (total, count) == (pytest.approx(expected.sum()), 9)
+    total, count = model.loss([held_out, held_out], 4, windows=2)
+    assert (total, count) == (pytest.approx(2 * nll[[1, 2, 3, 5, 6, 7, 8]].sum()), 14)
+    assert model.loss([held_out], 14) == (0.0, 0)
+
+
+def test_large_ids_do_not_collide() -> None:
+    vocab_size = 65_536
+    high = vocab_size - 1
+    documents = [[high, high, high - 1], [high, high - 1, high], [0, high, 1]] * 20
+    model = NGram(3, vocab_size).fit([stream_of(documents)])
+    assert len(model._tables[2].keys) == 3
+    nll = model.nll(stream_of([[high, high, high - 1], [0, high, high]]))
+    assert nll[2] < 0.5 < 3 < nll[5]
+
+
+def test_stream_of_a_run_is_read_over_all_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens" / "web"
+    shards, documents = [], [[[1, 2, 9], [3, 9]], [[4, 5, 6, 9]]]
+    for number, part in enumerate(documents):
+        with ShardWriter(str(folder), number, "uint16") as writer:
+            ids = bytes(range(16)) * len(part)
+            tokens = np.array([token for document in part for token in document], np.uint16)
+            writer.add(
+                ids, np.array([len(document) for document in part]), tokens, np.array([True, False][: len(part)])
+            )
+            shards.append(writer.finish(first_key=0, last_key=0))
+    encoding = {"encoding": "test", "vocab_size": 10, "dtype": "uint16", "eot_id": 9, "seed": 0}
+    storage.write_json(str(folder / MANIFEST), {**encoding, "shards": [shard.to_dict() for shard in shards]})
+    entry = version_entry("web", f"web/{MANIFEST}", storage.sha256(str(folder / MANIFEST)), shards)
+    version = {
+        "version": 1,
+        "encoding": {"ranks": "r.tiktoken"},
+        "sources": {"web": {**entry, "manifest": f"web/{MANIFEST}"}},
+    }
+    storage.write_json(str(tmp_path / "tokens" / VERSION_FILE), version)
+    stream = read_stream(str(folder))
+    assert stream.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5, 6, 9]
+    assert stream.starts.tolist() == [0, 3, 5]
+    assert stream.purged is not None
+    assert stream.purged.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(("starts", "tokens"), [([1], 3), ([0, 2, 2], 5), ([0, 5], 5), ([], 2), ([0, 3, 1], 5)])
+def test_bad_boundaries_are_refused(starts: list[int], tokens: int) -> None:
+    with pytest.raises(ValueError, match="starts"):
+        Stream(np.zeros(tokens, np.uint16), np.array(starts, np.int64))
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        NGram(4, 65_536)
+    with pytest.raises(ValueError, match="below 5"):
+        NGram(1, 5).fit([stream_of([[1, 5]])])
+    with pytest.raises(ValueError, match="tuning"):
+        NGram(2, 5).fit([stream_of([[1]])])

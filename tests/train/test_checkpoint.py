@@ -1,0 +1,631 @@
+"""Saving, finding, loading and pruning checkpoints in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+
+from quern.errors import InputError, QuernError
+from quern.train.checkpoint import folder as folders
+from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
+from quern.train.config import CheckpointConfig
+
+CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
+
+
+def manager(run: Path, **config) -> CheckpointManager:
+    return CheckpointManager(str(run), CheckpointConfig(**config))
+
+
+def save(run: Path, *steps: int, **options) -> list[str]:
+    """Checkpoints whose content is keyed by their step; their paths."""
+    state = CASE.make(run.parent, **options)
+    paths = []
+    with manager(run) as checkpoints:
+        for step in steps:
+            CASE.fill(state, step)
+            paths.append(checkpoints.save(step, state, CASE.position(step)).path)
+    return paths
+
+
+def loaded(run: Path, path: str, **options):
+    state = CASE.make(run.parent, **options)
+    with manager(run) as checkpoints:
+        return state, checkpoints.load(path, state)
+
+
+def rewrite(path: str, name: str, data: bytes) -> None:
+    """Replace a file and make the manifest agree, as someone would who means harm."""
+    import hashlib
+
+    from quern.config import digest
+
+    Path(path, name).write_bytes(data)
+    file = Path(path, "manifest.json")
+    manifest = json.loads(file.read_text())
+    manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    del manifest["checksum"]
+    manifest["checksum"] = digest(manifest)
+    file.write_text(json.dumps(manifest))
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+# ---- what is saved is what is loaded
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(128, 128), (128, 256), (256, 1), (1, 64), (127, 128)])
+def test_every_tensor_comes_back_bit_for_bit_under_any_padding(tmp_path, before, after, tied):
+    (path,) = save(tmp_path / "run", 5, multiple=before, tied=tied)
+    state, _ = loaded(tmp_path / "run", path, multiple=after, tied=tied)
+    assert CASE.differences(state, 5) == []
+
+
+def test_torch_reads_the_files_and_finds_no_padding(tmp_path):
+    """The oracle is torch's own reader, with torch's own planner."""
+    (path,) = save(tmp_path / "run", 5, multiple=256)
+    sizes = CASE.sizes(CASE.shape())
+    wanted = {f"model.{name}": torch.full(size, -1.0) for name, size in sizes.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        wanted |= {f"optimizer.state.{name}.{moment}": torch.full(size, -1.0) for name, size in sizes.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(wanted, checkpoint_id=path, no_dist=True)
+    assert CASE.junk_row() not in Path(path, "__0_0.distcp").read_bytes()
+    for name, size in sizes.items():
+        assert torch.equal(wanted[f"model.{name}"], CASE.numbers("weight", name, size, 5))
+        assert torch.equal(wanted[f"optimizer.state.{name}.exp_avg"], CASE.numbers("exp_avg", name, size, 5))
+        assert torch.equal(wanted[f"optimizer.state.{name}.exp_avg_sq"], CASE.numbers("exp_avg_sq", name, size, 5))
+
+
+def test_only_tensors_are_written_and_hyperparameters_are_not_among_them(tmp_path):
+    (path,) = save(tmp_path / "run", 5)
+    metadata = pickle.loads(Path(path, ".metadata").read_bytes())
+    assert {type(value).__name__ for value in metadata.state_dict_metadata.values()} == {"TensorStorageMetadata"}
+    names = set(metadata.state_dict_metadata)
+    weights = set(CASE.sizes(CASE.shape()))
+    assert names == (
+        {f"model.{name}" for name in weights}
+        | {f"optimizer.state.{name}.{moment}" for name in weights for moment in ("exp_avg", "exp_avg_sq")}
+        | {"optimizer.step", "extra.losses"}
+    )
+    assert b"param_groups" not in Path(path, ".metadata").read_bytes()
+    assert b"step_0" not in Path(path, ".metadata").read_bytes()  # nor the folder it was written in
+
+
+def test_hyperparameters_are_the_configs(tmp_path):
+    (path,) = save(tmp_path / "run", 5, lr=1e-3)
+    state, _ = loaded(tmp_path / "run", path, lr=0.5)
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.5, 0.5]
+    assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path):
+    def step(state, number):
+        tokens = torch.randint(0, 127, (2, 8), generator=torch.Generator().manual_seed(number))
+        loss, _ = state.model(tokens[:, :-1], tokens[:, 1:])
+        (loss / 14).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        return loss.item()
+
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1, pad=0.0)
+    state.optimizer.state.clear()
+    losses = [step(state, number) for number in range(2)]
+    with manager(run) as checkpoints:
+        path = checkpoints.save(2, state, CASE.position(2)).path
+    losses += [step(state, number) for number in range(2, 5)]
+    assert losses[0] != losses[1]
+
+    other = CASE.make(tmp_path)
+    with manager(run) as checkpoints:
+        checkpoints.load(path, other)
+    assert [step(other, number) for number in range(2, 5)] == losses[2:]
+    for (name, mine), (_, theirs) in zip(state.model.named_parameters(), other.model.named_parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        for slot, value in state.optimizer.state[mine].items():
+            assert torch.equal(value, other.optimizer.state[theirs][slot]), (name, slot)
+
+
+def test_a_save_before_the_first_step_changes_nothing(tmp_path):
+    state = CASE.make(tmp_path)
+    gradients = {}
+    for name, parameter in state.model.named_parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+        gradients[name] = parameter.grad
+    before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
+    with manager(tmp_path / "run") as checkpoints:
+        path = checkpoints.save(0, state, CASE.position(0)).path
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is gradients[name]
+        assert bool((parameter.grad == 2.0).all())
+        assert float(state.optimizer.state[parameter]["step"]) == 0
+    other, _ = loaded(tmp_path / "run", path)
+    assert {float(slots["step"]) for slots in other.optimizer.state.values()} == {0.0}
+    assert all(not slots["exp_avg"].any() for slots in other.optimizer.state.values())
+
+
+def test_extra_tensors_and_scalars_come_back_whatever_their_size(tmp_path):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 3)
+    history = torch.tensor([1.0, float("nan"), float("inf"), -0.0])
+    state.extra.update(losses=history, entered=torch.tensor(7, dtype=torch.int64))
+    with manager(run) as checkpoints:
+        path = checkpoints.save(3, state, CASE.position(3, best=float("inf"), scale=0.1, skips=2, none=None)).path
+    fresh = CASE.make(tmp_path)  # its own "losses" has another meaning by now: another window, say
+    fresh.extra["losses"] = torch.zeros(9)
+    with manager(run) as checkpoints:
+        found = checkpoints.load(path, fresh)
+    assert set(found.extra) == {"losses", "entered"}
+    assert found.extra["losses"].numpy().tobytes() == history.numpy().tobytes()
+    assert found.extra["entered"].dtype == torch.int64
+    assert found.extra["entered"].item() == 7
+    assert dict(found.manifest.scalars) == {"best": float("inf"), "scale": 0.1, "skips": 2, "none": None}
+
+
+def test_folder_holds_config_ranks_and_manifest(tmp_path):
+    (path,) = save(tmp_path / "run", 5)
+    assert os.path.basename(path) == "step_00000005"
+    assert yaml.safe_load(Path(path, "config.yaml").read_text()) == {
+        "run_dir": "x", "steps": 10, "model": {"dim": 6}
+    }  # fmt: skip
+    assert Path(path, "encoding.tiktoken").read_bytes() == CASE.RANKS
+    manifest = read_manifest(path)
+    assert set(manifest.files) == set(os.listdir(path)) - {"manifest.json"}
+    assert (manifest.step, manifest.data_step, manifest.tokens, manifest.ledger_offset) == (5, 8, 500, 35)
+    assert manifest.optimizer
+    assert manifest.model == CASE.shape()
+
+
+def test_optimizer_state_that_is_not_one_steps_is_refused(tmp_path):
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 3)
+    state.optimizer.state[state.model.norm.weight]["step"].fill_(2)
+    with manager(tmp_path / "run") as checkpoints, pytest.raises(QuernError, match=r"norm\.weight.*every parameter"):
+        checkpoints.save(3, state, CASE.position(3))
+    assert list_checkpoints(str(tmp_path / "run")) == []
+
+
+# ---- another model
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"vocab": 126}, "vocab_size"), ({"dim": 8}, "dim"), ({"tied": True}, "tied_embeddings")],
+)
+def test_another_models_checkpoint_is_refused_by_field(tmp_path, options, field):
+    (path,) = save(tmp_path / "run", 5)
+    with pytest.raises(InputError, match=rf"manifest\.json: model\.{field}: expected"):
+        loaded(tmp_path / "run", path, **options)
+
+
+def test_numbers_are_never_rounded_on_load(tmp_path):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    state.model.double()
+    with manager(run) as checkpoints:
+        path = checkpoints.save(1, state, CASE.position(1)).path
+    with pytest.raises(InputError, match=r"\.metadata: model\.\S+: expected torch.float32 or a type it contains"):
+        loaded(run, path)
+
+
+# ---- which checkpoint is taken
+
+
+def harm_truncate(path: Path) -> str:
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    return "__0_0.distcp"
+
+
+def harm_flip(path: Path) -> str:
+    file = path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return "__0_0.distcp"
+
+
+def harm_delete(path: Path) -> str:
+    (path / "__0_0.distcp").unlink()
+    return "__0_0.distcp"
+
+
+def harm_metadata(path: Path) -> str:
+    file = path / ".metadata"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 4
+    file.write_bytes(data)
+    return ".metadata"
+
+
+def harm_config(path: Path) -> str:
+    (path / "config.yaml").unlink()
+    return "config.yaml"
+
+
+def harm_manifest(path: Path) -> str:
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"tokens": 300', '"tokens": 301'))
+    return "manifest.json"
+
+
+def harm_no_manifest(path: Path) -> str:
+    (path / "manifest.json").unlink()
+    return "manifest.json"
+
+
+def harm_renamed(path: Path) -> str:
+    path.rename(path.with_name("step_00000009"))
+    return "manifest.json: step: expected 9"
+
+
+HARMS = [
+    harm_truncate, harm_flip, harm_delete, harm_metadata, harm_config, harm_manifest, harm_no_manifest, harm_renamed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_checkpoint_is_reported_and_the_next_older_taken(tmp_path, harm, caplog):
+    run = tmp_path / "run"
+    paths = save(run, 1, 2, 3)
+    file = harm(Path(paths[2]))
+    state = CASE.make(tmp_path)
+    with manager(run) as checkpoints:
+        found = checkpoints.latest_valid()
+        assert found is not None
+        assert found.step == 2
+        assert file in str(checkpoints.rejected[0])
+        assert file in caplog.text
+        checkpoints.load(found.path, state)
+    assert CASE.differences(state, 2) == []
+
+
+def test_all_damaged_is_an_error_and_none_at_all_is_a_fresh_start(tmp_path):
+    run = tmp_path / "run"
+    with manager(run) as checkpoints:
+        assert checkpoints.latest_valid() is None
+    for path in save(run, 1, 2):
+        harm_flip(Path(path))
+    with manager(run) as checkpoints, pytest.raises(QuernError, match=r"no checkpoint is whole.*step_00000002"):
+        checkpoints.latest_valid()
+    with manager(run, verify=False) as checkpoints:  # sizes alone, as asked
+        assert checkpoints.latest_valid().step == 2
+
+
+def test_refused_checkpoints_are_passed_over(tmp_path):
+    run = tmp_path / "run"
+    save(run, 1, 2, 3)
+    with manager(run) as checkpoints:
+        found = checkpoints.latest_valid(lambda manifest: "abandoned" if manifest.step > 1 else None)
+        assert found.step == 1
+        assert [problem.what for problem in checkpoints.rejected] == ["abandoned", "abandoned"]
+        assert checkpoints.latest_valid(lambda manifest: "abandoned") is None
+
+
+# ---- files made to harm
+
+
+@pytest.mark.parametrize("wrap", [lambda bomb: bomb, lambda bomb: {"state_dict_metadata": bomb}, lambda bomb: [bomb]])
+def test_a_foreign_pickle_as_metadata_is_refused_and_does_not_run(tmp_path, wrap):
+    (path,) = save(tmp_path / "run", 5)
+    marker = tmp_path / "marker"
+    payload = pickle.dumps(wrap(Bomb(marker)))
+    rewrite(path, ".metadata", payload)
+    with manager(tmp_path / "run") as checkpoints:
+        assert checkpoints.latest_valid() is not None  # its checksums are right: only the reader stands in the way
+    with pytest.raises(InputError, match=r"\.metadata: names (posix|os)\.system"):
+        loaded(tmp_path / "run", path)
+    assert not marker.exists()
+    pickle.loads(payload)
+    assert marker.exists()  # the payload was a live one
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch", "Size.mro"),
+        ("torch.serialization", "load"),
+        ("torch.distributed.checkpoint.metadata", "field"),
+    ],
+)
+def test_names_beyond_the_format_are_refused(tmp_path, named):
+    (path,) = save(tmp_path / "run", 5)
+    module, name = (part.encode() for part in named)
+    rewrite(
+        path,
+        ".metadata",
+        b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name + b"\x93.",
+    )
+    with pytest.raises(InputError, match=rf"\.metadata: names {named[0]}\.{named[1]}"):
+        loaded(tmp_path / "run", path)
+
+
+def test_a_pickle_that_alters_the_formats_classes_alters_nothing(tmp_path):
+    """BUILD with a slot state sets attributes on whatever stands on the stack: here, on a class."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    (path,) = save(tmp_path / "run", 5)
+    module, name = b"torch.distributed.checkpoint.metadata", b"Metadata"
+    rewrite(
+        path, ".metadata",
+        b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name + b"\x93"
+        + b"N}\x8c\x05owned\x88s\x86b.",
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"\.metadata"):
+        loaded(tmp_path / "run", path)
+    assert not hasattr(Metadata, "owned")
+
+
+def altered_metadata(path: str, change) -> None:
+    metadata = pickle.loads(Path(path, ".metadata").read_bytes())
+    change(metadata)
+    rewrite(path, ".metadata", pickle.dumps(metadata))
+
+
+def test_metadata_that_points_elsewhere_or_holds_objects_is_refused(tmp_path):
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    (tmp_path / "outside").write_bytes(b"x" * 10_000)
+
+    def elsewhere(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = "../../../outside"
+
+    def objects(metadata):
+        metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+
+    def beyond(metadata):
+        next(iter(metadata.storage_data.values())).length = 1 << 40
+
+    def hole(metadata):
+        chunk = metadata.state_dict_metadata["model.embed.weight"].chunks[0]
+        chunk.sizes = torch.Size((100, 6))
+
+    def negative(metadata):
+        next(iter(metadata.storage_data.values())).offset = -1
+
+    expectations = {
+        elsewhere: "which the manifest does not list", objects: "only tensors are read", beyond: "after the end of",
+        hole: "do not cover", negative: "integer",
+    }  # fmt: skip
+    for number, (change, message) in enumerate(expectations.items()):
+        (path,) = save(tmp_path / f"run{number}", 5)
+        altered_metadata(path, change)
+        with pytest.raises(InputError, match=rf"\.metadata: .*{message}"):
+            loaded(tmp_path / f"run{number}", path)
+
+
+def test_objects_in_a_tensor_file_are_refused_and_do_not_run(tmp_path):
+    import io
+
+    (path,) = save(tmp_path / "run", 5)
+    marker = tmp_path / "marker"
+    payload = io.BytesIO()
+    torch.save(Bomb(marker), payload)
+    data = payload.getvalue()
+
+    def point(metadata):
+        for info in metadata.storage_data.values():
+            info.offset, info.length = 0, len(data)
+
+    rewrite(path, "__0_0.distcp", data)
+    altered_metadata(path, point)
+    with pytest.raises(QuernError, match="not loaded"):
+        loaded(tmp_path / "run", path)
+    assert not marker.exists()
+
+
+def test_a_ranks_file_of_another_encoding_is_refused(tmp_path):
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    (tmp_path / "ranks.tiktoken").write_bytes(b"other")
+    with (
+        manager(tmp_path / "run") as checkpoints,
+        pytest.raises(InputError, match=r"ranks\.tiktoken: expected SHA-256"),
+    ):
+        checkpoints.save(1, state, CASE.position(1))
+    assert os.listdir(tmp_path / "run" / "checkpoints") == [".lock"]
+
+
+# ---- published whole or not at all
+
+
+def test_every_failing_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+    """The disk fails at each sync in turn."""
+    run = tmp_path / "run"
+    save(run, 1)
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 2)
+    sync, count = os.fsync, 0
+    messages: list[str] = []
+    with manager(run) as checkpoints:
+        for failing in range(1, 50):
+            count = 0
+
+            def fsync(descriptor, failing=failing):
+                nonlocal count
+                count += 1
+                if count == failing:
+                    raise OSError(28, "No space left on device")
+                sync(descriptor)
+
+            monkeypatch.setattr(os, "fsync", fsync)
+            try:
+                checkpoints.save(2, state, CASE.position(2))
+            except QuernError as error:
+                messages.append(str(error))
+            else:
+                break
+            if [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [1, 2]:
+                break  # the sync after the rename: published
+            assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+    assert len(messages) > 5
+    assert all("No space left" in message for message in messages)
+    monkeypatch.setattr(os, "fsync", sync)
+    fresh = CASE.make(tmp_path)
+    with manager(run) as checkpoints:
+        checkpoints.load(checkpoints.latest_valid().path, fresh)
+    assert CASE.differences(fresh, 2) == []
+
+
+def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    events: list[tuple[str, str]] = []
+    sizes: dict[str, int] = {}
+    sync, rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        sizes[os.path.basename(path)] = os.fstat(descriptor).st_size
+        events.append(("sync", os.path.basename(path)))
+        sync(descriptor)
+
+    def renames(source, target, **options):
+        events.append(("rename", os.path.basename(target)))
+        rename(source, target, **options)
+
+    with manager(tmp_path / "run") as checkpoints:
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", renames)
+        path = checkpoints.save(1, state, CASE.position(1)).path
+    published = events.index(("rename", "step_00000001"))
+    synced = [name for kind, name in events[:published] if kind == "sync"]
+    for name in os.listdir(path):
+        written = ".metadata.tmp" if name == ".metadata" else name
+        assert written in synced, name
+        assert sizes[written] == os.path.getsize(os.path.join(path, name)), name  # nothing was still in a buffer
+    assert synced[-1].startswith(".step_00000001")  # the staging folder's own names, after the last file
+    assert synced[-2] == "manifest.json"
+    assert events[published + 1] == ("sync", "checkpoints")
+
+
+def test_saving_a_standing_step_replaces_it(tmp_path):
+    run = tmp_path / "run"
+    (path,) = save(run, 4)
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 77, step=77)
+    with manager(run) as checkpoints:
+        assert checkpoints.save(4, state, CASE.position(4)).path == path
+    fresh, _ = loaded(run, path)
+    assert CASE.differences(fresh, 77) == []
+    assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000004"]
+
+
+def test_opening_tidies_what_a_killed_writer_left(tmp_path):
+    run = tmp_path / "run"
+    first, second = save(run, 1, 2)
+    root, token = run / "checkpoints", "0" * 32
+    os.rename(second, root / f".step_00000002.{token}.replaced")  # killed between the two renames of a replacement
+    os.mkdir(root / f".step_00000002.{token}.tmp")
+    (root / f".step_00000002.{token}.tmp" / "__0_0.distcp").write_bytes(b"half")
+    os.mkdir(root / f".step_00000001.{token}.replaced")  # killed after them
+    (root / "notes").mkdir()  # somebody's own
+    with manager(run) as checkpoints:
+        assert sorted(os.listdir(root)) == [".lock", "notes", "step_00000001", "step_00000002"]
+        assert checkpoints.latest_valid().path == second
+    assert os.path.exists(first)
+
+
+def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_free(tmp_path):
+    run = tmp_path / "run"
+    script = (
+        "import sys; from quern.train.checkpoint.folder import FolderLock; "
+        "lock = FolderLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+    )
+    os.makedirs(run / "checkpoints" / f".step_00000001.{'0' * 32}.tmp")
+    command = [sys.executable, "-c", script, str(run / "checkpoints")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(QuernError, match=rf"another trainer writes here \(process {other.pid} on "):
+            manager(run)
+        assert any(name.endswith(".tmp") for name in os.listdir(run / "checkpoints"))  # the live writer's
+        other.kill()
+    with manager(run):
+        assert os.listdir(run / "checkpoints") == [".lock"]
+
+
+# ---- pruning
+
+
+def prune(run: Path, **config) -> list[int]:
+    with manager(run, **config) as checkpoints:
+        checkpoints.prune()
+    return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
+
+
+def test_pruning_keeps_the_last_and_every_nth(tmp_path):
+    run = tmp_path / "run"
+    save(run, 2, 4, 5, 6, 8)
+    assert prune(run, keep_last=2, keep_every=5) == [5, 6, 8]
+    assert prune(run, keep_last=1) == [8]
+    assert prune(run, keep_last=1) == [8]
+
+
+def test_pruning_never_removes_the_newest_whole_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    paths = save(run, 1, 2, 3, 4)
+    harm_flip(Path(paths[3]))
+    harm_no_manifest(Path(paths[2]))
+    assert prune(run, keep_last=1) == [2, 4]
+    harm_flip(Path(paths[1]))
+    assert prune(run, keep_last=1) == [2, 4]  # nothing is whole: nothing goes
+
+
+def test_pruning_leaves_a_branch_that_was_left_until_the_run_passes_it(tmp_path):
+    run = tmp_path / "run"
+    save(run, 1, 2, 3, 8)
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 4)
+    with manager(run, keep_last=1) as checkpoints:
+        checkpoints.save(4, state, CASE.position(4))
+        assert checkpoints.prune() == ["step_00000001", "step_00000002", "step_00000003"]
+        assert [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [4, 8]
+        checkpoints.save(9, state, CASE.position(9))
+        assert checkpoints.prune() == ["step_00000004", "step_00000008"]
+
+
+def test_a_removed_checkpoint_loses_its_name_first(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    save(run, 1, 2)
+
+    def refuse(path, *arguments, **options):
+        assert os.path.basename(path).startswith(".step_00000001.")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    with manager(run, keep_last=1) as checkpoints, pytest.raises(KeyboardInterrupt):
+        checkpoints.prune()
+    assert [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [2]
+    monkeypatch.undo()
+    with manager(run):
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000002"]
