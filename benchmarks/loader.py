@@ -38,18 +38,19 @@ VOCAB_SIZE = 50_257
 SHARDS = 4
 
 
-def write_corpus(run_dir: Path, sources: int, tokens: int, mean: float) -> list[str]:
+def write_corpus(run_dir: Path, sources: int, tokens: int, mean: float, vocab_size: int = VOCAB_SIZE) -> list[str]:
     """A data run of random tokens; returns the sources' paths."""
     rng = np.random.default_rng(1)
     root = run_dir / "tokens"
     root.mkdir()
     (run_dir / "run.json").write_text('{"id": "benchmark"}')
     (root / "encoding.tiktoken").write_bytes(b"")
-    told = {"vocab_size": VOCAB_SIZE, "dtype": "uint16", "eot_id": VOCAB_SIZE - 1}
+    told = {"vocab_size": vocab_size, "dtype": dtype_of(vocab_size), "eot_id": vocab_size - 1}
     sha256 = hashlib.sha256(b"").hexdigest()
     entries = {}
     for name in (f"source{number}" for number in range(sources)):
-        infos = [write_shard(root / name, number, tokens // sources // SHARDS, mean, rng) for number in range(SHARDS)]
+        size = tokens // sources // SHARDS
+        infos = [write_shard(root / name, number, size, mean, rng, vocab_size) for number in range(SHARDS)]
         manifest = {"encoding": "own", "ranks_sha256": sha256, **told, "seed": 1}
         (root / name / "manifest.json").write_text(json.dumps({**manifest, "shards": [i.to_dict() for i in infos]}))
         manifest_sha256 = hashlib.sha256((root / name / "manifest.json").read_bytes()).hexdigest()
@@ -59,12 +60,20 @@ def write_corpus(run_dir: Path, sources: int, tokens: int, mean: float) -> list[
     return [str(root / name) for name in entries]
 
 
-def write_shard(folder: Path, number: int, tokens: int, mean: float, rng: np.random.Generator) -> ShardInfo:
+def dtype_of(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def write_shard(
+    folder: Path, number: int, tokens: int, mean: float, rng: np.random.Generator, vocab_size: int
+) -> ShardInfo:
     lengths = np.maximum(1, rng.lognormal(np.log(mean) - 0.5, 1.0, 2 * int(tokens / mean) + 10)).astype(np.int64)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     folder.mkdir(exist_ok=True)
-    with ShardWriter(str(folder), number, "uint16") as writer:
-        writer.add(rng.bytes(16 * len(lengths)), lengths, rng.integers(0, VOCAB_SIZE, lengths.sum(), np.uint16))
+    with ShardWriter(str(folder), number, dtype_of(vocab_size)) as writer:
+        writer.add(
+            rng.bytes(16 * len(lengths)), lengths, rng.integers(0, vocab_size, lengths.sum(), dtype_of(vocab_size))
+        )
         return writer.finish(first_key=0, last_key=2**64 - 1)
 
 

@@ -175,22 +175,9 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
 ) -> None:
     """Print what the model says after a prompt. Runs on the CPU, in the weights' precision."""
-    import torch
+    from quern.train.sample import continue_text
 
-    from quern.model.generate import generate
-    from quern.train import export
-
-    path = export.find_checkpoint(checkpoint)
-    encoding = export.read_encoding(path, read_manifest(path))
-    if encoding is None:
-        raise InputError(f"{path}: records no encoding; a prompt cannot be turned into tokens")
-    tokens = encoding.encode(prompt).astype("int64")
-    if not len(tokens):
-        raise InputError("--prompt: expected at least one character, got an empty text")
-    model, _ = export.load_model(path)
-    continued = generate(
-        model, torch.from_numpy(tokens)[None], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-        seed=seed, eot_id=encoding.eot_id,
-    )  # fmt: skip
-    new = continued[0, len(tokens) :].numpy()
-    print(plain(encoding.decode(new[new != encoding.eot_id])))
+    text = continue_text(
+        checkpoint, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    print(plain(text))

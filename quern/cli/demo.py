@@ -14,6 +14,7 @@ from rich.table import Table
 from quern import storage
 from quern.cli.data import run_data
 from quern.cli.demo_check import KindResult, Outcome, compare, read_outcomes
+from quern.cli.demo_train import train_demo
 from quern.cli.output import JSON, json_stdout, out_console, reports_errors
 from quern.config import load_config
 from quern.data_pipeline import report
@@ -32,7 +33,9 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Another seed is another site.")] = 0,
     json: bool = JSON,
 ) -> None:
-    """Write a sample site of 320 pages, grind it into tokens, and hold every verdict against what a person expects."""
+    """Write a sample site of 320 pages, grind it into tokens, hold every verdict against what a person expects, and
+    train a small model on them that is killed, goes on, and is held against n-gram models.
+    """
     began = time.monotonic()
     with json_stdout(json) as emit:
         console = out_console()
@@ -44,11 +47,13 @@ def demo(
         stats = run_data(_config(site, run_dir, seed))
         outcomes = read_outcomes(run_dir)
         results = compare(site.pages, outcomes)
-        emit({"kinds": [vars(result) for result in results], "stats": stats})
         if not json:
             report.print_funnel(stats, console)
             _print_kinds(results, console)
             _print_life(site, run_dir, outcomes, console)
+        trained = train_demo(folder, run_dir, seed, None if json else console)
+        emit({"kinds": [vars(result) for result in results], "stats": stats, "training": trained})
+        if not json:
             _print_next(folder, run_dir, time.monotonic() - began, console)
     wrong = [complaint for result in results for complaint in result.wrong]
     if wrong:
@@ -118,4 +123,7 @@ def _print_next(folder: str, run_dir: str, seconds: float, console: Console) -> 
     console.print(f"  {run_dir}/report.html            the funnel, why pages were dropped, samples of both")
     console.print(f"  quern tokens inspect {run_dir}/tokens/sample/shard_00000.bin --at 5000")
     console.print(f"  quern data report {run_dir} --json")
+    console.print(f"  quern checkpoint list {folder}/train")
+    console.print(f"  quern checkpoint sample {folder}/train --prompt 'The river'")
+    console.print(f"  tensorboard --logdir {folder}/train/tensorboard")
     console.print(f"  {folder}/site/pages.jsonl         every page with what was expected of it")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import typer
 
 from quern import __version__
-from quern.cli import data, demo, tokens
+from quern.cli import checkpoint, data, demo, mix, tokens, train
 
 app = typer.Typer(
     name="quern",
-    help="Grinds a web crawl into tokens in which every token knows its URL.",
+    help="Grinds a web crawl into tokens in which every token knows its URL, and tokens into a language model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(data.app, name="data")
 app.add_typer(tokens.app, name="tokens")
+app.add_typer(mix.app, name="mix")
+app.command("train")(train.train)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("demo")(demo.demo)
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 __all__ = ["BACKENDS", "Documents", "attend", "attention_mask"]
 
@@ -92,32 +93,32 @@ def _block_mask(ids_BL: Tensor) -> Any:
     return create_block_mask(same_document_before, batch, None, length, length, device=ids_BL.device)
 
 
-@cache
 def _flex() -> Any:
-    """FlexAttention is a fused kernel only when compiled; inside a compiled block this is inlined."""
+    """FlexAttention, compiled, without which it is no fused kernel; what is being compiled takes it in as it is."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+
+
+@cache
+def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
 
 
-@cache
-def _varlen_takes_gqa() -> bool:
-    """torch 2.11 has no ``enable_gqa``; 2.13 refuses fewer key heads without it."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+#: torch 2.11 has no ``enable_gqa``; 2.13 refuses fewer key heads without it.
+_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _varlen(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, documents: Documents) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     if q_BLNH.dtype not in (torch.bfloat16, torch.float16):
         name = str(q_BLNH.dtype).removeprefix("torch.")
         raise ValueError(f"attention: varlen computes in bfloat16 or float16, got {name}; expected sdpa or flex")
     q_TNH, k_TKH, v_TKH = q_BLNH.flatten(0, 1), k_BLKH.flatten(0, 1), v_BLKH.flatten(0, 1)
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
     group = q_TNH.shape[1] // k_TKH.shape[1]
-    if group > 1 and _varlen_takes_gqa():
+    if group > 1 and _VARLEN_TAKES_GQA:
         options["enable_gqa"] = True
     elif group > 1:
         k_TKH, v_TKH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)

@@ -6,6 +6,7 @@ Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +26,10 @@ def train(config: TrainConfig) -> int:
 
     with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
         trainer.fit()
-        return STOPPED if trainer.stopped_by is not None and not trainer.complete else 0
+        if trainer.stopped_by is None or trainer.complete:
+            return 0
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's word to the others, once the first has left
+        return STOPPED
 
 
 def main(arguments: Sequence[str]) -> int:

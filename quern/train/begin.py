@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
 from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import Checkpoint, Manifest, read_manifest
+from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
+from quern.train.checkpoint.state import check_shape
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
-from quern.train.ledger import MOVES, Ledger, latest_order, read_ledger
+from quern.train.ledger import MOVES, Ledger, latest_order, read_ledger, skips_before, surviving
+from quern.train.ledger import data_step as data_step_of
 from quern.train.mixture import Mixture, carry_on, plan_mixture
 from quern.train.ranks import Ranks
 
@@ -32,6 +35,8 @@ class Start:
     """Optimizer steps that are complete."""
     data_step: int
     tokens: int
+    skips: int
+    """How many steps right before ``step`` were skipped."""
     attempt: int
     """How many times the run has been started before."""
     mixture: Mixture
@@ -64,22 +69,24 @@ def begin(
         return abandoned(manifest, path, entries)
 
     moves = [entry for entry in entries if entry["kind"] in MOVES]
-    asked = {"step": config.resume.step, "data_skip": config.data_skip}
-    if config.resume.step is None or (moves and moves[-1].get("asked") == asked):
+    asked = None
+    if config.resume.step is not None:
+        asked = {"step": config.resume.step, "data_skip": config.data_skip}
+    if asked is None or (moves and moves[-1].get("asked") == asked):
         checkpoint = manager.latest_valid(refuse)  # the rollback asked for was done by the start before this one
         kind = "resume" if moves else "start"
     else:
-        checkpoint, kind = manager.at(config.resume.step, refuse), "rollback"
+        checkpoint, kind = manager.at(asked["step"], refuse), "rollback"
     outcome = ranks.same(_decide(config, corpus, ledger, kind, checkpoint, asked) if ledger is not None else None)
     if isinstance(outcome, Exception):
         raise outcome
     spec, source_map, step, data_step, tokens = outcome
     mixture = Mixture(Order.from_dict(spec), source_map)
-    return Start(kind, step, data_step, tokens, len(moves), mixture, checkpoint)
+    return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
 
 
 def _decide(
-    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: dict[str, Any]
+    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: Any
 ) -> Any:
     try:
         return _append(config, corpus, ledger, kind, checkpoint, asked)
@@ -88,14 +95,9 @@ def _decide(
 
 
 def _append(
-    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: dict[str, Any]
+    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: Any
 ) -> Any:
-    step = data_step = tokens = 0
-    if checkpoint is not None:
-        manifest = read_manifest(checkpoint.path)
-        step, data_step, tokens = manifest.step, manifest.data_step, manifest.tokens
-    if kind == "rollback":
-        data_step += config.data_skip
+    step, data_step, tokens = _position(config, corpus, ledger, kind, checkpoint)
     previous = latest_order(ledger.entries)
     if previous is None:
         if checkpoint is not None:
@@ -105,7 +107,7 @@ def _append(
         mixture = carry_on(config, corpus, previous, data_step)
     ledger.move(
         kind, step, data_step, mixture.order,
-        asked=asked if kind == "rollback" else _kept(ledger),
+        asked=asked,
         checkpoint=checkpoint.name if checkpoint else None,
         versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
         fingerprint=corpus.fingerprint,
@@ -113,7 +115,40 @@ def _append(
     return mixture.order.to_dict(), mixture.source_map, step, data_step, tokens
 
 
-def _kept(ledger: Ledger) -> Any:
-    """A start after a rollback was asked for the same thing: it stays done."""
+def _position(
+    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None
+) -> tuple[int, int, int]:
+    """Step, data step and tokens at which the run goes on. What can be refused is, before the ledger changes."""
     moves = [entry for entry in ledger.entries if entry["kind"] in MOVES]
-    return moves[-1].get("asked") if moves else None
+    if checkpoint is None:
+        if moves and moves[-1]["step"]:
+            raise QuernError(
+                f"{config.run_dir}: the run went on from step {moves[-1]['step']} before, and no checkpoint of that "
+                f"branch is left; put it back from a copy, or give another run_dir to start over"
+            )
+        return 0, 0, 0
+    manifest = read_manifest(checkpoint.path)
+    check_shape(os.path.join(checkpoint.path, MANIFEST_FILE), manifest.model, config.model.shape(corpus.vocab_size))
+    if kind == "rollback":
+        return manifest.step, manifest.data_step + config.data_skip, manifest.tokens
+    if not moves:
+        return manifest.step, manifest.data_step, manifest.tokens
+    _check_skips(ledger.entries, checkpoint)
+    # the ledger's, not the checkpoint's: the run may have gone back to this very step, beyond data it skips
+    return manifest.step, data_step_of(ledger.entries, manifest.step), manifest.tokens
+
+
+def _check_skips(entries: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -> None:
+    """Whether the run would read again what a rollback behind ``checkpoint`` has skipped: its own checkpoints are gone.
+
+    Raises:
+        InputError: which range, and what to give.
+    """
+    for before, after in pairwise(surviving(entries, None)):
+        if after.step > checkpoint.step and after.data_step > (before.data_stop or 0):
+            raise InputError(
+                f"{checkpoint.path}: is the newest whole checkpoint and lies before step {after.step}, where the run "
+                f"skipped data steps {before.data_stop} to {after.data_step - 1}; give resume.step={checkpoint.step} "
+                f"with a data_skip: {after.data_step - data_step_of(entries, checkpoint.step)} goes beyond them, 0 "
+                f"reads them"
+            )

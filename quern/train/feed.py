@@ -45,7 +45,7 @@ def to_device(batch: MicroBatch, device: torch.device, *, document_mask: bool) -
     documents = Documents(
         ids_BL=_move(batch.documents_BL, device),
         cu_seqlens=_move(_padded(batch.cu_seqlens), device),
-        max_seqlen=batch.tokens_BL.shape[1],
+        max_seqlen=_bound(batch),
     )
     return Inputs(tokens, targets, _move(batch.positions_BL, device), documents)
 
@@ -54,6 +54,13 @@ def _padded(cu_seqlens: np.ndarray) -> np.ndarray:
     """Up to a power of two with empty documents at the end: few shapes, so few graphs and few allocations."""
     size = 1 << (len(cu_seqlens) - 1).bit_length()
     return np.concatenate([cu_seqlens, np.full(size - len(cu_seqlens), cu_seqlens[-1], cu_seqlens.dtype)])
+
+
+def _bound(batch: MicroBatch) -> int:
+    """The longest document's tokens, up to a power of two: attention kernels start a block for each of them in every
+    document, the bound's value is part of a compiled graph, and the exact one differs in every batch."""
+    longest = int(np.diff(batch.cu_seqlens).max())
+    return min(1 << (longest - 1).bit_length(), batch.tokens_BL.shape[1])
 
 
 def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:

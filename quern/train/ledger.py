@@ -36,7 +36,7 @@ from quern.mixtures.order import Order
 
 __all__ = [
     "MOVES", "Exposure", "Ledger", "Range", "check_append", "data_end", "data_step", "exposures", "latest_order",
-    "model_step", "reached", "read_ledger", "surviving",
+    "model_step", "reached", "read_ledger", "skips_before", "surviving",
 ]  # fmt: skip
 
 Entry = Mapping[str, Any]
@@ -153,6 +153,18 @@ def _skipped(entries: Sequence[Entry], place: int, step: int, data_step: int) ->
         if entry["kind"] == "skipped" and (entry["step"], entry["data_step"]) == (step, data_step):
             return True
     return False
+
+
+def skips_before(entries: Iterable[Entry], step: int) -> int:
+    """How many surviving steps right before ``step``, one after the other, were skipped."""
+    lines = list(entries)
+    count = 0
+    for place, found in reversed(_surviving(lines, step)):
+        for other in range(step - count - 1, found.step - 1, -1):
+            if not _skipped(lines, place, other, found.data_step + other - found.step):
+                return count
+            count += 1
+    return count
 
 
 def reached(entries: Iterable[Entry]) -> int:

@@ -102,7 +102,7 @@ class Metrics:
 
     def report(self, row: Mapping[str, Any]) -> None:
         """One step; ``row`` is plain data with ``step`` and ``loss``."""
-        step = int(row["step"])
+        row, step = _plain(row), int(row["step"])
         self._first = step if self._first is None else self._first
         self._write({"kind": "step", **row})
         if self._board is not None:
@@ -113,16 +113,17 @@ class Metrics:
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
         """Held-out loss after ``step`` completed steps: ``loss``, and by source."""
+        losses = _plain(losses)
         self._write({"kind": "validation", "step": step, **losses})
         if self._board is not None:
-            self._board.add_scalar("validation/loss", losses["loss"], step)
-            for name, value in losses["sources"].items():
-                self._board.add_scalar(f"validation/{name}", value["loss"], step)
+            named = {"loss": losses["loss"], **{name: value["loss"] for name, value in losses["sources"].items()}}
+            for name, value in named.items():
+                if value is not None:
+                    self._board.add_scalar(f"validation/{name}", value, step)
         if self._live:
             self._clear()
-            print(
-                f"step {step:,}  held-out loss {losses['loss']:.4f} over {losses['tokens']:,} tokens", file=sys.stderr
-            )
+            loss = f"{losses['loss']:.4f}" if losses["loss"] is not None else "not finite"
+            print(f"step {step:,}  held-out loss {loss} over {losses['tokens']:,} tokens", file=sys.stderr)
 
     def close(self) -> None:
         """Nothing is written afterwards."""
@@ -132,9 +133,8 @@ class Metrics:
         self._clear()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        row = {name: _plain(value) for name, value in row.items()}
-        row["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        timed = {**row, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        self._file.write(json.dumps(timed, allow_nan=False) + "\n")
         self._file.flush()
 
     def _show(self, row: Mapping[str, Any], step: int) -> None:
@@ -161,6 +161,8 @@ class Metrics:
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN: what is not finite is null, and the step's flags say so."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

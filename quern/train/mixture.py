@@ -78,10 +78,10 @@ def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: in
     past = [row for row in previous.phases if row.first_step < data_step]
     phases = [Phase(row.first_step, _widen(row.weights, len(ids)), row.global_batch, row.block) for row in past[1:]]
     recipe, batch = _recipe_at(config, data_step)
-    if (
-        not _same(_spread(recipe, places, len(ids)), _widen(past[-1].weights, len(ids)))
-        or past[-1].global_batch != batch
-    ):
+    changed = not _same(_spread(recipe, places, len(ids)), _widen(past[-1].weights, len(ids)))
+    # a phase that changes nothing opens all the same: it has blocks of its own
+    opens = any(phase.first_step == data_step for phase in config.phases)
+    if opens or changed or past[-1].global_batch != batch:
         phases.append(Phase(data_step, _spread(recipe, places, len(ids)), batch))
     for phase in config.phases:
         if phase.first_step > data_step:
@@ -127,19 +127,20 @@ def _places(config: TrainConfig, corpus: Corpus, previous: Order) -> list[list[i
 
 
 def _check_past(config: TrainConfig, previous: Order, place: list[list[int]], data_step: int) -> None:
-    for row in previous.phases:
-        if row.first_step >= data_step:
-            break
-        recipe, batch = _recipe_at(config, row.first_step)
+    """Whether the config tells what was read as it was, at every data step where one of the two changes."""
+    starts = {row.first_step for row in previous.phases} | {phase.first_step for phase in config.phases}
+    for first_step in sorted(start for start in starts if start < data_step):
+        row = [row for row in previous.phases if row.first_step <= first_step][-1]
+        recipe, batch = _recipe_at(config, first_step)
         then = [sum(row.weights[index] for index in family) for family in place]
         if batch != row.global_batch:
             raise InputError(
-                f"global_batch: the run read {row.global_batch} sequences a step from data step {row.first_step}, the "
+                f"global_batch: the run read {row.global_batch} sequences a step from data step {first_step}, the "
                 f"config says {batch}; a change needs phases with first_step {data_step} or later"
             )
         if not _same(recipe, then):
             raise InputError(
-                f"data: the run's weights from data step {row.first_step} were {_shares(then)}, the config says "
+                f"data: the run's weights from data step {first_step} were {_shares(then)}, the config says "
                 f"{_shares(recipe)}; a change needs phases with first_step {data_step} or later"
             )
 

@@ -63,7 +63,8 @@ class LossScale:
             return
         bad = non_finite.to(self.scale.dtype)
         grown = (self.good + 1 >= self.interval).to(self.scale.dtype) * (1 - bad)
-        self.scale = self.scale * torch.where(bad > 0, 0.5, 1 + grown)
+        moved = self.scale * torch.where(bad > 0, 0.5, 1 + grown)
+        self.scale = torch.where(torch.isfinite(moved), moved, self.scale)  # where nothing ever overflows
         self.good = (self.good + 1) * (1 - bad) * (1 - grown)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -19,8 +19,9 @@ from quern.parallel.data import unwrapped
 from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
 from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.boundaries import open_boundaries
+from quern.train.checkpoint.agree import Agreement
 from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import EncodingInfo, RunFacts
+from quern.train.checkpoint.manifest import Checkpoint, EncodingInfo, RunFacts
 from quern.train.checkpoint.state import TrainState
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
@@ -75,20 +76,23 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
     corpus, plan = check(config, ranks.world)
     _same_config(config, ranks)
     precision = precision_of(config.precision)
+    shape = config.model.shape(corpus.vocab_size)
+    model = _model(config, shape, precision, ranks)
+    together = Agreement(ranks.rank, ranks.world)
     torch.use_deterministic_algorithms(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
             CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, None)
         )
+        cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:
-            corpus.verify(ranks.rank, ranks.world, os.path.join(config.run_dir, "index", f"verified.{ranks.rank}.json"))
-        ledger = Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None
+            verified = os.path.join(cache, f"verified.{ranks.rank}.json")
+            together.own(lambda: corpus.verify(ranks.rank, ranks.world, verified))
+        ledger = together.own(lambda: Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None)
         if ledger is not None:
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
         mesh = build_mesh(plan, ranks.device.type)
-        shape = config.model.shape(corpus.vocab_size)
-        model = _model(config, shape, precision, ranks)
         layout = Layout(
             compute_dtype=precision.compute,
             reshard_after_forward=config.parallel.reshard_after_forward,
@@ -102,7 +106,6 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(wrapped, optimizer, _facts(config, corpus, shape, plan))
         _restore(config, start, checkpoints, state, guard, loss_scale)
-        cache = os.path.join(config.run_dir, "index")
         loader = Loader(
             corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
             document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
@@ -156,7 +159,10 @@ def _restore(
             {n.removeprefix("loss_scale."): v for n, v in part.items() if n.startswith("loss_scale.")}
         )
     elif config.init_from is not None:
-        checkpoints.load(config.init_from, state)
+        given = Checkpoint(0, config.init_from)
+        if problems := checkpoints.problems(given):
+            raise InputError(f"init_from: {problems[0]}")
+        checkpoints.load(given.path, state)
         for slots in state.optimizer.state.values():  # a full checkpoint brings moments; a fresh run begins without
             for value in slots.values():
                 value.zero_()

@@ -17,9 +17,9 @@ from torch import nn
 from quern.errors import QuernError
 from quern.parallel.clip import clip, global_grad_norm
 from quern.parallel.data import accumulation
-from quern.train.begin import Start
+from quern.train.begin import Start, abandoned
 from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import Position
+from quern.train.checkpoint.manifest import Manifest, Position
 from quern.train.checkpoint.state import TrainState
 from quern.train.config import TrainConfig
 from quern.train.feed import Feed, StepInputs
@@ -85,8 +85,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
-        self._done = self.start.step
-        self._skips = 0
+        self._done = self._saved = self.start.step
+        self._skips = self.start.skips
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class Trainer:
                 self.validate_if_due(step)
                 self.save_if_due(step)
                 self.profiler.step(step)
-        self.finish()
+            self.finish()
 
     def steps(self) -> Iterator[int]:
         """Steps that are left, the first of a run being 0; ends early when all ranks know of a signal."""
@@ -188,8 +188,9 @@ class Trainer:
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
-                    f"{self.config.guard.max_skips}); the newest checkpoint is from before. Look at the ledger, then "
-                    f"go on with resume.step and data_skip, or another lr"
+                    f"{self.config.guard.max_skips}); the weights are those after "
+                    f"{pending.step + 1 - self._skips} steps. Look at the ledger, then go on with resume.step and "
+                    f"data_skip, or another lr"
                 )
 
     def _read(self, pending: _Pending) -> None:
@@ -219,7 +220,8 @@ class Trainer:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
         done = step + 1
         interval = self.config.checkpoint.interval
-        if done < self.config.steps and self.stopped_by is None and not (interval and done % interval == 0):
+        due = done == self.config.steps or self.stopped_by is not None or (interval and done % interval == 0)
+        if not due or self._saved == done:
             return
         self.settle()  # what the ledger has to say of these weights is written before they are published
         began = time.perf_counter()
@@ -233,17 +235,23 @@ class Trainer:
         extra |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
         state = TrainState(self.model, self.optimizer, self.state.facts, extra)
         self.checkpoints.save(done, state, Position(data_step, self._tokens, order, offset))
-        self.checkpoints.prune()
+        self._saved = done
+        self.checkpoints.prune(self._left)
         self._mark += time.perf_counter() - began  # no step's time
+
+    def _left(self, manifest: Manifest) -> str | None:
+        """Checkpoints of a branch the run has left are none to go on from."""
+        assert self.ledger is not None  # only rank 0 prunes
+        return abandoned(manifest, self.ledger.path, self.ledger.entries)
 
     def validate_if_due(self, step: int) -> None:
         """Held-out loss every ``validation.interval`` steps and after the last."""
         done, interval = step + 1, self.config.validation.interval
-        if self.validator is None or self.stopped_by is not None:
-            return
-        if done < self.config.steps and not (interval and done % interval == 0):
+        if self.validator is None or (done < self.config.steps and not (interval and done % interval == 0)):
             return
         self.settle()
+        if self.stopped_by is not None:
+            self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
         began = time.perf_counter()
         losses = self.validator.run(self.model)
         if self.metrics is not None:
@@ -251,14 +259,13 @@ class Trainer:
         self._mark += time.perf_counter() - began
 
     def finish(self) -> None:
-        """Say in the ledger how the run ended."""
+        """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""
         self.settle()
-        if self.ledger is None:
-            return
-        if not self.complete:
+        if self.ledger is not None and not self.complete:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
-        else:
+        elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
+        self.ranks.barrier()
 
     def close(self) -> None:
         """End threads, close files, let the run's lock go."""

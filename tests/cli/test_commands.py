@@ -15,11 +15,16 @@ from typer.testing import CliRunner
 from quern import storage
 from quern.cli.main import app
 from quern.cli.output import plain
+from quern.config import dump_yaml, load_config
 from quern.demo import write_site
 from quern.tokenize.config import DataRun
+from quern.train.config import TrainConfig
+from quern.train.schedule import check_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = {path: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))}
+RECIPES = [path for path, config in CONFIGS.items() if "sources" in config]
+TRAININGS = [path for path, config in CONFIGS.items() if "steps" in config]
 
 
 def quern(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -97,6 +102,14 @@ def test_every_recipe_is_valid_and_prints_back_to_itself(recipe: Path, tmp_path:
     assert result.exit_code == 0, result.output
     printed = DataRun.model_validate(yaml.safe_load(result.stdout))
     assert printed.sources[0].kind == kind
+
+
+@pytest.mark.parametrize("recipe", TRAININGS, ids=lambda path: path.stem)
+def test_every_training_recipe_is_valid_and_prints_back_to_itself(recipe: Path) -> None:
+    config = load_config(recipe, TrainConfig)
+    check_schedule(config.steps, config.schedule)
+    assert TrainConfig.model_validate(yaml.safe_load(dump_yaml(config))) == config
+    assert len(TRAININGS) + len(RECIPES) == len(CONFIGS)
 
 
 def test_a_dry_run_as_json_is_the_config_and_the_plan(tmp_path: Path, good: str) -> None:

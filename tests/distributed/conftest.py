@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need several ranks."""
+"""Fixtures of the tests that need several ranks; makes the helpers beside them, and the oracles, importable."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 NAME = "quern_test_ranks"
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), *(str(HERE.parent / folder) for folder in ("plain", "mixtures", "train"))]
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ Legend: B batch, L sequence, D model, N heads, K kv heads, H head dim, F ffn, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -250,10 +250,12 @@ def train(
     batches: Iterable[Sequence[Batch]],
     settings: Settings,
     dtype: torch.dtype = torch.float64,
+    skipped: Container[int] = (),
 ) -> Iterator[Record]:
     """A record for each step; a step's batch is all micro-batches of the global batch, of all ranks.
 
-    The loss of a step is the sum over its targets divided by their number in the whole global batch.
+    The loss of a step is the sum over its targets divided by their number in the whole global batch. Steps in
+    ``skipped`` are not applied, as if something outside of this loop had spoilt their gradients.
     """
     w = {name: weight.detach().to(dtype).clone() for name, weight in weights.items()}
     m = {name: torch.zeros_like(weight) for name, weight in w.items()}
@@ -270,7 +272,8 @@ def train(
         grads = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items()}
         norm = math.sqrt(sum(float((grad.double() ** 2).sum()) for grad in grads.values()))
         lr = learning_rate(settings, step)
-        applied = not settings.skip_non_finite or (math.isfinite(loss) and math.isfinite(norm))
+        healthy = math.isfinite(loss) and math.isfinite(norm) and step not in skipped
+        applied = healthy or not settings.skip_non_finite
         if applied:
             updates += 1
             # as torch.nn.utils.clip_grad_norm_; a NaN norm gives a NaN factor, which is why such steps are skipped

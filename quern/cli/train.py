@@ -1,0 +1,137 @@
+"""``quern train``: shards → steps → checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from quern.cli.output import JSON, err_console, json_stdout, reports_errors
+from quern.config import dump_yaml, load_config
+from quern.errors import InputError
+from quern.train.config import TrainConfig
+
+__all__ = ["train"]
+
+#: After one process has failed, the others have this long to notice before they are killed.
+_GRACE_S = 20.0
+
+
+@reports_errors
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML file; configs/ has ready ones.", metavar="CONFIG")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: model.preset=125M")] = None,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, help="Processes on this machine, as torchrun starts them.")
+    ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config, sizes, memory and order; train nothing.")
+    ] = False,
+    json: bool = JSON,
+) -> None:
+    """Train CONFIG, or go on with it where it was left. Exit code 3: ended by a signal, after a checkpoint."""
+    if json and not dry_run:
+        raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
+    resolved = load_config(config, TrainConfig, overrides or ())
+    from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
+
+    corpus, plan = check(resolved, nproc)
+    if dry_run:
+        from quern.train.summary import summarise
+
+        summary = summarise(resolved, corpus, plan)
+        with json_stdout(json) as emit:
+            emit(summary)
+            if not json:
+                _print_summary(resolved, summary)
+        return
+    code = _here(resolved) if nproc == 1 else _ranks(config, overrides or (), nproc)
+    if code:
+        raise typer.Exit(code)
+
+
+def _here(config: TrainConfig) -> int:
+    from quern.train.__main__ import train as run
+
+    return run(config)
+
+
+def _ranks(config: str, overrides: Sequence[str], nproc: int) -> int:
+    """``nproc`` processes on this machine with torchrun's environment. One that fails ends the others; a signal to us
+    goes to all. Returns the first code that is not 0.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nproc),
+              "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": threads}  # fmt: skip
+    command = [sys.executable, "-m", "quern.train", config, *overrides]
+    workers: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        _signal(workers, number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for rank in range(nproc):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # a session of its own: Ctrl-C at the terminal reaches a worker once, through us
+            workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return _wait(workers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _signal(workers, signal.SIGKILL)
+        for worker in workers:
+            worker.wait()
+
+
+def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int:
+    failed, since = 0, 0.0
+    while any(worker.poll() is None for worker in workers):
+        codes = [worker.poll() for worker in workers]
+        failed = failed or next((code for code in codes if code), 0)
+        since = since or (time.monotonic() if failed else 0.0)
+        if failed and time.monotonic() - since > _GRACE_S:
+            return failed
+        time.sleep(0.1)
+    code = failed or next((worker.returncode for worker in workers if worker.returncode), 0)
+    return code if code >= 0 else 128 - code  # as a shell shows a death by signal
+
+
+def _signal(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            with suppress(ProcessLookupError):
+                worker.send_signal(number)
+
+
+def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
+    print(dump_yaml(config), end="")
+    console = err_console()
+    parameters, memory, order = summary["parameters"], summary["state_memory_gib"], summary["order"]
+    layout = summary["layout"]
+    rows = [
+        ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
+        ("layout", f"{layout['ranks']} ranks: dp_replicate {layout['dp_replicate']} × dp_shard {layout['dp_shard']}"),
+        ("model state", f"{memory['sixteen_bytes']:.2f} GiB at 16 bytes a parameter, "
+                        f"{memory['sixteen_bytes_per_rank']:.2f} a rank; held here: {memory['rank']:.2f} a rank"),
+        ("a token costs", f"{summary['flops_per_token']['full']:.3g} FLOP (full attention), "
+                          f"{summary['flops_per_token']['causal']:.3g} (causal half)"),
+        ("reads", f"{order['samples']:,} sequences, {order['planned_tokens']:,} tokens in {order['steps']:,} steps"),
+        *((f"  {row['name']}", f"{row['share']:.2%}, {row['epochs']:.2f} epochs of {row['tokens']:,} tokens")
+          for row in order["sources"]),
+        ("order", order["order"]),
+    ]  # fmt: skip
+    for name, text in rows:
+        console.print(f"{name:<15}{text}", markup=False)

@@ -1,0 +1,207 @@
+"""A run that changes its world and its layout on the way, in float64: still the run of one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import runpy
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
+PLAIN = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "plain" / "plain_loop.py")))
+
+STEPS = 10
+#: The worst that counts as equal: max |a - b| / max |b| of a tensor.
+EQUAL = 1e-10
+ROAD = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 1)]
+
+
+def config_for(run: str, paths: list[str], layout: tuple[int, int], **changes: Any) -> Any:
+    parallel = {"dp_replicate": layout[0], "dp_shard": layout[1]}
+    base = {"precision": "fp64", "steps": STEPS, "parallel": parallel, "checkpoint": {"interval": 2}}
+    return CASE.settings(run, paths, **(base | changes))
+
+
+def nan_at_3_and_6(data_step: int) -> float:
+    return float("nan") if data_step in (3, 6) else 1.0
+
+
+def live(run: str, paths: list[str], layout: tuple[int, int], kill_at: int | None, changes: dict) -> dict[str, Any]:
+    """One life of this rank."""
+    config = config_for(run, paths, layout, **changes)
+    left = CASE.live(config, kill_at=kill_at, factor=nan_at_3_and_6)
+    return {"start": left.start.step, "samples": left.samples, "state": left.state, "complete": left.complete}
+
+
+def joined(ranks: list[dict[str, Any]]) -> dict[int, list]:
+    """The samples of all ranks, by data step."""
+    steps = ranks[0]["samples"]
+    return {step: sorted(sample for rank in ranks for sample in rank["samples"][step]) for step in steps}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return CASE.write_corpus(tmp_path / "data")
+
+
+def close(found: dict[int, dict], expected: dict[int, dict]) -> float:
+    """Worst ratio of losses and norms; all else must be equal. Steps that are not finite have nulls."""
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for step, row in expected.items():
+        for name, value in row.items():
+            if name in ("loss", "grad_norm") and value is not None:
+                assert found[step][name] is not None
+                worst = max(worst, abs(found[step][name] - value) / abs(value))
+            else:
+                assert found[step][name] == value, (step, name)
+    return worst
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_single_fsdp_ddp_hsdp_single(run_ranks, tmp_path, paths, document_mask):
+    """Two steps each; steps 3 and 6 are skipped under FSDP2 and HSDP. Sample ids, losses, norms, weights, moments."""
+    changes = {"document_mask": document_mask}
+    straight = CASE.live(config_for(str(tmp_path / "whole"), paths, (1, 1), **changes), factor=nan_at_3_and_6)
+    run = str(tmp_path / "run")
+    taken: dict = {}
+    for number, layout in enumerate(ROAD):
+        kill_at = 2 * number + 2 if number < len(ROAD) - 1 else None
+        world = layout[0] * layout[1]
+        if world == 1:
+            lives = [live(run, paths, layout, kill_at, changes)]
+        else:
+            lives = run_ranks(live, world, run, paths, layout, kill_at, changes, timeout_s=120)
+        assert {life["start"] for life in lives} == {2 * number}
+        taken |= joined(lives)
+    assert lives[0]["complete"]
+    assert taken == straight.samples
+    worst_row = close(CASE.rows(run), CASE.rows(tmp_path / "whole"))
+    worst = CASE.worst_ratio(lives[0]["state"], straight.state)
+    print(f"document_mask {document_mask}: losses and norms {worst_row:.1e}, weights and moments {worst:.1e}")
+    assert max(worst_row, worst) < EQUAL
+
+
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2)])
+def test_the_same_layout_resumes_bit_for_bit(run_ranks, tmp_path, paths, layout):
+    """In float32, on every rank."""
+    changes = {"precision": "fp32", "checkpoint": {"interval": 3}}
+    world = layout[0] * layout[1]
+    straight = run_ranks(live, world, str(tmp_path / "whole"), paths, layout, None, changes, timeout_s=120)
+    run = str(tmp_path / "run")
+    first = run_ranks(live, world, run, paths, layout, 5, changes, timeout_s=120)
+    second = run_ranks(live, world, run, paths, layout, None, changes, timeout_s=120)
+    assert {life["start"] for life in second} == {3}
+    for rank in range(world):
+        assert first[rank]["samples"] | second[rank]["samples"] == straight[rank]["samples"]
+        assert CASE.differences(second[rank]["state"], straight[rank]["state"]) == []
+    assert CASE.rows(run) == CASE.rows(tmp_path / "whole")
+
+
+def measure(run: str, paths: list[str], layout: tuple[int, int]) -> None:
+    config = config_for(run, paths, layout, steps=3, micro_batch=2, validation={"interval": 1, "windows": None})
+    CASE.live(config)
+
+
+def test_the_held_out_loss_over_two_ranks(run_ranks, tmp_path):
+    """An odd number of windows: the last batch of both ranks is filled up with what does not count."""
+    rng = random.Random(4)
+    made = {
+        name: CASE.CORPORA.make_shards(rng, [[rng.randint(2, 60) for _ in range(size)] for _ in range(2)], purged=0.1)
+        for name, size in {"web": 60, "web.val": 9}.items()
+    }
+    paths = CASE.CORPORA.write_run(tmp_path / "data", made)[:1]
+    stream = [token for shard in made["web.val"] for doc in shard for token in doc.tokens]
+    windows = PLAIN.num_windows(stream, 32)
+    assert windows % 4
+    for layout in ((1, 2), (2, 1)):
+        run = str(tmp_path / f"run{layout[0]}")
+        run_ranks(measure, 2, run, paths, layout, timeout_s=120)
+        weights = weights_of(f"{run}/checkpoints/step_00000003")
+        shape = CASE.settings(run, paths).model.shape(CASE.CORPORA.VOCAB_SIZE)
+        spans, start = [], 0
+        for doc in (doc for shard in made["web.val"] for doc in shard):
+            spans.append((start, len(doc.tokens), doc.purged))
+            start += len(doc.tokens)
+        total, targets = 0.0, 0
+        for index in range(windows):
+            window = PLAIN.window(stream, spans, index, 32, True)
+            batch = PLAIN.Batch([window.tokens], [window.targets], [window.positions], [window.documents])
+            total += PLAIN.token_losses(weights, shape, batch).sum().item()
+            targets += sum(target != PLAIN.IGNORE for target in window.targets)
+        found = CASE.rows(run)[-3]
+        assert found["tokens"] == targets
+        assert math.isclose(found["loss"], total / targets, rel_tol=EQUAL)
+
+
+def weights_of(path: str) -> dict[str, Any]:
+    """The checkpoint's weights, read by torch's own reader."""
+    import pickle
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    with open(os.path.join(path, ".metadata"), "rb") as file:
+        stored = pickle.load(file).state_dict_metadata
+    tensors = {
+        name: torch.empty(value.size, dtype=value.properties.dtype)
+        for name, value in stored.items()
+        if name.startswith("model.")
+    }
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def refused(run: str, paths: list[str]) -> list[str]:
+    """What this rank says of a damaged shard, and of a damaged ledger."""
+    said = []
+    try:
+        CASE.live(config_for(run, paths, (1, 2)))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    try:
+        CASE.live(config_for(run, paths, (1, 2), verify_shards=False))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_all_ranks_refuse_together(run_ranks, tmp_path, paths):
+    """Each rank verifies its share of the files, and rank 0 alone opens the ledger: both say what one has found."""
+    shard = Path(paths[1], "shard_00001.bin")
+    data = bytearray(shard.read_bytes())
+    data[10] ^= 1
+    shard.write_bytes(data)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").write_text("nonsense\n{}\n")
+    found = run_ranks(refused, 2, str(tmp_path / "run"), paths)
+    for said in found:
+        assert said[0].startswith(f"InputError: {shard}: is damaged")
+        assert said[1].startswith("QuernError: rank 0: ")
+        assert "ledger.jsonl: line 1 is damaged" in said[1]
+
+
+def stop(run: str, paths: list[str], stop_rank: int) -> tuple[list, dict]:
+    """One rank alone hears a signal in step 2."""
+    import torch.distributed as dist
+
+    config = config_for(run, paths, (1, 2), checkpoint={"interval": 0})
+    left = CASE.live(config, stop_at=2 if dist.get_rank() == stop_rank else None)
+    return sorted(left.samples), {"complete": left.complete, "by": left.stopped_by}
+
+
+@pytest.mark.parametrize("stop_rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_at_one_step(run_ranks, tmp_path, paths, stop_rank):
+    found = run_ranks(stop, 2, str(tmp_path / "run"), paths, stop_rank)
+    assert [steps for steps, _ in found] == [[0, 1, 2, 3, 4]] * 2
+    other = "signal to another rank"
+    assert [by["by"] for _, by in found] == ["SIGTERM" if rank == stop_rank else other for rank in range(2)]
+    assert CASE.ledger(tmp_path / "run")[-1]["step"] == 5
+    assert not any(by["complete"] for _, by in found)
+    left = live(str(tmp_path / "run"), paths, (1, 1), None, {})
+    assert left["start"] == 5

@@ -1,0 +1,195 @@
+"""Where a run goes on: rollbacks that stay done, branches that stay left, data that stays skipped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import run_case as case
+
+from quern.errors import InputError, QuernError
+from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.ledger import data_step, skips_before
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    """A run with a checkpoint a step, killed in its seventh: (its folder, the paths of its data)."""
+    folder = tmp_path_factory.mktemp("old")
+    paths = case.write_corpus(folder / "data")
+    case.live(case.settings(folder / "run", paths, steps=STEPS, checkpoint={"interval": 1}), kill_at=6)
+    assert names(folder / "run") == [1, 2, 3, 4, 5, 6]
+    return folder / "run", paths
+
+
+@pytest.fixture
+def run(tmp_path, old):
+    shutil.copytree(old[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def config(run, old):
+    def make(**changes):
+        changes.setdefault("checkpoint", {"interval": 5})
+        return case.settings(run, old[1], steps=STEPS, **changes)
+
+    return make
+
+
+def names(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
+
+
+def damage(run: Path, step: int) -> None:
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def where(left: case.Left) -> tuple[str, int, int]:
+    return left.start.kind, left.start.step, left.start.data_step
+
+
+def moves(run: Path) -> list[tuple[str, int, int]]:
+    kinds = ("start", "resume", "rollback")
+    return [(e["kind"], e["step"], e["data_step"]) for e in case.ledger(run) if e["kind"] in kinds]
+
+
+def test_a_rollback_reads_other_data_and_says_so(config, run, tmp_path, old):
+    left = case.live(config(resume={"step": 2}, data_skip=3))
+    assert where(left) == ("rollback", 2, 5)
+    assert sorted(left.samples) == [5, 6, 7, 8, 9, 10]
+    assert moves(run) == [("start", 0, 0), ("rollback", 2, 5)]
+    straight = case.live(case.settings(tmp_path / "longer", old[1], steps=STEPS + 3))
+    assert left.samples == {step: straight.samples[step] for step in range(5, 11)}
+    assert [data_step(case.ledger(run), step) for step in range(STEPS)] == [0, 1, 5, 6, 7, 8, 9, 10]
+
+
+def test_the_new_branch_is_what_a_run_without_that_data_is(config, run, tmp_path, old):
+    """From the weights of step 2 on, whatever the left branch did: two runs that differ only in it end the same."""
+    left = case.live(config(resume={"step": 2}, data_skip=3))
+    short = case.settings(tmp_path / "short", old[1], steps=STEPS, checkpoint={"interval": 2})
+    case.live(short, kill_at=2)
+    other = case.live(
+        case.settings(tmp_path / "short", old[1], steps=STEPS, resume={"step": 2}, data_skip=3), kill_at=None
+    )
+    assert case.differences(left.state, other.state) == []
+    assert {k: v for k, v in case.rows(run).items() if k >= 2} == {
+        k: v for k, v in case.rows(tmp_path / "short").items() if k >= 2
+    }
+
+
+@pytest.mark.parametrize("again", [{}, {"resume": {"step": 2}, "data_skip": 3}])
+def test_killed_right_after_the_rollback(config, run, again):
+    """A plain start and the same command both go on with the new branch, and its skipped data stays skipped."""
+    back = config(resume={"step": 2}, data_skip=3)
+    case.live(back, kill_at=2)
+    left = case.live(config(**again), kill_at=4)
+    assert where(left) == ("resume", 2, 5)
+    assert sorted(left.samples) == [5, 6, 7]
+    left = case.live(config(**again))
+    assert where(left) == ("resume", 2, 5)
+    assert moves(run) == [("start", 0, 0), ("rollback", 2, 5), ("resume", 2, 5), ("resume", 2, 5)]
+    left = case.live(config(**again))
+    assert where(left) == ("resume", STEPS, STEPS + 3)
+    assert left.samples == {}
+
+
+def test_a_rollback_that_is_asked_for_anew_is_done_anew(config, run):
+    case.live(config(resume={"step": 2}, data_skip=3), kill_at=4)
+    case.live(config(), kill_at=4)
+    assert where(case.live(config(resume={"step": 2}, data_skip=3), kill_at=3)) == ("rollback", 2, 5)
+    assert where(case.live(config(resume={"step": 2}, data_skip=4), kill_at=3)) == ("rollback", 2, 6)
+    assert where(case.live(config(resume={"step": 1}, data_skip=4), kill_at=3)) == ("rollback", 1, 5)
+
+
+def test_checkpoints_of_a_left_branch_are_never_taken(config, run):
+    """3 and 4 go as the new branch passes them, 6 waits; 5 is written anew, and damaged."""
+    case.live(config(resume={"step": 2}, data_skip=3), kill_at=6)
+    assert names(run) == [1, 2, 5, 6]
+    damage(run, 5)
+    left = case.live(config(), kill_at=4)
+    assert where(left) == ("resume", 2, 5)
+    with pytest.raises(InputError, match="step_00000006: lies on a branch that was left: the run went back to step 2"):
+        case.live(config(resume={"step": 6}))
+
+
+def test_data_that_was_skipped_is_not_read_for_want_of_a_checkpoint(config, run):
+    case.live(config(resume={"step": 2}, data_skip=3), kill_at=6)
+    before = moves(run)
+    damage(run, 5)
+    damage(run, 2)
+    with pytest.raises(
+        InputError, match=r"step_00000001: .* before step 2, where the run skipped data steps 2 to 4; "
+    ) as error:
+        case.live(config())
+    assert "resume.step=1 with a data_skip: 4 goes beyond them" in str(error.value)
+    assert moves(run) == before
+    left = case.live(config(resume={"step": 1}, data_skip=4), kill_at=3)
+    assert where(left) == ("rollback", 1, 5)
+
+
+def test_pruning_counts_the_own_branch_only(config, run):
+    """With two to keep, 4 of the left branch does not take the place of 2 beside the new 5."""
+    keep = {"interval": 5, "keep_last": 2}
+    case.live(config(resume={"step": 2}, data_skip=3, checkpoint=keep), kill_at=6)
+    assert names(run) == [2, 5, 6]  # 6 waits until the run passes it
+    left = case.live(config(checkpoint=keep))
+    assert where(left) == ("resume", 5, 8)
+    assert names(run) == [5, STEPS]
+
+
+def test_without_its_checkpoints_a_run_does_not_start_over(config, run):
+    case.live(config(), kill_at=6)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(QuernError, match="went on from step 6 before, and no checkpoint of that branch is left"):
+        case.live(config())
+
+
+def test_what_is_refused_moves_nothing(config, run):
+    """A rollback with another model would leave the branch for nothing."""
+    before = (run / "ledger.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"model\.dim: expected 64"):
+        case.live(config(resume={"step": 2}, model={"dim": 64}))
+    with pytest.raises(InputError, match="attention: flex runs on CUDA only"):
+        case.live(config(resume={"step": 2}, attention="flex"))
+    with pytest.raises(InputError, match=r"has no checkpoint of step 7 \(there are: 1, 2, 3, 4, 5, 6\)"):
+        case.live(config(resume={"step": 7}))
+    assert (run / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_run_that_is_complete_stays_as_it_is(config, run):
+    first = case.live(config())
+    again = case.live(config())
+    assert again.complete
+    assert again.samples == {}
+    assert case.differences(first.state, again.state) == []
+    assert [entry["kind"] for entry in case.ledger(run)][-2:] == ["resume", "end"]
+
+
+def line(kind: str, step: int, own: int = 0) -> dict:
+    return {"kind": kind, "step": step, "data_step": own or step, "order": "a"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "step", "expected"),
+    [
+        ([line("start", 0), line("skipped", 3), line("skipped", 4)], 5, 2),
+        ([line("start", 0), line("skipped", 3), line("skipped", 4)], 6, 0),
+        ([line("start", 0), line("skipped", 2), line("skipped", 4)], 5, 1),
+        ([line("start", 0), line("skipped", 0), line("skipped", 1)], 2, 2),
+        # the branch in which 4 was skipped is left; in the new one 3 was not
+        ([line("start", 0), line("skipped", 3), line("skipped", 4), line("resume", 4)], 5, 0),
+        ([line("start", 0), line("skipped", 3), line("skipped", 4), line("resume", 4), line("skipped", 4)], 5, 2),
+        ([line("start", 0), line("skipped", 3), line("resume", 3), line("skipped", 4)], 5, 1),
+        ([line("start", 0), line("skipped", 1), line("rollback", 2, 7), line("skipped", 2, 7)], 3, 2),
+    ],
+)
+def test_skips_before(entries, step, expected):
+    assert skips_before(entries, step) == expected

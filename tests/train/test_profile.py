@@ -1,0 +1,60 @@
+"""Traces of chosen steps: there when asked for, of those steps, and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quern.train.config import ProfileConfig
+from quern.train.profile import Profiler
+
+
+def loop(folder: Path, total: int, rank: int = 0, **values: Any) -> None:
+    """Steps that name themselves in the trace."""
+    with Profiler(str(folder), ProfileConfig(**values), rank) as profiler:
+        for step in range(total):
+            with torch.profiler.record_function(f"step number {step}"):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+            profiler.step(step)
+
+
+def traced(path: Path) -> list[str]:
+    """The steps that a trace holds."""
+    events = json.loads(path.read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    return sorted({event["name"] for event in events if str(event.get("name")).startswith("step number")})
+
+
+@pytest.mark.parametrize(
+    ("first", "steps", "expected"),
+    [(0, 2, [0, 1]), (3, 1, [3]), (2, 3, [2, 3, 4]), (4, 10, [4, 5])],
+    ids=["from the first", "one", "the middle", "cut off by the end"],
+)
+def test_the_chosen_steps_are_in_the_trace(tmp_path, first, steps, expected):
+    loop(tmp_path, 6, first_step=first, steps=steps)
+    assert traced(tmp_path / "profile" / "trace_rank0.json") == [f"step number {step}" for step in expected]
+
+
+def test_every_rank_has_a_file_of_its_own(tmp_path):
+    loop(tmp_path, 2, rank=3, first_step=0, steps=1)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace_rank3.json"]
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path):
+    loop(tmp_path, 3)
+    loop(tmp_path, 3, first_step=7)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_fails_leaves_its_trace(tmp_path):
+    profiler = Profiler(str(tmp_path), ProfileConfig(first_step=0, steps=5), 0)
+    with pytest.raises(RuntimeError, match="out of luck"), profiler:
+        with torch.profiler.record_function("step number 0"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        profiler.step(0)
+        raise RuntimeError("out of luck")
+    assert traced(tmp_path / "profile" / "trace_rank0.json") == ["step number 0"]

@@ -1,0 +1,225 @@
+"""What a person can mend is one line that names it, and exit code 2; never a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_case as case
+
+from quern.config import dump_yaml
+from quern.train.__main__ import main
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return case.write_corpus(tmp_path / "data", {"web": 60, "code": 25})
+
+
+@pytest.fixture
+def file(tmp_path, paths):
+    """The config of a small run."""
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(case.settings(tmp_path / "run", paths, checkpoint={"interval": 4})))
+    return path
+
+
+def refused(capsys, file: Path, *overrides: str, code: int = 2) -> str:
+    """The one line that ``python -m quern.train`` says."""
+    capsys.readouterr()
+    assert main([str(file), *overrides]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 1, said.err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def rewrite_manifest(folder: Path, **changes) -> None:
+    """Another manifest of a source, and a version that lists it with its own checksum."""
+    import hashlib
+
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+    version = folder.parent / "VERSION.json"
+    body = json.loads(version.read_text())
+    body["sources"][folder.name]["sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    body["encoding"] |= {name: value for name, value in changes.items() if name in body["encoding"]}
+    version.write_text(json.dumps(body))
+
+
+def test_ids_beyond_the_files_integers(capsys, file, paths):
+    for path in paths:
+        rewrite_manifest(Path(path), vocab_size=70_000)
+    assert "manifest.json: vocab_size: expected 1 to 65536, which uint16 holds, got 70000" in refused(capsys, file)
+
+
+def test_a_missing_shard(capsys, file, paths):
+    Path(paths[1], "shard_00001.bin").unlink()
+    assert re.search(r"code/shard_00001\.bin: .*missing", refused(capsys, file))
+
+
+def test_an_altered_shard_of_the_same_size(capsys, file, paths):
+    shard = Path(paths[0], "shard_00000.bin")
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    line = refused(capsys, file)
+    assert "web/shard_00000.bin: is damaged: its SHA-256 is not the expected" in line
+
+
+def test_a_window_longer_than_a_source(capsys, file):
+    assert re.search(r"web: has \d+ tokens; seq_len 4096 needs 4097 or more", refused(capsys, file, "seq_len=4096"))
+
+
+def test_a_mesh_of_another_size(capsys, file):
+    line = refused(capsys, file, "parallel.dp_shard=2")
+    assert "parallel: dp_replicate 1 × dp_shard 2 makes 2 ranks, but 1 was started" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("global_batch=7", "global_batch: expected a multiple of micro_batch × data-parallel ranks (2 × 1 = 2), for "),
+        ("phases=[{first_step: 4, global_batch: 3}]", "phases.0.global_batch: expected a multiple of micro_batch"),
+        ("schedule.warmup=10", "schedule.warmup: expected at most steps (9), got 10"),
+        ("sed=4", "sed"),
+        ("model.dims=4", "model.dims"),
+        ("steps=0", "steps"),
+        ("data_skip=3", "data_skip: expected only together with resume.step"),
+        ("resume.step=4", "has no checkpoint of step 4 (there are: none)"),
+        ("data.0.max_epochs=0.1", "read source web"),
+        ("data.0.path=/nowhere/tokens/web", "/nowhere/tokens/VERSION.json"),
+        ("init_from=/nowhere/step_00000004", "init_from: /nowhere/step_00000004"),
+        ("attention=varlen", "attention: varlen runs on CUDA only; expected auto or sdpa on cpu"),
+        ("model.num_kv_heads=3", "num_kv_heads"),
+        ("phases=[{first_step: 4, weights: [0, 0]}]", "weights"),
+        ("phases=[{first_step: 4, weights: [1]}]", "phases.0.weights: expected 2 weights, one a source, got 1"),
+        ("guard.window=8 guard.min_history=9", "min_history"),
+        ("parallel.tp=2", "tp: not available yet"),
+        ("run_dir=s3://bucket/run", "run_dir: expected a folder on a file system, got 's3://bucket/run'"),
+    ],
+)
+def test_a_config_that_cannot_be(capsys, file, tmp_path, override, expected):
+    assert expected in refused(capsys, file, *(override.split(" ") if "guard" in override else [override]))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_dir_that_is_a_file(capsys, file, tmp_path):
+    (tmp_path / "run").write_text("")
+    refused(capsys, file, code=1)
+
+
+def test_cuda_where_there_is_none(capsys, file):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert "device: expected a machine with CUDA, and torch finds none; give device=cpu" in refused(
+        capsys, file, "device=cuda"
+    )
+
+
+def test_another_model_on_a_resume(capsys, file):
+    assert main([str(file), "steps=4"]) == 0
+    line = refused(capsys, file, "model.dim=64")
+    assert re.search(r"step_00000004/manifest\.json: model\.dim: expected 64, as in the config, got 32", line)
+    assert main([str(file)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=6", "seed: the run in"),
+        ("seq_len=16", "seq_len: the run in"),
+        ("global_batch=4", "global_batch: the run read 8 sequences a step from data step 0"),
+        ("data.1.weight=2", "data: the run's weights from data step 0 were 0.75, 0.25"),
+        ("phases=[{first_step: 3, global_batch: 16}]", "a change needs phases with first_step 4 or later"),
+        ("resume.step=3", "has no checkpoint of step 3 (there are: 4)"),
+    ],
+)
+def test_another_past_on_a_resume(capsys, file, override, expected):
+    assert main([str(file), "steps=4"]) == 0
+    assert expected in refused(capsys, file, override)
+
+
+def test_another_corpus_version_on_a_resume(capsys, file, paths):
+    assert main([str(file), "steps=4"]) == 0
+    version = Path(paths[0]).parent / "VERSION.json"
+    body = json.loads(version.read_text())
+    body["version"] = 2
+    body["sources"]["web"]["since"] = 2
+    version.write_text(json.dumps(body))
+    line = refused(capsys, file)
+    assert "tokens/web: the corpus is at version 2 now" in line
+    assert "give accept_version=2 for this source" in line
+
+
+def test_weights_of_another_shape_to_begin_with(capsys, file, tmp_path):
+    assert main([str(file)]) == 0
+    given = tmp_path / "run" / "checkpoints" / "step_00000009"
+    line = refused(capsys, file, f"init_from={given}", f"run_dir={tmp_path / 'other'}", "model.num_layers=3")
+    assert "step_00000009/manifest.json: model.num_layers: expected 3, as in the config, got 2" in line
+
+
+def test_damaged_weights_to_begin_with(capsys, file, tmp_path):
+    assert main([str(file)]) == 0
+    given = tmp_path / "run" / "checkpoints" / "step_00000009"
+    (shard,) = given.glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    line = refused(capsys, file, f"init_from={given}", f"run_dir={tmp_path / 'other'}")
+    assert "init_from: " in line
+    assert shard.name in line
+
+
+def test_a_second_trainer_in_a_run(capsys, file, tmp_path):
+    """Exit code 1: what is wrong is not the config, and a launcher may try again once the first has gone."""
+    code = (
+        "import sys; from quern.train.checkpoint.folder import FolderLock; import os\n"
+        "os.makedirs(sys.argv[1]); lock = FolderLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run" / "checkpoints")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        line = refused(capsys, file, code=1)
+        assert f"run/checkpoints/.lock: another trainer writes here (process {holder.pid} on " in line
+    finally:
+        holder.communicate("")
+    assert main([str(file)]) == 0
+
+
+def test_a_ledger_that_is_damaged(capsys, file, tmp_path):
+    assert main([str(file), "steps=4"]) == 0
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join([lines[0], b"nonsense\n", *lines[2:]]))
+    assert "ledger.jsonl: line 2 is damaged" in refused(capsys, file, code=1)
+
+
+def test_a_ledger_that_is_lost(capsys, file, tmp_path):
+    assert main([str(file), "steps=4"]) == 0
+    (tmp_path / "run" / "ledger.jsonl").unlink()
+    assert "ledger.jsonl: has 0 bytes, expected at least" in refused(capsys, file, code=1)
+
+
+def test_no_checkpoint_is_whole(capsys, file, tmp_path):
+    assert main([str(file), "steps=4"]) == 0
+    (shard,) = (tmp_path / "run" / "checkpoints" / "step_00000004").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "no checkpoint is whole" in refused(capsys, file, code=1)
+
+
+def test_no_config_at_all(capsys, tmp_path):
+    assert "no such config file" in refused(capsys, tmp_path / "nothing.yaml")
+    assert main([]) == 2
