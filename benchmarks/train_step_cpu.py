@@ -4,10 +4,10 @@
                                                           [--accounts 200]
 
 Both sides train the same model from the same weights over the same batches in one process, in turns of ``--block``
-steps: the trainer as ``Trainer.fit`` runs it (guard, metrics, ledger, loader and all), and ``tests/plain/fast_loop.py``,
-a loop without any of that whose tensors lie ready. The loader works ahead while the peer has its turn, so all time
-inside it is added to the trainer's. The ratio is the median over pairs of turns, its interval a bootstrap's. The losses
-of both sides are compared on the way.
+steps: the trainer as ``Trainer.fit`` runs it (guard, metrics, ledger, loader and all), and
+``tests/plain/fast_loop.py``, a loop without any of that whose tensors lie ready. The loader works ahead while the peer
+has its turn, so all time inside it is added to the trainer's. The ratio is the median over pairs of turns, its interval
+a bootstrap's. The losses of both sides are compared on the way.
 
 The accounts come from ``--accounts`` steps of the trainer alone: time in the loader and in the order, and time the
 loop stood still for data, each over the time of those steps.
@@ -29,8 +29,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "plain")]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "plain"))
 from fast_loop import FastLoop
 from loader import write_corpus
 from plain_loop import Settings
@@ -197,8 +196,8 @@ def main() -> None:
         for side, key in (("trainer, with all time in the loader", "own_s"), ("plain loop", "peer_s")):
             print(f"  {side:40}{tokens / median(result[key]):10,.0f} tokens/s")
         low, high = result["interval"]
-        print(f"  trainer / plain loop: {result['ratio']:.3f} ({low:.3f} to {high:.3f}, {len(result['own_s'])} pairs of "
-              f"{args.block} steps); goal {GOAL}")  # fmt: skip
+        print(f"  trainer / plain loop: {result['ratio']:.3f} ({low:.3f} to {high:.3f}, "
+              f"{len(result['own_s'])} pairs of {args.block} steps); goal {GOAL}")  # fmt: skip
         print(f"  losses apart by at most {result['losses_apart']:.1e} of their value")
     if args.accounts:
         seconds = result["accounts"]

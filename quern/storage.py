@@ -40,6 +40,7 @@ __all__ = [
     "remove_tree",
     "sha256",
     "split",
+    "sync",
     "write_json",
 ]
 
@@ -150,7 +151,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
             if os.path.exists(temporary):
                 os.unlink(temporary)
             raise
-        _sync_folder(parent)
+        sync(parent)
         return
     with tempfile.TemporaryFile() as spool:
         yield spool
@@ -172,8 +173,9 @@ def _discard(upload: Any) -> None:
         upload.closed = True
 
 
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: str) -> None:
+    """Make a local file's bytes, or a local folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -24,9 +24,10 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from quern import storage
 from quern.errors import InputError
+from quern.tokenize.byte_level import shown_bytes
 from quern.tokenize.encoding import TRAINED, Encoding, format_ranks, known_encodings, load_encoding
 
-__all__ = ["FILES", "TOKENIZER", "last_merge", "oniguruma", "read_encoding", "shown_bytes", "tokenizer_files"]
+__all__ = ["FILES", "TOKENIZER", "last_merge", "oniguruma", "read_encoding", "tokenizer_files"]
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -257,10 +258,3 @@ def oniguruma(pattern: str) -> str:
 #: A class, an escape, an interval with what follows it, or one character.
 _PIECES = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\[pP]\{[^}]*\}|\\.|\{\d+(?:,\d*)?\}[+?]?|.", re.DOTALL)
 _POSSESSIVE_INTERVAL = re.compile(r"\{\d+(?:,\d*)?\}\+")
-
-
-def shown_bytes() -> dict[int, str]:
-    """How byte-level BPE writes each byte as one printable character (GPT-2's ``bytes_to_unicode``)."""
-    shown = {b: chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
-    hidden = [b for b in range(256) if b not in shown]
-    return shown | {b: chr(256 + i) for i, b in enumerate(hidden)}

@@ -258,6 +258,8 @@ class ShardReader:
     def _map(self, shard: int) -> np.ndarray:
         if shard not in self._maps:
             path = self._file(self.shards[shard].bin)
+            if self.shards[shard].tokens == 0:  # nothing can be mapped there
+                return np.empty(0, self.dtype)
             try:
                 self._maps[shard] = np.memmap(path, self.dtype.newbyteorder("<"), "r")
             except FileNotFoundError:

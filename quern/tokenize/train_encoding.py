@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.data_pipeline.engine import Engine
 from quern.errors import QuernError
+from quern.tokenize.byte_level import shown_bytes
 from quern.tokenize.choose import TRAIN, chosen_documents
 from quern.tokenize.encoding import format_ranks
 from quern.tokenize.place import PLACE, doc_ids, keyed_hashes
@@ -57,15 +58,8 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
         )
         tokenizer.train_from_iterator(texts, trainer)
         vocabulary = tokenizer.get_vocab()
-    byte_of = {shown: byte for byte, shown in _shown_bytes().items()}
+    byte_of = {shown: byte for byte, shown in shown_bytes().items()}
     return format_ranks({bytes(byte_of[c] for c in token): rank for token, rank in vocabulary.items()})
-
-
-def _shown_bytes() -> dict[int, str]:
-    """How byte-level BPE writes each byte as one printable character (GPT-2's ``bytes_to_unicode``)."""
-    shown = {b: chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
-    hidden = [b for b in range(256) if b not in shown]
-    return shown | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def export_hf(
             write_file(os.path.join(staged, name), content)
         files = sorted(os.listdir(staged))
         for name in files:
-            _sync(os.path.join(staged, name))
+            storage.sync(os.path.join(staged, name))
         publish_folder(staged, final, token, replace=False)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
@@ -210,14 +210,6 @@ def _trained_length(path: str) -> int | None:
     config = yaml.safe_load(storage.read_bytes(file))
     length = config.get("seq_len") if isinstance(config, dict) else None
     return length if isinstance(length, int) and length > 0 else None
-
-
-def _sync(file: str) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _json(value: Any) -> bytes:

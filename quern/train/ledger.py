@@ -31,6 +31,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
+from quern import storage
 from quern.errors import QuernError
 from quern.mixtures.order import Order
 
@@ -327,7 +328,7 @@ class Ledger:
         except OSError as error:
             raise QuernError(f"{self.path}: cannot be opened ({error.strerror})") from None
         try:
-            _sync_folder(folder)  # a synced line in a file whose name is lost would be lost
+            storage.sync(folder)  # a synced line in a file whose name is lost would be lost
             with open(self.path, "rb") as file:
                 data = file.read()
             self.entries, self.offset = _parse(self.path, data)
@@ -386,11 +387,3 @@ class Ledger:
         if not any(entry["kind"] == "order" and entry["hash"] == order.hash for entry in self.entries):
             self.append("order", hash=order.hash, spec=order.to_dict())
         return self.append(kind, step=step, data_step=data_step, order=order.hash, **facts)
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ from quern.train.trainer import Trainer
 STEPS, SEQ_LEN, SEED, VOCAB_SIZE = 3, 17, 11, 127
 LR, WARMUP, MAX_NORM, WEIGHT_DECAY = 4e-3, 2, 0.05, 0.1
 SOURCES = {"a": 0.5, "b": 0.3, "c": 0.2}
-POISONED = "blocks.1.attention.wq.weight"
+POISONED = "blocks.0.attention.wq.weight"
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ LAYOUTS = {
 SIZES: dict[str, dict[str, Any]] = {
     "six": {"num_layers": 2, "dim": 30, "num_heads": 6, "num_kv_heads": 3, "head_dim": 10, "ffn_dim": 61},
     "norm": {
-        "num_layers": 3, "dim": 31, "num_heads": 6, "num_kv_heads": 2, "head_dim": 6, "ffn_dim": 45, "qk_norm": True,
+        "num_layers": 2, "dim": 31, "num_heads": 6, "num_kv_heads": 2, "head_dim": 6, "ffn_dim": 45, "qk_norm": True,
     },
     "slim": {
-        "num_layers": 2, "dim": 13, "num_heads": 5, "num_kv_heads": 1, "head_dim": 2, "ffn_dim": 7, "qk_norm": True,
+        "num_layers": 1, "dim": 13, "num_heads": 5, "num_kv_heads": 1, "head_dim": 2, "ffn_dim": 7, "qk_norm": True,
     },
 }  # fmt: skip
 

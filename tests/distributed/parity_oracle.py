@@ -143,7 +143,7 @@ def differences(case: Case, records: list[plain_loop.Record], outcomes: list[Out
 
     def tables(kind: str, where: str, a: plain_loop.Weights, b: plain_loop.Weights, most: float = TOLERANCE) -> None:
         expect(f"{kind} {where} names", sorted(a), sorted(b))
-        for name in a.keys() & b.keys():
+        for name in (name for name in b if name in a):
             if a[name][len(b[name]) :].count_nonzero():
                 wrong.append(f"{kind} {where} {name}: padding is not zero")
             close(kind, f"{where} {name}".strip(), unpadded(name, a[name]), b[name], most)

@@ -37,7 +37,8 @@ def write_corpus(run_dir: Path, shards: list[Documents], dtype: str = "uint16", 
         with ShardWriter(str(folder), number, dtype) as writer:
             for doc_id, tokens in documents:
                 writer.add(doc_id, np.array([len(tokens)]), np.array(tokens, dtype))
-            infos.append(writer.finish(first_key=key_of(documents[0][0]), last_key=key_of(documents[-1][0])))
+            keys = [key_of(doc_id) for doc_id, _ in documents] or [0]
+            infos.append(writer.finish(first_key=keys[0], last_key=keys[-1]))
     manifest = {
         "encoding": "own",
         "vocab_size": 1000,
@@ -266,3 +267,11 @@ def test_reading_shards_needs_nothing_heavy(corpus: Callable[..., object]) -> No
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_a_stream_goes_on_over_a_shard_without_documents(tmp_path: Path) -> None:
+    first, last = make_shards([[3, 1], [4]])
+    reader = ShardReader(str(write_corpus(tmp_path, [first, [], last])))
+    flat = [token for documents in (first, last) for _, tokens in documents for token in tokens]
+    assert reader.tokens(0, 8).tolist() == flat
+    assert [span.shard for span in reader.spans_between(0, 8)] == [0, 0, 2]

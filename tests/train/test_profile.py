@@ -52,9 +52,14 @@ def test_nothing_is_written_unless_asked_for(tmp_path):
 
 def test_a_step_that_fails_leaves_its_trace(tmp_path):
     profiler = Profiler(str(tmp_path), ProfileConfig(first_step=0, steps=5), 0)
-    with pytest.raises(RuntimeError, match="out of luck"), profiler:
-        with torch.profiler.record_function("step number 0"):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-        profiler.step(0)
-        raise RuntimeError("out of luck")
+
+    def failing() -> None:
+        with profiler:
+            with torch.profiler.record_function("step number 0"):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+            profiler.step(0)
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        failing()
     assert traced(tmp_path / "profile" / "trace_rank0.json") == ["step number 0"]

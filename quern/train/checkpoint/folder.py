@@ -17,10 +17,11 @@ import shutil
 import socket
 from contextlib import suppress
 
+from quern import storage
 from quern.errors import InputError, QuernError
 
 __all__ = [
-    "FolderLock", "publish_folder", "recover", "remove_folder", "staging_path", "sync_file", "sync_folder",
+    "FolderLock", "publish_folder", "recover", "remove_folder", "staging_path",
     "write_file",
 ]  # fmt: skip
 
@@ -40,24 +41,6 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_file(path: str) -> None:
-    """Make the bytes of a file that something else wrote durable."""
-    _sync(path)
-
-
-def sync_folder(path: str) -> None:
-    """Make the names in a folder durable."""
-    _sync(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> None:
     """Give the complete, synced folder ``staged`` its name.
 
@@ -66,20 +49,20 @@ def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> Non
     """
     parent = os.path.dirname(final)
     aside = None
-    sync_folder(staged)
+    storage.sync(staged)
     if os.path.lexists(final):
         if not replace:
             raise InputError(f"{final}: is already there; expected a path that is free")
         aside = os.path.join(parent, f".{os.path.basename(final)}.{token}.replaced")
         os.rename(final, aside)
-        sync_folder(parent)
+        storage.sync(parent)
     try:
         os.rename(staged, final)
     except OSError:
         if aside is not None:
             os.rename(aside, final)
         raise
-    sync_folder(parent)
+    storage.sync(parent)
     if aside is not None:
         with suppress(OSError):  # published already; what stays is removed at the next start
             remove_folder(aside, token)
@@ -94,7 +77,7 @@ def remove_folder(path: str, token: str) -> None:
     else:
         staged = staging_path(os.path.join(os.path.dirname(path), match["name"] if match else name), token)
         os.rename(path, staged)
-        sync_folder(os.path.dirname(path))
+        storage.sync(os.path.dirname(path))
     shutil.rmtree(staged)
 
 
@@ -108,7 +91,7 @@ def recover(root: str, token: str) -> list[str]:
         path, final = os.path.join(root, name), os.path.join(root, match["name"])
         if match["kind"] == "replaced" and not os.path.lexists(final):
             os.rename(path, final)
-            sync_folder(root)
+            storage.sync(root)
         else:
             remove_folder(path, token)
     return leftovers

@@ -33,7 +33,6 @@ from quern.train.checkpoint.folder import (
     recover,
     remove_folder,
     staging_path,
-    sync_folder,
 )
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
@@ -154,7 +153,7 @@ class CheckpointManager:
         try:
             view = self._agreement.own(lambda: view_tensors(state))
             files = save_tensors(staged, view.tensors, view.rows, group=self._group, alone=self._agreement.world == 1)
-            self._agreement.own(lambda: sync_folder(staged))
+            self._agreement.own(lambda: storage.sync(staged))
             merged = {name: record for share in self._agreement.gather(files) for name, record in share.items()}
             self._agreement.first(lambda: self._publish(step, state, position, merged, staged, final, token))
         except Exception:
