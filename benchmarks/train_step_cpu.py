@@ -108,7 +108,7 @@ def config_of(args: argparse.Namespace, folder: Path, paths: list[str], steps: i
             "steps": steps,
             "precision": "fp32",
             "device": "cpu",
-            "schedule": {"warmup": 10},
+            "schedule": {"warmup": min(10, steps)},
             "checkpoint": {"interval": 0},
             "metrics": {"live": False},
         }

@@ -278,5 +278,8 @@ def test_fused_adamw_leaves_everything_as_it_is_when_told_to_skip(dtype: torch.d
 
 
 def test_a_window_too_small_for_the_history_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_history: expected at most window \(8\), got 32"):
+        GuardConfig(window=8)
+    unchecked = GuardConfig().model_copy(update={"window": 8})
     with pytest.raises(InputError, match=r"^guard\.min_history: expected at most guard\.window \(8\), got 32$"):
-        Guard(GuardConfig(window=8), "cpu")
+        Guard(unchecked, "cpu")

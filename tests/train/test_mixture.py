@@ -51,7 +51,7 @@ def test_phases_given_from_the_beginning_or_later_are_one_order(tmp_path, paths)
     assert straight.start.mixture.order.hash == lives[-1].start.mixture.order.hash
 
 
-@pytest.mark.parametrize("stop", range(2, 8))
+@pytest.mark.parametrize("stop", [4, 5, 6])
 def test_a_phase_that_changes_nothing_has_its_blocks_all_the_same(tmp_path, paths, stop):
     """Also for a run that is taken up right at it."""
     phases = [{"first_step": 4}, {"first_step": 6, "weights": [3, 1]}]

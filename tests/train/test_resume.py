@@ -60,7 +60,9 @@ def nan_at_3_and_6(data_step: int) -> float:
     return float("nan") if data_step in (3, 6) else 1.0
 
 
-@pytest.mark.parametrize("kind", PRECISIONS)
+@pytest.mark.parametrize(
+    "kind", ["fp32", "bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no document masks", "fp16"))]
+)
 def test_killed_at_every_step(tmp_path, paths, kind):
     """A life a step; steps 3 and 6 are skipped, so there is a skipped step before and after every stop."""
     changes = {**PRECISIONS[kind], "validation": {"interval": 4, "windows": 5}}
@@ -220,6 +222,7 @@ def long_run(run: Path, paths, **changes):
     ], checkpoint={"interval": 0, "keep_last": 3}, schedule={"warmup": 3, "kind": "constant"})  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_with_a_checkpoint(tmp_path, paths):
     run = tmp_path / "run"
     process = start(long_run(run, paths), tmp_path)
