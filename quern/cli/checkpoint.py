@@ -11,7 +11,15 @@ from rich.table import Table
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.manifest import Checkpoint, check_files, list_checkpoints, read_manifest
+from quern.train.branch import abandoned_in
+from quern.train.checkpoint.manifest import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    Checkpoint,
+    check_files,
+    list_checkpoints,
+    read_manifest,
+)
 
 # torch is imported by the commands that need it: it takes seconds
 
@@ -35,29 +43,36 @@ class Dtype(StrEnum):
 def list_command(
     run: Annotated[str, typer.Argument(help="A training run.", metavar="TRAIN_RUN")], json: bool = JSON
 ) -> None:
-    """The checkpoints of a run. Valid: manifest whole, all files there in their sizes; verify compares checksums."""
+    """The checkpoints of a run. Valid: manifest whole, all files there in their sizes; verify compares checksums.
+    Abandoned: the run went back behind it."""
     if not os.path.isdir(run):
         raise InputError(f"{run}: no such folder; expected a training run")
-    rows = [_row(checkpoint) for checkpoint in list_checkpoints(run)]
+    rows = [_row(run, checkpoint) for checkpoint in list_checkpoints(run)]
     with json_stdout(json) as emit:
         emit({"run": run, "checkpoints": rows})
         if not json:
             _print_rows(run, rows)
 
 
-def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+def _row(run: str, checkpoint: Checkpoint) -> dict[str, Any]:
     row: dict[str, Any] = {"step": checkpoint.step, "path": checkpoint.path, "data_step": None, "tokens": None,
-                           "bytes": None, "optimizer": None}  # fmt: skip
+                           "bytes": None, "optimizer": None, "abandoned": None}  # fmt: skip
     try:
         manifest = read_manifest(checkpoint.path)
     except InputError as error:
         return row | {"valid": False, "problems": [str(error)]}
     problems = [str(problem) for problem in check_files(checkpoint.path, manifest, hashes=False)]
+    try:
+        left = abandoned_in(run, manifest)
+    except QuernError as error:  # the ledger has lost lines
+        left = None
+        problems.append(str(error))
     return row | {
         "data_step": manifest.data_step,
         "tokens": manifest.tokens,
         "bytes": sum(record.size for record in manifest.files.values()),
         "optimizer": manifest.optimizer,
+        "abandoned": left,
         "valid": not problems,
         "problems": problems,
     }
@@ -74,7 +89,8 @@ def _print_rows(run: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
         size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] is not None else ""
-        table.add_row(*numbers, size, "yes" if row["valid"] else "no")
+        valid = ("yes" if row["valid"] else "no") + (", abandoned" if row["abandoned"] else "")
+        table.add_row(*numbers, size, valid)
     out_console().print(table)
     for row in rows:
         for problem in row["problems"]:
@@ -114,8 +130,11 @@ def verify(
 def _checkpoints(path: str) -> list[str]:
     if not os.path.isdir(path):
         raise InputError(f"{path}: no such folder; expected a checkpoint or a training run")
-    found = [checkpoint.path for checkpoint in list_checkpoints(path)]
-    return found or [path]  # a checkpoint; one without a manifest is a damaged one
+    if found := [checkpoint.path for checkpoint in list_checkpoints(path)]:
+        return found
+    if not any(os.path.exists(os.path.join(path, name)) for name in (MANIFEST_FILE, METADATA_FILE)):
+        raise InputError(f"{path}: expected a checkpoint, or a training run that has one")
+    return [path]  # one without a manifest is a damaged one
 
 
 @app.command("export-hf")

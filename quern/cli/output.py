@@ -49,6 +49,11 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         except QuernError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            raise typer.Exit(QuernError.exit_code) from None
         except KeyboardInterrupt:
             print("interrupted; run the same command again to go on", file=sys.stderr)
             raise typer.Exit(130) from None

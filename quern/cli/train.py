@@ -134,4 +134,4 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         ("order", order["order"]),
     ]  # fmt: skip
     for name, text in rows:
-        console.print(f"{name:<15}{text}", markup=False)
+        console.print(f"{name:<15}{text}", markup=False, soft_wrap=True)

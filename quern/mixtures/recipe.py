@@ -12,7 +12,7 @@ from decimal import ROUND_FLOOR, Decimal
 from typing import Any
 
 from quern.errors import InputError
-from quern.mixtures.order import Order, Phase
+from quern.mixtures.order import MAX_SAMPLES, Order, Phase
 
 __all__ = ["PhaseRow", "Plan", "Source", "SourceRow", "plan_order"]
 
@@ -150,6 +150,8 @@ def _plan(
     except ValueError as error:
         raise InputError(f"{error} (sources: {', '.join(source.name for source in sources)})") from None
     samples = order.first_sample(steps)
+    if samples >= MAX_SAMPLES:
+        raise InputError(f"steps: expected fewer than 2^62 samples in all, got {steps:,} steps of {samples:,} samples")
     rows = tuple(
         _source_row(source, count, samples, seq_len)
         for source, count in zip(sources, order.consumed(samples), strict=True)

@@ -11,6 +11,8 @@ from quern.config import Section
 __all__ = ["PRESETS", "ModelConfig", "ModelShape", "RopeScaling"]
 
 Size = Annotated[int, Field(ge=1)]
+#: Bounded: names are made for every layer of a foreign file before anything of it is believed.
+Layers = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class RopeScaling(Section):
@@ -34,7 +36,7 @@ class RopeScaling(Section):
 class ModelShape(Section):
     """Every size of a model, resolved: what the network is built from and what a checkpoint records."""
 
-    num_layers: Size
+    num_layers: Layers
     dim: Size
     num_heads: Size
     num_kv_heads: Size
@@ -103,7 +105,7 @@ class ModelConfig(Section):
     """A preset, its sizes overridden one by one, or all sizes without a preset. Null means the preset's value."""
 
     preset: Preset | None = None
-    num_layers: Size | None = None
+    num_layers: Layers | None = None
     dim: Size | None = None
     num_heads: Size | None = None
     num_kv_heads: Size | None = None

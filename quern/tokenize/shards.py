@@ -48,6 +48,14 @@ SPANS_SCHEMA = pa.schema(
         pa.field("purged", pa.bool_(), nullable=False),
     ]
 )
+#: What a reader needs of VERSION.json, of a source in it, of a manifest, of a shard in that.
+_VERSION = {"version": int, "sources": dict, "encoding.ranks": str}
+_LISTED = {"manifest": str, "sha256": str, "shards": list}
+_MANIFEST = {"encoding": str, "vocab_size": int, "dtype": str, "eot_id": int, "seed": int, "shards": list}
+_SHARD = {
+    **dict.fromkeys(("bin", "spans", "sha256", "spans_sha256", "first_key", "last_key"), str),
+    **dict.fromkeys(("tokens", "documents"), int),
+}
 _SPANS_ROW_GROUP = 1 << 16
 _SPANS_IN_MEMORY = 8
 
@@ -74,6 +82,20 @@ class ShardInfo:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in the manifest."""
         return asdict(self)
+
+
+def _fields(path: str, value: Any, kinds: Mapping[str, type], below: str = "") -> dict[str, Any]:
+    """What ``value`` (``below`` of the file) has under dotted names, each of its type; other keys are left out."""
+    fields = {}
+    for dotted, kind in kinds.items():
+        found = value
+        for name in dotted.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, kind):
+            expected = {dict: "a mapping", list: "a list", int: "an integer", str: "text"}[kind]
+            raise InputError(f"{path}: {below}{dotted}: expected {expected}, got {found!r:.60}")
+        fields[dotted] = found
+    return fields
 
 
 def version_entry(folder: str, manifest: str, manifest_sha256: str, shards: Iterable[ShardInfo]) -> dict[str, Any]:
@@ -207,20 +229,23 @@ class ShardReader:
             raise InputError(f"{path}: shards are memory-mapped; expected a folder on a local file system")
         self.path = os.path.abspath(storage.split(path)[1])
         self.root, self.source = os.path.split(self.path)
-        version = storage.read_json(os.path.join(self.root, VERSION_FILE))
-        listed = version["sources"].get(self.source)
-        if listed is None:
+        version_path = os.path.join(self.root, VERSION_FILE)
+        version = _fields(version_path, storage.read_json(version_path), _VERSION)
+        self.version: int = version["version"]
+        self.ranks_path = os.path.join(self.root, version["encoding.ranks"])
+        if self.source not in version["sources"]:
             known = ", ".join(sorted(version["sources"])) or "none"
             raise InputError(f"{path}: the corpus version has no source {self.source!r} (it has {known})")
-        self.version: int = version["version"]
-        self.ranks_path = os.path.join(self.root, version["encoding"]["ranks"])
+        listed = _fields(version_path, version["sources"][self.source], _LISTED, f"sources.{self.source}.")
+        manifest_path = os.path.join(self.root, listed["manifest"])
         manifest = self._read_manifest(listed)
         self.encoding: str = manifest["encoding"]
         self.vocab_size: int = manifest["vocab_size"]
         self.dtype = np.dtype(manifest["dtype"])
         self.eot_id: int = manifest["eot_id"]
         self.seed: int = manifest["seed"]
-        self.shards = tuple(ShardInfo(**entry) for entry in manifest["shards"])
+        entries = enumerate(manifest["shards"])
+        self.shards = tuple(ShardInfo(**_fields(manifest_path, e, _SHARD, f"shards.{n}.")) for n, e in entries)
         sizes = [shard.tokens for shard in self.shards]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.total_tokens = int(self.offsets[-1])
@@ -233,11 +258,15 @@ class ShardReader:
         path = os.path.join(self.root, listed["manifest"])
         if not os.path.exists(path) or storage.sha256(path) != listed["sha256"]:
             raise InputError(f"{path}: missing or changed; its SHA-256 is not the one in {VERSION_FILE}")
-        return dict(storage.read_json(path))
+        manifest = _fields(path, storage.read_json(path), _MANIFEST)
+        if manifest["dtype"] not in ("uint16", "uint32"):
+            raise InputError(f"{path}: dtype: expected uint16 or uint32, got {manifest['dtype']!r}")
+        return manifest
 
     def _check(self, listed: Mapping[str, Any], verify: bool) -> None:
-        names = [(shard.sha256, shard.spans_sha256, shard.tokens, shard.documents) for shard in self.shards]
-        if names != [(s["sha256"], s["spans_sha256"], s["tokens"], s["documents"]) for s in listed["shards"]]:
+        agreed = ("sha256", "spans_sha256", "tokens", "documents")
+        own = [[getattr(shard, name) for name in agreed] for shard in self.shards]
+        if own != [isinstance(entry, dict) and [*map(entry.get, agreed)] for entry in listed["shards"]]:
             raise InputError(f"{self.path}: the manifest's shards are not those of {VERSION_FILE}")
         for shard in self.shards:
             path, spans = self._file(shard.bin), self._file(shard.spans)

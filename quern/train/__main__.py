@@ -18,6 +18,14 @@ __all__ = ["STOPPED", "main", "train"]
 
 STOPPED = 3
 
+USAGE = """\
+usage: torchrun … -m quern.train CONFIG [key=value …]
+       python -m quern.train CONFIG [key=value …]      (one process)
+
+CONFIG is a YAML file (configs/ has ready ones); key=value overrides it, dotted: model.preset=125M. The same command
+goes on with a run where it was left. quern train has --dry-run and --nproc besides.
+Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved."""
+
 
 def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
@@ -36,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     """What ``python -m quern.train`` does with its arguments."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: torchrun … -m quern.train CONFIG [key=value …]", file=sys.stderr)
-        return 2 if not arguments else 0
+        print(USAGE, file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
     try:
         return train(load_config(arguments[0], TrainConfig, arguments[1:]))
     except QuernError as error:

@@ -10,19 +10,18 @@ from typing import Any
 
 from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
+from quern.train.branch import LEDGER_FILE, abandoned
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
 from quern.train.checkpoint.state import check_shape
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
-from quern.train.ledger import MOVES, Ledger, latest_order, read_ledger, skips_before, surviving
+from quern.train.ledger import MOVES, Ledger, latest_order, skips_before, surviving
 from quern.train.ledger import data_step as data_step_of
 from quern.train.mixture import Mixture, carry_on, plan_mixture
 from quern.train.ranks import Ranks
 
 __all__ = ["LEDGER_FILE", "Start", "abandoned", "begin"]
-
-LEDGER_FILE = "ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,6 @@ class Start:
     mixture: Mixture
     checkpoint: Checkpoint | None
     """What to load; None for a fresh run."""
-
-
-def abandoned(manifest: Manifest, ledger_path: str, entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a checkpoint is not of the branch the run is on: a later line went back behind it; None if it is."""
-    lines = len(read_ledger(ledger_path, stop=manifest.ledger_offset))
-    for entry in entries[lines:]:
-        if entry["kind"] in MOVES and entry["step"] < manifest.step:
-            return f"lies on a branch that was left: the run went back to step {entry['step']}"
-    return None
 
 
 def begin(
@@ -128,18 +118,25 @@ def _position(
             )
         return 0, 0, 0
     manifest = read_manifest(checkpoint.path)
-    check_shape(os.path.join(checkpoint.path, MANIFEST_FILE), manifest.model, config.model.shape(corpus.vocab_size))
+    file = os.path.join(checkpoint.path, MANIFEST_FILE)
+    check_shape(file, manifest.model, config.model.shape(corpus.vocab_size))
+    if manifest.precision == "fp64" != config.precision:
+        raise InputError(
+            f"{file}: precision: expected {config.precision}, as in the config, got fp64; nothing rounds it"
+        )
     if kind == "rollback":
         return manifest.step, manifest.data_step + config.data_skip, manifest.tokens
     if not moves:
         return manifest.step, manifest.data_step, manifest.tokens
-    _check_skips(ledger.entries, checkpoint)
+    _check_skips(ledger.entries, checkpoint, manifest.data_step)
     # the ledger's, not the checkpoint's: the run may have gone back to this very step, beyond data it skips
     return manifest.step, data_step_of(ledger.entries, manifest.step), manifest.tokens
 
 
-def _check_skips(entries: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -> None:
+def _check_skips(entries: Sequence[Mapping[str, Any]], checkpoint: Checkpoint, own: int) -> None:
     """Whether the run would read again what a rollback behind ``checkpoint`` has skipped: its own checkpoints are gone.
+
+    ``own``: the checkpoint's data step, from which a ``data_skip`` counts.
 
     Raises:
         InputError: which range, and what to give.
@@ -149,6 +146,6 @@ def _check_skips(entries: Sequence[Mapping[str, Any]], checkpoint: Checkpoint) -
             raise InputError(
                 f"{checkpoint.path}: is the newest whole checkpoint and lies before step {after.step}, where the run "
                 f"skipped data steps {before.data_stop} to {after.data_step - 1}; give resume.step={checkpoint.step} "
-                f"with a data_skip: {after.data_step - data_step_of(entries, checkpoint.step)} goes beyond them, 0 "
-                f"reads them"
+                f"with a data_skip: {after.data_step - own} goes beyond them, "
+                f"{data_step_of(entries, checkpoint.step) - own} reads them"
             )

@@ -230,6 +230,11 @@ class TrainConfig(Section):
                     f"got {len(phase.weights)}"
                 )
             last = phase.first_step
+        if self.precision == "fp16" and self.guard.non_finite == "continue":
+            raise ValueError(
+                "guard.non_finite: expected skip with precision fp16, whose loss scale grows until gradients overflow, "
+                "got continue"
+            )
         if self.data_skip and self.resume.step is None:
             raise ValueError("data_skip: expected only together with resume.step")
         return self

@@ -98,7 +98,7 @@ class Corpus:
         if seq_len < 1:
             raise InputError(f"seq_len: expected an integer ≥ 1, got {seq_len}")
         self.seq_len = seq_len
-        self.readers = tuple(ShardReader(path) for path in paths)
+        self.readers = tuple(map(_open, paths))
         self._listed = tuple(_read_listed(reader) for reader in self.readers)
         for reader, listed in zip(self.readers, self._listed, strict=True):
             _check_encoding(reader, listed)
@@ -177,6 +177,14 @@ class Corpus:
             for path, sha256 in found:
                 files[path] = (sha256, _stamp(path)[0])
         return files
+
+
+def _open(path: str) -> ShardReader:
+    if storage.is_local(path):
+        version_path = os.path.join(os.path.dirname(os.path.abspath(storage.split(path)[1])), VERSION_FILE)
+        if not os.path.exists(version_path):
+            raise InputError(f"{version_path}: no such file; expected {path!r} to be a folder RUN/tokens/<source>")
+    return ShardReader(path)
 
 
 def _read_listed(reader: ShardReader) -> _Listed:

@@ -19,6 +19,7 @@ from quern.model import hf
 from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
 from quern.tokenize.encoding import Encoding, load_encoding
+from quern.train.branch import abandoned_in
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
@@ -53,17 +54,21 @@ class Exported:
 
 
 def find_checkpoint(path: str) -> str:
-    """``path`` where it is a checkpoint, the newest checkpoint where it is a training run.
+    """``path`` where it is a checkpoint; where it is a training run, the newest checkpoint of the branch the run is on.
 
     Raises:
-        InputError: it is neither, or a run without a checkpoint.
+        InputError: it is neither, or a run without such a checkpoint.
     """
     if os.path.isfile(os.path.join(path, MANIFEST_FILE)):
         return path
     checkpoints = list_checkpoints(path)
     if not checkpoints:
         raise InputError(f"{path}: expected a checkpoint ({MANIFEST_FILE} in it) or a training run that has one")
-    return checkpoints[-1].path
+    for checkpoint in reversed(checkpoints):
+        left = abandoned_in(path, read_manifest(checkpoint.path))
+        if left is None:
+            return checkpoint.path
+    raise InputError(f"{checkpoint.path}: {left}, as all of the run's; give the checkpoint itself to take it")
 
 
 def export_hf(

@@ -9,6 +9,7 @@ M documents that touch them, S pieces: a document's part among a window's inputs
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 import weakref
@@ -39,6 +40,8 @@ _SAMPLES_AHEAD = 1 << 14
 _TOKENS_TOGETHER = 1 << 17
 #: Tokens and targets as int64, positions and documents as int32.
 _BYTES_PER_TOKEN = 24
+#: Files and sockets a process holds besides the shards.
+_OTHER_FILES = 1024
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -119,7 +122,10 @@ class _Blocks:
 
     def take(self) -> NDArray[np.uint8]:
         """uint8 [size_bytes], not cleared; it is lent until the last array that is made of it is gone."""
-        block = self._free.pop() if self._free else np.empty(self._size_bytes, np.uint8)
+        try:
+            block = self._free.pop()  # not asked first: another thread may take the last one in between
+        except IndexError:
+            block = np.empty(self._size_bytes, np.uint8)
         lent = np.frombuffer(block.data, np.uint8)
         weakref.finalize(lent, self._free.append, block).atexit = False
         return lent
@@ -161,6 +167,7 @@ class Loader:
         self._corpus, self._boundaries = corpus, tuple(boundaries)
         self._source_map = tuple(range(len(corpus.readers)) if source_map is None else source_map)
         self._check_sources()
+        _allow_open_files(sum(len(reader.shards) for reader in corpus.readers))
         self._shards = [
             [reader.tokens(int(a), int(b)) for a, b in zip(reader.offsets, reader.offsets[1:], strict=False)]
             for reader in corpus.readers
@@ -321,6 +328,16 @@ class Loader:
             window = self._window(own, start)
             tokens_NL[row] = window[:-1]
             targets_NL[row] = window[1:]
+        # what no verification has read may hold anything, and a GPU says only that something was out of range
+        if max(targets_NL.max(), tokens_NL[:, 0].max()) >= self._corpus.vocab_size:
+            largest_N = np.maximum(tokens_NL[:, 0], targets_NL.max(axis=1))
+            row = int(largest_N.argmax())
+            start, own = int(starts_N[row]), self._source_map[int(sources_N[row])]
+            assert own is not None
+            raise InputError(
+                f"{self._corpus.readers[own].path}: expected ids below {self._corpus.vocab_size}, got {largest_N[row]} "
+                f"in tokens {start} to {start + self._seq_len}; a shard is damaged, verify_shards=true says which"
+            )
 
     def _window(self, own: int, start: int) -> NDArray[np.unsignedinteger]:
         offsets, stop = self._offsets[own], start + self._seq_len + 1
@@ -350,6 +367,16 @@ class Loader:
             end = np.where(last, row + self._seq_len, np.append(flat_M[1:], 0)[where] - 1)
             first = row + np.maximum(starts_M[where], 1) - 1
             targets[_ranges(first, end - first)] = IGNORE
+
+
+def _allow_open_files(count: int) -> None:
+    """Room for ``count`` more open files: a memory map keeps its file's descriptor in Python, and the soft limit is
+    often 1,024, the shards of 10^12 tokens. It is raised as far as the hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, raised), hard))
 
 
 def _ranges(starts: I64, lengths: I64) -> I64:

@@ -20,7 +20,7 @@ from quern.train.config import MetricsConfig
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Metrics", "Utilisation", "peak_flops"]
+__all__ = ["Mark", "Metrics", "Utilisation", "memory_gib", "peak_flops"]
 
 #: Dense peaks in TFLOP/s by a part of the device's name: BF16/FP16 tensor cores, and FP32 outside them.
 #: NVIDIA data sheets (A100 2021, H100 2023, H200 2024, B200 2024), without sparsity.
@@ -79,6 +79,28 @@ class Utilisation:
             "peak_flops_per_device": self.peak,
             "devices": self._world,
         }
+
+
+class Mark:
+    """This moment: on CUDA the one at which the device gets here, since the host runs ahead of it by up to a step, and
+    a step that it only queues would seem to take no time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the device has got here."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Mark) -> float:
+        """Seconds between two marks that have passed."""
+        if self._event is not None and earlier._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return self._host - earlier._host
 
 
 def memory_gib(device: torch.device) -> float:

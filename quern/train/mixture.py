@@ -64,9 +64,9 @@ def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: in
     for name, then, now in (("seed", previous.seed, config.seed), ("seq_len", previous.seq_len, config.seq_len)):
         if then != now:
             raise InputError(f"{name}: the run in {config.run_dir} began with {then}, got {now}; give another run_dir")
-    place = _places(config, corpus, previous)
     if data_step == 0:  # nothing has been read: there is no past to keep
         return Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+    place = _places(config, corpus, previous)
     ids, windows = list(previous.ids), list(previous.windows)
     for own, ident in enumerate(corpus.ids):
         if ident not in ids:

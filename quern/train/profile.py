@@ -15,18 +15,23 @@ __all__ = ["Profiler"]
 
 
 class Profiler:
-    """Around the loop; :meth:`step` after each step. Traces go to ``RUN/profile/``, one file a rank."""
+    """Around the loop; :meth:`step` after each step. Traces go to ``RUN/profile/``, one file a rank.
 
-    def __init__(self, run_dir: str, config: ProfileConfig, rank: int) -> None:
+    ``start``: the loop's first step. A run that is taken up among the chosen steps traces those that are left.
+    """
+
+    def __init__(self, run_dir: str, config: ProfileConfig, rank: int, start: int = 0) -> None:
         self._folder = os.path.join(run_dir, "profile")
         self._config = config
         self._rank = rank
+        self._start = start
         self._active: Any = None
 
     def __enter__(self) -> Self:
         if self._config.memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-        if self._config.first_step == 0:
+        first = self._config.first_step
+        if first is not None and first <= self._start < first + self._config.steps:
             self._begin()
         return self
 

@@ -27,7 +27,7 @@ def continue_text(
         raise InputError(f"{path}: records no encoding; a prompt cannot be turned into tokens")
     tokens = encoding.encode(prompt).astype("int64")
     if not len(tokens):
-        raise InputError("prompt: expected at least one character, got an empty text")
+        raise InputError("--prompt: expected at least one character, got an empty text")
     model, _ = load_model(path)
     continued = generate(
         model, torch.from_numpy(tokens)[None], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
@@ -37,9 +38,11 @@ from quern.train.ranks import Ranks
 from quern.train.resilience.guard import Guard
 from quern.train.schedule import check_schedule
 from quern.train.trainer import Trainer
-from quern.train.validation import Validator
+from quern.train.validation import Validator, open_held_out
 
 __all__ = ["check", "open_trainer"]
+
+RUN_FILE = "run.json"
 
 
 def check(config: TrainConfig, world: int) -> tuple[Corpus, MeshPlan]:
@@ -60,9 +63,34 @@ def check(config: TrainConfig, world: int) -> tuple[Corpus, MeshPlan]:
                 f"{where}: expected a multiple of micro_batch × data-parallel ranks ({config.micro_batch} × "
                 f"{mesh.dp_size} = {unit}), for example {fits}, got {batch}"
             )
+    backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enabled else []
+    if config.compile.enabled and config.compile.backend not in backends:
+        raise InputError(f"compile.backend: expected one of torch's, as inductor is, got {config.compile.backend!r}")
+    _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     plan_mixture(config, corpus)
+    open_held_out(config)
     return corpus, mesh
+
+
+def _check_run_dir(path: str) -> None:
+    """A place where a training run can be, and where no other run is: a data run's ``run.json`` is its identity."""
+    if not path or "\0" in path:
+        raise InputError(f"run_dir: expected the path of a folder, got {path!r}")
+    if not storage.is_local(path):
+        raise InputError(f"run_dir: expected a folder on a file system, got {path!r}")
+    above = os.path.abspath(path)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise InputError(f"run_dir: expected a folder, got {path!r}, and {above} is none")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"run_dir: expected a folder that can be written to, got {path!r}")
+    described = os.path.join(path, RUN_FILE)
+    if os.path.exists(described):
+        run = storage.read_json(described)
+        if not isinstance(run, dict) or run.get("kind") != "train":
+            raise InputError(f"run_dir: {path!r} holds another run ({described}); give a folder of its own")
 
 
 @contextmanager
@@ -73,13 +101,14 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         InputError: the config, the corpus or what stands in ``run_dir`` does not fit.
         QuernError: another trainer is at work in ``run_dir``, or its ledger or checkpoints are damaged.
     """
-    corpus, plan = check(config, ranks.world)
+    together = Agreement(ranks.rank, ranks.world)
+    corpus, plan = together.own(lambda: check(config, ranks.world))
+    held_out = together.own(lambda: open_held_out(config))
     _same_config(config, ranks)
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
-    together = Agreement(ranks.rank, ranks.world)
-    torch.use_deterministic_algorithms(config.deterministic)
+    _deterministic(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
             CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, None)
@@ -87,7 +116,8 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:
             verified = os.path.join(cache, f"verified.{ranks.rank}.json")
-            together.own(lambda: corpus.verify(ranks.rank, ranks.world, verified))
+            for part in (corpus, *held_out):
+                together.own(partial(part.verify, ranks.rank, ranks.world, verified))
         ledger = together.own(lambda: Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None)
         if ledger is not None:
             opened.enter_context(ledger)
@@ -106,37 +136,53 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(wrapped, optimizer, _facts(config, corpus, shape, plan))
         _restore(config, start, checkpoints, state, guard, loss_scale)
-        loader = Loader(
-            corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
-            document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
-            source_map=start.mixture.source_map,
+        loader = together.own(
+            lambda: Loader(
+                corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+                source_map=start.mixture.source_map,
+            )
         )  # fmt: skip
-        validator = Validator(config, ranks, mesh.dp_rank, mesh.dp_size, cache)
+        validator = together.own(lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache))
         utilisation = Utilisation(
             shape, config.seq_len, ranks.world,
             peak_flops(ranks.device, config.precision, config.metrics.peak_tflops),
         )  # fmt: skip
-        if ranks.first:
+
+        def written_once() -> Metrics | None:
+            if not ranks.first:
+                return None
             _describe(config, corpus, shape, plan, utilisation, start)
+            return Metrics(config.run_dir, config.metrics, config.steps)
+
+        metrics = together.own(written_once)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, model=wrapped, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard, loss_scale=loss_scale,
             checkpoints=checkpoints, state=state, validator=validator if validator else None,
-            profiler=Profiler(config.run_dir, config.profile, ranks.rank), utilisation=utilisation, ledger=ledger,
-            metrics=Metrics(config.run_dir, config.metrics, config.steps) if ranks.first else None,
+            profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
+            ledger=ledger, metrics=metrics,
         )  # fmt: skip
         with trainer:
             yield trainer
 
 
+def _deterministic(wanted: bool) -> None:
+    if wanted:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+
+
 def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:
     """On ``meta``: memory comes with the layout, values from the seed or a checkpoint."""
     backend = config.attention
+    half = precision.compute in (torch.bfloat16, torch.float16)
     if backend == "auto":
-        half = precision.compute in (torch.bfloat16, torch.float16)
         backend = "varlen" if ranks.device.type == "cuda" and config.document_mask and half else "sdpa"
     if backend != "sdpa" and ranks.device.type != "cuda":
         raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on {ranks.device.type}")
+    if backend == "varlen" and config.document_mask and not half:
+        raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
     with torch.device("meta"):
         model = Transformer(shape, compute_dtype=precision.compute, attention=backend, loss_chunk=config.loss_chunk)
     return model.to(precision.master)
@@ -199,7 +245,7 @@ def _describe(
 ) -> None:
     storage.publish_bytes(os.path.join(config.run_dir, "config.yaml"), dump_yaml(config).encode())
     storage.write_json(
-        os.path.join(config.run_dir, "run.json"),
+        os.path.join(config.run_dir, RUN_FILE),
         {
             "kind": "train",
             "config_digest": digest(config),

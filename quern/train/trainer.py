@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from quern.train.checkpoint.state import TrainState
 from quern.train.config import TrainConfig
 from quern.train.feed import Feed, StepInputs
 from quern.train.ledger import Ledger
-from quern.train.metrics import Metrics, Utilisation, memory_gib
+from quern.train.metrics import Mark, Metrics, Utilisation, memory_gib
 from quern.train.optimizer import step as update
 from quern.train.precision import LossScale, precision_of
 from quern.train.profile import Profiler
@@ -48,8 +47,7 @@ class _Pending:
     lr: float
     tokens: int
     wait_s: float
-    ended: float
-    event: torch.cuda.Event | None = None
+    ended: Mark
 
 
 @dataclass
@@ -81,7 +79,8 @@ class Trainer:
     _pending: list[_Pending] = field(default_factory=list)
     _signal: int = 0
     _tokens: int = 0
-    _mark: float = 0.0
+    _mark: Mark = field(init=False)
+    """Since when a step's time runs."""
 
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
@@ -100,7 +99,7 @@ class Trainer:
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
-        self._mark = time.perf_counter()
+        self._mark = Mark(self.ranks.device)
         with _listening(self), self.profiler:
             for step in self.steps():
                 batch = self.feed.take(self.data_step(step))
@@ -166,14 +165,11 @@ class Trainer:
             loss, norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z,
             health.norm_z, self.loss_scale.scale, self._summed[1],
         )  # fmt: skip
-        values, event = torch.stack([figure.to(self._master) for figure in figures]), None
-        if values.is_cuda:
-            values, event = values.to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
+        values = torch.stack([figure.to(self._master) for figure in figures]).to("cpu", non_blocking=True)
         self._pending.append(
             _Pending(
                 step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
-                time.perf_counter(), event,
+                Mark(self.ranks.device),
             )
         )  # fmt: skip
         self.settle(keep=1)
@@ -182,8 +178,7 @@ class Trainer:
         """Read the figures of all steps but the newest ``keep``: metrics, ledger, and whether to stop."""
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
-            if pending.event is not None:
-                pending.event.synchronize()
+            pending.ended.wait()
             self._read(pending)
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
@@ -197,7 +192,7 @@ class Trainer:
         loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop = pending.values.tolist()
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
-        seconds, self._mark = pending.ended - self._mark, pending.ended
+        seconds, self._mark = pending.ended.since(self._mark), pending.ended
         self._skips = self._skips + 1 if skipped else 0
         if self.ledger is None or self.metrics is None:
             return
@@ -224,7 +219,6 @@ class Trainer:
         if not due or self._saved == done:
             return
         self.settle()  # what the ledger has to say of these weights is written before they are published
-        began = time.perf_counter()
         data_step = self.data_step(step) + 1
         offset = 0
         if self.ledger is not None:
@@ -237,7 +231,7 @@ class Trainer:
         self.checkpoints.save(done, state, Position(data_step, self._tokens, order, offset))
         self._saved = done
         self.checkpoints.prune(self._left)
-        self._mark += time.perf_counter() - began  # no step's time
+        self._mark = Mark(self.ranks.device)  # saving is no step's time
 
     def _left(self, manifest: Manifest) -> str | None:
         """Checkpoints of a branch the run has left are none to go on from."""
@@ -252,11 +246,10 @@ class Trainer:
         self.settle()
         if self.stopped_by is not None:
             self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
-        began = time.perf_counter()
         losses = self.validator.run(self.model)
         if self.metrics is not None:
             self.metrics.validation(done, losses)
-        self._mark += time.perf_counter() - began
+        self._mark = Mark(self.ranks.device)
 
     def finish(self) -> None:
         """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""

@@ -20,19 +20,23 @@ from quern.train.feed import to_device
 from quern.train.loader import IGNORE, Loader, StepBatch
 from quern.train.ranks import Ranks
 
-__all__ = ["Validator", "held_out"]
+__all__ = ["Validator", "open_held_out"]
 
 
-def held_out(paths: Sequence[str], seq_len: int) -> list[str]:
-    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window."""
+def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
+    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window.
+
+    Raises:
+        InputError: a file of theirs is missing or is not what the corpus version says.
+    """
     found = []
-    for path in paths:
-        folder = path.rstrip("/") + ".val"
+    for source in config.data:
+        folder = source.path.rstrip("/") + ".val"
         root, name = os.path.split(os.path.abspath(folder))
         listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
-        if name in listed and ShardReader(folder).num_windows(seq_len):
-            found.append(folder)
-    return found
+        if name in listed and ShardReader(folder).num_windows(config.seq_len):
+            found.append(Corpus([folder], config.seq_len))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,12 @@ class _Source:
 class Validator:
     """Mean loss a target, over each source's held-out windows and over all of them."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, dp_rank: int, dp_size: int, cache: str) -> None:
+    def __init__(
+        self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str
+    ) -> None:
         self._ranks, self._document_mask = ranks, config.document_mask
         self._sources = []
-        for path in held_out([source.path for source in config.data], config.seq_len):
-            corpus = Corpus([path], config.seq_len)
+        for corpus in held_out:
             (windows,) = corpus.windows
             wanted = min(windows, config.validation.windows or windows)
             order = _FromTheStart(windows, wanted, config.micro_batch * dp_size)

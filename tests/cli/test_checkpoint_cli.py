@@ -131,6 +131,17 @@ def test_list_shows_a_checkpoint_whose_manifest_is_gone(run: Path, as_json: Call
     assert invoke("list", run).stdout.splitlines()[1].split() == ["1,000", "no"]
 
 
+def test_list_labels_what_a_rollback_has_left(run: Path, as_json: Callable[..., Any]) -> None:
+    back = {"kind": "rollback", "step": 1000, "data_step": 1005, "order": "a"}
+    (run / "ledger.jsonl").write_text(json.dumps(back) + "\n")
+    rows = as_json("list", run)["checkpoints"]
+    assert [(row["valid"], row["abandoned"]) for row in rows] == [
+        (True, None), (True, "lies on a branch that was left: the run went back to step 1000"),
+    ]  # fmt: skip
+    assert [line.split()[-1] for line in invoke("list", run).stdout.splitlines()[1:]] == ["yes", "abandoned"]
+    assert invoke("sample", run, "--prompt", "the").exit_code == 0
+
+
 def test_a_run_without_checkpoints_lists_none(tmp_path: Path, as_json: Callable[..., Any]) -> None:
     assert as_json("list", tmp_path)["checkpoints"] == []
     assert "no checkpoints" in invoke("list", tmp_path).stderr
@@ -157,6 +168,16 @@ def test_verify_of_a_folder_without_a_manifest_fails(run: Path, tmp_path: Path) 
     (checkpoint / MANIFEST_FILE).unlink()
     assert MANIFEST_FILE in invoke("verify", checkpoint, code=1).stdout
     assert "no such folder" in invoke("verify", tmp_path / "none", code=2).stderr
+    (tmp_path / "other").mkdir()
+    expected = f"error: {tmp_path}/other: expected a checkpoint, or a training run that has one\n"
+    assert invoke("verify", tmp_path / "other", code=2).stderr == expected
+
+
+def test_a_place_that_cannot_be_written_to_is_one_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (line,) = invoke("export-hf", run, tmp_path / "file" / "out", code=1).stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/file/")
+    assert line.endswith(": Not a directory")
 
 
 def test_export_and_import_give_the_same_weights(run: Path, tmp_path: Path, as_json: Callable[..., Any]) -> None:

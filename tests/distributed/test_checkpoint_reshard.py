@@ -145,6 +145,22 @@ def test_all_ranks_agree_on_the_newest_valid_one(run_ranks, tmp_path):
         assert [str(file) in problem for problem in problems] == [True]
 
 
+def open_apart(folder: str) -> str:
+    try:
+        manager(f"{folder}/{dist.get_rank()}").close()
+    except InputError as error:
+        return str(error)
+    return "opened"
+
+
+def test_a_run_directory_of_each_machine_is_refused_at_the_start(run_ranks, tmp_path):
+    """What the ranks of two machines see when run_dir is on a disk of each."""
+    for said in run_ranks(open_apart, 2, str(tmp_path)):
+        assert "(rank 1) is not rank 0's; expected a folder on a file system that all machines share" in said
+    assert run_ranks(open_apart, 1, str(tmp_path)) == ["opened"]  # the lock was let go, and nothing is left
+    assert os.listdir(tmp_path / "0" / "checkpoints") == [".lock"]
+
+
 def fail_on_one_rank(folder: str, failing: int) -> tuple[str, list[int], list[str]]:
     state = make(folder, (1, 3), 128)
     sync = os.fsync

@@ -206,3 +206,47 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(run_ranks, tmp_path, paths, 
     assert not any(by["complete"] for _, by in found)
     left = live(str(tmp_path / "run"), paths, (1, 1), None, {})
     assert left["start"] == 5
+
+
+def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
+    """``name`` of the setup fails on one rank: a node whose disk is not mounted, or is full."""
+    import torch.distributed as dist
+
+    import quern.train.setup as setup
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device", "/a/disk")
+
+    if dist.get_rank() == rank:
+        setattr(setup, name, failing)
+    try:
+        CASE.live(config_for(run, paths, (1, 2)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"), [(1, "Corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]
+)
+def test_what_fails_on_one_rank_ends_all(run_ranks, tmp_path, paths, rank, name):
+    """And none waits in the next collective for one that has gone."""
+    found = run_ranks(fails_on_one, 2, str(tmp_path / "run"), paths, rank, name)
+    assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2
+
+
+def measured(run: str, paths: list[str], keep: bool, interval: int) -> dict[str, Any]:
+    parallel = {"dp_replicate": 1, "dp_shard": 2, "reshard_after_forward": keep}
+    changes = {"precision": "bf16", "steps": 3, "parallel": parallel, "validation": {"interval": interval}}
+    return CASE.live(CASE.settings(run, paths, checkpoint={"interval": 1}, **changes)).state
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_that_stay_gathered_after_a_held_out_loss_are_saved_and_go_on(run_ranks, tmp_path, reshard):
+    """Without a backward pass nothing reshards them; the checkpoint that follows holds the FP32 masters."""
+    paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]
+    often = run_ranks(measured, 2, str(tmp_path / "often"), paths, reshard, 1)
+    never = run_ranks(measured, 2, str(tmp_path / "never"), paths, reshard, 0)
+    assert CASE.differences(often[0], never[0]) == []
+    resumed = run_ranks(measured, 2, str(tmp_path / "often"), paths, reshard, 1)
+    assert CASE.differences(resumed[0], never[0]) == []

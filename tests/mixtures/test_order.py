@@ -311,6 +311,17 @@ def test_any_order_is_inverted(sources, seed, positions):
         assert order.locate(s, epoch, window) == g
 
 
+def test_what_lies_beyond_the_last_position_is_not_found_before_it():
+    """Sample r of the rare source stands near r · 2^32: from r = 2^30 on nowhere, whatever that is modulo 2^64."""
+    order = Order([1, 2**32 - 1], [1, 5], 3)
+    assert order.locate(0, 2**29, 0) is not None
+    for epoch in (2**30 + 1, 2**31, 2**32, 2**32 + 7, 2**34, 2**40 + 1, 2**50, 2**61):
+        assert order.locate(0, epoch, 0) is None
+    positions, found = order.locate_many(0, np.arange(2**32 - 50, 2**32 + 50), 0)
+    assert not found.any()
+    assert not positions.any()
+
+
 def test_the_order_is_defined_up_to_its_last_position():
     windows = [10**12 + 7, 3, 1, 2**40 + 1]
     rows = [(0, [0.5, 0.25, 1e-6, 0.3], 1024, 1024), (2**51, [1, 2, 3, 1e-3], 7, 13)]

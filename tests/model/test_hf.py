@@ -273,6 +273,7 @@ ROPE = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_fac
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor: missing; rope_type 'llama3' needs it"),
         ({"rope_scaling": ROPE | {"low_freq_factor": 5}}, "rope_scaling: "),
         ({"rope_scaling": 3}, "rope_scaling: expected an object, got 3"),
+        ({"num_hidden_layers": 10**9}, "num_layers: Input should be less than or equal to 10000"),
         ({"hidden_size": None}, "hidden_size: expected an integer ≥ 1, got None"),
         ({"vocab_size": "150"}, "vocab_size: expected an integer ≥ 1, got '150'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of 2, got 3"),

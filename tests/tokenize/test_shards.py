@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -191,6 +192,49 @@ def test_a_changed_manifest_is_refused(corpus: tuple[Path, list[Documents]]) -> 
     path = corpus[0] / "manifest.json"
     path.write_text(path.read_text().replace('"seed": 7', '"seed": 8'))
     with pytest.raises(InputError, match=r"manifest\.json: missing or changed"):
+        ShardReader(str(corpus[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda version: {}, "version: expected an integer, got None"),
+        (lambda version: [1], "version: expected an integer, got None"),
+        (lambda version: version | {"sources": None}, "sources: expected a mapping, got None"),
+        (lambda version: version | {"encoding": "gpt2"}, r"encoding\.ranks: expected text, got None"),
+        (lambda version: version | {"sources": {"web": "x"}}, r"sources\.web\.manifest: expected text, got None"),
+        (
+            lambda version: version | {"sources": {"web": version["sources"]["web"] | {"shards": 3}}},
+            r"sources\.web\.shards: expected a list, got 3",
+        ),
+    ],
+)
+def test_a_version_of_another_form_is_refused_by_field(
+    corpus: tuple[Path, list[Documents]], change: Callable[[dict[str, Any]], Any], field: str
+) -> None:
+    path = corpus[0].parent / "VERSION.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(InputError, match=rf"VERSION\.json: {field}"):
+        ShardReader(str(corpus[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda manifest: {}, "encoding: expected text, got None"),
+        (lambda manifest: manifest | {"dtype": "int64"}, "dtype: expected uint16 or uint32, got 'int64'"),
+        (lambda manifest: manifest | {"shards": [{}]}, r"shards\.0\.bin: expected text, got None"),
+    ],
+)
+def test_a_manifest_of_another_form_is_refused_by_field(
+    corpus: tuple[Path, list[Documents]], change: Callable[[dict[str, Any]], Any], field: str
+) -> None:
+    manifest, path = corpus[0] / "manifest.json", corpus[0].parent / "VERSION.json"
+    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    version = json.loads(path.read_text())
+    version["sources"]["web"]["sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    path.write_text(json.dumps(version))
+    with pytest.raises(InputError, match=rf"manifest\.json: {field}"):
         ShardReader(str(corpus[0]))
 
 

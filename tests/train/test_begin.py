@@ -145,6 +145,21 @@ def test_pruning_counts_the_own_branch_only(config, run):
     assert names(run) == [5, STEPS]
 
 
+def test_what_to_skip_counts_from_the_checkpoint_that_is_left(config, run):
+    """Two rollbacks skip 1 to 3 and 6 to 7; with only checkpoint 1 left, both are in question."""
+    every = {"interval": 1}
+    case.live(config(resume={"step": 1}, data_skip=3, checkpoint=every), kill_at=4)
+    case.live(config(resume={"step": 3}, data_skip=2, checkpoint=every), kill_at=5)
+    assert moves(run) == [("start", 0, 0), ("rollback", 1, 4), ("rollback", 3, 8)]
+    for step in names(run):
+        if step > 1:
+            damage(run, step)
+    with pytest.raises(InputError, match=r"skipped data steps 6 to 7; .*: 7 goes beyond them, 3 reads them"):
+        case.live(config())
+    left = case.live(config(resume={"step": 1}, data_skip=7), kill_at=3)
+    assert where(left) == ("rollback", 1, 8)
+
+
 def test_without_its_checkpoints_a_run_does_not_start_over(config, run):
     case.live(config(), kill_at=6)
     shutil.rmtree(run / "checkpoints")
@@ -162,6 +177,25 @@ def test_what_is_refused_moves_nothing(config, run):
     with pytest.raises(InputError, match=r"has no checkpoint of step 7 \(there are: 1, 2, 3, 4, 5, 6\)"):
         case.live(config(resume={"step": 7}))
     assert (run / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_precision_that_would_round_moves_nothing(tmp_path, old):
+    """The branch would be left for nothing."""
+    run = tmp_path / "double"
+    both = {"steps": STEPS, "checkpoint": {"interval": 1}}
+    case.live(case.settings(run, old[1], **both, precision="fp64"), kill_at=3)
+    before = (run / "ledger.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"step_00000002/manifest.json: precision: expected fp32, .* got fp64"):
+        case.live(case.settings(run, old[1], **both, resume={"step": 2}))
+    assert (run / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_shorter_budget_than_what_is_done_ends_at_once(config, run):
+    before = names(run)
+    left = case.live(config().model_copy(update={"steps": 4}))
+    assert left.complete
+    assert left.samples == {}
+    assert names(run) == before
 
 
 def test_a_run_that_is_complete_stays_as_it_is(config, run):

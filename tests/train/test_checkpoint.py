@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
+from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint import folder as folders
 from quern.train.checkpoint.manager import CheckpointManager
@@ -235,6 +237,23 @@ def test_numbers_are_never_rounded_on_load(tmp_path):
         loaded(run, path)
 
 
+def test_weights_of_another_encoding_of_the_same_size_are_refused(tmp_path):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run) as checkpoints:
+        path = checkpoints.save(1, state, CASE.position(1)).path
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "ranks.tiktoken").write_bytes(b"Yg== 0\nYQ== 1\n")
+        own = state.facts.encoding
+        other = dataclasses.replace(own, ranks_sha256=storage.sha256(str(tmp_path / "other" / "ranks.tiktoken")))
+        for encoding, field in ((other, "ranks_sha256"), (dataclasses.replace(own, eot_id=7), "eot_id")):
+            strange = dataclasses.replace(state, facts=dataclasses.replace(state.facts, encoding=encoding))
+            with pytest.raises(InputError, match=rf"manifest.json: encoding.{field}: expected .*trained on other ids"):
+                checkpoints.load(path, strange)
+        checkpoints.load(path, state)
+
+
 # ---- which checkpoint is taken
 
 
@@ -327,6 +346,18 @@ def test_refused_checkpoints_are_passed_over(tmp_path):
         assert found.step == 1
         assert [problem.what for problem in checkpoints.rejected] == ["abandoned", "abandoned"]
         assert checkpoints.latest_valid(lambda manifest: "abandoned") is None
+
+
+def test_no_file_of_a_refused_checkpoint_is_hashed(tmp_path, monkeypatch):
+    """A branch that was left may hold terabytes."""
+    run = tmp_path / "run"
+    save(run, 1, 2, 3)
+    hashed = []
+    real = storage.sha256
+    monkeypatch.setattr(storage, "sha256", lambda path: hashed.append(path) or real(path))
+    with manager(run) as checkpoints:
+        assert checkpoints.latest_valid(lambda manifest: "left" if manifest.step > 1 else None).step == 1
+    assert {Path(path).parent.name for path in hashed} == {"step_00000001"}
 
 
 # ---- files made to harm
@@ -612,6 +643,28 @@ def test_pruning_leaves_a_branch_that_was_left_until_the_run_passes_it(tmp_path)
         assert [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [4, 8]
         checkpoints.save(9, state, CASE.position(9))
         assert checkpoints.prune() == ["step_00000004", "step_00000008"]
+
+
+def test_pruning_goes_by_steps_not_by_names(tmp_path):
+    """The ninth digit sorts before the eighth's last."""
+    run = tmp_path / "run"
+    save(run, 99_999_998, 99_999_999)
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 4)
+    with manager(run, keep_last=1) as checkpoints:
+        checkpoints.save(100_000_000, state, CASE.position(4))
+        assert checkpoints.prune() == ["step_99999998", "step_99999999"]
+
+
+def test_a_ledger_that_cannot_tell_does_not_end_the_rank_that_prunes(tmp_path):
+    run = tmp_path / "run"
+    save(run, 1, 2)
+
+    def refuse(manifest):
+        raise QuernError("ledger.jsonl: has 3 bytes, expected at least 9; lines are lost")
+
+    with manager(run, keep_last=1) as checkpoints:
+        assert checkpoints.prune(refuse) == ["step_00000001"]
 
 
 def test_a_removed_checkpoint_loses_its_name_first(tmp_path, monkeypatch):

@@ -120,6 +120,16 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, paths: list[str], nam
         Corpus(paths, 8)
 
 
+def test_a_path_that_is_no_source_is_refused_with_what_it_should_be(tmp_path: Path, paths: list[str]) -> None:
+    for wrong in (tmp_path / "run", tmp_path / "run" / "tokens"):
+        with pytest.raises(
+            InputError, match=rf"VERSION\.json: no such file; expected '{wrong}' to be a folder RUN/tok"
+        ):
+            Corpus([str(wrong)], 8)
+    with pytest.raises(InputError, match="the corpus version has no source 'wiki'"):
+        Corpus([str(tmp_path / "run" / "tokens" / "wiki")], 8)
+
+
 def test_a_run_without_identity_is_refused(tmp_path: Path, paths: list[str]) -> None:
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(InputError, match=r"run/run.json: id: expected the identity of a data run, got None"):

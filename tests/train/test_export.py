@@ -124,6 +124,26 @@ def test_a_run_exports_its_newest_checkpoint(tmp_path: Path, encoding: Encoding)
     assert torch.equal(_tensor(tmp_path / "hf", "norm.weight"), weights["norm.weight"])
 
 
+def test_a_checkpoint_of_a_branch_that_was_left_is_not_the_runs_newest(tmp_path: Path, encoding: Encoding) -> None:
+    """The run went back from 100 to 20, and has not got beyond it yet."""
+    run = tmp_path / "run"
+    start = {"kind": "start", "step": 0, "data_step": 0, "order": "a"}
+    back = {"kind": "rollback", "step": 20, "data_step": 25, "order": "a"}
+    lines = [json.dumps(line) + "\n" for line in (start, back)]
+    for step in (20, 100):
+        path = Path(write_checkpoint(run / "checkpoints" / f"step_{step:08d}", encoding, seed=step, step=step))
+        manifest = replace(read_manifest(str(path)), ledger_offset=len(lines[0]))
+        (path / MANIFEST_FILE).write_bytes(manifest.to_bytes())
+    (run / "ledger.jsonl").write_text(lines[0])
+    assert export.find_checkpoint(str(run)).endswith("step_00000100")
+    (run / "ledger.jsonl").write_text("".join(lines))
+    assert export.find_checkpoint(str(run)).endswith("step_00000020")
+    assert export.find_checkpoint(str(run / "checkpoints" / "step_00000100")).endswith("step_00000100")
+    shutil.rmtree(run / "checkpoints" / "step_00000020")
+    with pytest.raises(InputError, match=r"step_00000100: lies on a branch that was left: .* to step 20, as all"):
+        export.find_checkpoint(str(run))
+
+
 def _tensor(folder: Path, name: str) -> torch.Tensor:
     config = json.loads((folder / "config.json").read_text())
     with hf.HFWeights(str(folder), hf.shape_from_config(config, "config.json")) as weights:

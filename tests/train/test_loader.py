@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import tempfile
 import threading
 from collections import Counter
@@ -249,6 +251,16 @@ def test_memory_is_used_again_only_when_nobody_holds_it(mixed: Setup) -> None:
         loader.take(data_step % 3)
     assert rows.tolist() == wanted
     assert len(loader._blocks._free) == free
+
+
+def test_more_shards_than_open_files_are_allowed(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, {"web": make_shards(random.Random(1), [[5]] * 80)}, 8, global_batch=4)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        assert setup.loader(micro_batch=2).take(0).valid_tokens
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_costs_spread_evenly_over_ranks(mixed: Setup) -> None:

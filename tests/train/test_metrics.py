@@ -14,7 +14,7 @@ import torch
 
 from quern.model.config import ModelConfig, ModelShape
 from quern.train.config import MetricsConfig
-from quern.train.metrics import Metrics, Utilisation, memory_gib, peak_flops
+from quern.train.metrics import Mark, Metrics, Utilisation, memory_gib, peak_flops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -236,3 +236,49 @@ def test_on_a_terminal_the_line_is_written_over(tmp_path, monkeypatch):
     metrics.close()
     assert terminal.getvalue().startswith("\r\x1b[Kstep 1/1  loss 4.5000")
     assert terminal.getvalue().endswith("\r\x1b[K")  # nothing half-written stays on the screen
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A GPU's clock, and events on it that know no other."""
+
+    now_ms = 0.0
+
+    class Event:
+        def __init__(self, *, enable_timing: bool = False) -> None:
+            assert enable_timing  # without it CUDA refuses elapsed_time
+            self.at: float | None = None
+            self.waited = False
+
+        def record(self) -> None:
+            self.at = Device.now_ms
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, end: Device.Event) -> float:
+            assert self.at is not None
+            assert end.at is not None
+            return end.at - self.at
+
+
+def test_a_step_of_a_gpu_lasts_as_long_as_the_gpu_works(monkeypatch):
+    """The host has queued the step and is back in no time."""
+    monkeypatch.setattr(torch.cuda, "Event", Device.Event)
+    Device.now_ms = 100.0
+    began = Mark(CUDA)
+    Device.now_ms = 1350.0
+    ended = Mark(CUDA)
+    ended.wait()
+    assert ended._event.waited
+    assert ended.since(began) == 1.25
+
+
+def test_a_step_of_the_cpu_is_timed_by_its_clock(monkeypatch):
+    times = iter([10.0, 12.5])
+    monkeypatch.setattr("quern.train.metrics.time.perf_counter", lambda: next(times))
+    began, ended = Mark(CPU), Mark(CPU)
+    ended.wait()
+    assert ended.since(began) == 2.5

@@ -192,6 +192,18 @@ def test_other_tokens_are_read_from_a_new_phase_once_accepted(tmp_path, paths):
     ] * 2
 
 
+def test_a_run_that_has_kept_nothing_may_change_its_sources(tmp_path, paths):
+    """Killed before its first checkpoint: no step of it is in any weights."""
+    run = tmp_path / "run"
+    case.live(case.settings(run, paths), kill_at=3)
+    one = data_of(paths[1:], [1])
+    left = case.live(case.settings(run, paths, data=one))
+    straight = case.live(case.settings(tmp_path / "whole", paths, data=one))
+    assert left.start.mixture.order.ids == ("r1/code/1",)
+    assert left.samples == straight.samples
+    assert case.differences(left.state, straight.state) == []
+
+
 def test_a_masked_version_goes_on_in_silence(tmp_path, paths):
     """Purged documents keep their place: the same windows, the same order, other tokens."""
     straight = case.live(case.settings(tmp_path / "whole", paths))

@@ -13,10 +13,10 @@ from quern.train.config import ProfileConfig
 from quern.train.profile import Profiler
 
 
-def loop(folder: Path, total: int, rank: int = 0, **values: Any) -> None:
+def loop(folder: Path, total: int, rank: int = 0, start: int = 0, **values: Any) -> None:
     """Steps that name themselves in the trace."""
-    with Profiler(str(folder), ProfileConfig(**values), rank) as profiler:
-        for step in range(total):
+    with Profiler(str(folder), ProfileConfig(**values), rank, start) as profiler:
+        for step in range(start, total):
             with torch.profiler.record_function(f"step number {step}"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
             profiler.step(step)
@@ -42,6 +42,23 @@ def test_the_chosen_steps_are_in_the_trace(tmp_path, first, steps, expected):
 def test_every_rank_has_a_file_of_its_own(tmp_path):
     loop(tmp_path, 2, rank=3, first_step=0, steps=1)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace_rank3.json"]
+
+
+@pytest.mark.parametrize(
+    ("start", "first", "expected"),
+    [(1, 0, [1]), (3, 3, [3, 4]), (4, 3, [4]), (2, 3, [3, 4])],
+    ids=["among them", "at the first", "at the last", "before"],
+)
+def test_a_run_that_is_taken_up_traces_the_chosen_steps_that_are_left(tmp_path, start, first, expected):
+    loop(tmp_path, 6, start=start, first_step=first, steps=2)
+    assert traced(tmp_path / "profile" / "trace_rank0.json") == [f"step number {step}" for step in expected]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_that_is_taken_up_behind_the_chosen_steps_traces_nothing(tmp_path, first):
+    """Recording to the run's end would take all memory."""
+    loop(tmp_path, 6, start=3, first_step=first, steps=2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_written_unless_asked_for(tmp_path):

@@ -112,7 +112,47 @@ def test_a_config_that_cannot_be(capsys, file, tmp_path, override, expected):
 
 def test_a_run_dir_that_is_a_file(capsys, file, tmp_path):
     (tmp_path / "run").write_text("")
-    refused(capsys, file, code=1)
+    assert f"run_dir: expected a folder, got '{tmp_path}/run'" in refused(capsys, file)
+    assert f"run_dir: expected a folder, got '{tmp_path}/run/x'" in refused(capsys, file, f"run_dir={tmp_path}/run/x")
+
+
+def test_a_run_dir_that_is_a_data_run(capsys, file, paths):
+    """Its run.json is the identity of every source in it."""
+    described = Path(paths[0]).parents[1] / "run.json"
+    before = described.read_bytes()
+    assert "holds another run" in refused(capsys, file, f"run_dir={described.parent}")
+    assert described.read_bytes() == before
+    assert not (described.parent / "ledger.jsonl").exists()
+
+
+def test_an_altered_held_out_shard(capsys, tmp_path):
+    (path, _) = case.write_corpus(tmp_path / "held", {"web": 60, "web.val": 20})
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(case.settings(tmp_path / "run", [path])))
+    shard = next(Path(path + ".val").glob("*.bin"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    assert f"{shard}: is damaged: its SHA-256 is not the expected" in refused(capsys, file)
+
+
+def test_ids_that_nobody_verified(capsys, file, paths):
+    for path in paths:
+        for shard in Path(path).glob("*.bin"):
+            shard.write_bytes(b"\xff" * shard.stat().st_size)
+    line = refused(capsys, file, "verify_shards=false")
+    assert "expected ids below" in line
+    assert "got 65535 in tokens" in line
+
+
+@pytest.mark.parametrize("override", ["run_dir=''", 'run_dir="a\\0b"'])
+def test_a_run_dir_that_is_no_path(capsys, file, override):
+    assert "run_dir: expected the path of a folder" in refused(capsys, file, override)
+
+
+def test_more_samples_than_an_order_has(capsys, file):
+    line = refused(capsys, file, f"steps={10**24}", "data.0.max_epochs=1e300", "data.1.max_epochs=1e300")
+    assert "steps: expected fewer than 2^62 samples in all" in line
 
 
 def test_cuda_where_there_is_none(capsys, file):

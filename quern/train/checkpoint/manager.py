@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -52,7 +53,14 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.checkpoint.metadata import read_metadata
 from quern.train.checkpoint.publish import complete_folder, read_ranks, written_by
-from quern.train.checkpoint.state import TensorView, TrainState, check_shape, check_tensors, view_tensors
+from quern.train.checkpoint.state import (
+    TensorView,
+    TrainState,
+    check_encoding,
+    check_shape,
+    check_tensors,
+    view_tensors,
+)
 from quern.train.config import CheckpointConfig
 
 __all__ = ["CheckpointManager", "Loaded", "Refusal", "list_checkpoints"]
@@ -67,6 +75,7 @@ def _plan_load(path: str, state: TrainState) -> _LoadPlan:
     manifest = read_manifest(path)
     metadata = read_metadata(path, manifest.files)
     check_shape(os.path.join(path, MANIFEST_FILE), manifest.model, state.facts.shape)
+    check_encoding(os.path.join(path, MANIFEST_FILE), manifest.encoding, state.facts.encoding)
     parts = ("model.", "optimizer.") if manifest.optimizer else ("model.",)
     view = view_tensors(state).part(parts)
     check_tensors(os.path.join(path, METADATA_FILE), metadata, view, parts)
@@ -97,6 +106,7 @@ class CheckpointManager:
 
     Raises:
         QuernError: another trainer has the run directory open.
+        InputError: the ranks do not share the run directory.
     """
 
     def __init__(
@@ -117,13 +127,29 @@ class CheckpointManager:
         self._group = process_group
         self._lock: FolderLock | None = None
         self._published: str | None = None
-        self._agreement.first(self._open)
+        try:
+            probe = self._agreement.first(self._open)
+            self._agreement.own(lambda: self._check_shared(probe))
+            self._agreement.first(lambda: os.rmdir(probe))
+        except BaseException:
+            self.close()
+            raise
 
-    def _open(self) -> None:
+    def _open(self) -> str:
+        """Returns a folder that every rank must see. It bears a staging folder's name: whatever happens, it goes."""
         os.makedirs(self.root, exist_ok=True)
         self._lock = FolderLock(self.root)
         for name in recover(self.root, uuid.uuid4().hex):
             log.warning("%s: left by a writer that was killed; removed or put back", os.path.join(self.root, name))
+        probe = os.path.join(self.root, checkpoint_name(0))
+        return staging_path(probe, self._stage(probe))
+
+    def _check_shared(self, probe: str) -> None:
+        if not os.path.isdir(os.path.join(self.root, os.path.basename(probe))):
+            raise InputError(
+                f"run_dir: {self.run_dir} on {socket.gethostname()} (rank {self._agreement.rank}) is not rank 0's; "
+                f"expected a folder on a file system that all machines share"
+            )
 
     def close(self) -> None:
         """Let the run's lock go."""
@@ -218,11 +244,10 @@ class CheckpointManager:
         self.rejected = []
         damaged = 0
         for checkpoint in reversed(self._agreement.first(lambda: list_checkpoints(self.run_dir))):
-            problems = self.problems(checkpoint)
-            damaged += bool(problems)
-            problems = problems or self._refusals(checkpoint, refuse)
+            problems, refused = self._look(checkpoint, refuse)
             if not problems:
                 return checkpoint
+            damaged += not refused
             self._reject(problems)
         if damaged:
             raise QuernError(
@@ -242,16 +267,10 @@ class CheckpointManager:
         if found is None:
             steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
             raise InputError(f"{self.root}: has no checkpoint of step {step} (there are: {steps})")
-        problems = self.problems(found) or self._refusals(found, refuse)
+        problems, _ = self._look(found, refuse)
         if problems:
             raise InputError(str(problems[0]))
         return found
-
-    def _refusals(self, checkpoint: Checkpoint, refuse: Refusal | None) -> list[Problem]:
-        if refuse is None:
-            return []
-        reason = self._agreement.first(lambda: refuse(read_manifest(checkpoint.path)))
-        return [] if reason is None else [Problem(checkpoint.path, reason)]
 
     def _reject(self, problems: list[Problem]) -> None:
         self.rejected += problems
@@ -261,23 +280,29 @@ class CheckpointManager:
 
     def problems(self, checkpoint: Checkpoint) -> list[Problem]:
         """What is wrong with a checkpoint, as :meth:`latest_valid` looks at it; the same list on every rank."""
+        return self._look(checkpoint, None)[0]
 
-        def structure() -> tuple[Manifest | None, list[Problem]]:
+    def _look(self, checkpoint: Checkpoint, refuse: Refusal | None) -> tuple[list[Problem], bool]:
+        """Why a checkpoint cannot be used, and whether ``refuse`` says so; no file of a refused one is hashed."""
+
+        def structure() -> tuple[Manifest | None, list[Problem], bool]:
             try:
                 manifest = read_manifest(checkpoint.path)
-                return manifest, check_files(checkpoint.path, manifest, hashes=False)
             except InputError as error:
-                return None, [Problem(checkpoint.path, str(error))]
+                return None, [Problem(checkpoint.path, str(error))], False
+            problems = check_files(checkpoint.path, manifest, hashes=False)
+            reason = None if problems or refuse is None else refuse(manifest)
+            return (manifest, problems, False) if reason is None else (None, [Problem(checkpoint.path, reason)], True)
 
-        manifest, problems = self._agreement.first(structure)
+        manifest, problems, refused = self._agreement.first(structure)
         if manifest is None or problems or not self.config.verify:
-            return problems
+            return problems, refused
         largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
         mine = set(largest_first[self._agreement.rank :: self._agreement.world])
         shares = self._agreement.every(
             lambda: check_files(checkpoint.path, manifest, hashes=True, mine=mine.__contains__)
         )
-        return [problem for share in shares for problem in share]
+        return [problem for share in shares for problem in share], False
 
     def load(self, path: str, state: TrainState) -> Loaded:
         """Read the checkpoint at ``path`` into the model and the optimizer of ``state``, from any layout into any.
@@ -313,8 +338,8 @@ class CheckpointManager:
             return []
         newest_first = list_checkpoints(self.run_dir)[::-1]
         if self._published is not None:
-            saved = os.path.basename(self._published)
-            newest_first = [checkpoint for checkpoint in newest_first if checkpoint.name <= saved]
+            saved = next((found.step for found in newest_first if found.path == self._published), 0)
+            newest_first = [checkpoint for checkpoint in newest_first if checkpoint.step <= saved]
         counted = [checkpoint for checkpoint in newest_first if not self._refused(checkpoint, refuse)]
         kept = {checkpoint.path for checkpoint in counted[: self.config.keep_last]}
         whole = next((checkpoint.path for checkpoint in counted if self._is_whole(checkpoint)), None)
@@ -336,7 +361,8 @@ class CheckpointManager:
             return False
         try:
             return refuse(read_manifest(checkpoint.path)) is not None
-        except InputError:
+        except QuernError as error:  # one rank alone prunes: it may not leave the others waiting
+            log.warning("%s: counts as one of the run's (%s)", checkpoint.path, error)
             return False
 
     def _is_whole(self, checkpoint: Checkpoint) -> bool:

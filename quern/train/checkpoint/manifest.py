@@ -72,7 +72,7 @@ def list_checkpoints(run_dir: str) -> list[Checkpoint]:
     """The published checkpoints of a run by ascending step; nothing of them is opened or verified."""
     try:
         names = os.listdir(checkpoints_folder(run_dir))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found = []
     for name in names:

@@ -23,10 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from quern.errors import InputError, QuernError
 from quern.model.config import ModelShape
-from quern.train.checkpoint.manifest import RunFacts
+from quern.train.checkpoint.manifest import EncodingInfo, RunFacts
 from quern.train.checkpoint.unpadded import PADDED
 
-__all__ = ["EXTRA", "TensorView", "TrainState", "check_shape", "check_tensors", "padded_rows", "view_tensors"]
+__all__ = [
+    "EXTRA", "TensorView", "TrainState", "check_encoding", "check_shape", "check_tensors", "padded_rows",
+    "view_tensors",
+]  # fmt: skip
 
 _MOMENTS = (".exp_avg", ".exp_avg_sq")
 _STEP = "optimizer.step"
@@ -161,6 +164,21 @@ def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:
     for name, value in ours.items():
         if name != "vocab_multiple" and theirs[name] != value:
             raise InputError(f"{file}: model.{name}: expected {value!r}, as in the config, got {theirs[name]!r}")
+
+
+def check_encoding(file: str, found: EncodingInfo | None, expected: EncodingInfo) -> None:
+    """Whether the rows of the embedding stand for the ids of the data; weights whose encoding is not known pass.
+
+    Raises:
+        InputError: naming ``file`` and the field. Two vocabularies of one size are still two.
+    """
+    for name in ("ranks_sha256", "eot_id"):
+        theirs, ours = getattr(found, name, None), getattr(expected, name)
+        if found is not None and theirs != ours:
+            raise InputError(
+                f"{file}: encoding.{name}: expected {ours!r}, as in the data (encoding {expected.name}), "
+                f"got {theirs!r} ({found.name}); the weights were trained on other ids"
+            )
 
 
 def check_tensors(file: str, metadata: Metadata, view: TensorView, parts: tuple[str, ...]) -> None:
