@@ -10,7 +10,8 @@ from quern.config import Section
 
 __all__ = ["PRESETS", "ModelConfig", "ModelShape", "RopeScaling"]
 
-Size = Annotated[int, Field(ge=1)]
+#: Far above any model, and low enough that products of two stay integers of 64 bits.
+Size = Annotated[int, Field(ge=1, le=2**28)]
 #: Bounded: names are made for every layer of a foreign file before anything of it is believed.
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 

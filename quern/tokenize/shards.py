@@ -1,20 +1,12 @@
-"""The on-disk format of tokens: shards, spans, manifests, versions; their writer and their reader.
-
-``RUN/tokens/<source>/shard_00000.bin`` holds raw little-endian ids, one EOT after each document, and
-``shard_00000.spans.parquet`` says which document stands where. ``RUN/tokens/VERSION.json`` is the only list of files a
-reader trusts; it names every file with its SHA-256.
-"""
+"""The reader of token shards, and the names of their format (:mod:`.shard_format`)."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +16,15 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 from quern.tokenize.place import place_key
+from quern.tokenize.shard_format import (
+    MANIFEST,
+    SPANS_SCHEMA,
+    VERSION_FILE,
+    ShardInfo,
+    ShardWriter,
+    shard_name,
+    version_entry,
+)
 
 __all__ = [
     "MANIFEST",
@@ -37,17 +38,7 @@ __all__ = [
     "version_entry",
 ]
 
-VERSION_FILE = "VERSION.json"
-MANIFEST = "manifest.json"
-
-SPANS_SCHEMA = pa.schema(
-    [
-        pa.field("doc_id", pa.binary(16), nullable=False),
-        pa.field("start", pa.int64(), nullable=False),
-        pa.field("length", pa.int64(), nullable=False),
-        pa.field("purged", pa.bool_(), nullable=False),
-    ]
-)
+_SPANS_IN_MEMORY = 8
 #: What a reader needs of VERSION.json, of a source in it, of a manifest, of a shard in that.
 _VERSION = {"version": int, "sources": dict, "encoding.ranks": str}
 _LISTED = {"manifest": str, "sha256": str, "shards": list}
@@ -56,32 +47,6 @@ _SHARD = {
     **dict.fromkeys(("bin", "spans", "sha256", "spans_sha256", "first_key", "last_key"), str),
     **dict.fromkeys(("tokens", "documents"), int),
 }
-_SPANS_ROW_GROUP = 1 << 16
-_SPANS_IN_MEMORY = 8
-
-
-def shard_name(number: int) -> str:
-    """``shard_00000``."""
-    return f"shard_{number:05d}"
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """A shard's entry in the manifest of its source."""
-
-    bin: str
-    spans: str
-    tokens: int
-    documents: int
-    sha256: str
-    spans_sha256: str
-    first_key: str
-    """Place key of the first document, 16 hex digits."""
-    last_key: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, as it stands in the manifest."""
-        return asdict(self)
 
 
 def _fields(path: str, value: Any, kinds: Mapping[str, type], below: str = "") -> dict[str, Any]:
@@ -96,105 +61,6 @@ def _fields(path: str, value: Any, kinds: Mapping[str, type], below: str = "") -
             raise InputError(f"{path}: {below}{dotted}: expected {expected}, got {found!r:.60}")
         fields[dotted] = found
     return fields
-
-
-def version_entry(folder: str, manifest: str, manifest_sha256: str, shards: Iterable[ShardInfo]) -> dict[str, Any]:
-    """What VERSION.json says of one source; paths are below ``tokens/``."""
-    entries = [
-        {
-            "bin": f"{folder}/{shard.bin}",
-            "sha256": shard.sha256,
-            "spans": f"{folder}/{shard.spans}",
-            "spans_sha256": shard.spans_sha256,
-            "tokens": shard.tokens,
-            "documents": shard.documents,
-        }
-        for shard in shards
-    ]
-    return {
-        "manifest": f"{folder}/{manifest}",
-        "sha256": manifest_sha256,
-        "tokens": sum(entry["tokens"] for entry in entries),
-        "documents": sum(entry["documents"] for entry in entries),
-        "shards": entries,
-    }
-
-
-def spans_file(doc_ids: bytes, lengths: np.ndarray, purged: np.ndarray) -> bytes:
-    """The spans file of documents that stand one after the other; equal spans are equal bytes.
-
-    ``doc_ids``: 16 bytes a document; ``lengths``: int64[n], EOT included; ``purged``: bool[n].
-    """
-    starts = np.cumsum(lengths) - lengths
-    ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(lengths), [None, pa.py_buffer(doc_ids)])
-    columns = [ids, pa.array(starts, pa.int64()), pa.array(lengths, pa.int64()), pa.array(purged, pa.bool_())]
-    table = pa.Table.from_arrays(columns, schema=SPANS_SCHEMA)
-    sink = io.BytesIO()
-    pq.write_table(
-        table, sink, row_group_size=_SPANS_ROW_GROUP, compression="zstd", use_dictionary=False, version="2.6"
-    )
-    return sink.getvalue()
-
-
-class ShardWriter:
-    """Writes one shard; its files appear whole at :meth:`finish`, or not at all.
-
-    ``suffix`` is empty for version 1 and ``.v<V>`` for a shard of a later version.
-    """
-
-    def __init__(self, folder: str, number: int, dtype: str, *, suffix: str = "") -> None:
-        self.bin = f"{shard_name(number)}{suffix}.bin"
-        self.spans = f"{shard_name(number)}{suffix}.spans.parquet"
-        self._folder = folder
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._hash = hashlib.sha256()
-        self._ids: list[bytes] = []
-        self._lengths: list[np.ndarray] = [np.empty(0, np.int64)]
-        self._purged: list[np.ndarray] = [np.empty(0, bool)]
-        self._publish = storage.publish(storage.join(folder, self.bin))
-        self._open = False
-
-    def __enter__(self) -> Self:
-        self._file = self._publish.__enter__()
-        self._open = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open:
-            self._open = False
-            unfinished = error or RuntimeError(f"{self.bin}: left without finish()")
-            self._publish.__exit__(type(unfinished), unfinished, trace)
-
-    def add(self, doc_ids: bytes, lengths: np.ndarray, tokens: np.ndarray, purged: np.ndarray | None = None) -> None:
-        """Append documents: 16 bytes each, their lengths (EOT included) and all of their tokens one after the other."""
-        if len(doc_ids) != 16 * len(lengths) or int(lengths.sum()) != len(tokens):
-            raise ValueError(f"expected {len(lengths)} ids and {int(lengths.sum())} tokens, got {len(tokens)} tokens")
-        data = tokens.astype(self._dtype, casting="equiv", copy=False).tobytes()
-        self._hash.update(data)
-        self._file.write(data)
-        self._ids.append(doc_ids)
-        self._lengths.append(lengths.astype(np.int64))
-        self._purged.append(np.zeros(len(lengths), bool) if purged is None else purged)
-
-    def finish(self, *, first_key: int, last_key: int) -> ShardInfo:
-        """Publish both files; the place keys of the first and the last document go into the manifest entry."""
-        lengths = np.concatenate(self._lengths)
-        spans = spans_file(b"".join(self._ids), lengths, np.concatenate(self._purged))
-        self._open = False
-        self._publish.__exit__(None, None, None)
-        storage.publish_bytes(storage.join(self._folder, self.spans), spans)
-        return ShardInfo(
-            bin=self.bin,
-            spans=self.spans,
-            tokens=int(lengths.sum()),
-            documents=len(lengths),
-            sha256=self._hash.hexdigest(),
-            spans_sha256=hashlib.sha256(spans).hexdigest(),
-            first_key=f"{first_key:016x}",
-            last_key=f"{last_key:016x}",
-        )
 
 
 @dataclass(frozen=True)
