@@ -31,7 +31,7 @@ def out_console() -> Console:
 
 def err_console() -> Console:
     """For everything that is not the result."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def plain(text: str) -> str:
