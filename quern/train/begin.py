@@ -101,6 +101,7 @@ def _append(
         checkpoint=checkpoint.name if checkpoint else None,
         versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
         fingerprint=corpus.fingerprint,
+        document_mask=config.document_mask,
     )  # fmt: skip
     return mixture.order.to_dict(), mixture.source_map, step, data_step, tokens
 
