@@ -66,15 +66,16 @@ def test_twenty_kills(tmp_path, interval):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["quern.train.setup", "torch.distributed.checkpoint.state_dict"])
     rng = random.Random(interval)
-    cut_off = 0
-    for _ in range(KILLS):
+    cut_off = lives = 0
+    while lives < KILLS or (cut_off < 3 and lives < 5 * KILLS):  # where a kill strikes is chance
+        lives += 1
         a_life(context, file, run, rng)
         root = run / "checkpoints"
         if root.exists():
             cut_off += any(HALF.fullmatch(name) for name in os.listdir(root))
         for found in list_checkpoints(str(run)):
             assert verify(found.path) == []  # what bears a checkpoint's name is whole
-    assert cut_off > 2, "no kill struck a save; the test shows less than it should"
+    assert cut_off > 2, f"{cut_off} of {lives} kills struck a save; the test shows less than it should"
 
     newest = newest_step(run)
     assert newest > 5
@@ -89,7 +90,7 @@ def test_twenty_kills(tmp_path, interval):
     entries = case.ledger(run)
     assert entries[-1]["kind"] == "end"
     moves = [entry for entry in entries if entry["kind"] in ("start", "resume")]
-    assert len(moves) >= KILLS // 2  # a life may end before its first line
+    assert len(moves) >= lives // 2  # a life may end before its first line
     ranges = surviving(entries, steps)
     assert [step for found in ranges for step in range(found.step, found.stop)] == list(range(steps))
     assert [data_step(entries, step) for step in range(steps)] == list(range(steps))
@@ -98,10 +99,10 @@ def test_twenty_kills(tmp_path, interval):
         for _, *sample in straight.samples[step]:
             found = exposures(entries, steps, order, *sample)
             assert [(e.step, e.data_step, e.applied) for e in found] == [(step, step, True)]
-    check_metrics(run, tmp_path / "whole", steps)
+    check_metrics(run, tmp_path / "whole", steps, lives)
 
 
-def check_metrics(run: Path, whole: Path, steps: int) -> None:
+def check_metrics(run: Path, whole: Path, steps: int, lives: int) -> None:
     """Every line is one, and of every step the last attempt says what the uninterrupted run says.
 
     A step's line follows a step later, so a killed attempt may be the last to take a step and say nothing of it.
@@ -111,4 +112,4 @@ def check_metrics(run: Path, whole: Path, steps: int) -> None:
     found, expected = case.rows(run), case.rows(whole)
     assert set(found) <= set(expected)
     assert all(found[step] == expected[step] for step in found)
-    assert len(taken) >= steps - KILLS
+    assert len(taken) >= steps - lives
