@@ -252,7 +252,9 @@ def expected() -> dict[bool, Outcome]:
     return {tied: oracle(tied) for tied in (False, True)}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_layouts_train_as_one_process_does(run_ranks: Any, expected: dict[bool, Outcome], world: int) -> None:
     assert torch.stack(expected[False].norms).min() > MAX_NORM  # clipping is at work in every step
     cases = cases_of(world)

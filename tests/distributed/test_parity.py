@@ -111,7 +111,13 @@ def records_of(data: Data) -> Callable[[Case], Any]:
     return find
 
 
-@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
+def _marked() -> list[Any]:
+    """In `make test-fast` up to two ranks, in `make test` the short cases, in `make test-all` every one."""
+    short = [pytest.param(case, marks=pytest.mark.slow) if case.on.world > 2 else case for case in SHORT]
+    return [*short, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
+
+
+@pytest.mark.parametrize("case", _marked(), ids=str)
 def test_a_layout_trains_as_one_plain_process_does(
     case: Case, outcomes_of: Callable[[Case], list[Outcome]], records_of: Callable[[Case], Any]
 ) -> None:
