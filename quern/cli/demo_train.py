@@ -77,7 +77,10 @@ def _say(console: Console | None, text: str) -> None:
 
 
 def _start(config: str, overrides: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "quern.train", config, *overrides], stdout=sys.stderr.fileno())
+    # one thread: products this small gain little from two, and two that wait for each other lose a busy machine's time
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    command = [sys.executable, "-m", "quern.train", config, *overrides]
+    return subprocess.Popen(command, stdout=sys.stderr.fileno(), env=environment)
 
 
 def _run(config: str, overrides: list[str]) -> None:
