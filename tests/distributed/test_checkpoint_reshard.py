@@ -21,6 +21,8 @@ from quern.train.checkpoint.manifest import checkpoint_name, list_checkpoints
 from quern.train.checkpoint.state import TrainState
 from quern.train.config import CheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py")))
 
 #: (dp_replicate, dp_shard): one rank, FSDP2 on 2, 3 and 4, DDP on 2 and 4, HSDP 2 × 2.

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
 PLAIN = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "plain" / "plain_loop.py")))
 

@@ -23,6 +23,8 @@ from quern.train.trainer import Trainer
 sys.path.append(str(Path(__file__).parents[1] / "plain"))
 import plain_loop
 
+pytestmark = pytest.mark.slow
+
 STEPS, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 150, 32, 8, 4
 SOURCES = {"prose": 3.0, "code": 1.0}
 

@@ -20,6 +20,8 @@ from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

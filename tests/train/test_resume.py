@@ -18,6 +18,8 @@ from quern.config import dump_yaml
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.ledger import data_step, exposures, latest_order, model_step, surviving
 
+pytestmark = pytest.mark.slow
+
 CRASHES = {  # interval of checkpoints, and in which step each life of the run ends
     "in the first step": (2, [0, 2]),
     "on and beside checkpoints": (3, [4, 6, 8]),
