@@ -44,11 +44,11 @@ def train(
     resolved = load_config(config, TrainConfig, overrides or ())
     from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
 
-    corpus, plan = check(resolved, nproc)
+    checked = check(resolved, nproc)
     if dry_run:
         from quern.train.summary import summarise
 
-        summary = summarise(resolved, corpus, plan)
+        summary = summarise(resolved, checked.corpus, checked.mesh)
         with json_stdout(json) as emit:
             emit(summary)
             if not json:

@@ -10,6 +10,7 @@ from typing import Any
 
 from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
+from quern.train.agree import Agreement
 from quern.train.branch import LEDGER_FILE, abandoned
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
@@ -52,7 +53,8 @@ def begin(
         InputError: ``resume.step`` has no usable checkpoint, or the config does not continue what the ledger says.
         QuernError: no checkpoint is whole, or the ledger's rules forbid the move.
     """
-    entries: list[dict[str, Any]] = ranks.same(ledger.entries if ledger is not None else [])
+    together = Agreement(ranks.rank, ranks.world)
+    entries: list[dict[str, Any]] = together.first(lambda: _ledger(ledger).entries)
     path = os.path.join(config.run_dir, LEDGER_FILE)
 
     def refuse(manifest: Manifest) -> str | None:
@@ -67,21 +69,16 @@ def begin(
         kind = "resume" if moves else "start"
     else:
         checkpoint, kind = manager.at(asked["step"], refuse), "rollback"
-    outcome = ranks.same(_decide(config, corpus, ledger, kind, checkpoint, asked) if ledger is not None else None)
-    if isinstance(outcome, Exception):
-        raise outcome
-    spec, source_map, step, data_step, tokens = outcome
+    spec, source_map, step, data_step, tokens = together.first(
+        lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked)
+    )
     mixture = Mixture(Order.from_dict(spec), source_map)
     return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
 
 
-def _decide(
-    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: Any
-) -> Any:
-    try:
-        return _append(config, corpus, ledger, kind, checkpoint, asked)
-    except Exception as error:  # raised on every rank: none may wait for one that has gone
-        return error
+def _ledger(ledger: Ledger | None) -> Ledger:
+    assert ledger is not None, "rank 0 has the ledger"
+    return ledger
 
 
 def _append(

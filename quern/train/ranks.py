@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,32 +32,11 @@ class Ranks:
         """Whether this process writes what is written once."""
         return self.rank == 0
 
-    @property
-    def grouped(self) -> bool:
-        """Whether there is a process group."""
-        return dist.is_available() and dist.is_initialized()
-
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` summed over all ranks, in place; no host sync."""
         if self.world > 1:
             dist.all_reduce(value)
         return value
-
-    def same(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank (any picklable value; small)."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, on every rank (any picklable value; small)."""
-        if self.world == 1:
-            return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
 
     def barrier(self) -> None:
         """Wait for all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,9 +19,10 @@ from quern.model.transformer import Transformer
 from quern.parallel.apply import Layout, parallelize
 from quern.parallel.data import unwrapped
 from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
+from quern.train.agree import Agreement
+from quern.train.assignment import check_divides
 from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.boundaries import open_boundaries
-from quern.train.checkpoint.agree import Agreement
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import Checkpoint, EncodingInfo, RunFacts
 from quern.train.checkpoint.state import TrainState
@@ -40,12 +42,21 @@ from quern.train.schedule import check_schedule
 from quern.train.trainer import Trainer
 from quern.train.validation import Validator, open_held_out
 
-__all__ = ["check", "open_trainer"]
+__all__ = ["Checked", "check", "open_trainer"]
 
 RUN_FILE = "run.json"
 
 
-def check(config: TrainConfig, world: int) -> tuple[Corpus, MeshPlan]:
+@dataclass(frozen=True)
+class Checked:
+    """What :func:`check` had to open to find nothing wrong."""
+
+    corpus: Corpus
+    mesh: MeshPlan
+    held_out: tuple[Corpus, ...]
+
+
+def check(config: TrainConfig, world: int) -> Checked:
     """Everything that can be wrong with a config and needs no device.
 
     Raises:
@@ -53,24 +64,17 @@ def check(config: TrainConfig, world: int) -> tuple[Corpus, MeshPlan]:
     """
     check_schedule(config.steps, config.schedule)
     mesh = plan_mesh(config.parallel, world)
-    for index, batch in enumerate([config.global_batch, *(p.global_batch for p in config.phases)]):
-        unit = mesh.dp_size * config.micro_batch
-        if batch is not None and batch % unit:
-            where = "global_batch" if index == 0 else f"phases.{index - 1}.global_batch"
-            low = batch // unit * unit
-            fits = f"{low} or {low + unit}" if low else f"{unit}"
-            raise InputError(
-                f"{where}: expected a multiple of micro_batch × data-parallel ranks ({config.micro_batch} × "
-                f"{mesh.dp_size} = {unit}), for example {fits}, got {batch}"
-            )
+    batches = {"": config.global_batch} | {f"phases.{n}.": phase.global_batch for n, phase in enumerate(config.phases)}
+    for where, batch in batches.items():
+        if batch is not None and (problem := check_divides(batch, mesh.dp_size, config.micro_batch)):
+            raise InputError(where + problem)
     backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enabled else []
     if config.compile.enabled and config.compile.backend not in backends:
         raise InputError(f"compile.backend: expected one of torch's, as inductor is, got {config.compile.backend!r}")
     _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     plan_mixture(config, corpus)
-    open_held_out(config)
-    return corpus, mesh
+    return Checked(corpus, mesh, open_held_out(config))
 
 
 def _check_run_dir(path: str) -> None:
@@ -102,9 +106,9 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         QuernError: another trainer is at work in ``run_dir``, or its ledger or checkpoints are damaged.
     """
     together = Agreement(ranks.rank, ranks.world)
-    corpus, plan = together.own(lambda: check(config, ranks.world))
-    held_out = together.own(lambda: open_held_out(config))
-    _same_config(config, ranks)
+    checked = together.own(lambda: check(config, ranks.world))
+    corpus, plan, held_out = checked.corpus, checked.mesh, checked.held_out
+    _same_config(config, together)
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
@@ -130,7 +134,8 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
             compile_backend=config.compile.backend if config.compile.enabled else None,
         )
         wrapped = parallelize(model, mesh, layout, ranks.device)
-        initialise(unwrapped(wrapped), config.seed)  # type: ignore[arg-type]
+        if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
+            initialise(unwrapped(wrapped), config.seed)  # type: ignore[arg-type]
         optimizer = build_optimizer(wrapped, config.optimizer)
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
@@ -143,7 +148,9 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
                 source_map=start.mixture.source_map,
             )
         )  # fmt: skip
-        validator = together.own(lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache))
+        validator = together.own(
+            lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache) if held_out else None
+        )
         utilisation = Utilisation(
             shape, config.seq_len, ranks.world,
             peak_flops(ranks.device, config.precision, config.metrics.peak_tflops),
@@ -159,7 +166,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         trainer = Trainer(
             config=config, ranks=ranks, start=start, model=wrapped, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard, loss_scale=loss_scale,
-            checkpoints=checkpoints, state=state, validator=validator if validator else None,
+            checkpoints=checkpoints, state=state, validator=validator,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
             ledger=ledger, metrics=metrics,
         )  # fmt: skip
@@ -232,9 +239,9 @@ def _facts(config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPla
     )
 
 
-def _same_config(config: TrainConfig, ranks: Ranks) -> None:
+def _same_config(config: TrainConfig, together: Agreement) -> None:
     """Two ranks with two configs would train two models into one run."""
-    digests = ranks.gather(digest(config))
+    digests = together.gather(digest(config))
     if len(set(digests)) > 1:
         odd = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise InputError(f"rank {odd} was given another config than rank 0; start all ranks with the same")

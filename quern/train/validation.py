@@ -89,9 +89,6 @@ class Validator:
             )  # fmt: skip
             self._sources.append(_Source(corpus.readers[0].source.removesuffix(".val"), loader, order.steps))
 
-    def __bool__(self) -> bool:
-        return bool(self._sources)
-
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, Any]:
         """``loss`` (nats a target), ``tokens`` (targets) and the same by source. Collective."""

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from quern.errors import QuernError
-from quern.train.checkpoint.agree import describe
+from quern.train.agree import describe
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.unpadded import UnpaddedLoadPlanner, UnpaddedSavePlanner
 

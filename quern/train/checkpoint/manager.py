@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from quern import storage
 from quern.config import digest, dump_yaml
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.agree import Agreement, describe
+from quern.train.agree import Agreement, describe
 from quern.train.checkpoint.dcp import load_tensors, save_tensors
 from quern.train.checkpoint.folder import (
     FolderLock,
