@@ -41,7 +41,7 @@ def generate(
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
     batch, length = tokens.shape
     shape, capacity = model.shape, length + max_new_tokens
-    dtype = model.compute_dtype or model.embed.weight.dtype
+    dtype = model.compute_dtype or model.output_weight.dtype
     kv_size = (shape.num_layers, 2, batch, capacity, shape.num_kv_heads, shape.head_dim)
     kv = torch.empty(kv_size, dtype=dtype, device=tokens.device)
     chance_BS = torch.stack([_uniform(seed, row, max_new_tokens) for row in range(batch)]).to(tokens.device)
@@ -66,7 +66,7 @@ def _advance(model: Transformer, fresh_BL: Tensor, start: int, kv: Tensor) -> Te
     ``kv`` is [layers, 2, B, S, K, H], filled up to ``start``.
     """
     stop = start + fresh_BL.shape[1]
-    x_BLD = model.embed(fresh_BL).to(kv.dtype)
+    x_BLD = model.begin(fresh_BL)
     place_1L = torch.arange(start, stop, device=kv.device)[None]
     turn = rotation(model.shape, kv.shape[3], dtype=kv.dtype, device=kv.device, positions_BL=place_1L)
     before_11LS = None  # the whole prompt: plain causal attention
@@ -79,6 +79,7 @@ def _advance(model: Transformer, fresh_BL: Tensor, start: int, kv: Tensor) -> Te
         out_BLNH = attend(q_BLNH, k_BSKH[:, :stop], v_BSKH[:, :stop], before_11LS)
         x_BLD = x_BLD + attention.wo(out_BLNH.flatten(2))
         x_BLD = x_BLD + block.ffn(block.ffn_norm(x_BLD))
+    assert model.norm is not None, "text comes from a whole model"
     return model.logits(model.norm(x_BLD[:, -1:]))[:, 0]
 
 

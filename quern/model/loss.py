@@ -4,30 +4,59 @@ Shapes: N tokens, D model, V rows of the output projection (padded vocabulary), 
 
 The logits of ``chunk`` tokens exist at a time. Their gradient is known as soon as they are, so both products of the
 backward pass are formed then and there: three matrix products in all, where recomputing the logits would take four.
+
+The vocabulary may be dealt to ranks (:class:`Split`): each then forms the logits of its own rows, and the softmax is
+put together from one maximum and two sums a token.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["IGNORE", "chunked_cross_entropy"]
+__all__ = ["IGNORE", "Split", "chunked_cross_entropy"]
 
 IGNORE = -100
 """A target that does not count."""
 
 
-def chunked_cross_entropy(
-    h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, vocab_size: int, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of -log softmax(h Wᵀ)[target], and each token's share.
+class Split(Protocol):
+    """Which rows of the output projection this rank holds, and how the ranks that hold the others are asked."""
 
-    ``targets_N`` holds ids below ``vocab_size`` or :data:`IGNORE`. Rows of ``weight_VD`` from ``vocab_size`` on are
-    padding: they take no probability and get a gradient of exactly zero. The products are computed in the dtype of
+    @property
+    def first_row(self) -> int:
+        """Number of the first row held here, in the whole padded vocabulary."""
+
+    def max_(self, values: Tensor) -> Tensor:
+        """The greatest of every rank's ``values``, element by element, in place. Collective."""
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """The sum of every rank's ``values``, in place, the same bits on each. Collective."""
+
+
+def chunked_cross_entropy(
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    vocab_size: int,
+    chunk: int,
+    z_loss: float = 0.0,
+    split: Split | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum over tokens of -log softmax(h Wᵀ)[target] + ``z_loss`` · log²Z, and each token's first term.
+
+    Z is the softmax's denominator; its square keeps logits from drifting (Chowdhery et al. 2022, PaLM, section 5:
+    10⁻⁴). ``targets_N`` holds ids below ``vocab_size`` or :data:`IGNORE`. Rows of ``weight_VD`` from ``vocab_size`` on
+    are padding: they take no probability and get a gradient of exactly zero. The products are computed in the dtype of
     ``h_ND``, to which the weight is cast; softmax, sums and the weight's gradient in at least float32.
+
+    With a ``split``, ``weight_VD`` is this rank's rows, ``h_ND`` and ``targets_N`` are the same on its ranks, and so is
+    what is returned; the gradient of ``h_ND`` is this rank's share of a sum over them. Collective.
 
     Returns ``(loss_sum, nll_N)``: a scalar with gradient, and detached values, 0 where the target is ignored. Only the
     gradients that are asked for are computed; double backward is an error.
@@ -36,7 +65,8 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk: expected an integer ≥ 1, got {chunk}")
     grad = torch.is_grad_enabled()
     wanted = (grad and h_ND.requires_grad, grad and weight_VD.requires_grad)
-    loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, vocab_size, chunk, wanted)
+    softmax = _Softmax(vocab_size, z_loss, any(wanted), split)
+    loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, softmax, chunk, wanted)
     return loss_sum, nll_N
 
 
@@ -47,18 +77,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         h_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        vocab_size: int,
+        softmax: _Softmax,
         chunk: int,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(h_ND.dtype, torch.float32)
         w_VD = weight_VD.to(h_ND.dtype)
         nll_N = torch.empty(h_ND.shape[0], dtype=compute, device=h_ND.device)
+        log_z_N = torch.empty_like(nll_N)
         dh_ND = torch.empty_like(h_ND) if wanted[0] else None
         dw_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, compute)) if wanted[1] else None
         for start in range(0, h_ND.shape[0], chunk):
             part = slice(start, start + chunk)
-            nll_N[part], p_CV = _softmax(h_ND[part] @ w_VD.T, targets_N[part], vocab_size, any(wanted))
+            nll_N[part], log_z_N[part], p_CV = softmax(h_ND[part] @ w_VD.T, targets_N[part])
             if p_CV is None:
                 continue
             g_CV = p_CV.to(h_ND.dtype)
@@ -71,7 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(dh_ND, dw_VD)  # not attributes: activation checkpointing must be able to drop them
         ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(nll_N)
-        return nll_N.sum(), nll_N
+        return nll_N.sum() + softmax.z_loss * log_z_N.square().sum() if softmax.z_loss else nll_N.sum(), nll_N
 
     @staticmethod
     @once_differentiable
@@ -84,20 +115,41 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _softmax(logits_CV: Tensor, targets_C: Tensor, vocab_size: int, grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Each token's loss and, if wanted, the gradient of their sum by the logits; works in place where it can."""
-    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    if vocab_size < logits_CV.shape[1]:
-        logits_CV[:, vocab_size:] = -torch.inf
-    counted_C = targets_C != IGNORE
-    target_C1 = targets_C.where(counted_C, 0)[:, None]
-    logits_CV -= logits_CV.amax(dim=1, keepdim=True)
-    shifted_C = logits_CV.gather(1, target_C1)[:, 0]
-    p_CV = logits_CV.exp_()
-    total_C = p_CV.sum(dim=1)
-    nll_C = (total_C.log() - shifted_C).where(counted_C, 0)
-    if not grad:
-        return nll_C, None
-    p_CV /= total_C.where(counted_C, torch.inf)[:, None]  # an ignored token's gradient is zero
-    p_CV.scatter_add_(1, target_C1, -counted_C[:, None].to(p_CV.dtype))
-    return nll_C, p_CV
+@dataclass(frozen=True)
+class _Softmax:
+    vocab_size: int
+    z_loss: float
+    grad: bool
+    split: Split | None
+
+    def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Each token's loss, its log Z and, if wanted, the gradient of the objective by the logits; all zero where the
+        target is ignored. Works in place where it can.
+        """
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        first = 0 if self.split is None else self.split.first_row
+        width = logits_CV.shape[1]
+        if self.vocab_size < first + width:
+            logits_CV[:, max(self.vocab_size - first, 0) :] = -torch.inf
+        counted_C = targets_C != IGNORE
+        here_C = counted_C & (targets_C >= first) & (targets_C < first + width)
+        target_C1 = (targets_C - first).where(here_C, 0)[:, None]
+        max_C1 = logits_CV.amax(dim=1, keepdim=True)
+        if self.split is not None:
+            self.split.max_(max_C1)
+        logits_CV -= max_C1
+        shifted_C = logits_CV.gather(1, target_C1)[:, 0].where(here_C, 0)
+        p_CV = logits_CV.exp_()
+        total_C = p_CV.sum(dim=1)
+        if self.split is not None:
+            total_C, shifted_C = self.split.sum_(torch.stack((total_C, shifted_C)))
+        log_total_C = total_C.log()
+        nll_C = (log_total_C - shifted_C).where(counted_C, 0)
+        log_z_C = (log_total_C + max_C1[:, 0]).where(counted_C, 0)
+        if not self.grad:
+            return nll_C, log_z_C, None
+        p_CV /= total_C.where(counted_C, torch.inf)[:, None]  # an ignored token's gradient is zero
+        if self.z_loss:
+            p_CV *= (1 + 2 * self.z_loss * log_z_C)[:, None]
+        p_CV.scatter_add_(1, target_C1, -here_C[:, None].to(p_CV.dtype))
+        return nll_C, log_z_C, p_CV

@@ -12,6 +12,7 @@ softmax compute in at least float32.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -69,12 +70,14 @@ class Attention(nn.Module):
 
     def project(self, x_BLD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, L, N, H], keys and values [B, L, K, H]; queries and keys normed and rotated."""
-        q_BLNH = self.wq(x_BLD).unflatten(2, (-1, self.head_dim))
-        k_BLKH = self.wk(x_BLD).unflatten(2, (-1, self.head_dim))
-        v_BLKH = self.wv(x_BLD).unflatten(2, (-1, self.head_dim))
+        q_BLNH, k_BLKH, v_BLKH = (heads.unflatten(2, (-1, self.head_dim)) for heads in self.qkv(x_BLD))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         return rotate(q_BLNH, rotation), rotate(k_BLKH, rotation), v_BLKH
+
+    def qkv(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three projections, heads side by side; a layout that splits heads over ranks replaces it."""
+        return self.wq(x_BLD), self.wk(x_BLD), self.wv(x_BLD)
 
 
 class FeedForward(nn.Module):
@@ -87,7 +90,12 @@ class FeedForward(nn.Module):
         self.w3 = Linear(shape.dim, shape.ffn_dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        gate_BLF, up_BLF = self.expand(x_BLD)
+        return self.w2(F.silu(gate_BLF) * up_BLF)
+
+    def expand(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """``w1 x`` and ``w3 x``; a layout that splits the width over ranks replaces it."""
+        return self.w1(x_BLD), self.w3(x_BLD)
 
 
 class Block(nn.Module):
@@ -109,7 +117,11 @@ class Transformer(nn.Module):
     """A language model of the given shape. Its weights are uninitialised: see :func:`quern.model.init.initialise`.
 
     ``compute_dtype`` is the dtype of activations, None = that of the embedding. ``attention`` is one of
-    :data:`quern.model.attention.BACKENDS`. The loss holds the logits of ``loss_chunk`` tokens at a time.
+    :data:`quern.model.attention.BACKENDS`. The loss holds the logits of ``loss_chunk`` tokens at a time; ``z_loss``
+    is the weight of log²Z in it (:func:`quern.model.loss.chunked_cross_entropy`).
+
+    A stretch of the whole (:meth:`stretch`) has None for ``embed``, ``norm`` or ``head`` where these are elsewhere;
+    blocks keep their number in the whole.
     """
 
     def __init__(
@@ -119,6 +131,7 @@ class Transformer(nn.Module):
         compute_dtype: torch.dtype | None = None,
         attention: str = "sdpa",
         loss_chunk: int = 4096,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         if attention not in BACKENDS:
@@ -127,10 +140,12 @@ class Transformer(nn.Module):
         self.compute_dtype = compute_dtype
         self.attention = attention
         self.loss_chunk = loss_chunk
+        self.z_loss = z_loss
         # from_pretrained, because nn.Embedding's own constructor draws from the global random state
-        self.embed = nn.Embedding.from_pretrained(torch.empty(shape.padded_vocab_size, shape.dim), freeze=False)
+        embed = nn.Embedding.from_pretrained(torch.empty(shape.padded_vocab_size, shape.dim), freeze=False)
+        self.embed: nn.Embedding | None = embed
         self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
-        self.norm = RMSNorm(shape.dim, shape.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(shape.dim, shape.norm_eps)
         self.head = None if shape.tied_embeddings else Linear(shape.dim, shape.padded_vocab_size)
 
     def forward(
@@ -139,32 +154,44 @@ class Transformer(nn.Module):
         targets_BL: Tensor | None = None,
         positions_BL: Tensor | None = None,
         documents: Documents | None = None,
+        hidden_BLD: Tensor | None = None,
     ) -> Any:
         """Logits [B, L, vocab_size] in at least float32, or with targets ``(loss_sum, nll_BL)``.
 
         ``targets_BL`` holds the id to predict at each place, or :data:`quern.model.loss.IGNORE`. ``loss_sum`` is the
         sum over targets, in nats, not their mean; ``nll_BL`` is detached, 0 where there is no target.
         ``positions_BL`` holds integers in [0, L), None = 0 … L - 1 in every row. Without ``documents`` a token attends
-        to all tokens before it in its row.
+        to all tokens before it in its row. ``hidden_BLD`` is what the stretch before gave, None for the first one; a
+        stretch that is not the last gives the same to the next.
 
         Raises ValueError where the attention backend does not run on this device.
         """
         length = tokens_BL.shape[1]
-        x_BLD = self.embed(tokens_BL)
-        x_BLD = x_BLD.to(self.compute_dtype or x_BLD.dtype)
+        x_BLD = self.begin(tokens_BL) if hidden_BLD is None else hidden_BLD
         turn = rotation(self.shape, length, dtype=x_BLD.dtype, device=x_BLD.device, positions_BL=positions_BL)
         mask = attention_mask(self.attention, documents, x_BLD.device)
         for block in self.blocks.values():
             x_BLD = block(x_BLD, turn, mask)
+        if self.norm is None:
+            return x_BLD
         x_BLD = self.norm(x_BLD)
-        if targets_BL is None:
-            return self.logits(x_BLD)
+        return self.logits(x_BLD) if targets_BL is None else self.loss(x_BLD, targets_BL)
+
+    def begin(self, tokens_BL: Tensor) -> Tensor:
+        """The tokens' embeddings, in the dtype of activations; a layout that splits the vocabulary replaces it."""
+        assert self.embed is not None, "a stretch without an embedding is given hidden_BLD"
+        x_BLD: Tensor = self.embed(tokens_BL)
+        return x_BLD.to(self.compute_dtype or x_BLD.dtype)
+
+    def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """``(loss_sum, nll_BL)`` of hidden states after the last norm; a split of the vocabulary replaces it."""
         loss_sum, nll_N = chunked_cross_entropy(
             x_BLD.flatten(0, 1),
             self.output_weight,
             targets_BL.flatten(),
             vocab_size=self.shape.vocab_size,
             chunk=self.loss_chunk,
+            z_loss=self.z_loss,
         )
         return loss_sum, nll_N.view(targets_BL.shape)
 
@@ -176,4 +203,25 @@ class Transformer(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The output projection [padded vocabulary, D]: the embedding where the two are tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        if self.head is not None:
+            return self.head.weight
+        assert self.embed is not None, "a stretch without norm has no output"
+        return self.embed.weight
+
+    def stretch(self, layers: range) -> Transformer:
+        """The blocks ``layers`` as a model of their own, with the same modules: with the embedding if the first block
+        is among them, with norm and head if the last one is. Tied embeddings at the end are a copy where the first
+        block is elsewhere, for the embedding itself is where the first block is.
+        """
+        with torch.device("meta"):
+            part = Transformer(
+                self.shape, compute_dtype=self.compute_dtype, attention=self.attention, loss_chunk=self.loss_chunk,
+                z_loss=self.z_loss,
+            )  # fmt: skip
+        first, last = 0 in layers, self.shape.num_layers - 1 in layers
+        part.blocks = nn.ModuleDict({str(i): self.blocks[str(i)] for i in layers})
+        part.norm, part.head = (self.norm, self.head) if last else (None, None)
+        part.embed = self.embed if first else None
+        if last and not first and self.shape.tied_embeddings:
+            part.embed = copy.deepcopy(self.embed)
+        return part

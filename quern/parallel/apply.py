@@ -7,11 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quern.model.transformer import Transformer
+from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.data import materialise, replicate, shard
+from quern.parallel.gradients import Gradients
 from quern.parallel.mesh import Mesh
+from quern.parallel.pipeline import Pipeline, local_view, my_stages
+from quern.parallel.tensor import split_tensors
 
-__all__ = ["Layout", "parallelize"]
+__all__ = ["Layout", "Parallel", "parallelize"]
 
 
 @dataclass(frozen=True)
@@ -23,25 +28,54 @@ class Layout:
     activation_checkpointing: str = "none"
     compile_backend: str | None = None
     """Of ``torch.compile``, block by block; None = not compiled."""
+    async_tp: bool = False
+    schedule: str = "1f1b"
+    """Of a pipeline; one of :data:`quern.parallel.schedules.SCHEDULES`."""
+    stages_per_rank: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+    micro_batch: int = 1
+    seq_len: int = 1
+    """Sequences of a micro-batch and their tokens, which a pipeline's buffers and cuts go by."""
 
 
-def parallelize(model: nn.Module, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> nn.Module:
-    """Checkpointing → compile → shard → memory → replicate. Wrong orders run, and train wrongly or waste memory.
+@dataclass(frozen=True)
+class Parallel:
+    """A model laid out: what trains it, and what is seen of it from outside."""
 
-    ``model`` has ``blocks`` (an ``nn.ModuleDict``) and may be on ``meta``: then its weights are allocated here, each
-    rank's share alone, and hold nothing until :func:`quern.model.init.initialise` or a checkpoint fills them.
-    Parameter names stay as they are in ``data.unwrapped`` of what is returned. ``device``: None = the current one of
+    model: Transformer
+    """This rank's parameters, each under its global name, wrapped by nothing. In a pipeline it is not called."""
+    run: Runner
+    gradients: Gradients
+
+
+def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> Parallel:
+    """Stages → tensors → checkpointing → compile → shard → memory → replicate. Wrong orders run, and train wrongly or
+    waste memory.
+
+    ``model`` is whole, and may be on ``meta``: then its weights are allocated here, each rank's share alone, and hold
+    nothing until :func:`quern.model.init.initialise` or a checkpoint fills them. ``device``: None = the current one of
     the mesh's kind.
     """
-    # whatever splits tensors belongs here, above the rest: later wraps must see local shapes
-    blocks = list(model.blocks.children())  # type: ignore[union-attr]
-    checkpoint_blocks(blocks, layout.activation_checkpointing)  # first: what is compiled must contain the recomputation
-    if layout.compile_backend is not None:
-        for block in blocks:
-            block.compile(backend=layout.compile_backend)  # before sharding, whose hooks then stay outside the graphs
-    if mesh.fsdp is not None:  # owns the parameters from here on: whatever changes modules comes before
-        shard(model, mesh.fsdp, compute_dtype=layout.compute_dtype, reshard_after_forward=layout.reshard_after_forward)
-    materialise(model, device or torch.device(mesh.device_type))  # after sharding: no rank ever holds the whole model
-    if mesh.ddp is not None:
-        return replicate(model, mesh.ddp)  # last: its buckets are views of gradients that must exist
-    return model
+    device = device or torch.device(mesh.device_type)
+    stages = my_stages(model.shape, mesh, layout)
+    parts = [model] if stages is None else [model.stretch(stage.layers) for stage in stages]  # first: the rest is local
+    wrapped: list[nn.Module] = []
+    for part in parts:
+        if mesh.tp is not None:
+            split_tensors(part, mesh.tp, async_tp=layout.async_tp)  # before all that must see local shapes
+        blocks = list(part.blocks.children())
+        checkpoint_blocks(blocks, layout.activation_checkpointing)  # what is compiled must contain the recomputation
+        if layout.compile_backend is not None:
+            for block in blocks:
+                block.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs
+        if mesh.fsdp is not None:  # owns the parameters from here on: whatever changes modules comes before
+            shard(
+                part, mesh.fsdp, compute_dtype=layout.compute_dtype, reshard_after_forward=layout.reshard_after_forward
+            )
+        materialise(part, device)  # after sharding: no rank ever holds the whole model
+        wrapped.append(part if mesh.ddp is None else replicate(part, mesh.ddp))  # last: buckets are views of gradients
+    if stages is None:
+        run = Accumulation(wrapped[0], counts=mesh.rank("tp") == 0)
+        return Parallel(model, run, Gradients(model, mesh))
+    view = local_view(model, parts)
+    return Parallel(view, Pipeline(parts, stages, mesh, layout, device), Gradients(view, mesh))

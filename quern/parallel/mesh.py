@@ -1,6 +1,6 @@
 """Which ranks form which group.
 
-Sizes are checked before anything starts; torch is imported only where groups are built.
+Sizes are resolved before anything starts; torch is imported only where groups are built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "Mesh", "MeshPlan", "Sizes", "build_mesh", "plan_mesh"]
+__all__ = ["AXES", "Mesh", "MeshPlan", "Sizes", "build_mesh", "choices", "divisors", "plan_mesh"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: ranks beside each other, on one node, differ in the axis that talks most. ``ep`` lies inside dp."""
@@ -29,7 +29,7 @@ class Sizes(Protocol):
     @property
     def dp_shard(self) -> int | None: ...
     @property
-    def reshard_after_forward(self) -> bool | int: ...
+    def resharding(self) -> bool | int: ...
     @property
     def tp(self) -> int: ...
     @property
@@ -57,8 +57,25 @@ class MeshPlan:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def by_fsdp(self) -> bool:
+        """Whether FSDP2 owns the parameters. Whole copies alone are DDP's, which takes neither tensors split over
+        ``tp`` nor the stages of a pipeline: there FSDP2 replicates too, over shards of one rank."""
+        return self.dp_shard > 1 or (self.dp_replicate > 1 and (self.tp > 1 or self.pp > 1))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place on every axis."""
+        places = {}
+        for axis in reversed(AXES):
+            rank, places[axis] = divmod(rank, getattr(self, axis))
+        return {axis: places[axis] for axis in AXES}
+
+    def sizes(self) -> dict[str, int]:
+        """Every axis's size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
     def __str__(self) -> str:
-        return " × ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "one rank"
+        return " × ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -68,14 +85,8 @@ class Mesh:
     plan: MeshPlan
     device_type: str
     device_mesh: DeviceMesh | None = None
-
-    @property
-    def dp_replicate(self) -> int:
-        return self.plan.dp_replicate
-
-    @property
-    def dp_shard(self) -> int:
-        return self.plan.dp_shard
+    ends: ProcessGroup | None = None
+    """The first and the last rank of this rank's pipeline, on those two; None elsewhere and for fewer than two."""
 
     @property
     def world_size(self) -> int:
@@ -89,22 +100,12 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This rank's place among them, in [0, dp_size): which slice of a global batch it reads."""
-        return self._coordinate("dp_replicate") * self.plan.dp_shard + self._coordinate("dp_shard")
-
-    @property
-    def dp_group(self) -> ProcessGroup | None:
-        """Over which losses and token counts are summed; None in a single process."""
-        if self.device_mesh is None:
-            return None
-        import torch.distributed as dist
-
-        assert self.plan.dp_size == self.plan.world_size, "every rank reads samples of its own until tp, pp, cp exist"
-        return dist.group.WORLD
+        return self.rank("dp_replicate") * self.plan.dp_shard + self.rank("dp_shard")
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """For ``fully_shard``: (dp_shard), or (dp_replicate, dp_shard) for HSDP; None where nothing is sharded."""
-        if self.device_mesh is None or self.plan.dp_shard == 1:
+        """For ``fully_shard``: (dp_shard), or (dp_replicate, dp_shard) for HSDP; None where FSDP2 has no part."""
+        if self.device_mesh is None or not self.plan.by_fsdp:
             return None
         if self.plan.dp_replicate == 1:
             return self.device_mesh["dp_shard"]
@@ -112,13 +113,26 @@ class Mesh:
 
     @property
     def ddp(self) -> ProcessGroup | None:
-        """The group of whole copies; None where weights are sharded, or one copy is all there is."""
-        if self.device_mesh is None or self.plan.dp_shard > 1 or self.plan.dp_replicate == 1:
+        """The group of whole copies; None where FSDP2 owns the parameters, or one copy is all there is."""
+        if self.device_mesh is None or self.plan.by_fsdp or self.plan.dp_replicate == 1:
             return None
         return self.device_mesh.get_group("dp_replicate")
 
-    def _coordinate(self, axis: str) -> int:
-        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank(axis)
+    @property
+    def tp(self) -> DeviceMesh | None:
+        """1-D; None where tensors are whole."""
+        return None if self.device_mesh is None or self.plan.tp == 1 else self.device_mesh["tp"]
+
+    @property
+    def pp(self) -> ProcessGroup | None:
+        """The ranks of this rank's pipeline; None where there is none."""
+        return None if self.device_mesh is None or self.plan.pp == 1 else self.device_mesh.get_group("pp")
+
+    def rank(self, axis: str) -> int:
+        """This rank's place on an axis."""
+        if self.device_mesh is None or getattr(self.plan, axis) == 1:
+            return 0
+        return self.device_mesh.get_local_rank(axis)
 
 
 def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
@@ -130,7 +144,7 @@ def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
         if world_size % rest:
             raise InputError(
                 f"parallel: {named} does not divide the {_ranks(world_size)} started; expected "
-                f"{_choices(divisors(world_size), world_size)} for that product, or a multiple of {rest} ranks"
+                f"{choices(divisors(world_size))} for that product, or a multiple of {rest} ranks"
             )
         plan = MeshPlan(dp_shard=world_size // rest, **given)
     else:
@@ -141,12 +155,12 @@ def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
                 f"parallel: {named} × dp_shard {parallel.dp_shard} makes {_ranks(plan.world_size)}, but "
                 f"{world_size} {'was' if world_size == 1 else 'were'} started; expected {fits}{_ranks(plan.world_size)}"
             )
-    group = parallel.reshard_after_forward
+    group = parallel.resharding
     if plan.dp_shard > 1 and not isinstance(group, bool) and (group == 1 or plan.dp_shard % group):
-        choices = [size for size in divisors(plan.dp_shard) if size > 1]
+        fitting = [size for size in divisors(plan.dp_shard) if size > 1]
         raise InputError(
             f"parallel.reshard_after_forward: expected true, false or a group size that divides dp_shard "
-            f"({plan.dp_shard}): {_choices(choices, plan.dp_shard)}, got {group}"
+            f"({plan.dp_shard}): {choices(fitting)}, got {group}"
         )
     return plan
 
@@ -165,21 +179,38 @@ def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
         return Mesh(plan, device_type)
     if dist.get_world_size() != plan.world_size:
         raise ValueError(f"{plan}: expected {plan.world_size} ranks, the process group has {dist.get_world_size()}")
+    # an axis of one rank takes part where FSDP2 asks for it by name
     axes = [axis for axis in AXES if axis.startswith("dp_") or getattr(plan, axis) > 1]
     sizes = tuple(getattr(plan, axis) for axis in axes)
-    return Mesh(plan, device_type, init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes)))
+    return Mesh(plan, device_type, init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes)), _ends(plan))
+
+
+def _ends(plan: MeshPlan) -> ProcessGroup | None:
+    """Every rank makes every group, in the same order, and keeps its own."""
+    import torch.distributed as dist
+
+    mine = None
+    if plan.pp > 1:
+        inner = plan.world_size // plan.pp
+        for offset in range(inner):
+            pair = [offset, offset + (plan.pp - 1) * inner]
+            group = dist.new_group(pair)
+            if dist.get_rank() in pair:
+                mine = group
+    return mine
 
 
 def divisors(number: int) -> list[int]:
+    """Ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def choices(sizes: list[int]) -> str:
+    """``1, 2, 4 or 8``; at most eight of them, since a cluster's size may have many divisors."""
+    listed = sizes if len(sizes) <= 8 else [*sizes[:7], sizes[-1]]
+    gap = "" if listed == sizes else "… "
+    return ", ".join(map(str, listed[:-1])) + (f" or {gap}{listed[-1]}" if len(listed) > 1 else str(listed[-1]))
 
 
 def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _choices(sizes: list[int], last: int) -> str:
-    """At most eight of them: a cluster's size may have many divisors."""
-    listed = sizes if len(sizes) <= 8 else [*sizes[:7], last]
-    gap = "" if listed == sizes else "… "
-    return ", ".join(map(str, listed[:-1])) + (f" or {gap}{listed[-1]}" if len(listed) > 1 else str(listed[-1]))

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
+from quern.parallel.schedules import Schedule
 
 __all__ = [
     "CheckpointConfig", "CompileConfig", "DataConfig", "GuardConfig", "MetricsConfig", "OptimizerConfig",
@@ -69,27 +70,48 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Mesh sizes. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
+    """Mesh sizes and how they are used. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
 
     dp_replicate: Count = 1
     dp_shard: Count | None = None
     """Null = all remaining ranks."""
-    reshard_after_forward: bool | Count = True
-    """FSDP2: true = gather again in backward (ZeRO-3), false = keep (ZeRO-2), a number = reshard to that many ranks."""
+    reshard_after_forward: bool | Count | None = None
+    """FSDP2: true = gather again in backward (ZeRO-3), false = keep (ZeRO-2), a number = reshard to that many ranks.
+    Null = true, and false in a pipeline, which would gather for every micro-batch."""
     tp: Count = 1
+    """Tensor parallelism: heads, feed-forward width and vocabulary are split over this many ranks, and between them
+    the sequence (Megatron's sequence parallelism)."""
+    async_tp: bool = False
+    """CUDA with ``compile``: gathers and scatters of ``tp`` overlap with the products that need them."""
+    nvlink_domain: Count | None = None
+    """GPUs that NVLink joins; null = those of a node, as the launcher says."""
+    tp_across_domains: bool = False
+    """Let ``tp`` reach beyond an NVLink domain."""
     pp: Count = 1
+    """Pipeline parallelism: layers are split over this many ranks."""
+    schedule: Schedule = "1f1b"
+    """In which order a pipeline's rank works on micro-batches."""
+    stages_per_rank: Count | None = None
+    """Of an interleaved schedule; null = 2, and what the others fix."""
+    stage_layers: tuple[Count, ...] | None = None
+    """Layers of every stage in turn; null = by cost, embedding and head counted."""
     cp: Count = 1
     ep: Count = 1
     zero: Literal[1, 2, 3] | None = None
 
     @model_validator(mode="after")
     def _available(self) -> Self:
-        for axis in ("tp", "pp", "cp", "ep"):
+        for axis in ("cp", "ep"):
             if getattr(self, axis) > 1:
                 raise ValueError(f"{axis}: not available yet; expected 1, got {getattr(self, axis)}")
         if self.zero is not None:
             raise ValueError("zero: not available; dp_shard with reshard_after_forward says the same")
         return self
+
+    @property
+    def resharding(self) -> bool | int:
+        """``reshard_after_forward`` with null resolved."""
+        return self.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
 
 class CompileConfig(Section):
@@ -196,6 +218,8 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     loss_chunk: Count = 4096
     """Tokens whose logits exist at a time."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of log²Z in what is minimised (PaLM: 1e-4); ``loss`` in the metrics is the cross-entropy alone."""
     deterministic: bool = False
     """``torch.use_deterministic_algorithms``: same layout, same bits on CUDA too."""
     compile: CompileConfig = CompileConfig()

@@ -10,19 +10,10 @@ import numpy as np
 import torch
 
 from quern.model.attention import Documents
+from quern.parallel.accumulation import Inputs
 from quern.train.loader import Loader, MicroBatch, StepBatch
 
-__all__ = ["Feed", "Inputs", "StepInputs", "to_device"]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One micro-batch on the device, as the model takes it."""
-
-    tokens_BL: torch.Tensor
-    targets_BL: torch.Tensor
-    positions_BL: torch.Tensor | None
-    documents: Documents | None
+__all__ = ["Feed", "StepInputs", "to_device"]
 
 
 @dataclass(frozen=True)

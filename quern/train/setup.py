@@ -17,7 +17,6 @@ from quern.model.config import ModelShape
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.apply import Layout, parallelize
-from quern.parallel.data import unwrapped
 from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
 from quern.train.agree import Agreement
 from quern.train.assignment import check_divides
@@ -129,17 +128,23 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         mesh = build_mesh(plan, ranks.device.type)
         layout = Layout(
             compute_dtype=precision.compute,
-            reshard_after_forward=config.parallel.reshard_after_forward,
+            reshard_after_forward=config.parallel.resharding,
             activation_checkpointing=config.activation_checkpointing,
             compile_backend=config.compile.backend if config.compile.enabled else None,
+            async_tp=config.parallel.async_tp,
+            schedule=config.parallel.schedule,
+            stages_per_rank=config.parallel.stages_per_rank,
+            stage_layers=config.parallel.stage_layers,
+            micro_batch=config.micro_batch,
+            seq_len=config.seq_len,
         )
-        wrapped = parallelize(model, mesh, layout, ranks.device)
+        parallel = parallelize(model, mesh, layout, ranks.device)
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
-            initialise(unwrapped(wrapped), config.seed)  # type: ignore[arg-type]
-        optimizer = build_optimizer(wrapped, config.optimizer)
+            initialise(parallel.model, config.seed)
+        optimizer = build_optimizer(parallel.model, config.optimizer)
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
-        state = TrainState(wrapped, optimizer, _facts(config, corpus, shape, plan))
+        state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, plan))
         _restore(config, start, checkpoints, state, guard, loss_scale)
         loader = together.own(
             lambda: Loader(
@@ -164,7 +169,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
 
         metrics = together.own(written_once)
         trainer = Trainer(
-            config=config, ranks=ranks, start=start, model=wrapped, optimizer=optimizer,
+            config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard, loss_scale=loss_scale,
             checkpoints=checkpoints, state=state, validator=validator,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
@@ -191,7 +196,13 @@ def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: 
     if backend == "varlen" and config.document_mask and not half:
         raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
     with torch.device("meta"):
-        model = Transformer(shape, compute_dtype=precision.compute, attention=backend, loss_chunk=config.loss_chunk)
+        model = Transformer(
+            shape,
+            compute_dtype=precision.compute,
+            attention=backend,
+            loss_chunk=config.loss_chunk,
+            z_loss=config.z_loss,
+        )
     return model.to(precision.master)
 
 
@@ -224,7 +235,7 @@ def _restore(
 def _facts(config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan) -> RunFacts:
     return RunFacts(
         shape=shape,
-        layout={"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
+        layout=plan.sizes(),
         precision=config.precision,
         corpus_versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
         corpus_fingerprint=corpus.fingerprint,
@@ -258,7 +269,7 @@ def _describe(
             "config_digest": digest(config),
             "model": shape.model_dump(mode="json"),
             "parameters": shape.num_parameters,
-            "layout": {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
+            "layout": plan.sizes(),
             "order": start.mixture.order.hash,
             "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
             "mfu": utilisation.describe(),

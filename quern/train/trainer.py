@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from quern.errors import QuernError
-from quern.parallel.clip import clip, global_grad_norm
-from quern.parallel.data import accumulation
+from quern.parallel.apply import Parallel
 from quern.train.begin import Start, abandoned
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import Manifest, Position
@@ -43,7 +42,8 @@ class _Pending:
     data_step: int
     valid_tokens: int
     values: torch.Tensor
-    """Loss, gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale, asked to stop."""
+    """Loss, gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale, asked to stop,
+    what the z-loss adds."""
     lr: float
     tokens: int
     wait_s: float
@@ -57,7 +57,7 @@ class Trainer:
     config: TrainConfig
     ranks: Ranks
     start: Start
-    model: nn.Module
+    parallel: Parallel
     optimizer: torch.optim.AdamW
     feed: Feed
     guard: Guard
@@ -125,31 +125,30 @@ class Trainer:
         return self.start.data_step + step - self.start.step
 
     def forward_backward(self, batch: StepInputs) -> torch.Tensor:
-        """Gradients of the mean loss over the global batch's targets; returns that mean, the same on every rank."""
+        """Gradients of the mean objective over the global batch's targets; returns the mean cross-entropy, the same on
+        every rank."""
         self.optimizer.zero_grad(set_to_none=True)
-        mine = torch.zeros(2, dtype=self._master, device=self.ranks.device)
-        last = len(batch.micro_batches) - 1
-        for number, inputs in enumerate(batch.micro_batches):
-            with accumulation(self.model, number == last):
-                loss_sum, _ = self.model(
-                    inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
-                )
-                loss = loss_sum / batch.valid_tokens  # of the whole global batch: ranks have unequal numbers of targets
-                self.loss_scale.scaled(loss).backward()
-            mine[0] += loss.detach()
-        mine[1] = self._signal  # travels with the loss, so that all ranks end at the same step
+
+        def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
+            return self.loss_scale.scaled(loss_sum / batch.valid_tokens)
+
+        sums = self.parallel.run.forward_backward(batch.micro_batches, weigh)
+        self.parallel.gradients.finish()
+        mine = torch.zeros(3, dtype=self._master, device=self.ranks.device)
+        mine[:2] = sums / batch.valid_tokens
+        mine[2] = self._signal  # travels with the loss, so that all ranks end at the same step
         self._summed = self.ranks.sum(mine)
-        return self._summed[0]
+        return self._summed[1]
 
     def clip(self, step: int) -> torch.Tensor:
         """Bring the gradient's norm over all parameters and ranks down to ``optimizer.clip``; returns what it was."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        self.loss_scale.unscale_(parameters)
+        gradients = self.parallel.gradients
+        self.loss_scale.unscale_(gradients.parameters)
         if self.on_gradients is not None:
             self.on_gradients(self, step)
-        norm = global_grad_norm(parameters)
+        norm = gradients.norm()
         if self.config.optimizer.clip is not None:
-            clip(parameters, self.config.optimizer.clip, norm)
+            gradients.clip(self.config.optimizer.clip, norm)
         return norm
 
     def update(self, step: int, health: Health) -> None:
@@ -163,7 +162,7 @@ class Trainer:
         """Send the step's figures to the host, and read those of the step before, which have arrived."""
         figures = (
             loss, norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z,
-            health.norm_z, self.loss_scale.scale, self._summed[1],
+            health.norm_z, self.loss_scale.scale, self._summed[2], self._summed[0] - self._summed[1],
         )  # fmt: skip
         values = torch.stack([figure.to(self._master) for figure in figures]).to("cpu", non_blocking=True)
         self._pending.append(
@@ -189,7 +188,9 @@ class Trainer:
                 )
 
     def _read(self, pending: _Pending) -> None:
-        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop = pending.values.tolist()
+        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop, z_loss = (
+            pending.values.tolist()
+        )
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
@@ -209,7 +210,8 @@ class Trainer:
             **self.utilisation.of(speed), "skipped": bool(skipped), "non_finite": bool(non_finite),
             "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike),
         }  # fmt: skip
-        self.metrics.report(row | ({"loss_scale": scale} if self.loss_scale.enabled else {}))
+        row |= {"loss_scale": scale} if self.loss_scale.enabled else {}
+        self.metrics.report(row | ({"z_loss": z_loss} if self.config.z_loss else {}))
 
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
@@ -246,7 +248,7 @@ class Trainer:
         self.settle()
         if self.stopped_by is not None:
             self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
-        losses = self.validator.run(self.model)
+        losses = self.validator.run(self.parallel.run)
         if self.metrics is not None:
             self.metrics.validation(done, losses)
         self._mark = Mark(self.ranks.device)
@@ -274,6 +276,11 @@ class Trainer:
 
     def _sequences(self, step: int) -> int:
         return self.start.mixture.order.global_batch_at(self.data_step(step))
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's parameters under their global names."""
+        return self.parallel.model
 
     @property
     def complete(self) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from quern import storage
+from quern.parallel.accumulation import Inputs, Runner
 from quern.tokenize.shards import VERSION_FILE, ShardReader
 from quern.train.boundaries import open_boundaries
 from quern.train.config import TrainConfig
@@ -89,28 +89,25 @@ class Validator:
             )  # fmt: skip
             self._sources.append(_Source(corpus.readers[0].source.removesuffix(".val"), loader, order.steps))
 
-    @torch.no_grad()
-    def run(self, model: nn.Module) -> dict[str, Any]:
+    def run(self, model: Runner) -> dict[str, Any]:
         """``loss`` (nats a target), ``tokens`` (targets) and the same by source. Collective."""
-        model.eval()
         rows = {source.name: self._mean(model, source) for source in self._sources}
-        model.train()
         tokens = sum(row["tokens"] for row in rows.values())
         loss = sum(row["loss"] * row["tokens"] for row in rows.values()) / max(tokens, 1)
         return {"loss": loss, "tokens": tokens, "sources": rows}
 
-    def _mean(self, model: nn.Module, source: _Source) -> dict[str, Any]:
+    def _mean(self, model: Runner, source: _Source) -> dict[str, Any]:
         summed = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         for number in range(source.steps):
-            for inputs in map(self._inputs, _without_filling(source.loader.take(number))):
-                loss_sum, _ = model(
-                    inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
-                )
-                summed += torch.stack([loss_sum.double(), (inputs.targets_BL != IGNORE).sum().double()])
+            inputs = [self._inputs(batch) for batch in _without_filling(source.loader.take(number))]
+            summed[0] += model.forward(inputs)[1]
+            if model.counts:
+                for batch in inputs:
+                    summed[1] += (batch.targets_BL != IGNORE).sum()
         loss, tokens = self._ranks.sum(summed).tolist()
         return {"loss": loss / max(tokens, 1), "tokens": int(tokens)}
 
-    def _inputs(self, batch: Any) -> Any:
+    def _inputs(self, batch: Any) -> Inputs:
         return to_device(batch, self._ranks.device, document_mask=self._document_mask)
 
 

@@ -1,0 +1,79 @@
+"""One step's micro-batches through a model that is not a pipeline, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quern.model.attention import Documents
+from quern.parallel.data import accumulation
+
+__all__ = ["Accumulation", "Inputs", "Runner"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch on the device, as the model takes it."""
+
+    tokens_BL: Tensor
+    targets_BL: Tensor
+    positions_BL: Tensor | None
+    documents: Documents | None
+
+
+class Runner(Protocol):
+    """Takes micro-batches through a model, wherever its layers are. Collective."""
+
+    def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gradients of ``weigh(objective)`` of every micro-batch, summed, in ``.grad``; ``weigh`` is linear.
+
+        Returns [2] in at least float32, detached: the sum of the objective, and of the cross-entropy alone, over this
+        rank's targets, unweighed. Zero where another rank has them (``counts`` is False).
+        """
+
+    def forward(self, inputs: Sequence[Inputs]) -> Tensor:
+        """The same two sums without gradients."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's sums are to be counted: of ranks that compute the same ones, one has them."""
+
+
+class Accumulation:
+    """Forward and backward of each micro-batch in turn; DDP, HSDP and FSDP2 reduce as :func:`accumulation` says.
+
+    ``model`` is wrapped already. ``counts``: see :class:`Runner`.
+    """
+
+    def __init__(self, model: nn.Module, *, counts: bool = True) -> None:
+        self._model = model
+        self.counts = counts
+
+    def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
+        """See :class:`Runner`."""
+        sums, last = [], len(inputs) - 1
+        for number, micro_batch in enumerate(inputs):
+            with accumulation(self._model, number == last):
+                loss_sum, nll_BL = self._run(micro_batch)
+                weigh(loss_sum).backward()
+            sums.append(torch.stack((loss_sum.detach(), nll_BL.sum())))
+        return self._counted(sums)
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Inputs]) -> Tensor:
+        """See :class:`Runner`."""
+        return self._counted([torch.stack((loss, nll.sum())) for loss, nll in map(self._run, inputs)])
+
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._model(
+            inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL, documents=inputs.documents
+        )
+        return found
+
+    def _counted(self, sums: Sequence[Tensor]) -> Tensor:
+        total = torch.stack(list(sums)).sum(0)
+        return total if self.counts else torch.zeros_like(total)
