@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from quern import __version__
-from quern.cli import checkpoint, data, demo, mix, tokens, train
+from quern.cli import checkpoint, data, demo, mix, selftest, tokens, train
 
 app = typer.Typer(
     name="quern",
@@ -19,6 +19,7 @@ app.add_typer(tokens.app, name="tokens")
 app.add_typer(mix.app, name="mix")
 app.command("train")(train.train)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("selftest")(selftest.selftest)
 app.command("demo")(demo.demo)
 
 

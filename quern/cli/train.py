@@ -14,6 +14,8 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from quern.cli.output import JSON, err_console, json_stdout, reports_errors
 from quern.config import dump_yaml, load_config
@@ -31,10 +33,11 @@ def train(
     config: Annotated[str, typer.Argument(help="A YAML file; configs/ has ready ones.", metavar="CONFIG")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: model.preset=125M")] = None,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, help="Processes on this machine, as torchrun starts them.")
+        int,
+        typer.Option("--nproc", min=1, help="Ranks: as many processes on this machine; planned alone by --dry-run."),
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config, sizes, memory and order; train nothing.")
+        bool, typer.Option("--dry-run", help="Print config, sizes, layout, memory, traffic and order; start nothing.")
     ] = False,
     json: bool = JSON,
 ) -> None:
@@ -121,9 +124,10 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     console = err_console()
     parameters, memory, order = summary["parameters"], summary["state_memory_gib"], summary["order"]
     layout = summary["layout"]
+    axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
     rows = [
         ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
-        ("layout", f"{layout['ranks']} ranks: dp_replicate {layout['dp_replicate']} × dp_shard {layout['dp_shard']}"),
+        ("layout", "1 rank" if layout["ranks"] == 1 else f"{layout['ranks']:,} ranks: {axes}"),
         ("model state", f"{memory['sixteen_bytes']:.2f} GiB at 16 bytes a parameter, "
                         f"{memory['sixteen_bytes_per_rank']:.2f} a rank; held here: {memory['rank']:.2f} a rank"),
         ("a token costs", f"{summary['flops_per_token']['full']:.3g} FLOP (full attention), "
@@ -135,3 +139,62 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     ]  # fmt: skip
     for name, text in rows:
         console.print(f"{name:<15}{text}", markup=False, soft_wrap=True)
+    if layout["ranks"] > 1:
+        _print_layout(summary, console)
+
+
+def _print_layout(summary: dict[str, Any], console: Console) -> None:
+    """Who is where, which layers are where, and what is sent."""
+    axes = [axis for axis, size in summary["layout"]["axes"].items() if size > 1]
+    if summary["layout"]["coordinates"] is not None:
+        table = _table("rank", *axes)
+        for rank, places in enumerate(summary["layout"]["coordinates"]):
+            table.add_row(str(rank), *(str(places[axis]) for axis in axes))
+        _print_table(table, console)
+    if summary["pipeline"] is not None:
+        stages = summary["pipeline"]["stages"]
+        table = _table("stage", "pp", "layers", "cost", "parameters")
+        for row in stages:
+            last = row["first_layer"] + row["num_layers"] - 1
+            layers = f"{row['first_layer']}" if row["num_layers"] == 1 else f"{row['first_layer']}–{last}"
+            table.add_row(
+                str(row["stage"]), str(row["pp"]), layers, f"{row['cost_share']:.1%}", f"{row['parameters']:,}"
+            )
+        _print_table(table, console)
+        pipeline = summary["pipeline"]
+        said = f"{pipeline['schedule']}, {pipeline['micro_batches']:,} micro-batches a step: ranks wait "
+        console.print(f"{said}{pipeline['bubble']:.1%} of it, stages being equal", markup=False, soft_wrap=True)
+    most = max(summary["communication"], key=lambda place: place["sent"])
+    table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
+    for row in most["rows"]:
+        table.add_row(
+            row["axis"], row["what"], row["collective"].replace("_", "-"), str(row["ranks"]), f"{row['calls']:,}",
+            _size(row["payload"]), _size(row["sent"]),
+        )  # fmt: skip
+    table.add_row("all", "", "", "", "", "", _size(most["sent"]), style="bold")
+    _print_table(table, console)
+    where = ", of the ranks that send the most: pp " + str(most["pp"]) if len(summary["communication"]) > 1 else ""
+    console.print(
+        f"a step and a rank{where}; sent: by the ring's costs, scalars left out", markup=False, soft_wrap=True
+    )
+
+
+def _print_table(table: Table, console: Console) -> None:
+    console.print()
+    console.print(table)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("axis", "what", "collective") else "right", no_wrap=True)
+    return table
+
+
+def _size(number: int) -> str:
+    """``12.3 GB``, of 10⁹ bytes."""
+    value, units = float(number), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    digits = 0 if units[0] == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {units[0]}"

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+# private: what FSDP2 calls its part of a tensor that another axis has split already; in 2.11 and 2.13
+from torch.distributed.tensor.placement_types import _StridedShard
+
 from quern.model.transformer import Transformer
 
 __all__ = ["ROWS", "STD", "draw", "initialise", "local_slice"]
@@ -25,7 +28,7 @@ ROWS = 16
 """Rows of a chunk. Part of the definition of the weights: another value gives other weights."""
 
 _NORM = re.compile(r"norm\.weight|blocks\.\d+\.(attention_norm|ffn_norm|attention\.[qk]_norm)\.weight")
-_VOCABULARY = re.compile(r"(embed|head)\.weight")
+_VOCABULARY = re.compile(r"(embed|head|tied)\.weight")
 _RESIDUAL = re.compile(r"blocks\.\d+\.(attention\.wo|ffn\.w2)\.weight")
 _MATRIX = re.compile(r"blocks\.\d+\.(attention\.w[qkv]|ffn\.w[13])\.weight")
 
@@ -35,10 +38,11 @@ def initialise(model: Transformer, seed: int) -> None:
     """Fill all parameters in place: norms 1, padded vocabulary rows 0, matrices normal with mean 0.
 
     The standard deviation is :data:`STD`, and STD / √(2 · layers) for ``wo`` and ``w2``, whose outputs add up in the
-    residual stream (GPT-2). Works on plain tensors and on DTensors with Shard and Replicate placements, on any device
-    but meta; each value is drawn on the CPU in float32. Buffers there are none.
+    residual stream (GPT-2). ``tied.weight``, a second copy of the embedding, gets its values. Works on plain tensors
+    and on DTensors as :func:`local_slice` knows them, on any device but meta; each value is drawn on the CPU in
+    float32. Buffers there are none.
 
-    Raises ValueError for a parameter whose name has no rule, and for placements other than Shard and Replicate.
+    Raises ValueError for a parameter whose name has no rule, and for placements that :func:`local_slice` refuses.
     """
     shape = model.shape
     for name, parameter in model.named_parameters():
@@ -55,10 +59,11 @@ def initialise(model: Transformer, seed: int) -> None:
         rows, *columns = local_slice(parameter)
         num_rows = shape.vocab_size if _VOCABULARY.fullmatch(name) else parameter.shape[0]
         start, stop = rows.start, min(rows.stop, num_rows)
+        key = "embed.weight" if name == "tied.weight" else name
         local.zero_()  # the padding, if any
         while start < stop:  # chunk by chunk: a second copy of a large embedding may not fit
             end = min((start // ROWS + 1) * ROWS, stop)
-            values = draw(name, tuple(parameter.shape), seed, start, end)[:, *columns]
+            values = draw(key, tuple(parameter.shape), seed, start, end)[:, *columns]
             local[start - rows.start : end - rows.start].copy_(values * std)
             start = end
 
@@ -84,20 +89,38 @@ def local_slice(parameter: Tensor) -> tuple[slice, ...]:
     """Which part of the whole tensor this rank holds, a slice for each dimension; all of it for a plain tensor.
 
     Follows :func:`torch.chunk`, as DTensor does: parts of ⌈n / ranks⌉, the last ones shorter or empty. A dimension
-    sharded over several mesh axes is split by the first axis first.
+    sharded over several mesh axes is split by the first axis first; but FSDP2, which comes to a tensor that tensor
+    parallelism has split, shards what it finds, and though its axis stands before the other one, it splits last.
+
+    Raises ValueError for other placements.
     """
     bounds = [(0, size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
+        mesh, placements = parameter.device_mesh, parameter.placements
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError("this rank holds no part of the parameter's mesh")
-        for axis, placement in enumerate(parameter.placements):
-            if type(placement) is Shard:
-                start, stop = bounds[placement.dim]
-                width = -(-(stop - start) // mesh.size(axis))
-                first = min(start + coordinate[axis] * width, stop)
-                bounds[placement.dim] = first, min(first + width, stop)
-            elif type(placement) is not Replicate:
-                raise ValueError(f"expected placements Shard and Replicate, got {placement}")
+        for axis in _in_order_of_splitting(parameter):
+            dim = placements[axis].dim  # type: ignore[attr-defined]
+            start, stop = bounds[dim]
+            width = -(-(stop - start) // mesh.size(axis))
+            first = min(start + coordinate[axis] * width, stop)
+            bounds[dim] = first, min(first + width, stop)
     return tuple(slice(start, stop) for start, stop in bounds)
+
+
+def _in_order_of_splitting(parameter: DTensor) -> list[int]:
+    """The mesh axes that split a parameter."""
+    placements, mesh = parameter.placements, parameter.device_mesh
+    plain = [axis for axis, placement in enumerate(placements) if type(placement) is Shard]
+    late = [axis for axis, placement in enumerate(placements) if type(placement) is _StridedShard]
+    for axis, placement in enumerate(placements):
+        if axis not in (*plain, *late) and type(placement) is not Replicate:
+            raise ValueError(f"expected placements Shard and Replicate, or FSDP2's over these, got {placement}")
+    for axis in late:
+        placement = placements[axis]
+        assert isinstance(placement, _StridedShard)
+        before = [other for other in plain if other > axis and placements[other].dim == placement.dim]  # type: ignore[attr-defined]
+        if len(late) > 1 or placement.split_factor != math.prod(mesh.size(other) for other in before):
+            raise ValueError(f"expected one axis that splits what all later ones left, got {placements}")
+    return [*plain, *late]

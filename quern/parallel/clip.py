@@ -3,47 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
-__all__ = ["clip", "global_grad_norm"]
+__all__ = ["clip", "global_grad_norm", "local_part"]
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def global_grad_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The 2-norm of all gradients as one vector: 0-d, on their device, the same bits on every rank.
 
-    Gradients are already summed over ranks (plain, DDP) or are DTensors (FSDP2, HSDP), and are grouped by mesh, since
-    no operator takes two. Parameters without a gradient count as zero. The dtype is that of the gradients.
-    Collective where there are DTensors.
+    Gradients are already summed over ranks (plain, DDP) or are DTensors (FSDP2, HSDP, split tensors), of which every
+    element counts once. ``stages``: the ranks of a pipeline, each with parameters of its own. Parameters without a
+    gradient count as zero. The dtype is that of the gradients. Collective.
+
+    Every rank adds up the same gathered norms in the same order: an all-reduce may round differently in two groups of
+    replicas, whose weights would then part.
+
+    Raises ValueError if no parameter has a gradient, which a stage of a pipeline may not have.
     """
+    parameters = list(parameters)
+    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(_cut_over(parameter.grad), []).append(local_part(parameter.grad))
     norms = []
-    for group in _by_mesh(parameters).values():
-        norm = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
+    for ranks, gradients in groups.items():
+        norm = get_total_norm(gradients)
+        for group in ranks:
+            norm = _combined(norm, group)
+        norms.append(norm)
+    if norms:
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    elif stages is not None and parameters:
+        total = torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)
+    else:
         raise ValueError("global_grad_norm: no parameter has a gradient")
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return total if stages is None else _combined(total, stages)
 
 
+@torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
     """Scales all gradients by ``max_norm / norm`` where that is below 1 (Pascanu et al. 2013), on device, in place.
 
     ``norm`` is :func:`global_grad_norm`'s; 1e-6 is added to it as :func:`torch.nn.utils.clip_grad_norm_` does. A
     norm that is not finite leaves gradients that are not either: the step must be skipped.
     """
-    for group in _by_mesh(parameters).values():
-        clip_grads_with_norm_(group, max_norm, norm)
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
-    """Parameters that have a gradient, by its mesh (None: a plain tensor)."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter)
-    return groups
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part, of which a change in place is one of the gradient."""
+    part: torch.Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return part.detach()
+
+
+def _cut_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which the gradient's elements are dealt out, innermost axis first; none for a whole one."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    for placement in gradient.placements:
+        if placement.is_partial():
+            raise ValueError(f"global_grad_norm: expected gradients that are summed, got {placement}")
+    cut = [not placement.is_replicate() and mesh.size(axis) > 1 for axis, placement in enumerate(gradient.placements)]
+    return tuple(mesh.get_group(axis) for axis in reversed(range(mesh.ndim)) if cut[axis])
+
+
+def _combined(norm: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm of all ranks' parts, from the norm of each."""
+    parts = norm.new_empty(dist.get_world_size(group))
+    dist.all_gather(list(parts.split(1)), norm.reshape(1), group=group)
+    return torch.linalg.vector_norm(parts)

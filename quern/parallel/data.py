@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["accumulation", "materialise", "replicate", "shard", "unwrapped"]
+__all__ = ["accumulation", "materialise", "replicate", "shard"]
 
 
 def shard(
@@ -75,11 +75,6 @@ def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
         if model.gathered_between_micro_batches:
             model.set_reshard_after_backward(last)
     yield
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model with its own parameter names."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:

@@ -2,43 +2,104 @@
 
 Data parallelism has summed over its ranks already. Two sums are left. A parameter that tensor parallelism does not
 split (norms; key and value heads that several ranks share) has seen this rank's tokens or heads alone. And embeddings
-that are tied across the ends of a pipeline exist twice.
+that are tied across the ends of a pipeline exist twice: under one name on its first and its last rank, or, where these
+are the same rank, with a copy called ``tied.weight``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from quern.parallel.clip import clip, global_grad_norm
+from quern.model.transformer import Transformer
+from quern.parallel.clip import clip, global_grad_norm, local_part
 from quern.parallel.mesh import Mesh
 
-__all__ = ["Gradients"]
+__all__ = ["EMBEDDING", "TIED", "Gradients"]
+
+EMBEDDING, TIED = "embed.weight", "tied.weight"
+"""The second is the first's copy at the end of a pipeline that begins and ends on one rank."""
 
 
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of this rank's parameters; ``model`` knows them by their global names."""
 
-    model: nn.Module
+    model: Transformer
     mesh: Mesh
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that have a gradient."""
+        """Those that have a gradient, copies too."""
         return [parameter for parameter in self.model.parameters() if parameter.grad is not None]
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Make every gradient whole. After the last backward, before anything looks at one. Collective."""
-        if self.mesh.tp is not None or self.mesh.pp is not None:
-            raise NotImplementedError
+        if self.mesh.tp is not None:
+            _sum_together(
+                [local_part(p.grad) for p in self.parameters if p.grad is not None and not _is_split(p.grad, "tp")],
+                self.mesh.tp.get_group(),
+            )
+        copies = self._copies()
+        if copies is None:
+            return
+        embedding, tied = copies
+        total = local_part(_grad(embedding))
+        if tied is not None:
+            total += local_part(_grad(tied))
+            local_part(_grad(tied)).copy_(total)
+        else:
+            assert self.mesh.ends is not None
+            _sum_together([total], self.mesh.ends)
 
     def norm(self) -> torch.Tensor:
         """The 2-norm of all gradients of all stages as one vector: 0-d, the same bits on every rank. Collective."""
-        return global_grad_norm(self.parameters)
+        copies = self._copies()
+        if copies is None or (copies[1] is None and self.mesh.rank("pp") == 0):
+            counted = list(self.model.parameters())
+        else:
+            copy = copies[0] if copies[1] is None else copies[1]
+            counted = [parameter for parameter in self.model.parameters() if parameter is not copy]
+        return global_grad_norm(counted, self.mesh.pp)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale all gradients by ``max_norm / norm`` where that is below 1, on device, in place."""
         clip(self.parameters, max_norm, norm)
+
+    def _copies(self) -> tuple[nn.Parameter, nn.Parameter | None] | None:
+        """The tied embedding that exists twice, and its copy, which is None where it is another rank's; None where
+        this rank has neither."""
+        if self.mesh.pp is None or not self.model.shape.tied_embeddings:
+            return None
+        named = dict(self.model.named_parameters())
+        return (named[EMBEDDING], named.get(TIED)) if EMBEDDING in named else None
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None, "both ends of a pipeline use the embedding in every micro-batch"
+    return parameter.grad
+
+
+def _is_split(gradient: torch.Tensor, axis: str) -> bool:
+    return isinstance(gradient, DTensor) and axis in (gradient.device_mesh.mesh_dim_names or ())
+
+
+def _sum_together(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum over the group's ranks in place, one message a dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_dtype.values():
+        if len(alike) == 1 and alike[0].is_contiguous():
+            dist.all_reduce(alike[0], group=group)
+            continue
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([gradient.numel() for gradient in alike])
+        torch._foreach_copy_(alike, [part.view(own.shape) for part, own in zip(parts, alike, strict=True)])

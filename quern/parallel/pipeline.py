@@ -1,18 +1,31 @@
-"""Pipeline parallelism: which layers a rank has, and one step's micro-batches through all of them."""
+"""Pipeline parallelism: one step's micro-batches through stages that lie on several ranks.
+
+torch's schedules drive the stages and move hidden states and their gradients between ranks. They are given the number
+of a micro-batch, not its tensors: every stage needs tokens, positions and documents, of which torch would have to cut
+up the last, and has them already. Shapes are told beforehand, so no forward is run to find them out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.mesh import Mesh
+from quern.parallel.schedules import SCHEDULES
+from quern.parallel.stages import num_stages, stage_layers, stages_of
 
 if TYPE_CHECKING:
     from quern.parallel.apply import Layout
@@ -30,28 +43,246 @@ class Stage:
 
 
 def my_stages(shape: ModelShape, mesh: Mesh, layout: Layout) -> list[Stage] | None:
-    """This rank's, in the order of the model; None without a pipeline."""
+    """This rank's, in the order of the model; None without a pipeline.
+
+    Raises :class:`quern.errors.InputError` where layers and stages do not fit together.
+    """
     if mesh.pp is None:
         return None
-    raise NotImplementedError
+    pp = mesh.plan.pp
+    layers = stage_layers(shape, _num_stages(mesh, layout), layout.seq_len, layout.stage_layers)
+    return [
+        Stage(index, layers[index]) for index in stages_of(mesh.rank("pp"), layout.schedule, pp, layout.stages_per_rank)
+    ]
+
+
+def _num_stages(mesh: Mesh, layout: Layout) -> int:
+    return num_stages(layout.schedule, mesh.plan.pp, layout.stages_per_rank)
 
 
 def local_view(model: Transformer, parts: Sequence[Transformer]) -> Transformer:
-    raise NotImplementedError
+    """The whole model with only this rank's modules in it, under their global names; ``parts`` in the model's order.
+
+    The copy of tied embeddings that the last stage has is ``embed`` here, or ``tied`` where the first stage's own is
+    here as well. For names and parameters; it is not called.
+    """
+    view = model.stretch(range(0))
+    view.blocks = nn.ModuleDict({number: block for part in parts for number, block in part.blocks.items()})
+    for part in parts:
+        view.norm = part.norm or view.norm
+        view.head = part.head or view.head
+        if part.embed is not None and view.embed is None:
+            view.embed = part.embed
+        elif part.embed is not None:
+            view.tied = part.embed
+    return view
 
 
 class Pipeline:
+    """Runs this rank's stages; see :class:`quern.parallel.accumulation.Runner`. Every method is collective.
+
+    ``parts``: the modules of ``stages``, as they train, FSDP2's wrapping included. ``layout`` says the schedule and the
+    shape of what goes from stage to stage: [micro_batch, seq_len / tp, dim] in ``compute_dtype``. So every micro-batch
+    has the same shape; their number may change from step to step.
+
+    The sums are those of the last stage's rank, and it ``counts``, once for all ranks of ``tp``.
+    """
+
     def __init__(
-        self, parts: Sequence[nn.Module], stages: Sequence[Stage], mesh: Mesh, layout: Layout, device: torch.device
+        self, parts: Sequence[Transformer], stages: Sequence[Stage], mesh: Mesh, layout: Layout, device: torch.device
     ) -> None:
-        raise NotImplementedError
+        assert mesh.pp is not None
+        assert len(parts) == len(stages)
+        self._group, self._device = mesh.pp, device
+        self._num_stages, self._kind = _num_stages(mesh, layout), SCHEDULES[layout.schedule]
+        self._last = self._num_stages - 1
+        self._rows, self._columns = layout.micro_batch, layout.seq_len // mesh.plan.tp
+        self._dtype = layout.compute_dtype
+        self._sums_dtype = torch.promote_types(layout.compute_dtype, torch.float32)
+        self._parts = [_Part(part, stage, stage.index == self._last) for part, stage in zip(parts, stages, strict=True)]
+        self._rank_of = {
+            index: rank
+            for rank in range(mesh.plan.pp)
+            for index in stages_of(rank, layout.schedule, mesh.plan.pp, layout.stages_per_rank)
+        }
+        self._rank = mesh.rank("pp")
+        self.counts = self._rank_of[self._last] == self._rank and mesh.rank("tp") == 0
+        self._schedule: tuple[int, Any] | None = None
+        self._dim = parts[0].shape.dim
+        if "TORCH_LOGS" not in os.environ:  # an error would be followed by every rank's list of actions
+            logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 
     def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
-        raise NotImplementedError
+        """See :class:`quern.parallel.accumulation.Runner`."""
+        schedule = self._schedule_for(len(inputs))
+        numbers = torch.arange(len(inputs))  # on the host: looking one up must not wait for the device
+        sums: dict[int, Tensor] = {}
+        for part in self._parts:
+            part.begin(self._checked(inputs), weigh, sums)
+        try:
+            is_last = self._rank_of[self._last] == self._rank
+            schedule.step(number=numbers, target=numbers if is_last else None, return_outputs=False)
+        except Exception as error:
+            self._schedule = None  # it waits for what will not come
+            cause = self._explained(error)
+            raise cause from cause.__cause__
+        finally:
+            for part in self._parts:
+                part.end()
+        return self._counted(sums.values())
 
+    @torch.no_grad()
     def forward(self, inputs: Sequence[Inputs]) -> Tensor:
-        raise NotImplementedError
+        """See :class:`quern.parallel.accumulation.Runner`. Any number of micro-batches, whatever the schedule asks.
 
-    @property
-    def counts(self) -> bool:
-        raise NotImplementedError
+        Stage by stage in the model's order, all micro-batches through one before the next. Two ranks' messages to each
+        other must be in the same order on both, for NCCL takes them one by one: so where stages go round, the last rank
+        sends to the first, which sends first, only after it has received everything.
+        """
+        inputs = self._checked(inputs)
+        sums: list[Tensor] = []
+        sending: list[tuple[dist.Work, Tensor]] = []
+        local: list[Tensor] = []
+        leaving: list[Tensor] = []
+        for part in self._parts:
+            index = part.stage.index
+            from_here = self._rank_of.get(index - 1) == self._rank
+            to_here = self._rank_of.get(index + 1) == self._rank
+            goes_round = not self._kind.v_shaped and self._rank_of.get(index + 1) == 0
+            received, local, leaving = local, [], []
+            for number, micro_batch in enumerate(inputs):
+                hidden_BLD = None
+                if from_here:
+                    hidden_BLD = received[number]
+                elif index > 0:
+                    hidden_BLD = self._hidden(self._device)
+                    dist.recv(hidden_BLD, group=self._group, group_src=self._rank_of[index - 1])
+                out = part.module(
+                    micro_batch.tokens_BL, micro_batch.targets_BL, micro_batch.positions_BL,
+                    documents=micro_batch.documents, hidden_BLD=hidden_BLD,
+                )  # fmt: skip
+                if index == self._last:
+                    sums.append(torch.stack((out[0], out[1].sum())))
+                elif to_here:
+                    local.append(out)
+                else:
+                    leaving.append(out.contiguous())
+                if leaving and (number == len(inputs) - 1 or not goes_round):
+                    sending += [self._send(out, index + 1) for out in leaving]
+                    leaving = []
+            part.reshard()
+        for work, _ in sending:
+            work.wait()
+        return self._counted(sums)
+
+    def _send(self, out: Tensor, stage: int) -> tuple[dist.Work, Tensor]:
+        work = dist.isend(out, group=self._group, group_dst=self._rank_of[stage])
+        assert work is not None
+        return work, out  # which has to live until it is sent
+
+    def _counted(self, sums: Iterable[Tensor]) -> Tensor:
+        total = torch.zeros(2, dtype=self._sums_dtype, device=self._device)
+        for one in sums:
+            total += one
+        return total if self.counts else torch.zeros_like(total)
+
+    def _checked(self, inputs: Sequence[Inputs]) -> Sequence[Inputs]:
+        for micro_batch in inputs:
+            assert micro_batch.tokens_BL.shape[0] == self._rows, "a pipeline's micro-batches are all of one shape"
+        return inputs
+
+    def _hidden(self, device: torch.device, *, grad: bool = False) -> Tensor:
+        size = (self._rows, self._columns, self._dim)
+        return torch.empty(size, dtype=self._dtype, device=device, requires_grad=grad)
+
+    def _schedule_for(self, num_micro_batches: int) -> Any:
+        """torch's schedule, made anew where the number has changed: it keeps buffers for every micro-batch."""
+        if self._schedule is None or self._schedule[0] != num_micro_batches:
+            self._schedule = None  # its buffers go before others come
+            stages = [self._torch_stage(part) for part in self._parts]
+            make: Any = get_schedule_class(self._kind.torch_name)
+            one = issubclass(make, PipelineScheduleSingle)
+            made = make(stages[0] if one else stages, num_micro_batches, loss_fn=_objective, scale_grads=False)
+            self._schedule = (num_micro_batches, made)
+        return self._schedule[1]
+
+    def _torch_stage(self, part: _Part) -> PipelineStage:
+        """With shapes of input and output, so that torch runs no forward to find them, and of both with gradients."""
+        meta, index = torch.device("meta"), part.stage.index
+        given = () if index == 0 else (self._hidden(meta, grad=True),)
+        objective = torch.empty((), dtype=self._sums_dtype, device=meta, requires_grad=True)
+        gives = objective if index == self._last else self._hidden(meta, grad=True)
+        return PipelineStage(part.module, index, self._num_stages, self._device, given, gives, group=self._group)
+
+    def _explained(self, error: Exception) -> BaseException:
+        """What went wrong in a stage, without torch's wrapping, and where."""
+        cause: BaseException = error
+        while cause.__cause__ is not None and any(wrapping in str(cause) for wrapping in _WRAPPINGS):
+            cause = cause.__cause__
+        at = next((part.at for part in self._parts if part.at is not None), None)
+        if at is not None:
+            cause.add_note(at)
+        return cause
+
+
+_WRAPPINGS = ("failed to run forward", "Failed to run stage backward")
+"""How torch begins the message in which it wraps an error of a stage; the rest is shapes."""
+
+
+def _objective(output: Tensor, number: Tensor) -> Tensor:
+    """torch's loss function: the last stage gives the weighed objective already."""
+    return output
+
+
+class _Part:
+    """A stage's module, which finds its micro-batch by number while a schedule runs it.
+
+    By hooks, because torch must be given the module that FSDP2 has made its own.
+    """
+
+    def __init__(self, module: nn.Module, stage: Stage, last: bool) -> None:
+        self.module, self.stage, self._is_last = module, stage, last
+        self.at: str | None = None
+        """Where it is, while it computes a forward."""
+        self._inputs: Sequence[Inputs] = ()
+        self._weigh: Callable[[Tensor], Tensor] | None = None
+        self._sums: dict[int, Tensor] = {}
+        self._number = -1
+        # before FSDP2's own, which would carry the number to the device
+        module.register_forward_pre_hook(self._look_up, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._weighed)  # after FSDP2's, which marks where backward begins
+
+    def begin(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor], sums: dict[int, Tensor]) -> None:
+        self._inputs, self._weigh, self._sums, self.at = inputs, weigh, sums, None
+
+    def end(self) -> None:
+        self._inputs, self._weigh, self._sums = (), None, {}
+
+    def reshard(self) -> None:
+        """Let gathered weights go: after a forward without a backward nothing else does."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _look_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._weigh is None:
+            return None
+        self._number = int(kwargs["number"])
+        layers = self.stage.layers
+        self.at = (
+            f"in pipeline stage {self.stage.index} (layers {layers.start} to {layers.stop - 1}), micro-batch "
+            f"{self._number}"
+        )
+        inputs = self._inputs[self._number]
+        return (inputs.tokens_BL, inputs.targets_BL, inputs.positions_BL), {
+            "documents": inputs.documents,
+            "hidden_BLD": args[0] if args else None,
+        }
+
+    def _weighed(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.at = None
+        if self._weigh is None or not self._is_last:
+            return None
+        loss_sum, nll_BL = output
+        self._sums[self._number] = torch.stack((loss_sum.detach(), nll_BL.sum()))
+        return self._weigh(loss_sum)

@@ -1,14 +1,11 @@
-"""Pipeline schedules: in which order a rank works on the micro-batches of its stages, and what each asks for.
-
-Knows no torch: configs are checked, and a bubble is told, before anything starts.
-"""
+"""Pipeline schedules: their names, and what each asks for. Knows no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["SCHEDULES", "Schedule", "ScheduleKind"]
+__all__ = ["SCHEDULES", "Schedule", "ScheduleKind", "check_micro_batches"]
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
@@ -40,3 +37,28 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "dualpipe_v": ScheduleKind("DualPipeV", 2, True, True),
 }
 assert tuple(SCHEDULES) == get_args(Schedule)
+
+
+def check_micro_batches(schedule: str, pp: int, stages: int, num_micro_batches: int) -> str | None:
+    """What is wrong with so many micro-batches a step for ``stages`` over ``pp`` ranks, and what would fit, or None."""
+    if _fits(schedule, pp, stages, num_micro_batches):
+        return None
+    fewer = next((n for n in range(num_micro_batches - 1, 0, -1) if _fits(schedule, pp, stages, n)), None)
+    more = next(n for n in range(num_micro_batches + 1, num_micro_batches + stages + 2 * pp) if
+                _fits(schedule, pp, stages, n))  # fmt: skip
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        rounds = num_micro_batches // pp
+        rule = f"a number that falls into rounds of equal size (⌊micro-batches / pp⌋ = {rounds} rounds here)"
+    else:
+        rule = f"{stages} micro-batches or more, one for every stage"
+    fits = f"{more}" if fewer is None else f"{fewer} or {more}"
+    return f"schedule {schedule} with pp {pp}: expected {rule}, got {num_micro_batches}; {fits} would fit"
+
+
+def _fits(schedule: str, pp: int, stages: int, num_micro_batches: int) -> bool:
+    """As torch's classes refuse, each in its constructor."""
+    if schedule in ("1f1b", "dualpipe_v"):
+        return num_micro_batches >= stages
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        return num_micro_batches >= 1 and num_micro_batches % max(1, num_micro_batches // pp) == 0
+    return num_micro_batches >= 1

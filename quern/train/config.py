@@ -89,10 +89,11 @@ class ParallelConfig(Section):
     """Let ``tp`` reach beyond an NVLink domain."""
     pp: Count = 1
     """Pipeline parallelism: layers are split over this many ranks."""
-    schedule: Schedule = "1f1b"
-    """In which order a pipeline's rank works on micro-batches."""
+    schedule: Schedule | None = None
+    """In which order a pipeline's rank works on micro-batches; null = 1f1b."""
     stages_per_rank: Count | None = None
-    """Of an interleaved schedule; null = 2, and what the others fix."""
+    """Of interleaved_1f1b, looped_bfs and interleaved_zero_bubble, 2 or more; null = 2. The others fix it: 2 of the
+    V-shaped ones (zbv_zero_bubble, dualpipe_v), else 1."""
     stage_layers: tuple[Count, ...] | None = None
     """Layers of every stage in turn; null = by cost, embedding and head counted."""
     cp: Count = 1
@@ -112,6 +113,11 @@ class ParallelConfig(Section):
     def resharding(self) -> bool | int:
         """``reshard_after_forward`` with null resolved."""
         return self.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def scheduling(self) -> Schedule:
+        """``schedule`` with null resolved."""
+        return "1f1b" if self.schedule is None else self.schedule
 
 
 class CompileConfig(Section):

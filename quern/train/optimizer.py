@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from quern.train.config import OptimizerConfig
 
@@ -13,13 +15,16 @@ __all__ = ["build_optimizer", "step"]
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Weight decay on matrices (embedding and head too), none on norm weights. Learning rates come with each step.
 
-    Built after sharding: it holds the parameters that ``model`` has now.
+    Built after sharding: it holds the parameters that ``model`` has now, in groups of one mesh each, since no fused
+    kernel takes two, or DTensors beside plain tensors.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
+    parameters: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            parameters.setdefault((decay, mesh), []).append(parameter)
+    groups = [{"params": alike, "weight_decay": decay} for (decay, _), alike in parameters.items()]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 

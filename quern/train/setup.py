@@ -17,6 +17,7 @@ from quern.model.config import ModelShape
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.apply import Layout, parallelize
+from quern.parallel.checks import Task, check_layout
 from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
 from quern.train.agree import Agreement
 from quern.train.assignment import check_divides
@@ -72,8 +73,23 @@ def check(config: TrainConfig, world: int) -> Checked:
         raise InputError(f"compile.backend: expected one of torch's, as inductor is, got {config.compile.backend!r}")
     _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
+    _check_layout(config, corpus.vocab_size, mesh, {f"{where}global_batch": b for where, b in batches.items() if b})
     plan_mixture(config, corpus)
     return Checked(corpus, mesh, open_held_out(config))
+
+
+def _check_layout(config: TrainConfig, vocab_size: int, mesh: MeshPlan, batches: dict[str, int]) -> None:
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    task = Task(
+        seq_len=config.seq_len,
+        micro_batch=config.micro_batch,
+        batches=batches,
+        activation_checkpointing=config.activation_checkpointing,
+        compiled=config.compile.enabled,
+        cuda=config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()),
+        local_ranks=int(local) if local else None,
+    )
+    check_layout(config.model.shape(vocab_size), mesh, config.parallel, task)
 
 
 def _check_run_dir(path: str) -> None:
@@ -132,7 +148,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
             activation_checkpointing=config.activation_checkpointing,
             compile_backend=config.compile.backend if config.compile.enabled else None,
             async_tp=config.parallel.async_tp,
-            schedule=config.parallel.schedule,
+            schedule=config.parallel.scheduling,
             stages_per_rank=config.parallel.stages_per_rank,
             stage_layers=config.parallel.stage_layers,
             micro_batch=config.micro_batch,

@@ -1,4 +1,6 @@
-"""What a run will be, before it is one: parameters, memory of its state, tokens, and the hash of its order."""
+"""What a run will be, before it is one: parameters, layout, memory of its state, what it sends, tokens, and the hash of
+its order.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +8,127 @@ from typing import Any
 
 from quern.mixtures.recipe import Plan
 from quern.model.config import ModelShape
+from quern.parallel.bubble import bubble
 from quern.parallel.mesh import MeshPlan
+from quern.parallel.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
+from quern.parallel.traffic import Step, elements_held, traffic
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
 
-__all__ = ["state_memory", "summarise"]
+__all__ = ["communication", "layout", "pipeline", "state_memory", "step_of", "summarise"]
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
 #: mixed precision makes 16 (Rajbhandari et al. 2020, section 3.1); FP32 has no second copy of the weights.
 _COMPUTE_COPY = {"bf16": 2, "fp16": 2, "fp32": 0, "fp64": 0}
 _MASTER = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
+_COMPUTE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+#: Ranks up to which every one's place on every axis is told.
+_FEW_RANKS = 16
 
 
-def state_memory(shape: ModelShape, plan: MeshPlan, precision: str) -> dict[str, float]:
+def step_of(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> Step:
+    """The run's first step."""
+    return Step(
+        shape=shape,
+        plan=plan,
+        micro_batch=config.micro_batch,
+        num_micro_batches=config.global_batch // (plan.dp_size * config.micro_batch),
+        seq_len=config.seq_len,
+        compute_bytes=_COMPUTE[config.precision],
+        reduce_bytes=_MASTER[config.precision],
+        reshard=config.parallel.resharding,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_chunk=config.loss_chunk,
+        schedule=config.parallel.scheduling,
+        stages_per_rank=config.parallel.stages_per_rank,
+        stage_layers=config.parallel.stage_layers,
+    )
+
+
+def state_memory(step: Step, precision: str) -> dict[str, float]:
     """GiB of model state: of the whole model by the usual 16-byte count, and what one rank holds between steps.
 
-    ``rank`` counts masters, both moments and the gradients as they are kept between backward and update (in the
-    master's type), sharded over ``dp_shard``; the padded vocabulary counts. Gathered weights of the block in work and
-    activations come on top.
+    ``sixteen_bytes_per_rank`` is an even share of ``dp_shard`` · ``tp`` · ``pp``. ``rank`` is what the rank that holds
+    the most really keeps: masters, both moments and the gradients as they stand between backward and update (in the
+    master's type), of the heaviest stages, the padded vocabulary and weights that ``tp`` does not split counted.
+    Gathered weights of the block in work and activations come on top.
     """
-    parameters = shape.num_parameters
+    parameters, plan = step.shape.num_parameters, step.plan
     master, copy = _MASTER[precision], _COMPUTE_COPY[precision]
-    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.dim * (1 if shape.tied_embeddings else 2)
     gib = 2**30
+    most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
     return {
         "sixteen_bytes": 16 * parameters / gib,
-        "sixteen_bytes_per_rank": 16 * parameters / plan.dp_shard / gib,
+        "sixteen_bytes_per_rank": 16 * parameters / (plan.dp_shard * plan.tp * plan.pp) / gib,
         "masters": master * parameters / gib,
         "moments": 2 * master * parameters / gib,
         "gradients": master * parameters / gib,
         "compute_copy": copy * parameters / gib,
-        "rank": 4 * master * (parameters + padding) / plan.dp_shard / gib,
+        "rank": 4 * master * most / gib,
     }
+
+
+def layout(plan: MeshPlan) -> dict[str, Any]:
+    """Sizes of all axes, outermost first; for few ranks every one's place on them, else null."""
+    places = [plan.coordinates(rank) for rank in range(plan.world_size)] if plan.world_size <= _FEW_RANKS else None
+    return {"ranks": plan.world_size, "axes": plan.sizes(), "coordinates": places}
+
+
+def pipeline(step: Step) -> dict[str, Any] | None:
+    """Stages with their layers and their shares of a step's work, and how long ranks wait; null without a pipeline."""
+    pp, schedule = step.plan.pp, step.schedule
+    if pp == 1:
+        return None
+    stages = num_stages(schedule, pp, step.stages_per_rank)
+    layers = stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
+    costs, sizes = stage_costs(step.shape, layers, step.seq_len), stage_parameters(step.shape, layers)
+    rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, schedule, pp, step.stages_per_rank)}
+    return {
+        "schedule": schedule,
+        "micro_batches": step.num_micro_batches,
+        "bubble": bubble(schedule, pp, stages // pp, step.num_micro_batches),
+        "stages": [
+            {
+                "stage": stage, "pp": rank_of[stage], "first_layer": layers[stage].start,
+                "num_layers": len(layers[stage]), "cost_share": costs[stage] / sum(costs), "parameters": sizes[stage],
+            }
+            for stage in range(stages)
+        ],
+    }  # fmt: skip
+
+
+def communication(step: Step) -> list[dict[str, Any]]:
+    """What a step sends, by place in the pipeline: of the first rank of all that are there, which sends the most."""
+    found = []
+    for rank in _first_of_each_pipeline_rank(step.plan):
+        rows = traffic(step, rank)
+        found.append(
+            {
+                "pp": step.plan.coordinates(rank)["pp"],
+                "sent": sum(row.sent for row in rows),
+                "rows": [
+                    {
+                        "axis": row.axis, "what": row.what, "collective": row.collective, "ranks": row.ranks,
+                        "calls": row.calls, "payload": row.payload, "sent": row.sent,
+                    }
+                    for row in rows
+                ],
+            }
+        )  # fmt: skip
+    return found
+
+
+def _first_of_each_pipeline_rank(plan: MeshPlan) -> range:
+    """Rows are dealt out from the first rank on, so of all ranks with the same stages it holds the most."""
+    return range(0, plan.world_size, plan.world_size // plan.pp)
 
 
 def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, Any]:
     """Plain data for ``--dry-run``."""
     shape = config.model.shape(corpus.vocab_size)
+    step = step_of(config, shape, plan)
     mixture: Plan = plan_mixture(config, corpus)
     return {
         "config": config.model_dump(mode="json"),
@@ -53,8 +138,10 @@ def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, 
             "blocks": shape.num_block_parameters,
             "embedding": shape.vocab_size * shape.dim,
         },
-        "layout": {"ranks": plan.world_size, "dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
-        "state_memory_gib": state_memory(shape, plan, config.precision),
+        "layout": layout(plan),
+        "pipeline": pipeline(step),
+        "communication": communication(step),
+        "state_memory_gib": state_memory(step, config.precision),
         "flops_per_token": {
             "full": shape.flops_per_token(config.seq_len, causal=False),
             "causal": shape.flops_per_token(config.seq_len, causal=True),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import random
 import re
 import subprocess
 import sys
@@ -11,45 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import corpora
 import pytest
+from corpora import make_shards
 from typer.testing import CliRunner, Result
 
 from quern.cli.mix import _short, app
 from quern.mixtures.order import Order, Phase
-from quern.tokenize.shards import ShardWriter, version_entry
-
-EOT = 499
 
 
 def write_run(run_dir: Path, ident: str, sources: dict[str, list[int]]) -> None:
     """A data run with one document a shard: sources of (tokens of each shard)."""
-    tokens = run_dir / "tokens"
-    tokens.mkdir(parents=True)
-    (run_dir / "run.json").write_text(json.dumps({"id": ident, "status": "complete"}))
-    (tokens / "encoding.tiktoken").write_bytes(b"ranks")
-    encoding = {
-        "name": "own", "ranks": "encoding.tiktoken", "sha256": hashlib.sha256(b"ranks").hexdigest(),
-        "vocab_size": 500, "dtype": "uint16", "eot_id": EOT,
-    }  # fmt: skip
-    entries = {}
-    for source, lengths in sources.items():
-        infos = []
-        for number, length in enumerate(lengths):
-            with ShardWriter(str(tokens / source), number, "uint16") as writer:
-                ids = np.arange(length, dtype=np.uint16) % EOT
-                ids[-1] = EOT
-                writer.add(bytes([number] * 16), np.array([length]), ids)
-                infos.append(writer.finish(first_key=number, last_key=number))
-        manifest = {
-            "encoding": "own", "ranks_sha256": encoding["sha256"], "vocab_size": 500, "dtype": "uint16",
-            "eot_id": EOT, "seed": 1, "shards": [info.to_dict() for info in infos],
-        }  # fmt: skip
-        text = json.dumps(manifest).encode()
-        (tokens / source / "manifest.json").write_bytes(text)
-        entries[source] = version_entry(source, "manifest.json", hashlib.sha256(text).hexdigest(), infos)
-    version = {"version": 1, "parent": None, "kind": "initial", "encoding": encoding, "sources": entries}
-    (tokens / "VERSION.json").write_text(json.dumps(version))
+    shards = {
+        name: make_shards(random.Random(1), [[length] for length in lengths]) for name, lengths in sources.items()
+    }
+    corpora.write_run(run_dir, shards, run_id=ident)
 
 
 @pytest.fixture

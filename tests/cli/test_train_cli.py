@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,10 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
     assert memory["sixteen_bytes"] == pytest.approx(16 * summary["parameters"]["total"] / 2**30)
     assert memory["sixteen_bytes_per_rank"] == pytest.approx(memory["sixteen_bytes"] / 2)
     assert memory["rank"] == pytest.approx(16 * (summary["parameters"]["total"] + 84 * 16) / 2 / 2**30)  # 384 rows held
-    assert summary["layout"] == {"ranks": 2, "dp_replicate": 1, "dp_shard": 2}
+    axes = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert summary["layout"]["axes"] == axes
+    assert summary["layout"]["coordinates"] == [dict.fromkeys(axes, 0), dict.fromkeys(axes, 0) | {"dp_shard": 1}]
+    assert summary["pipeline"] is None
     assert summary["order"]["samples"] == 24
     assert not (config.parent / "run").exists()
 
@@ -89,7 +93,7 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
     ("arguments", "expected"),
     [
         (("modle.dim=3",), "modle: unknown key; did you mean 'model'?"),
-        (("parallel.tp=2",), "tp: not available yet"),
+        (("parallel.cp=2",), "cp: not available yet"),
         (("parallel.zero=2",), "zero: not available"),
         (("model.num_heads=3",), "num_heads: expected a divisor of dim (16)"),
         (("seq_len=3000",), "has 2444 tokens; seq_len 3000 needs 3001 or more"),
@@ -109,6 +113,92 @@ def test_a_config_that_cannot_train_is_refused_in_one_line(
 ) -> None:
     assert expected in refused("train", config, *arguments)
     assert not (config.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("parallel.tp=4 --nproc 4",
+         "parallel.tp: expected a divisor of model.num_heads (2), got 4; tp 1 or 2 would fit"),
+        ("parallel.tp=2 seq_len=31 --nproc 2",
+         "parallel.tp: expected a divisor of seq_len (31), got 2; tp 1 would fit, or seq_len 30 or 32"),
+        ("parallel.tp=2 parallel.nvlink_domain=1 --nproc 2", "parallel.tp: a group of 2 ranks reaches beyond"),
+        ("parallel.nvlink_domain=8", "parallel.nvlink_domain: changes nothing without tensor parallelism"),
+        ("parallel.tp=2 parallel.async_tp=true --nproc 2", "parallel.async_tp: is a pass of torch.compile"),
+        ("parallel.tp=2 parallel.async_tp=true compile.enabled=true --nproc 2", "parallel.async_tp: runs on CUDA only"),
+        ("parallel.pp=2 --nproc 2",
+         "parallel.pp: 2 ranks × 1 stages a rank (1f1b) need 2 layers or more, model.num_layers is 1"),
+        ("parallel.schedule=gpipe", "parallel.schedule: changes nothing without a pipeline"),
+        ("parallel.pp=2 model.num_layers=4 parallel.stage_layers=[1,2] --nproc 2",
+         "parallel.stage_layers: expected 2 numbers ≥ 1 (one a stage) that add up to 4 layers, got 2 that add up to 3"),
+        ("parallel.pp=4 model.num_layers=4 global_batch=2 --nproc 4",
+         "global_batch: 2 sequences are 2 micro-batches a rank (1 data-parallel × micro_batch 1); schedule 1f1b with "
+         "pp 4: expected 4 micro-batches or more, one for every stage, got 2; global_batch 4 would fit"),
+        ("parallel.pp=2 model.num_layers=4 parallel.schedule=dualpipe_v activation_checkpointing=full --nproc 2",
+         "activation_checkpointing: schedule dualpipe_v"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
+    config: Path, arguments: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert expected in refused("train", config, *arguments.split())
+
+
+def planned(config: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """What a dry run says of a layout, and that it starts nothing."""
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", None)
+        result = CliRunner().invoke(app, ["train", str(config), "--dry-run", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert not (config.parent / "run").exists()
+    return result.stderr
+
+
+BIG = ("model={preset: llama3-70b}", "precision=bf16", "data.0.max_epochs=1e9", "global_batch=512", "device=cuda")
+
+
+def test_a_layout_of_any_size_is_planned_by_one_process(config: Path) -> None:
+    keys = "parallel={tp: 4, pp: 8, schedule: interleaved_1f1b, stages_per_rank: 2, dp_replicate: 2}"
+    done = quern("train", config, *BIG, keys, "--nproc", 256, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["layout"]["axes"] == {"pp": 8, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 4}
+    assert summary["layout"]["coordinates"] is None
+    stages = summary["pipeline"]["stages"]
+    assert [row["pp"] for row in stages] == [*range(8), *range(8)]
+    assert [row["num_layers"] for row in stages] == [5] * 16
+    assert sum(row["cost_share"] for row in stages) == pytest.approx(1)
+    assert summary["pipeline"]["micro_batches"] == 512 // 8
+    # (pp - 1) / (stages a rank · micro-batches) of useful time
+    assert summary["pipeline"]["bubble"] == pytest.approx(7 / 2 / 64 / (1 + 7 / 2 / 64), abs=2e-3)
+    by_pp = summary["communication"]
+    assert [place["pp"] for place in by_pp] == list(range(8))
+    for place in by_pp:
+        assert place["sent"] == sum(row["sent"] for row in place["rows"])
+        assert all(isinstance(row[name], int) for row in place["rows"] for name in ("calls", "payload", "sent"))
+    assert {row["axis"] for row in by_pp[3]["rows"]} == {"pp", "dp_replicate", "dp_shard", "tp"}
+    # a rank in the middle: ten blocks, but that every rank of tp holds all norms
+    norms = 10 * 2 * 8192
+    block = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28_672 * 8192
+    middle = (10 * block / 4 + norms) / 4
+    assert summary["state_memory_gib"]["rank"] > 16 * middle / 2**30
+    assert summary["state_memory_gib"]["rank"] == pytest.approx(16 * middle / 2**30, rel=1e-3)
+
+
+def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = "parallel={tp: 2, pp: 2, schedule: zbv_zero_bubble, dp_shard: 2}"
+    said = planned(config, monkeypatch, keys, "model.num_layers=5", "global_batch=16", "--nproc", 8)
+    for line in (
+        r"layout +8 ranks: pp 2 × dp_shard 2 × tp 2", r"rank +pp +dp_shard +tp", r" +6 +1 +1 +0", r"stage +pp +layers",
+        r" +3 +0 +4 +\d+\.\d% +[\d,]+", r"zbv_zero_bubble, 8 micro-batches a step: ranks wait \d+\.\d%",
+        r"tp +gather hidden +all-gather +2 +[\d,]+ +[\d.]+ kB", r"pp +send hidden +send +2 +8 +[\d.]+ kB",
+        r"dp_shard +gather weights +all-gather +2 +\d+ ", r"all +[\d.]+ kB",
+    ):  # fmt: skip
+        assert re.search(f"^{line}", said, re.MULTILINE), f"{line}\n{said}"
+    assert "…" not in said
+    assert "communication" not in planned(config, monkeypatch)
+    assert "ring" not in planned(config, monkeypatch)
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from quern.model.attention import Documents
 from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
+from quern.parallel.accumulation import Inputs
 from quern.parallel.activation import checkpoint_blocks, kept_operations
 from quern.parallel.apply import Layout, parallelize
-from quern.parallel.data import accumulation, unwrapped
 from quern.parallel.mesh import MeshPlan, build_mesh
 
 LAYERS = 3
@@ -144,14 +144,12 @@ def compiled_graphs(replicate: int, shard: int, mode: str) -> tuple[int, dict[st
     from torch._dynamo.testing import CompileCounterWithBackend
 
     with torch.device("meta"):
-        model: torch.nn.Module = network(layers=6)
+        model = network(layers=6)
     counter = CompileCounterWithBackend("aot_eager")
     layout = Layout(torch.float32, True, mode, compile_backend=counter)  # type: ignore[arg-type]
-    model = parallelize(model, build_mesh(MeshPlan(replicate, shard), "cpu"), layout, torch.device("cpu"))
-    initialise(unwrapped(model), seed=3)
-    for number in range(3):
-        with accumulation(model, last=number == 2):
-            model(*batch())[0].backward()
+    parallel = parallelize(model, build_mesh(MeshPlan(replicate, shard), "cpu"), layout, torch.device("cpu"))
+    initialise(parallel.model, seed=3)
+    parallel.run.forward_backward([Inputs(*batch()) for _ in range(3)], lambda loss_sum: loss_sum)
     return counter.frame_count, dict(torch._dynamo.utils.counters["graph_break"])
 
 

@@ -24,10 +24,9 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, parallelize
-from quern.parallel.clip import clip, global_grad_norm
-from quern.parallel.data import accumulation, unwrapped
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.accumulation import Inputs
+from quern.parallel.apply import Layout, Parallel, parallelize
+from quern.parallel.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
 from quern.train.optimizer import build_optimizer, step
 
@@ -149,53 +148,50 @@ def assembled(case: Case, by_rank: list[Outcome]) -> Outcome:
     return Outcome(first.losses, first.norms, steps, moments, weights)
 
 
-def build(case: Case) -> tuple[torch.nn.Module, Any]:
+def build(case: Case) -> tuple[Parallel, Mesh]:
     """From ``meta``, as a trainer does."""
     torch.set_default_dtype(torch.promote_types(case.dtype, torch.float32))
     with torch.device("meta"):
-        model: torch.nn.Module = Transformer(shape_of(case.tied), compute_dtype=case.dtype, loss_chunk=7)
+        model = Transformer(shape_of(case.tied), compute_dtype=case.dtype, loss_chunk=7)
     torch.set_default_dtype(torch.float32)
     mesh = build_mesh(MeshPlan(dp_replicate=case.replicate, dp_shard=case.shard), "cpu")
     layout = Layout(
         compute_dtype=case.dtype, reshard_after_forward=case.reshard, activation_checkpointing=case.activation,
         compile_backend=case.compile,
     )  # fmt: skip
-    model = parallelize(model, mesh, layout)
-    initialise(unwrapped(model), seed=7)
-    return model, mesh
+    parallel = parallelize(model, mesh, layout)
+    initialise(parallel.model, seed=7)
+    return parallel, mesh
 
 
-def gradients(model: torch.nn.Module, mesh: Any, case: Case, number: int) -> torch.Tensor:
+def backward(parallel: Parallel, mesh: Mesh, case: Case, number: int) -> torch.Tensor:
     """Forward and backward of this rank's part of a global batch; the loss of the whole."""
     tokens_BL, targets_BL = batch_of(number)
     total = (targets_BL != IGNORE).sum()
     mine = slice(mesh.dp_rank, None, mesh.dp_size)
     parts = [tensor[mine].tensor_split(case.accumulate) for tensor in (tokens_BL, targets_BL)]  # of unequal sizes
-    loss = torch.zeros((), dtype=torch.float64)
-    for index, (tokens, targets) in enumerate(zip(*parts, strict=True)):
-        with accumulation(model, last=index == case.accumulate - 1):
-            loss_sum, _ = model(tokens, targets)
-            (loss_sum / total).backward()
-        loss += loss_sum.detach() / total
-    if mesh.dp_group is not None:
-        dist.all_reduce(loss, group=mesh.dp_group)
+    inputs = [Inputs(tokens, targets, None, None) for tokens, targets in zip(*parts, strict=True)]
+    objective, loss = (parallel.run.forward_backward(inputs, lambda loss_sum: loss_sum / total) / total).unbind()
+    assert torch.allclose(objective, loss, rtol=1e-14 if case.dtype == torch.float64 else 1e-6)  # no z-loss here
+    parallel.gradients.finish()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
     return loss
 
 
 def train(case: Case) -> Outcome:
-    model, mesh = build(case)
-    optimizer = build_optimizer(unwrapped(model), OPTIMIZER)
+    parallel, mesh = build(case)
+    optimizer = build_optimizer(parallel.model, OPTIMIZER)
     outcome = Outcome()
     for number in range(STEPS):
-        outcome.losses.append(gradients(model, mesh, case, number))
-        named = dict(unwrapped(model).named_parameters())
-        outcome.gradients.append({name: local(value.grad) for name, value in named.items()})
-        norm = global_grad_norm(named.values())
-        clip(named.values(), MAX_NORM, norm)
+        outcome.losses.append(backward(parallel, mesh, case, number))
+        outcome.gradients.append({name: local(value.grad) for name, value in parallel.model.named_parameters()})
+        norm = parallel.gradients.norm()
+        parallel.gradients.clip(MAX_NORM, norm)
         step(optimizer, LEARNING_RATES[number], skip=norm > 1e9)
         optimizer.zero_grad()
         outcome.norms.append(norm)
-    return finish(outcome, unwrapped(model), optimizer)
+    return finish(outcome, parallel.model, optimizer)
 
 
 def train_all(cases: list[Case]) -> list[Outcome]:
@@ -307,13 +303,12 @@ class Float64Only(TorchDispatchMode):
 
 
 def dtypes_of_a_step(case: Case) -> tuple[int, set[str]]:
-    model, mesh = build(case)
-    optimizer = build_optimizer(unwrapped(model), OPTIMIZER)
-    parameters = list(unwrapped(model).parameters())
+    parallel, mesh = build(case)
+    optimizer = build_optimizer(parallel.model, OPTIMIZER)
     with Float64Only() as watch:
-        gradients(model, mesh, case, 0)
-        norm = global_grad_norm(parameters)
-        clip(parameters, MAX_NORM, norm)
+        backward(parallel, mesh, case, 0)
+        norm = parallel.gradients.norm()
+        parallel.gradients.clip(MAX_NORM, norm)
         watch.in_optimizer = True
         step(optimizer, 1e-2, skip=norm > 1e9)
     return watch.seen, watch.other
@@ -348,9 +343,9 @@ class Collectives(TorchDispatchMode):
 def collectives(cases: list[Case]) -> list[dict[str, int]]:
     found = []
     for case in cases:
-        model, mesh = build(case)
+        parallel, mesh = build(case)
         with Collectives() as watch:
-            gradients(model, mesh, case, 0)
+            backward(parallel, mesh, case, 0)
         watch.calls["allreduce"] -= 1  # the loss's own
         found.append(dict(watch.calls))
     return found
@@ -370,9 +365,9 @@ def test_what_is_sent_in_a_step_of_three_micro_batches(run_ranks: Any) -> None:
 def bfloat16_gradients(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
     found = []
     for case in cases:
-        model, mesh = build(case)
-        gradients(model, mesh, case, 0)
-        found.append({name: local(value.grad) for name, value in unwrapped(model).named_parameters()})
+        parallel, mesh = build(case)
+        backward(parallel, mesh, case, 0)
+        found.append({name: local(value.grad) for name, value in parallel.model.named_parameters()})
     return found
 
 
@@ -384,7 +379,7 @@ def test_bfloat16_gradients_are_summed_in_float32(run_ranks: Any) -> None:
     """
     cases = [Case(shard=4, accumulate=3), Case(2, 2, accumulate=3), Case(replicate=4, accumulate=3)]
     cases = [replace(case, dtype=torch.bfloat16) for case in cases]
-    model, _ = build(replace(cases[0], shard=1))
+    model = build(replace(cases[0], shard=1))[0].model
     expected = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     tokens_BL, targets_BL = batch_of(0)
     for rank, number in itertools.product(range(4), range(3)):
@@ -403,8 +398,8 @@ def test_bfloat16_gradients_are_summed_in_float32(run_ranks: Any) -> None:
 
 
 def placements(case: Case) -> dict[str, Any]:
-    model, mesh = build(case)
-    names = {name: getattr(value, "placements", None) for name, value in unwrapped(model).named_parameters()}
+    parallel, mesh = build(case)
+    names = {name: getattr(value, "placements", None) for name, value in parallel.model.named_parameters()}
     fsdp = None if mesh.fsdp is None else (mesh.fsdp.mesh_dim_names, mesh.fsdp.mesh.tolist())
     return {"names": names, "fsdp": fsdp, "dp_rank": mesh.dp_rank, "ddp": mesh.ddp is not None}
 

@@ -1,65 +1,122 @@
 """The whole trainer on every layout against one plain process in float64: losses, gradients, moments, weights.
 
-``-s`` or ``-rP`` shows the worst ratio of each case.
+The cases are those of ``quern selftest``, which compares them with a run of one process; here they are compared with
+an oracle that shares no line with the trainer. ``-s`` or ``-rP`` shows the worst ratio of each case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
-from parity import FACTORS, LAYOUTS, Case, Outcome
-from parity_oracle import Data, differences, make_data, reference
+from parity_oracle import Data, make_data, reference
 
 import quern
+from quern.parallel.schedules import SCHEDULES
+from quern.train.parity import matrix
+from quern.train.parity.compare import compare
+from quern.train.parity.matrix import FACTORS, LAYOUTS, Case
+from quern.train.parity.run import Outcome
 
-AT_ONCE = 48
+AT_ONCE = 24
 """Cases a set of ranks computes before they end."""
 
-PAIRS = parity.pairwise()
+DATA_PARALLEL = [name for name, layout in LAYOUTS.items() if layout.tp == layout.pp == 1]
+SPLIT = [name for name, layout in LAYOUTS.items() if layout.tp > 1 and layout.pp == 1]
+PIPELINES = [name for name, layout in LAYOUTS.items() if layout.pp > 1]
+
+
+def of(layouts: list[str]) -> list[Case]:
+    return [case for case in matrix.product() if case.layout in layouts]
+
+
+def every_pair(case: Case) -> Iterable[Hashable]:
+    return matrix.pairs(case, FACTORS)
+
+
+def once_a_layout(case: Case) -> Iterable[Hashable]:
+    """Each layout with both embeddings, each schedule on two ranks and on four, and all pairs of the other factors."""
+    yield case.layout, case.tied
+    if case.layout in ("pp2", "pp4"):
+        yield case.layout, case.schedule
+    yield case.schedule, case.tied, case.more
+    yield from matrix.pairs(case, [name for name in FACTORS if name not in ("layout", "schedule")])
+
+
+PAIRS = matrix.covering(of(DATA_PARALLEL), every_pair)
 #: Named one by one: the mutations beside these tests say which of them must see each.
 SPECIAL = [
     Case("alone"),
-    Case("alone", accumulate=3),
+    Case("alone", more=True),
     Case("alone", mask=False, tied=True),
     Case("alone", "full", sizes="norm"),
     Case("ddp2"),
-    Case("ddp2", accumulate=3),
+    Case("ddp2", more=True),
     Case("fsdp2"),
-    Case("fsdp2keep", accumulate=3),
-    Case("hsdp2x2", accumulate=3, mask=False),
+    Case("fsdp2keep", more=True),
+    Case("hsdp2x2", more=True, mask=False),
     Case("alone", skip=1),
-    Case("alone", accumulate=3, sizes="norm", skip=1),
+    Case("alone", more=True, sizes="norm", skip=1),
     Case("ddp2", "selective", tied=True, skip=1),
-    Case("fsdp2", "full", 3, skip=0),
+    Case("fsdp2", "full", True, skip=0),
     Case("fsdp4", mask=False, sizes="slim", skip=1),
-    Case("hsdp2x2", accumulate=3, tied=True, sizes="norm", skip=1),
+    Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1),
     Case("alone", ramp=True),
-    Case("ddp2", accumulate=3, tied=True, ramp=True),
-    Case("fsdp4keep", "selective", 3, sizes="norm", ramp=True),
+    Case("ddp2", more=True, tied=True, ramp=True),
+    Case("fsdp4keep", "selective", True, sizes="norm", ramp=True),
     Case("hsdp2x2", mask=False, sizes="slim", ramp=True),
 ]
+#: Of the layouts of data parallelism.
 SHORT = list(dict.fromkeys([*PAIRS, *SPECIAL]))
-LONG = [case for case in parity.everything() if case not in SHORT]
+#: Of those that split tensors and layers.
+COMPOSED = [
+    *matrix.covering(of(SPLIT), once_a_layout),
+    *matrix.covering(of(PIPELINES), once_a_layout),
+    *(case for case in matrix.special() if case.layout in [*SPLIT, *PIPELINES]),
+]
+FAST = [
+    Case("tp2"),
+    Case("tp2", "selective", True, mask=False, tied=True, sizes="norm", z_loss=True),
+    Case("pp2", schedule="1f1b"),
+    Case("pp2", more=True, tied=True, sizes="norm", schedule="zbv_zero_bubble"),
+]
+#: All of data and tensor parallelism; of the pipelines' every layout and schedule with everything, by pairs.
+LONG = [
+    *(case for case in matrix.everything() if case.on.pp == 1),
+    *matrix.covering(of(PIPELINES), every_pair),
+    *matrix.special(),
+]
 
 
-def test_the_short_cases_cover_every_pair_of_factors() -> None:
-    rows = [tuple(getattr(case, name) for name in FACTORS) for case in PAIRS]
-    factors = list(FACTORS.values())
-    missing = [
-        (a, b)
-        for i in range(len(factors))
-        for j in range(i)
-        for a in factors[i]
-        for b in factors[j]
-        if not any(row[i] == a and row[j] == b for row in rows)
-    ]
+def marked() -> dict[Case, Any]:
+    """In `make test-fast` up to two ranks, in `make test` the short cases, in `make test-all` every one."""
+    cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
+    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in COMPOSED}
+    cases |= {case: pytest.param(case, marks=[pytest.mark.slow] * (case.on.world > 2)) for case in [*SHORT, *FAST]}
+    return cases
+
+
+CASES = marked()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "layouts"), [(PAIRS, DATA_PARALLEL), ([*LONG], [*SPLIT, *PIPELINES])], ids=["short", "long"]
+)
+def test_every_pair_of_factors_is_covered(chosen: list[Case], layouts: list[str]) -> None:
+    missing = {pair for case in of(layouts) for pair in every_pair(case)}
+    missing -= {pair for case in chosen for pair in every_pair(case)}
     assert not missing
+
+
+def test_the_short_cases_have_every_layout_and_schedule() -> None:
+    short = [*SHORT, *COMPOSED, *FAST]
     assert len(SHORT) >= 40
-    assert {LAYOUTS[case.layout].world for case in PAIRS} == {1, 2, 3, 4}
+    assert {case.layout for case in short} == set(LAYOUTS)
+    assert {case.on.world for case in short} == set(range(1, 9))
+    assert {(case.layout, case.schedule) for case in COMPOSED} >= {(p, s) for p in ("pp2", "pp4") for s in SCHEDULES}
 
 
 @pytest.fixture(scope="module")
@@ -99,32 +156,27 @@ def outcomes_of(
 
 
 @pytest.fixture(scope="module")
-def records_of(data: Data) -> Callable[[Case], Any]:
-    """The oracle's records; cases that differ in their layout alone share them."""
-    known: dict[Case, Any] = {}
+def reference_of(data: Data) -> Callable[[Case], Outcome]:
+    """The oracle's; cases that differ in their layout alone share it."""
+    known: dict[Any, Outcome] = {}
 
-    def find(case: Case) -> Any:
-        if case.computed not in known:
-            known[case.computed] = reference(case.computed, data)
-        return known[case.computed]
+    def find(case: Case) -> Outcome:
+        if case.computation not in known:
+            known[case.computation] = reference(case.computation, data)
+        return known[case.computation]
 
     return find
 
 
-def _marked() -> list[Any]:
-    """In `make test-fast` up to two ranks, in `make test` the short cases, in `make test-all` every one."""
-    short = [pytest.param(case, marks=pytest.mark.slow) if case.on.world > 2 else case for case in SHORT]
-    return [*short, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
-
-
-@pytest.mark.parametrize("case", _marked(), ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_a_layout_trains_as_one_plain_process_does(
-    case: Case, outcomes_of: Callable[[Case], list[Outcome]], records_of: Callable[[Case], Any]
+    case: Case, outcomes_of: Callable[[Case], list[Outcome]], reference_of: Callable[[Case], Outcome]
 ) -> None:
     outcomes = outcomes_of(case)
     assert {Path(outcome.package) for outcome in outcomes} == {Path(str(quern.__file__))}
-    wrong, worst = differences(case, records_of(case), outcomes)
-    print(f"{case}: {worst}")
+    found = compare(case, outcomes, reference_of(case))
+    print(f"{case}: {found}")
+    wrong = found.problems
     assert not wrong, f"{case}: {len(wrong)} differ from the plain loop\n" + "\n".join(wrong[:12])
 
 
@@ -136,7 +188,7 @@ SCALARS |= {"detach", "view"}  # of the count, which is saved in a checkpoint
 
 def test_a_float64_run_holds_no_float32_tensor(run_ranks: Callable[..., list[Any]], data: Data, tmp_path: Path) -> None:
     cases = [
-        Case("fsdp2", "selective", 3, sizes="norm"),
+        Case("fsdp2", "selective", True, sizes="norm"),
         Case("ddp2", "full", tied=True),
         Case("fsdp2keep", mask=False, tied=True, ramp=True),
     ]

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quern.parallel.local import LocalRanks, RankError
+
 
 @dataclass
 class Pair:
@@ -132,3 +134,38 @@ def test_a_function_inside_another_is_refused(run_ranks: Any) -> None:
 
     with pytest.raises(TypeError, match="top level"):
         run_ranks(inside, 2)
+
+
+def say(what: str) -> tuple[int, bool, str | None]:
+    print(what, flush=True)
+    return os.getpid(), dist.is_initialized(), os.environ.get("RANK")
+
+
+@pytest.fixture
+def here() -> dict[str, str]:
+    """This file, by the name that pickles give it."""
+    return {__name__: __file__}
+
+
+def test_ranks_stay_from_call_to_call(here: dict[str, str]) -> None:
+    with LocalRanks(2, files=here) as ranks:
+        found = [ranks.call(say, word) for word in ("one", "two")]
+        assert found[0] == found[1]
+        assert [rank[1:] for rank in found[0]] == [(True, "0"), (True, "1")]
+        assert ranks.output == ["two\n"] * 2
+    assert not any(alive(pid) for pid, *_ in found[0])
+
+
+def test_without_a_backend_a_rank_is_alone(here: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    with LocalRanks(1, backend=None, files=here) as ranks:
+        assert ranks.call(say, "")[0][1:] == (False, None)
+
+
+def test_one_set_of_ranks_fails_without_another(here: dict[str, str]) -> None:
+    with LocalRanks(1, backend=None, files=here) as single, LocalRanks(2, files=here) as pair:
+        with pytest.raises(RankError, match="no such bird"):
+            pair.call(fail_on, 0)
+        pair.close()
+        assert single.call(say, "still here")[0][1:] == (False, None)
+    assert single.output == ["still here\n"]

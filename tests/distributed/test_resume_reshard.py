@@ -24,9 +24,26 @@ EQUAL = 1e-10
 HELD_OUT = 13
 ROAD = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 1)]
 
+#: Sizes of data parallelism (replicate, shard), or a whole section ``parallel``.
+Layout = tuple[int, int] | dict[str, Any]
+TP2_FSDP2 = {"tp": 2, "dp_shard": 2}
+PP2_FSDP2 = {"pp": 2, "dp_shard": 2}
+PP2_TP2_V = {"pp": 2, "tp": 2, "dp_shard": 1, "schedule": "zbv_zero_bubble"}
+#: Enough layers for the two stages a rank of a V-shaped schedule, and micro-batches for all of them.
+DEEP = {"model": {"num_layers": 4}, "micro_batch": 1}
 
-def config_for(run: str, paths: list[str], layout: tuple[int, int], **changes: Any) -> Any:
-    parallel = {"dp_replicate": layout[0], "dp_shard": layout[1]}
+
+def world_of(layout: Layout) -> int:
+    parallel = parallel_of(layout)
+    return math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "pp"))
+
+
+def parallel_of(layout: Layout) -> dict[str, Any]:
+    return layout if isinstance(layout, dict) else {"dp_replicate": layout[0], "dp_shard": layout[1]}
+
+
+def config_for(run: str, paths: list[str], layout: Layout, **changes: Any) -> Any:
+    parallel = parallel_of(layout)
     base = {"precision": "fp64", "steps": STEPS, "parallel": parallel, "checkpoint": {"interval": 2}}
     return CASE.settings(run, paths, **(base | changes))
 
@@ -35,7 +52,7 @@ def nan_at_3_and_6(data_step: int) -> float:
     return float("nan") if data_step in (3, 6) else 1.0
 
 
-def live(run: str, paths: list[str], layout: tuple[int, int], kill_at: int | None, changes: dict) -> dict[str, Any]:
+def live(run: str, paths: list[str], layout: Layout, kill_at: int | None, changes: dict) -> dict[str, Any]:
     """One life of this rank."""
     config = config_for(run, paths, layout, **changes)
     left = CASE.live(config, kill_at=kill_at, factor=nan_at_3_and_6)
@@ -43,9 +60,23 @@ def live(run: str, paths: list[str], layout: tuple[int, int], kill_at: int | Non
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[int, list]:
-    """The samples of all ranks, by data step."""
+    """The samples of all ranks, by data step; ranks that share tensors or layers read the same ones."""
     steps = ranks[0]["samples"]
-    return {step: sorted(sample for rank in ranks for sample in rank["samples"][step]) for step in steps}
+    return {step: sorted({sample for rank in ranks for sample in rank["samples"][step]}) for step in steps}
+
+
+def gathered(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of all stages. What several ranks hold, a second copy of the embedding too, is the same bits."""
+    whole: dict[str, Any] = {}
+    for rank in ranks:
+        state = {name.replace("tied.weight", "embed.weight"): tensor for name, tensor in rank["state"].items()}
+        if len(state) < len(rank["state"]):
+            copies = {name: tensor for name, tensor in rank["state"].items() if "tied.weight" not in name}
+            assert CASE.differences(copies, state) == []
+        shared = whole.keys() & state.keys()
+        assert CASE.differences({n: whole[n] for n in shared}, {n: state[n] for n in shared}) == []
+        whole |= state
+    return whole
 
 
 @pytest.fixture
@@ -70,36 +101,52 @@ def close(found: dict[int, dict], expected: dict[int, dict]) -> float:
 @pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_single_fsdp_ddp_hsdp_single(run_ranks, tmp_path, paths, document_mask):
     """Two steps each; steps 3 and 6 are skipped under FSDP2 and HSDP. Sample ids, losses, norms, weights, moments."""
-    changes = {"document_mask": document_mask}
+    check_road(run_ranks, tmp_path, paths, ROAD, {"document_mask": document_mask})
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_split_tensors_stages_shards_single(run_ranks, tmp_path, paths, tied):
+    """The same on another road; steps 3 and 6 are skipped in a pipeline and under FSDP2."""
+    changes = DEEP | {"model": {**DEEP["model"], "tied_embeddings": tied}}
+    check_road(run_ranks, tmp_path, paths, [TP2_FSDP2, PP2_FSDP2, PP2_TP2_V, (1, 4), (1, 1)], changes)
+
+
+@pytest.mark.long
+def test_single_stages_split_tensors_stages(run_ranks, tmp_path, paths):
+    """Back the other way."""
+    check_road(run_ranks, tmp_path, paths, [(1, 1), PP2_TP2_V, PP2_FSDP2, (1, 4), TP2_FSDP2], DEEP)
+
+
+def check_road(run_ranks, tmp_path, paths, road: list[Layout], changes: dict[str, Any]) -> None:
     straight = CASE.live(config_for(str(tmp_path / "whole"), paths, (1, 1), **changes), factor=nan_at_3_and_6)
     run = str(tmp_path / "run")
     taken: dict = {}
-    for number, layout in enumerate(ROAD):
-        kill_at = 2 * number + 2 if number < len(ROAD) - 1 else None
-        world = layout[0] * layout[1]
+    for number, layout in enumerate(road):
+        kill_at = 2 * number + 2 if number < len(road) - 1 else None
+        world = world_of(layout)
         if world == 1:
             lives = [live(run, paths, layout, kill_at, changes)]
         else:
-            lives = run_ranks(live, world, run, paths, layout, kill_at, changes, timeout_s=120)
+            lives = run_ranks(live, world, run, paths, layout, kill_at, changes, timeout_s=240)
         assert {life["start"] for life in lives} == {2 * number}
         taken |= joined(lives)
-    assert lives[0]["complete"]
+    assert all(life["complete"] for life in lives)
     assert taken == straight.samples
     worst_row = close(CASE.rows(run), CASE.rows(tmp_path / "whole"))
-    worst = CASE.worst_ratio(lives[0]["state"], straight.state)
-    print(f"document_mask {document_mask}: losses and norms {worst_row:.1e}, weights and moments {worst:.1e}")
+    worst = CASE.worst_ratio(gathered(lives), straight.state)
+    print(f"{road}: losses and norms {worst_row:.1e}, weights and moments {worst:.1e}")
     assert max(worst_row, worst) < EQUAL
 
 
-@pytest.mark.parametrize("layout", [(1, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in [(2, 1), (2, 2)])])
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2), TP2_FSDP2, PP2_FSDP2, PP2_TP2_V], ids=str)
 def test_the_same_layout_resumes_bit_for_bit(run_ranks, tmp_path, paths, layout):
     """In float32, on every rank."""
-    changes = {"precision": "fp32", "checkpoint": {"interval": 3}}
-    world = layout[0] * layout[1]
-    straight = run_ranks(live, world, str(tmp_path / "whole"), paths, layout, None, changes, timeout_s=120)
+    changes = {"precision": "fp32", "checkpoint": {"interval": 3}} | (DEEP if isinstance(layout, dict) else {})
+    world = world_of(layout)
+    straight = run_ranks(live, world, str(tmp_path / "whole"), paths, layout, None, changes, timeout_s=240)
     run = str(tmp_path / "run")
-    first = run_ranks(live, world, run, paths, layout, 5, changes, timeout_s=120)
-    second = run_ranks(live, world, run, paths, layout, None, changes, timeout_s=120)
+    first = run_ranks(live, world, run, paths, layout, 5, changes, timeout_s=240)
+    second = run_ranks(live, world, run, paths, layout, None, changes, timeout_s=240)
     assert {life["start"] for life in second} == {3}
     for rank in range(world):
         assert first[rank]["samples"] | second[rank]["samples"] == straight[rank]["samples"]

@@ -162,10 +162,72 @@ def test_every_rank_of_every_layout_holds_its_part_of_the_same_weights(fake_worl
     assert all((times > 0).all() for times in covered.values())
 
 
+TWO_DIMENSIONAL = [((2, 2), 1), ((3, 2), 1), ((2, 4), 1), ((5, 4), 2), ((2, 2, 2), 1), ((1, 3, 4), 4)]
+"""Sizes of (dp_shard, tp) or (dp_replicate, dp_shard, tp), and key/value heads."""
+
+
+@pytest.mark.parametrize(("sizes", "kv_heads"), TWO_DIMENSIONAL)
+def test_every_rank_of_fsdp_over_split_tensors_holds_its_part(fake_world, sizes, kv_heads):
+    """First weights to the bit, cut here by hand: tp first, and what is left of that by rows over dp_shard."""
+    from torch.distributed.fsdp import fully_shard
+
+    from quern.parallel.tensor import split_tensors
+
+    shape = ModelConfig(
+        num_layers=1, dim=12, num_heads=4, num_kv_heads=kv_heads, head_dim=6, ffn_dim=20, qk_norm=True,
+        vocab_multiple=4,
+    ).shape(vocab_size=43)  # fmt: skip
+    whole, tp, dp = dict(initialised(7, shape).named_parameters()), sizes[-1], sizes[-2]
+    for rank in range(math.prod(sizes)):
+        fake_world(rank, math.prod(sizes))
+        names = tuple(f"{name}{rank}" for name in ("replicate", "shard", "tp")[-len(sizes) :])
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        with torch.device("meta"):
+            model = Transformer(shape)
+        split_tensors(model, mesh[names[-1]])
+        fsdp = mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
+        for module in (*model.blocks.values(), model):
+            fully_shard(module, mesh=fsdp)
+        model.to_empty(device="cpu")
+        initialise(model, 7)
+        for name, p in model.named_parameters():
+            kind, expected = name.split(".")[-2], whole[name].detach()
+            if kind in ("wo", "w2"):
+                expected = expected.chunk(tp, 1)[rank % tp]
+            elif "norm" not in kind and not (kind in ("wk", "wv") and kv_heads < tp):
+                expected = expected.chunk(tp)[rank % tp]
+            width = -(-expected.shape[0] // dp)
+            expected = expected[rank // tp % dp * width :][:width]
+            assert torch.equal(p.to_local(), expected), (rank, name)
+
+
+def test_split_tensors_alone_are_cut_without_a_message(fake_world):
+    from quern.parallel.tensor import split_tensors
+
+    shape = ModelConfig(num_layers=1, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=20, vocab_multiple=4).shape(43)
+    for rank in range(4):
+        fake_world(rank, 4)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(f"tp{rank}",))
+        filled, empty = initialised(7, shape), Transformer(shape)
+        for model in (filled, empty):
+            split_tensors(model, mesh)
+        initialise(empty, 7)
+        for (name, p), (_, expected) in zip(empty.named_parameters(), filled.named_parameters(), strict=True):
+            local = [v.to_local() if isinstance(v, DTensor) else v for v in (p, expected)]
+            assert torch.equal(*local), name
+
+
+def test_a_second_copy_of_the_embedding_has_its_values():
+    model = initialised()
+    model.tied = torch.nn.Embedding(*model.embed.weight.shape)
+    initialise(model, 0)
+    assert torch.equal(model.tied.weight, model.embed.weight)
+
+
 def test_other_placements_are_refused(fake_world):
     fake_world(0, 2)
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match="expected placements Shard and Replicate, got"):
+    with pytest.raises(ValueError, match="expected placements Shard and Replicate, or FSDP2's over these, got"):
         local_slice(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()], run_check=False))
 
 

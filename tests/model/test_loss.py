@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,3 +183,110 @@ def test_the_matrix_of_all_logits_never_exists():
 def test_a_chunk_below_one_is_refused():
     with pytest.raises(ValueError, match="chunk: expected an integer ≥ 1, got 0"):
         loss(*case(), 0)
+
+
+def objective(h: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The whole objective and each token's cross-entropy, from the definition of the softmax, token by token."""
+    terms, squares = [], []
+    for h_D, target in zip(h, targets.tolist(), strict=True):
+        logits = [(h_D * row_D).sum() for row_D in weight[:V]]
+        top = max(value.item() for value in logits)
+        log_z = top + torch.stack([(value - top).exp() for value in logits]).sum().log()
+        counted = target != IGNORE
+        terms.append(log_z - logits[target] if counted else torch.zeros((), dtype=h.dtype))
+        squares.append(log_z**2 if counted else torch.zeros((), dtype=h.dtype))
+    return torch.stack(terms).sum() + z_loss * torch.stack(squares).sum(), torch.stack(terms)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_z_loss_adds_the_square_of_the_logarithm_of_the_denominator(chunk):
+    h, weight, targets = case()
+    ours, nll = chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=chunk, z_loss=0.3)
+    expected, expected_nll = objective(h, weight, targets, 0.3)
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(nll, expected_nll.detach(), rtol=0, atol=1e-13)
+    ours, theirs = (torch.autograd.grad(value, (h, weight)) for value in (ours, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@dataclass
+class Board:
+    """What the threads of one split tell each other."""
+
+    ranks: int
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks, timeout=20)
+
+
+@dataclass
+class Part:
+    """A rank's share of the vocabulary, each rank a thread."""
+
+    rank: int
+    first_row: int
+    board: Board
+
+    def max_(self, values: Tensor) -> Tensor:
+        return values.copy_(self._all(values).amax(0))
+
+    def sum_(self, values: Tensor) -> Tensor:
+        return values.copy_(self._all(values).sum(0))
+
+    def _all(self, values: Tensor) -> Tensor:
+        self.board.values[self.rank] = values.clone()
+        self.board.barrier.wait()
+        every = torch.stack([self.board.values[rank] for rank in range(self.board.ranks)])
+        self.board.barrier.wait()
+        return every
+
+
+def split_loss(h: Tensor, weight: Tensor, targets: Tensor, ranks: int, **options):
+    """Every rank's (loss_sum, nll_N, gradients of h and of its rows)."""
+    board, found, rows = Board(ranks), {}, weight.shape[0] // ranks
+
+    def work(rank: int) -> None:
+        own_h = h.detach().clone().requires_grad_()
+        own = weight.detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+        split = Part(rank, rank * rows, board)
+        loss_sum, nll = chunked_cross_entropy(own_h, own, targets, vocab_size=V, split=split, **options)
+        found[rank] = (loss_sum.detach(), nll, *torch.autograd.grad(loss_sum, (own_h, own)))
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[rank] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "chunk", "z_loss"), list(itertools.product((2, 4, 8), (5, 1000), (0.0, 0.3))))
+def test_a_split_vocabulary_gives_the_same(ranks, chunk, z_loss):
+    # with 8 ranks of 2 rows the last holds padding alone, the one before it a row and a padded one
+    h, weight, targets = case()
+    expected, expected_nll = objective(h, weight, targets, z_loss)
+    dh, dw = torch.autograd.grad(expected, (h, weight))
+    found = split_loss(h, weight, targets, ranks, chunk=chunk, z_loss=z_loss)
+    for loss_sum, nll, _, _ in found:
+        assert torch.equal(loss_sum, found[0][0])
+        torch.testing.assert_close(loss_sum, expected.detach(), rtol=1e-13, atol=0)
+        torch.testing.assert_close(nll, expected_nll.detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(sum(part[2] for part in found), dh, rtol=0, atol=1e-12)
+    whole = torch.cat([part[3] for part in found])
+    torch.testing.assert_close(whole, dw, rtol=0, atol=1e-12)
+    assert not whole[V:].any()
+
+
+def test_a_split_vocabulary_where_all_is_ignored():
+    h, weight, targets = case()
+    for loss_sum, nll, dh, dw in split_loss(h, weight, torch.full_like(targets, IGNORE), 8, chunk=5, z_loss=0.3):
+        assert not any(value.any() for value in (loss_sum, nll, dh, dw))
+
+
+def test_a_split_vocabulary_with_large_logits():
+    h, weight, targets = case(torch.float32)
+    found = split_loss(h * 1e4, weight, targets, 8, chunk=5)
+    assert all(torch.isfinite(value).all() for part in found for value in part)
+    expected = plain(h.double() * 1e4, weight.double(), targets).sum()
+    torch.testing.assert_close(found[0][0].double(), expected.detach(), rtol=1e-6, atol=0)  # 23 float32 terms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.errors import InputError
-from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
+from quern.parallel.mesh import AXES, MeshPlan, build_mesh, plan_mesh
 from quern.train.config import ParallelConfig
 
 
 class Sizes:
-    """Sizes that the config does not offer yet, tensor and pipeline parallelism among them."""
+    """Any sizes, those that the config does not offer yet among them."""
 
     def __init__(self, **sizes: Any) -> None:
         self.dp_replicate = sizes.pop("dp_replicate", 1)
         self.dp_shard = sizes.pop("dp_shard", None)
-        self.reshard_after_forward = sizes.pop("reshard_after_forward", True)
+        self.resharding = sizes.pop("reshard_after_forward", True)
         self.tp, self.pp, self.cp = (sizes.pop(axis, 1) for axis in ("tp", "pp", "cp"))
         assert not sizes
 
@@ -37,6 +38,8 @@ class Sizes:
         ({"dp_replicate": 2, "dp_shard": 3}, 6, MeshPlan(dp_replicate=2, dp_shard=3)),
         ({"dp_shard": 4, "reshard_after_forward": 2}, 4, MeshPlan(dp_shard=4)),
         ({"reshard_after_forward": 8}, 1, MeshPlan()),
+        ({"tp": 2, "pp": 2}, 4, MeshPlan(tp=2, pp=2)),
+        ({"tp": 4, "pp": 2, "dp_replicate": 2}, 64, MeshPlan(tp=4, pp=2, dp_replicate=2, dp_shard=4)),
     ],
 )
 def test_sizes_resolve(given_sizes: dict[str, Any], world_size: int, expected: MeshPlan) -> None:
@@ -117,10 +120,26 @@ def test_a_plan_has_as_many_ranks_as_were_started(
     assert plan.dp_shard == world // rest
 
 
+@given(sizes, sizes, sizes, sizes, sizes)
+def test_coordinates_count_the_ranks(pp: int, replicate: int, shard: int, cp: int, tp: int) -> None:
+    """The last axis fastest, so that ranks beside each other share tensors."""
+    plan = MeshPlan(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+    places = itertools.product(*(range(getattr(plan, axis)) for axis in AXES))
+    assert [tuple(plan.coordinates(rank).values()) for rank in range(plan.world_size)] == list(places)
+
+
+def test_who_owns_the_parameters() -> None:
+    """DDP takes neither split tensors nor stages; then FSDP2 replicates, over shards of one rank."""
+    assert not any(MeshPlan(**sizes).by_fsdp for sizes in ({}, {"dp_replicate": 4}, {"tp": 2}, {"pp": 2, "tp": 2}))
+    for sizes in ({"dp_shard": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "pp": 2}):
+        assert MeshPlan(**sizes).by_fsdp
+
+
 def test_a_process_without_a_group_has_a_mesh_of_one() -> None:
     mesh = build_mesh(MeshPlan(), "cpu")
     assert (mesh.dp_rank, mesh.dp_size, mesh.world_size) == (0, 1, 1)
-    assert mesh.fsdp is mesh.ddp is mesh.dp_group is None
+    assert mesh.fsdp is mesh.ddp is mesh.tp is mesh.pp is mesh.ends is None
+    assert {mesh.rank(axis) for axis in AXES} == {0}
     with pytest.raises(ValueError, match="expected an initialised process group of 2 ranks"):
         build_mesh(MeshPlan(dp_shard=2), "cpu")
 

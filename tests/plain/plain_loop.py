@@ -66,6 +66,8 @@ class Settings:
     final: float = 0.1
     decay: float = 0.1
     skip_non_finite: bool = True
+    z_loss: float = 0.0
+    """Weight of log²Z in what is minimised."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Record:
-    """One step. ``grads`` are those of the loss, before clipping; weights and moments are those after the step."""
+    """One step. ``grads`` are those of the loss and the z-loss, before clipping; weights and moments are those after
+    the step."""
 
     step: int
     loss: float
@@ -95,6 +98,8 @@ class Record:
     second_moments: Weights
     updates: int
     """Updates applied so far: AdamW's bias correction counts these, not the steps."""
+    z_loss: float = 0.0
+    """What the z-loss adds to ``loss`` in what is minimised."""
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -211,6 +216,11 @@ def forward(w: Mapping[str, Tensor], shape: Any, tokens: Tensor, positions: Tens
 
 def token_losses(w: Mapping[str, Tensor], shape: Any, batch: Batch) -> Tensor:
     """[B, L] nats: the negative log likelihood of each target, 0 where there is none."""
+    return token_terms(w, shape, batch)[0]
+
+
+def token_terms(w: Mapping[str, Tensor], shape: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """[B, L] each, 0 where there is no target: its negative log likelihood, and log²Z of the softmax it comes from."""
     device = w["embed.weight"].device
     tokens, targets, positions, documents = (
         torch.as_tensor(np.asarray(part), dtype=torch.int64, device=device)
@@ -219,7 +229,8 @@ def token_losses(w: Mapping[str, Tensor], shape: Any, batch: Batch) -> Tensor:
     logits_BLV = forward(w, shape, tokens, positions, documents)
     valid = targets != IGNORE
     picked = logits_BLV.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return torch.where(valid, torch.logsumexp(logits_BLV, dim=-1) - picked, 0.0)
+    log_z = torch.logsumexp(logits_BLV, dim=-1)
+    return torch.where(valid, log_z - picked, 0.0), torch.where(valid, log_z**2, 0.0)
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
@@ -264,11 +275,15 @@ def train(
     for step, micro_batches in enumerate(batches):
         leaves = {name: weight.clone().requires_grad_() for name, weight in w.items()}
         valid = sum(int((np.asarray(batch.targets) != IGNORE).sum()) for batch in micro_batches)
-        loss = 0.0
+        loss = z_loss = 0.0
         for batch in micro_batches:
             part = token_losses(leaves, shape, batch).sum() / valid
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.item()
+            if settings.z_loss:
+                part = settings.z_loss * token_terms(leaves, shape, batch)[1].sum() / valid
+                part.backward()  # type: ignore[no-untyped-call]
+                z_loss += part.item()
         grads = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items()}
         norm = math.sqrt(sum(float((grad.double() ** 2).sum()) for grad in grads.values()))
         lr = learning_rate(settings, step)
@@ -280,7 +295,7 @@ def train(
             scale = 1.0 if settings.clip is None else settings.clip / (norm + 1e-6)
             scale = 1.0 if scale > 1.0 else scale
             w, m, v = adamw(w, {name: grad * scale for name, grad in grads.items()}, m, v, updates, lr, settings)
-        yield Record(step, loss, lr, norm, applied, valid, grads, w, m, v, updates)
+        yield Record(step, loss, lr, norm, applied, valid, grads, w, m, v, updates, z_loss)
 
 
 def adamw(

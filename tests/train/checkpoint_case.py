@@ -24,10 +24,21 @@ RANKS = b"YQ== 0\nYg== 1\n"
 JUNK = 7.25  # in padded rows: must reach no file, and be zero after a load
 
 
-def shape(multiple: int = 128, *, vocab: int = VOCAB, tied: bool = False, dim: int = 6) -> ModelShape:
-    """A model in which 3 and 4 ranks divide nothing evenly, and a norm has fewer rows than a large world has ranks."""
+def shape(
+    multiple: int = 128,
+    *,
+    vocab: int = VOCAB,
+    tied: bool = False,
+    dim: int = 6,
+    num_layers: int = 2,
+    num_heads: int = 3,
+) -> ModelShape:
+    """A model in which 3 and 4 ranks divide nothing evenly, and a norm has fewer rows than a large world has ranks.
+
+    With 2 heads 2 ranks of ``tp`` can share it; half a feed-forward's rows is odd.
+    """
     return ModelShape(
-        num_layers=2, dim=dim, num_heads=3, num_kv_heads=1, head_dim=2, ffn_dim=10, vocab_size=vocab,
+        num_layers=num_layers, dim=dim, num_heads=num_heads, num_kv_heads=1, head_dim=2, ffn_dim=10, vocab_size=vocab,
         vocab_multiple=multiple, rope_theta=10_000.0, rope_scaling=None, norm_eps=1e-5, qk_norm=True,
         tied_embeddings=tied,
     )  # fmt: skip
@@ -98,12 +109,19 @@ def facts(folder: Path, of: ModelShape, **changes: Any) -> RunFacts:
 
 
 def share(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``full``, cut as ``like`` is."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    """This rank's part of ``full``, cut as ``like`` is: axes are dealt out from the innermost, as FSDP2 does with what
+    ``tp`` has split already."""
+    from torch.distributed.tensor import DTensor
 
-    if not isinstance(like, DTensor):
-        return full
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    if isinstance(like, DTensor):
+        mesh = like.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            if not like.placements[axis].is_replicate():
+                dim = like.placements[axis].dim
+                width = -(-full.shape[dim] // mesh.size(axis))
+                start = min(width * mesh.get_local_rank(axis), full.shape[dim])
+                full = full.narrow(dim, start, min(width, full.shape[dim] - start))
+    return full
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +136,8 @@ def put(target: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def plain_name(name: str) -> str:
-    return name.removeprefix("module.")
+    """Of which parameter this is one."""
+    return name.replace("tied.", "embed.")
 
 
 def fill(state: TrainState, key: int, *, step: float | None = None, pad: float = JUNK) -> None:
@@ -149,9 +168,9 @@ def position(key: int, **scalars: Any) -> Position:
     return Position(data_step=key + 3, tokens=key * 100, order="ab" * 16, ledger_offset=key * 7, scalars=scalars)
 
 
-def differences(state: TrainState, key: int) -> list[str]:
+def differences(state: TrainState, key: int, *, stage: bool = False) -> list[str]:
     """Names of whatever in this rank's part of ``state`` is not, bit for bit, what ``fill(state, key)`` puts there,
-    with zeros as padding."""
+    with zeros as padding. ``stage``: the rank has some of the parameters only."""
     of = state.facts.shape
     wrong = []
     seen = set()
@@ -166,4 +185,4 @@ def differences(state: TrainState, key: int) -> list[str]:
                 wrong.append(f"{kind}/{name}")
         if float(slots["step"]) != key:
             wrong.append(f"step/{name}")
-    return wrong + sorted(set(sizes(of)) ^ seen)
+    return wrong + sorted(seen - set(sizes(of)) if stage else set(sizes(of)) ^ seen)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from quern.parallel.data import unwrapped
 from quern.train.config import TrainConfig
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
@@ -148,10 +147,9 @@ def _record(trainer: Trainer, left: Left) -> None:
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Collective on a sharded layout."""
-    model = unwrapped(trainer.model)
     state = {f"guard.{name}": value.clone() for name, value in trainer.guard.state_dict().items()}
     state |= {f"loss_scale.{name}": value.clone() for name, value in trainer.loss_scale.state_dict().items()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainer.model.named_parameters():
         state[f"model.{name}"] = _whole(parameter)
         for slot, value in trainer.optimizer.state[parameter].items():
             state[f"{slot}.{name}"] = _whole(value)

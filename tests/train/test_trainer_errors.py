@@ -91,7 +91,8 @@ def test_a_mesh_of_another_size(capsys, file):
         ),
         (
             "phases=[{first_step: 4, global_batch: 3}]",
-            "phases.0.global_batch: expected a multiple of 2 (1 data-parallel ranks × micro_batch 2), got 3; 2 or 4 would fit",
+            "phases.0.global_batch: expected a multiple of 2 (1 data-parallel ranks × micro_batch 2), got 3; 2 or 4 "
+            "would fit",
         ),
         ("schedule.warmup=10", "schedule.warmup: expected at most steps (9), got 10"),
         ("sed=4", "sed"),
@@ -107,7 +108,10 @@ def test_a_mesh_of_another_size(capsys, file):
         ("phases=[{first_step: 4, weights: [0, 0]}]", "weights"),
         ("phases=[{first_step: 4, weights: [1]}]", "phases.0.weights: expected 2 weights, one a source, got 1"),
         ("guard.window=8 guard.min_history=9", "min_history"),
-        ("parallel.tp=2", "tp: not available yet"),
+        ("parallel.cp=2", "cp: not available yet"),
+        ("parallel.nvlink_domain=8", "parallel.nvlink_domain: changes nothing without tensor parallelism"),
+        ("parallel.stage_layers=[2]", "parallel.stage_layers: changes nothing without a pipeline"),
+        ("parallel.schedule=2f2b", "parallel.schedule"),
         ("run_dir=s3://bucket/run", "run_dir: expected a folder on a file system, got 's3://bucket/run'"),
     ],
 )

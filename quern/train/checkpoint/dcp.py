@@ -88,9 +88,11 @@ def load_tensors(
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """Without torch's remark that a single process is taken for one."""
+    """Without torch's remarks that a single process is taken for one, and that ranks have other tensors than others,
+    as a pipeline's have: they are read each by itself."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        for message in ("torch.distributed is disabled", "Detected mismatched keys"):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
         yield
 
 

@@ -78,8 +78,15 @@ def _plan_load(path: str, state: TrainState) -> _LoadPlan:
     check_encoding(os.path.join(path, MANIFEST_FILE), manifest.encoding, state.facts.encoding)
     parts = ("model.", "optimizer.") if manifest.optimizer else ("model.",)
     view = view_tensors(state).part(parts)
-    check_tensors(os.path.join(path, METADATA_FILE), metadata, view, parts)
+    check_tensors(os.path.join(path, METADATA_FILE), metadata, state.facts.shape, parts, view)
     return _LoadPlan(manifest, metadata, *view.with_extra(metadata))
+
+
+def _check_steps(counts: list[int]) -> None:
+    """One count is stored, for the parameters of all stages."""
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            raise QuernError(f"optimizer: rank {rank} has made {count} updates, rank 0 {counts[0]}")
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,7 @@ class CheckpointManager:
         staged = staging_path(final, token)
         try:
             view = self._agreement.own(lambda: view_tensors(state))
+            _check_steps(self._agreement.gather(view.step))
             files = save_tensors(staged, view.tensors, view.rows, group=self._group, alone=self._agreement.world == 1)
             self._agreement.own(lambda: storage.sync(staged))
             merged = {name: record for share in self._agreement.gather(files) for name, record in share.items()}
@@ -206,6 +214,8 @@ class CheckpointManager:
         token: str,
     ) -> None:
         facts = state.facts
+        stored = read_metadata(staged, files)
+        check_tensors(os.path.join(staged, METADATA_FILE), stored, facts.shape, ("model.", "optimizer."))
         manifest = Manifest(
             step=step,
             data_step=position.data_step,

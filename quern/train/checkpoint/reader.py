@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quern.errors import InputError
 from quern.model.config import ModelShape
-from quern.model.transformer import Transformer
 from quern.train.checkpoint.dcp import load_tensors, save_tensors
 from quern.train.checkpoint.folder import publish_folder, staging_path
 from quern.train.checkpoint.manifest import (
@@ -27,17 +26,9 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.checkpoint.metadata import read_metadata
 from quern.train.checkpoint.publish import complete_folder, read_ranks, written_by
-from quern.train.checkpoint.unpadded import PADDED
+from quern.train.checkpoint.state import weight_sizes
 
 __all__ = ["iter_weights", "read_manifest", "verify", "weight_sizes", "write_weights"]
-
-
-def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Size of every weight of the model by global name, unpadded: what a checkpoint of it holds."""
-    with torch.device("meta"):
-        model = Transformer(shape)
-    sizes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return {name: (shape.vocab_size, *size[1:]) if name in PADDED else size for name, size in sizes.items()}
 
 
 def iter_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,6 +3,9 @@
 ``model.<name>`` are parameters and persistent buffers by global name, ``optimizer.state.<name>.exp_avg`` and
 ``.exp_avg_sq`` AdamW's moments, ``optimizer.step`` its one step counter, ``extra.<name>`` small tensors that are equal
 on every rank. Learning rates and other hyperparameters are the config's and never stored.
+
+A rank may have only some of a model's tensors (a pipeline's stage), so what a checkpoint must hold is told from the
+model's shape. Tied embeddings that a pipeline has twice are stored once, as ``embed.weight``.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 from quern.errors import InputError, QuernError
 from quern.model.config import ModelShape
+from quern.model.transformer import Transformer
+from quern.parallel.gradients import EMBEDDING, TIED
 from quern.train.checkpoint.manifest import EncodingInfo, RunFacts
 from quern.train.checkpoint.unpadded import PADDED
 
 __all__ = [
     "EXTRA", "TensorView", "TrainState", "check_encoding", "check_shape", "check_tensors", "padded_rows",
-    "view_tensors",
+    "stored_sizes", "view_tensors", "weight_sizes",
 ]  # fmt: skip
 
 _MOMENTS = (".exp_avg", ".exp_avg_sq")
@@ -41,7 +46,7 @@ class TrainState:
     """Everything of a run that changes with training and lives in memory."""
 
     model: nn.Module
-    """As trained: plain, wrapped by DDP, or sharded by FSDP2."""
+    """This rank's part of it: plain, wrapped by DDP, sharded by FSDP2, split over ranks, or some stages of it."""
     optimizer: torch.optim.Optimizer
     """``torch.optim.AdamW`` over the model's parameters."""
     facts: RunFacts
@@ -58,12 +63,20 @@ class TensorView:
     """Number of real rows of each padded tensor, by stored name."""
     counters: tuple[torch.Tensor, ...]
     """AdamW's step counters, one a parameter, which ``optimizer.step`` stands for."""
+    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Second copies of some tensors, which are not stored, by stored name."""
+
+    @property
+    def step(self) -> int:
+        """AdamW's count of updates."""
+        return int(self.tensors[_STEP].item())
 
     def part(self, prefixes: tuple[str, ...]) -> TensorView:
         """Only the tensors whose names begin so."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefixes)}
         rows = {name: number for name, number in self.rows.items() if name in tensors}
-        return TensorView(tensors, rows, self.counters if _STEP in tensors else ())
+        copies = {name: copy for name, copy in self.copies.items() if name in tensors}
+        return TensorView(tensors, rows, self.counters if _STEP in tensors else (), copies)
 
     def with_extra(self, metadata: Metadata) -> tuple[TensorView, dict[str, torch.Tensor]]:
         """The view with room for the ``extra`` tensors of a checkpoint, and that room by plain name."""
@@ -82,10 +95,29 @@ class TensorView:
             for name in self.rows:
                 self.tensors[name].zero_()
 
+    @torch.no_grad()
     def finish_load(self) -> None:
-        """Give every parameter the step counter that was read."""
+        """Give every parameter the step counter that was read, and second copies their values."""
         for counter in self.counters:
             counter.copy_(self.tensors[_STEP])
+        for name, copy in self.copies.items():
+            copy.copy_(self.tensors[name])
+
+
+def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Size of every weight of the model by global name, unpadded: what a checkpoint of it holds."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    sizes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: (shape.vocab_size, *size[1:]) if name in PADDED else size for name, size in sizes.items()}
+
+
+def stored_sizes(shape: ModelShape, parts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Size of every tensor of a checkpoint by stored name, but for ``extra``; ``parts``: only names that begin so."""
+    sizes: dict[str, tuple[int, ...]] = {_STEP: ()}
+    for name, size in weight_sizes(shape).items():
+        sizes |= {f"model.{name}": size} | {f"optimizer.state.{name}{moment}": size for moment in _MOMENTS}
+    return {name: size for name, size in sizes.items() if name.startswith(parts)}
 
 
 def padded_rows(names: Iterable[str], shape: ModelShape) -> dict[str, int]:
@@ -120,8 +152,9 @@ def view_tensors(state: TrainState) -> TensorView:
         else:
             raise QuernError(f"optimizer: {name}: expected AdamW's exp_avg, exp_avg_sq and step alone")
     tensors[_STEP] = _one_step(counters)
+    copies = {name.replace(TIED, EMBEDDING): tensors.pop(name) for name in list(tensors) if TIED in name}
     tensors |= {EXTRA + name: value for name, value in state.extra.items()}
-    return TensorView(tensors, padded_rows(tensors, state.facts.shape), tuple(counters.values()))
+    return TensorView(tensors, padded_rows(tensors, state.facts.shape), tuple(counters.values()), copies)
 
 
 def _one_step(counters: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -181,26 +214,30 @@ def check_encoding(file: str, found: EncodingInfo | None, expected: EncodingInfo
             )
 
 
-def check_tensors(file: str, metadata: Metadata, view: TensorView, parts: tuple[str, ...]) -> None:
-    """Whether a checkpoint holds the tensors of ``view``, in size and without loss of precision, and no others of
-    ``parts`` (name prefixes).
+def check_tensors(
+    file: str, metadata: Metadata, shape: ModelShape, parts: tuple[str, ...], view: TensorView | None = None
+) -> None:
+    """Whether a checkpoint holds the tensors of a model of ``shape``, in size, and no others of ``parts`` (name
+    prefixes); and whether those of ``view``, this rank's, can be read without loss of precision.
 
     Raises:
         InputError: naming ``file``, the tensor, what the checkpoint has and what was expected.
     """
-    stored = metadata.state_dict_metadata
-    for name, tensor in view.tensors.items():
+    stored, expected = metadata.state_dict_metadata, stored_sizes(shape, parts)
+    for name, size in expected.items():
         found = stored.get(name)
-        size = (view.rows[name], *tensor.shape[1:]) if name in view.rows else tuple(tensor.shape)
         if not isinstance(found, TensorStorageMetadata):
             raise InputError(f"{file}: {name}: missing in the checkpoint; the config's model has it")
         if tuple(found.size) != size:
             raise InputError(f"{file}: {name}: expected size {list(size)}, the checkpoint has {list(found.size)}")
-        if torch.promote_types(found.properties.dtype, tensor.dtype) != tensor.dtype:
+        tensor = None if view is None else view.tensors.get(name)
+        if tensor is not None and torch.promote_types(found.properties.dtype, tensor.dtype) != tensor.dtype:
             raise InputError(
                 f"{file}: {name}: expected {tensor.dtype} or a type it contains, "
                 f"the checkpoint has {found.properties.dtype}"
             )
     for name in stored:
-        if name.startswith(parts) and name not in view.tensors:
+        if name.startswith(parts) and name not in expected:
             raise InputError(f"{file}: {name}: the checkpoint has it; the config's model does not")
+    strange = set() if view is None else view.tensors.keys() - expected.keys()
+    assert not strange, f"not tensors of this model: {sorted(strange)}"

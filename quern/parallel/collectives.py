@@ -1,0 +1,210 @@
+"""Products of a sequence-sharded stream with split weights, and the sums and gathers around them; gradients explicit.
+
+Between split products the residual stream is sharded along the sequence (Korthikanti et al. 2022, section 4.2.2):
+every rank of the group holds ``x_BlD``, its L/ranks tokens of all B rows. A product with a weight split by rows gathers
+the sequence first; one with a weight split by columns gives a partial sum, which is scattered along the sequence.
+
+Shapes: B batch, L sequence, l this rank's share of it, D width of the stream, O and I rows and columns of this rank's
+share of a weight, T = B·L tokens.
+
+What a backward pass gathers or scatters travels while it multiplies: a collective is started, the product that does
+not need it is queued, and only then is it waited for. A gradient that the engine is not going to use is not computed:
+a pipeline that splits its backward pass runs each of these twice, once for the input and once for the weights.
+
+The functional collectives are called as operators because that is what torch 2.11 and 2.13 have in common, and what
+inductor's fusion of products with collectives looks for in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
+
+__all__ = ["Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
+
+#: Before 2.13 a split backward pass hands the gradients of a function's several outputs to the first of them, summed
+#: (torch/distributed/pipelining/_backward.py): there several products leave as one output.
+JOINED = TorchVersion(torch.__version__) < "2.13"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks over which tensors are split, and this one's place among them."""
+
+    group: str
+    """The name of their process group, which is what operators in a compiled graph know it by."""
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> Ranks:
+        """Of a 1-D mesh."""
+        return Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+def gather_multiply(x_BlD: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, ...]:
+    """``x Wᵀ`` [B, L, O] of the whole sequence for each weight [O, D], which is cast to the dtype of ``x_BlD``.
+
+    One gather for all of them. For backward only ``x_BlD`` is kept, and gathered again; the gradient of a weight has
+    the weight's dtype, that of ``x_BlD`` is summed over the ranks. Collective, backward too.
+    """
+    found = _GatherMultiply.apply(x_BlD, ranks.group, ranks.size, JOINED, *weights)
+    return cast(Tensor, found).split([weight.shape[0] for weight in weights], -1) if JOINED else found
+
+
+def multiply_scatter(x_BLI: Tensor, weight_DI: Tensor, ranks: Ranks) -> Tensor:
+    """``x Wᵀ`` summed over the ranks, this rank's tokens of it: [B, l, D]. L must be a multiple of the ranks.
+
+    Backward gathers the gradient once for both products. Collective, backward too.
+    """
+    return _MultiplyScatter.apply(x_BLI, ranks.group, ranks.size, weight_DI)
+
+
+def sum_scatter(x_BLD: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of every rank's ``x_BLD``, this rank's tokens of it: [B, l, D]. Collective, backward too."""
+    return _SumScatter.apply(x_BLD, ranks.group, ranks.size)
+
+
+def gather(x_BlD: Tensor, ranks: Ranks) -> Tensor:
+    """The whole sequence, [B, L, D]; its gradient is summed over the ranks. Collective, backward too."""
+    return _Gather.apply(x_BlD, ranks.group, ranks.size)
+
+
+class _GatherMultiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BlD: Tensor, group: str, size: int, joined: bool, *weights: Tensor) -> Any:
+        ctx.save_for_backward(x_BlD, *weights)
+        ctx.group, ctx.size, ctx.joined = group, size, joined
+        batch = x_BlD.shape[0]
+        x_TD = _gathered(_start_gather(x_BlD, group, size), batch, size)
+        if joined:
+            return _rows(x_TD @ torch.cat([weight.to(x_TD.dtype) for weight in weights]).T, batch)
+        return tuple(_rows(x_TD @ weight.to(x_TD.dtype).T, batch) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_wanted, *weights_wanted = _wanted(ctx, first_weight=4)
+        x_BlD, *weights = ctx.saved_tensors
+        if ctx.joined:
+            dy = dy[0].split([weight.shape[0] for weight in weights], -1)
+        dy_TO = [part_BLO.flatten(0, 1) for part_BLO in dy]
+        batch, group, size = x_BlD.shape[0], ctx.group, ctx.size
+        gathering = _start_gather(x_BlD, group, size) if any(weights_wanted) else None
+        scattering = None
+        if x_wanted:
+            dx_TD = dy_TO[0] @ weights[0].to(x_BlD.dtype)
+            for part_TO, weight_OD in zip(dy_TO[1:], weights[1:], strict=True):
+                dx_TD = torch.addmm(dx_TD, part_TO, weight_OD.to(x_BlD.dtype))
+            scattering = _start_scatter(dx_TD, batch, group, size)
+        dw: list[Tensor | None] = [None] * len(weights)
+        if gathering is not None:
+            x_TD = _gathered(gathering, batch, size)
+            for number, weight_OD in enumerate(weights):
+                if weights_wanted[number]:
+                    dw[number] = (dy_TO[number].T @ x_TD).to(weight_OD.dtype)
+        return None if scattering is None else _scattered(scattering, batch), None, None, None, *dw
+
+
+class _MultiplyScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BLI: Tensor, group: str, size: int, weight_DI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BLI, weight_DI)
+        ctx.group, ctx.size = group, size
+        batch = x_BLI.shape[0]
+        y_TD = x_BLI.flatten(0, 1) @ weight_DI.to(x_BLI.dtype).T
+        return _scattered(_start_scatter(y_TD, batch, group, size), batch)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BlD: Tensor) -> tuple[Tensor | None, ...]:
+        x_wanted, weight_wanted = _wanted(ctx, first_weight=3)
+        x_BLI, weight_DI = ctx.saved_tensors
+        batch = dy_BlD.shape[0]
+        dy_TD = _gathered(_start_gather(dy_BlD, ctx.group, ctx.size), batch, ctx.size)
+        dx_BLI = _rows(dy_TD @ weight_DI.to(dy_TD.dtype), batch) if x_wanted else None
+        dw_DI = (dy_TD.T @ x_BLI.flatten(0, 1)).to(weight_DI.dtype) if weight_wanted else None
+        return dx_BLI, None, None, dw_DI
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BLD: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size, ctx.batch = group, size, x_BLD.shape[0]
+        return _scattered(_start_scatter(x_BLD.flatten(0, 1), ctx.batch, group, size), ctx.batch)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BlD: Tensor) -> tuple[Tensor | None, ...]:
+        gathered = _gathered(_start_gather(dy_BlD, ctx.group, ctx.size), ctx.batch, ctx.size)
+        return _rows(gathered, ctx.batch), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BlD: Tensor, group: str, size: int) -> Tensor:
+        ctx.group, ctx.size, ctx.batch = group, size, x_BlD.shape[0]
+        return _rows(_gathered(_start_gather(x_BlD, group, size), ctx.batch, size), ctx.batch)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BLD: Tensor) -> tuple[Tensor | None, ...]:
+        scattering = _start_scatter(dy_BLD.flatten(0, 1), ctx.batch, ctx.group, ctx.size)
+        return _scattered(scattering, ctx.batch), None, None
+
+
+def _wanted(ctx: Any, first_weight: int) -> list[bool]:
+    """Which gradients the engine is going to use: the input's, then each weight's.
+
+    A compiled graph has one backward pass, which computes what the inputs need. ``first_weight``: the weights' place
+    among the arguments; the engine counts tensors only.
+    """
+    if torch.compiler.is_compiling():
+        return [ctx.needs_input_grad[0], *ctx.needs_input_grad[first_weight:]]
+    return [_runs(node) for node, _ in ctx.next_functions]
+
+
+def _runs(node: Any) -> bool:
+    if node is None:
+        return False
+    try:  # private, and the only way to ask; torch.autograd.graph uses it for the same purpose
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
+        return True
+
+
+# Inductor's fusion looks for one row's gather or scatter right beside the product, and for several rows' beside the
+# product's reshapes, with the parts of the ranks put in order by a split and a concatenation.
+
+
+def _start_gather(x_BlD: Tensor, group: str, size: int) -> Tensor:
+    """A gather on its way: [ranks·l, D] of one row, [ranks·B, l, D] of several; see :func:`_gathered`."""
+    shard = x_BlD[0] if x_BlD.shape[0] == 1 else x_BlD
+    started: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), size, group)
+    return started
+
+
+def _gathered(started: Tensor, batch: int, size: int) -> Tensor:
+    """The whole sequence [T, D]. Ranks' parts lie end to end: in order if there is one row, else they are copied."""
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return arrived if batch == 1 else torch.cat(arrived.chunk(size), 1).flatten(0, 1)
+
+
+def _start_scatter(x_TD: Tensor, batch: int, group: str, size: int) -> Tensor:
+    """A sum over the ranks on its way, each of which gets its tokens; see :func:`_scattered`."""
+    parts = x_TD if batch == 1 else torch.cat(_rows(x_TD, batch).chunk(size, 1))
+    started: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(parts.contiguous(), "sum", size, group)
+    return started
+
+
+def _scattered(started: Tensor, batch: int) -> Tensor:
+    """This rank's tokens [B, l, D]."""
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return arrived[None] if batch == 1 else arrived
+
+
+def _rows(x_TD: Tensor, batch: int) -> Tensor:
+    """[B, L, D] again."""
+    return x_TD.unflatten(0, (batch, -1))

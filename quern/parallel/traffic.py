@@ -1,0 +1,255 @@
+"""How many bytes a rank sends in an optimizer step, by what and along which axis. Knows no torch.
+
+Every row is one kind of collective: how often it is called in a step, and how large its tensor is, summed over the
+calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of the ring's costs over N ranks (Patarasuk
+& Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M.
+
+Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
+whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from quern.model.config import ModelShape
+from quern.parallel.bubble import Action, order
+from quern.parallel.mesh import MeshPlan
+from quern.parallel.stages import num_stages, stage_layers, stages_of
+from quern.parallel.weights import Weight, block_weights, end_weights
+
+__all__ = ["Step", "Transfer", "elements_held", "traffic"]
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+
+DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
+"""Bytes at which DDP closes its first bucket and each later one."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective of one rank in one step."""
+
+    axis: str
+    """Along which the ranks lie that talk."""
+    what: str
+    collective: Collective
+    ranks: int
+    """How many talk to each other."""
+    calls: int
+    payload: int
+    """Bytes of the whole tensor, summed over the calls: M."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank puts on the wire; rounded up."""
+        rest = Fraction(self.ranks - 1, self.ranks)
+        share = {"all_reduce": 2 * rest, "all_gather": rest, "reduce_scatter": rest, "send": Fraction(1)}
+        return -int(-share[self.collective] * self.payload // 1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step, as far as what is sent depends on it."""
+
+    shape: ModelShape
+    plan: MeshPlan
+    micro_batch: int
+    """Sequences."""
+    num_micro_batches: int
+    seq_len: int
+    compute_bytes: int
+    """Of an element of activations, and of weights where they are used."""
+    reduce_bytes: int
+    """Of an element of gradients when they are summed, which is that of the masters."""
+    reshard: bool | int = True
+    """FSDP2's ``reshard_after_forward``."""
+    activation_checkpointing: str = "none"
+    loss_chunk: int = 4096
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+
+
+def traffic(step: Step, rank: int = 0) -> list[Transfer]:
+    """Every kind of collective of that rank of the whole mesh; none for what is not sent."""
+    places = step.plan.coordinates(rank)
+    stages = _stages(step, places["pp"])
+    rows = [
+        *_tensor_parallel(step, stages, places["dp_shard"]), *_data_parallel(step, stages),
+        *_pipeline(step, stages, places["dp_shard"]),
+    ]  # fmt: skip
+    return [row for row in rows if row.ranks > 1 and row.payload]
+
+
+def elements_held(step: Step, rank: int = 0) -> int:
+    """Parameters that the rank holds between steps, padded vocabulary counted."""
+    places = step.plan.coordinates(rank)
+    weights = [weight for stage in _stages(step, places["pp"]) for weight in _weights(step, stage)]
+    return sum(weight.share(step.plan.dp_shard, places["dp_shard"]) for weight in weights)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What one rank does with a stretch of layers in a step."""
+
+    layers: int
+    first: bool
+    last: bool
+    work: str
+    """In turn, a letter for each micro-batch and part: forward ``F``, backward ``B``, or ``I`` and ``W`` where it is
+    split; where weights are dealt out, ``U`` gathers them ahead and ``R`` drops them."""
+    sends: tuple[bool, bool]
+    """Whether hidden states and their gradients leave this rank."""
+
+
+def _stages(step: Step, rank: int) -> list[_Stage]:
+    """This rank's of the pipeline; the whole model is one where there is none."""
+    if step.plan.pp == 1:
+        keeps = step.reshard is False
+        work = "FB" * step.num_micro_batches + "R" if keeps else "FBR" * step.num_micro_batches
+        return [_Stage(step.shape.num_layers, True, True, work, (False, False))]
+    pp, schedule = step.plan.pp, step.schedule
+    stages = num_stages(schedule, pp, step.stages_per_rank)
+    layers = stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
+    mine = stages_of(rank, schedule, pp, step.stages_per_rank)
+    actions = order(schedule, pp, len(mine), step.num_micro_batches)[rank]
+    letters_of: dict[int, str] = dict.fromkeys(mine, "")
+    for stage, letter in _gathered_ahead(actions) if len(mine) > 1 else ((one.stage, one.kind) for one in actions):
+        letters_of[stage] += letter
+    found = []
+    for stage in mine:
+        last = stage == stages - 1
+        sends = (not last and stage + 1 not in mine, stage > 0 and stage - 1 not in mine)
+        found.append(_Stage(len(layers[stage]), stage == 0, last, letters_of[stage] + "R", sends))
+    return found
+
+
+def _gathered_ahead(actions: Sequence[Action], most: int = 3) -> list[tuple[int, str]]:
+    """(stage, letter) of a rank that has several stages: torch's runtime keeps the weights of the next ``most`` that it
+    will work on, and of no other (``_add_unshard_reshard`` in torch.distributed.pipelining.schedules).
+    """
+    coming: list[list[int]] = []  # from each action on, the stages in the order of their next use
+    for action in reversed(actions):
+        later = coming[-1] if coming else []
+        coming.append([action.stage, *(stage for stage in later if stage != action.stage)])
+    found: list[tuple[int, str]] = []
+    held: list[int] = []
+    for action, stages in zip(actions, reversed(coming), strict=True):
+        found += [(stage, "R") for stage in held if stage not in stages[:most]]
+        found += [(stage, "U") for stage in stages[:most] if stage not in held]
+        held = stages[:most]
+        found.append((action.stage, action.kind))
+    return found
+
+
+def _pipeline(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Transfer]:
+    """Hidden states to the next stage, their gradients to the one before; gradients of tied embeddings to the end."""
+    plan, shape = step.plan, step.shape
+    hidden = step.micro_batch * step.seq_len // plan.tp * shape.dim * step.compute_bytes
+    for what, way in (("send hidden", 0), ("send gradients", 1)):
+        calls = step.num_micro_batches * sum(stage.sends[way] for stage in stages)
+        yield Transfer("pp", what, "send", plan.pp, calls, calls * hidden)
+    ends = {stage.first for stage in stages} | {stage.last for stage in stages}
+    apart = not all(any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
+    if shape.tied_embeddings and True in ends and apart:
+        (embedding,) = end_weights(shape, plan.tp, first=True, last=False)
+        payload = step.reduce_bytes * embedding.share(plan.dp_shard, shard)
+        yield Transfer("pp", "tied gradients", "all_reduce", 2, 1, payload)
+
+
+def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Transfer]:
+    """Around each block's four products the sequence is gathered or scattered (Korthikanti et al. 2022, section 4.2.2).
+
+    A forward gathers twice and scatters twice. A backward does the reverse, and gathers twice more, for of what went
+    into a product only this rank's share of the sequence is kept. Checkpointing repeats the forward: collectives are
+    none of what ``selective`` keeps. Where the backward is split, the gradients of a block's outputs are gathered for
+    either half; the first stage has no gradient to pass on, and takes both halves at once.
+    """
+    shape, tp = step.shape, step.plan.tp
+    tokens = step.micro_batch * step.seq_len
+    hidden = tokens * shape.dim * step.compute_bytes
+    again = 0 if step.activation_checkpointing == "none" else 2
+    gathers = scatters = 0
+    for stage in stages:
+        micro_batches = step.num_micro_batches
+        split = 0 if stage.first else stage.work.count("I")
+        gathers += stage.layers * ((2 + 4 + again) * micro_batches + 2 * split)
+        scatters += stage.layers * (2 + 2 + again) * micro_batches
+        for end in (stage.first, stage.last):  # embedding: scattered, its gradient gathered; the loss the other way
+            gathers += micro_batches * end
+            scatters += micro_batches * end
+    yield Transfer("tp", "gather hidden", "all_gather", tp, gathers, gathers * hidden)
+    yield Transfer("tp", "scatter hidden", "reduce_scatter", tp, scatters, scatters * hidden)
+    if any(stage.last for stage in stages):  # of every token the maximum, then its two sums
+        chunks = step.num_micro_batches * -(-tokens // step.loss_chunk)
+        payload = 3 * step.num_micro_batches * tokens * step.reduce_bytes
+        yield Transfer("tp", "softmax", "all_reduce", tp, 2 * chunks, payload)
+    whole = [weight for stage in stages for weight in _weights(step, stage) if not weight.split]
+    shares = sum(weight.share(step.plan.dp_shard, shard) for weight in whole)
+    yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.reduce_bytes)
+
+
+def _weights(step: Step, stage: _Stage) -> list[Weight]:
+    ends = end_weights(step.shape, step.plan.tp, first=stage.first, last=stage.last)
+    return block_weights(step.shape, step.plan.tp) * stage.layers + ends
+
+
+def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
+    shape, plan = step.shape, step.plan
+    if not plan.by_fsdp:
+        weights = [weight for stage in stages for weight in _weights(step, stage)]
+        buckets = _buckets([weight.size * step.reduce_bytes for weight in reversed(weights)])
+        payload = sum(weight.size for weight in weights) * step.reduce_bytes
+        yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, buckets, payload)
+        return
+    ranks = plan.dp_shard
+    calls, payloads = {ranks: 0}, {ranks: 0}
+    scatters = scattered = copies = copied = 0
+    for stage in stages:
+        root = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
+        # each block is a group of its own, and so is what is left, if anything is: it is gathered once and kept
+        for weights, reshard, count in ((block_weights(shape, plan.tp), step.reshard, stage.layers), (root, False, 1)):
+            size = count * sum(weight.padded(ranks) for weight in weights)
+            if not size:
+                continue
+            for over in gathered(stage.work, reshard, ranks):
+                calls[over] = calls.get(over, 0) + count
+                payloads[over] = payloads.get(over, 0) + size * step.compute_bytes
+            times = step.num_micro_batches if plan.pp == 1 else 1  # a pipeline keeps whole gradients until its last
+            scatters, scattered = scatters + count * times, scattered + size * times * step.reduce_bytes
+            copies, copied = copies + count, copied + size // ranks * step.reduce_bytes
+    for over in calls:
+        yield Transfer("dp_shard", "gather weights", "all_gather", over, calls[over], payloads[over])
+    yield Transfer("dp_shard", "sum gradients", "reduce_scatter", ranks, scatters, scattered)
+    yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, copies, copied)
+
+
+def gathered(work: str, reshard: bool | int, ranks: int) -> list[int]:
+    """Over how many ranks each gather of one FSDP2 group goes, as a rank's work needs its weights: they are dropped
+    after each forward ``F`` as ``reshard`` says, and with ``R``.
+    """
+    found: list[int] = []
+    held = ranks  # over how many ranks the weights are dealt; 1 = here whole
+    for event in work:
+        if event in "FBIU" and held > 1:
+            found.append(held)
+            held = 1
+        if event == "R":
+            held = ranks
+        if event == "F" and reshard is not False:
+            held = ranks if reshard is True else reshard
+    return found
+
+
+def _buckets(sizes: Sequence[int]) -> int:
+    """How many DDP makes of gradients in the order in which they come, from the second step on."""
+    limit, filled, closed = DDP_FIRST_BUCKET, 0, 0
+    for size in sizes:
+        filled += size
+        if filled >= limit:
+            limit, filled, closed = DDP_BUCKET, 0, closed + 1
+    return closed + bool(filled)

@@ -1,0 +1,56 @@
+"""Which weights a stage of a model has, and how much of each one rank holds. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from quern.model.config import ModelShape
+
+__all__ = ["Weight", "block_weights", "end_weights"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as one rank of ``tp`` holds it, before FSDP2 deals out its rows."""
+
+    shape: tuple[int, ...]
+    split: bool
+    """Whether ``tp`` splits it; else every rank of ``tp`` holds it whole."""
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    def padded(self, ranks: int) -> int:
+        """Elements when every rank of ``dp_shard`` has as many rows as the first: what FSDP2 sends."""
+        return -(-self.shape[0] // ranks) * ranks * prod(self.shape[1:])
+
+    def share(self, ranks: int, rank: int) -> int:
+        """Elements that a rank of ``dp_shard`` really holds; the first has the most."""
+        rows = -(-self.shape[0] // ranks)
+        return max(0, min(rows, self.shape[0] - rank * rows)) * prod(self.shape[1:])
+
+
+def block_weights(shape: ModelShape, tp: int) -> list[Weight]:
+    """Of one layer, in the order of the model."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    dealt = shape.num_kv_heads % tp == 0  # else several ranks share a head, and each holds all of them
+    keys = Weight((key // tp if dealt else key, shape.dim), dealt)
+    head_norms = [Weight((shape.head_dim,), False)] * (2 if shape.qk_norm else 0)
+    wide = Weight((shape.ffn_dim // tp, shape.dim), True)
+    return [
+        Weight((shape.dim,), False),
+        *(Weight((query // tp, shape.dim), True), keys, keys, Weight((shape.dim, query // tp), True), *head_norms),
+        Weight((shape.dim,), False),
+        *(wide, Weight((shape.dim, shape.ffn_dim // tp), True), wide),
+    ]
+
+
+def end_weights(shape: ModelShape, tp: int, *, first: bool, last: bool) -> list[Weight]:
+    """What a stage has besides blocks: the embedding at the start, the last norm and the head at the end, which is a
+    copy of the embedding where the two are tied and the start is another stage's."""
+    table = Weight((shape.padded_vocab_size // tp, shape.dim), True)
+    tables = int(first) + int(last and not (first and shape.tied_embeddings))
+    return [table] * tables + [Weight((shape.dim,), False)] * last

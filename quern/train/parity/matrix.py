@@ -1,0 +1,304 @@
+"""The cases: a layout, how a step is computed on it, and what is computed. Only the last changes the result.
+
+Sizes are as uneven as a layout allows. Data parallelism and pipelines take any size, so that nothing divides by the
+number of ranks. Tensor parallelism needs heads, feed-forward width, padded vocabulary and sequence length in equal
+parts; dim, vocabulary and what is left of a part for FSDP2 to deal out stay uneven.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from quern.parallel.schedules import SCHEDULES
+
+__all__ = [
+    "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "covering", "everything",
+    "pairs", "product", "quick", "special",
+]  # fmt: skip
+
+STEPS, VOCAB_SIZE, Z_LOSS = 3, 127, 0.3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the work."""
+
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    reshard: bool | int | None = None
+    """Null: true, and false in a pipeline."""
+    grouped: bool = True
+    """Whether there is a process group."""
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.tp * self.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.replicate * self.shard
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(pp, replicate, shard, tp) of a rank: the last differs fastest."""
+        rest, tp = divmod(rank, self.tp)
+        rest, shard = divmod(rest, self.shard)
+        pp, replicate = divmod(rest, self.replicate)
+        return pp, replicate, shard, tp
+
+
+LAYOUTS = {
+    "alone": Layout(grouped=False),
+    "one": Layout(),
+    "ddp2": Layout(replicate=2),
+    "ddp3": Layout(replicate=3),
+    "ddp4": Layout(replicate=4),
+    "fsdp2": Layout(shard=2),
+    "fsdp2keep": Layout(shard=2, reshard=False),
+    "fsdp3": Layout(shard=3),
+    "fsdp4": Layout(shard=4),
+    "fsdp4keep": Layout(shard=4, reshard=False),
+    "fsdp4by2": Layout(shard=4, reshard=2),
+    "fsdp5": Layout(shard=5),
+    "fsdp7": Layout(shard=7),
+    "hsdp2x2": Layout(2, 2),
+    "hsdp2x2keep": Layout(2, 2, reshard=False),
+    "hsdp3x2": Layout(3, 2),
+    "tp2": Layout(tp=2),
+    "tp4": Layout(tp=4),
+    "fsdp2tp2": Layout(shard=2, tp=2),
+    "fsdp2tp2keep": Layout(shard=2, tp=2, reshard=False),
+    "fsdp3tp2": Layout(shard=3, tp=2),
+    "ddp2tp2": Layout(replicate=2, tp=2),
+    "hsdp2x2tp2": Layout(2, 2, tp=2),
+    "pp2": Layout(pp=2),
+    "pp4": Layout(pp=4),
+    "pp2fsdp2": Layout(shard=2, pp=2),
+    "pp4fsdp2": Layout(shard=2, pp=4),
+    "pp2tp2": Layout(tp=2, pp=2),
+    "pp4tp2": Layout(tp=2, pp=4),
+    "pp2ddp2": Layout(replicate=2, pp=2),
+    "pp2fsdp2tp2": Layout(shard=2, tp=2, pp=2),
+}
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "layout": tuple(LAYOUTS),
+    "schedule": (None, *SCHEDULES),
+    "activation": ("none", "full", "selective"),
+    "more": (False, True),
+    "mask": (True, False),
+    "tied": (False, True),
+    "sizes": ("six", "norm", "slim"),
+    "z_loss": (False, True),
+}
+"""What a case may be, of which not every combination is legal."""
+
+#: Nothing divides by the number of ranks that does not have to. ``slim`` leaves ranks without a row of some weights.
+SIZES: dict[str, dict[str, Any]] = {
+    "six": {"num_layers": 2, "dim": 30, "num_heads": 6, "num_kv_heads": 3, "head_dim": 10, "ffn_dim": 61},
+    "norm": {
+        "num_layers": 2, "dim": 31, "num_heads": 6, "num_kv_heads": 2, "head_dim": 6, "ffn_dim": 45, "qk_norm": True,
+    },
+    "slim": {
+        "num_layers": 1, "dim": 13, "num_heads": 5, "num_kv_heads": 1, "head_dim": 2, "ffn_dim": 7, "qk_norm": True,
+    },
+}  # fmt: skip
+
+
+def split_sizes(name: str, tp: int) -> dict[str, Any]:
+    """The same three for ``tp`` ranks that split tensors: key and value heads as many as ranks, half as many, one."""
+    if name == "six":
+        return {"dim": 31, "num_heads": 3 * tp, "num_kv_heads": tp, "head_dim": 6, "ffn_dim": 23 * tp}
+    if name == "norm":
+        widths = {"dim": 30, "num_heads": 2 * tp, "num_kv_heads": max(tp // 2, 1), "head_dim": 4, "ffn_dim": 15 * tp}
+    else:
+        widths = {"dim": 13, "num_heads": tp, "num_kv_heads": 1, "head_dim": 2, "ffn_dim": 3 * tp}
+    return {**widths, "qk_norm": True}
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What is computed: equal ones have equal results, however they are laid out."""
+
+    model: tuple[tuple[str, Any], ...]
+    """Fields of :class:`quern.model.config.ModelConfig`."""
+    seq_len: int
+    global_batch: int
+    """Of the first step."""
+    mask: bool
+    z_loss: float
+    skip: int | None
+    ramp: bool
+
+    def phases(self) -> list[dict[str, Any]]:
+        """As in the config."""
+        if not self.ramp:
+            return []
+        return [
+            {"first_step": 1, "global_batch": 2 * self.global_batch},
+            {"first_step": 2, "weights": [0.2, 0.2, 0.6]},
+        ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of :data:`STEPS` steps."""
+
+    layout: str
+    activation: str = "none"
+    more: bool = False
+    """Micro-batches: 3 instead of 1; in a pipeline, more than stages instead of as many."""
+    mask: bool = True
+    tied: bool = False
+    sizes: str = "six"
+    z_loss: bool = False
+    schedule: str | None = None
+    """Of a pipeline."""
+    skip: int | None = None
+    """A step with one gradient that is not a number."""
+    ramp: bool = False
+    """Twice the batch from step 1 on, another recipe from step 2 on."""
+
+    def __str__(self) -> str:
+        parts = [self.place, self.activation, f"x{self.accumulate}", "mask" if self.mask else "whole"]
+        parts += ["tied" if self.tied else "untied", self.sizes]
+        parts += ["z"] if self.z_loss else []
+        parts += ["ramp"] if self.ramp else []
+        return "-".join(parts if self.skip is None else [*parts, f"skip{self.skip}"])
+
+    @property
+    def place(self) -> str:
+        """The layout, with the schedule of a pipeline."""
+        return self.layout if self.schedule is None else f"{self.layout}-{self.schedule}"
+
+    @property
+    def on(self) -> Layout:
+        return LAYOUTS[self.layout]
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline; 1 without one."""
+        return 1 if self.schedule is None else self.on.pp * (SCHEDULES[self.schedule].stages_per_rank or 2)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a data-parallel rank in the first step."""
+        if self.schedule is None:
+            return 3 if self.more else 1
+        if not self.more:
+            return self.num_stages
+        # schedules with several stages a rank go in rounds of pp
+        return self.num_stages + (self.on.pp if self.num_stages > self.on.pp else self.on.pp // 2 + 1)
+
+    @property
+    def computation(self) -> Computation:
+        layout = self.on
+        model = dict(SIZES[self.sizes], vocab_multiple=8)
+        if layout.tp > 1:  # rows of the vocabulary that no further rank divides
+            model |= split_sizes(self.sizes, layout.tp) | {"vocab_multiple": 10 if layout.tp == 2 else 12}
+        if self.schedule is not None:
+            model["num_layers"] = self.num_stages + (self.sizes != "slim")
+        if layout.pp > 1:
+            unit = layout.dp * self.accumulate
+            batch = unit * max(1, 12 // unit)
+        else:  # with 1 micro-batch and with 3
+            unit = 3 * layout.dp
+            batch = unit * -(-12 // unit)
+        return Computation(
+            tuple({**model, "tied_embeddings": self.tied}.items()),
+            17 if layout.tp == 1 else 20,
+            batch,
+            self.mask,
+            Z_LOSS if self.z_loss else 0.0,
+            self.skip,
+            self.ramp,
+        )
+
+    @property
+    def micro_batch(self) -> int:
+        return self.computation.global_batch // self.on.dp // self.accumulate
+
+
+def legal(case: Case) -> bool:
+    """A pipeline and nothing else has a schedule; one that splits its backward recomputes nothing."""
+    if case.schedule is None or case.on.pp == 1:
+        return case.schedule is None and case.on.pp == 1
+    return case.activation == "none" or not SCHEDULES[case.schedule].splits_backward
+
+
+@cache
+def product() -> list[Case]:
+    """Every legal combination of factors."""
+    cases = (Case(**dict(zip(FACTORS, row, strict=True))) for row in itertools.product(*FACTORS.values()))
+    return [case for case in cases if legal(case)]
+
+
+@cache
+def everything() -> list[Case]:
+    """The full legal product but for sizes and z-loss, which take turns."""
+    names = [name for name in FACTORS if name not in ("sizes", "z_loss")]
+    rows = (dict(zip(names, row, strict=True)) for row in itertools.product(*(FACTORS[name] for name in names)))
+    plain = [row for row in rows if legal(Case(**row))]
+    sizes = FACTORS["sizes"]
+    cases = [
+        Case(**row, sizes=sizes[number % len(sizes)], z_loss=number % 5 in (1, 3)) for number, row in enumerate(plain)
+    ]
+    return list(dict.fromkeys([*cases, *special()]))
+
+
+def special() -> list[Case]:
+    """Steps that are skipped, and batches that grow, on one layout of each kind."""
+    found = []
+    for layout, schedule in (
+        ("alone", None), ("ddp2", None), ("fsdp2", None), ("hsdp2x2", None), ("tp2", None), ("fsdp2tp2", None),
+        ("pp2", "1f1b"), ("pp2", "zbv_zero_bubble"), ("pp4", "interleaved_1f1b"), ("pp2fsdp2", "gpipe"),
+        ("pp2fsdp2tp2", "1f1b"),
+    ):  # fmt: skip
+        found.append(Case(layout, schedule=schedule, more=True, tied=True, sizes="norm", skip=1))
+        found.append(Case(layout, schedule=schedule, z_loss=True, ramp=True))
+    return found
+
+
+@cache
+def quick() -> list[Case]:
+    """Every layout and every schedule at least once, every two values of the other factors together at least once."""
+
+    def seen(case: Case) -> Iterable[Hashable]:
+        yield case.layout
+        yield case.schedule, case.on.pp if case.on.tp == case.on.dp == 1 else None
+        yield from pairs(case, [name for name in FACTORS if name not in ("layout", "schedule")])
+
+    cases = [case for case in product() if case.layout != "alone" or case.more or case.activation != "none"]
+    few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2")]
+    return sorted([*covering(cases, seen), *few], key=lambda case: case.on.world)
+
+
+def pairs(case: Case, names: Iterable[str]) -> Iterable[Hashable]:
+    """(factor, value, factor, value) of every two of the named factors."""
+    values = ((name, getattr(case, name)) for name in names)
+    for (one, a), (other, b) in itertools.combinations(values, 2):
+        yield one, a, other, b
+
+
+def covering(cases: Sequence[Case], seen: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
+    """A few of ``cases`` in which is seen all that is seen in any of them; greedy, of equals what was seen least."""
+    all_seen = [(case, frozenset(seen(case))) for case in cases]
+    left = set().union(*(features for _, features in all_seen))
+    times: Counter[Hashable] = Counter()
+    chosen = []
+    while left:
+        gains = [len(left & features) for _, features in all_seen]
+        best = max(gains)
+        equals = [pair for pair, gain in zip(all_seen, gains, strict=True) if gain == best]
+        case, features = min(equals, key=lambda pair: sum(map(times.__getitem__, pair[1])))
+        chosen.append(case)
+        times.update(features)
+        left -= features
+    return chosen

@@ -1,0 +1,128 @@
+"""``quern selftest``: what it prints, what it ends with, and that it sees a fault that is put into a copy of quern."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quern.cli.main import app
+from quern.train.parity.matrix import LAYOUTS, quick
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: After the last micro-batch, one norm's gradient is off by a millionth where tensors are split.
+FAULT = """
+
+_finish = Gradients.finish
+
+
+def _falsely(self):
+    _finish(self)
+    if self.mesh.tp is not None:
+        dict(self.model.named_parameters())["blocks.1.ffn_norm.weight"].grad.mul_(1 + 1e-6)
+
+
+Gradients.finish = _falsely
+"""
+DEATH = """
+
+_train_case = train
+
+
+def train(case, *others):
+    if str(case) == "ddp2-none-x1-mask-untied-norm" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    if str(case) == "ddp2-none-x1-mask-untied-slim" and os.environ["RANK"] == "1":
+        raise ValueError("no such bird")
+    return _train_case(case, *others)
+"""
+
+
+def quern(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """With the quern that stands in ``folder``."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "quern.cli.main", "selftest", "--device", "cpu", *arguments],
+        cwd=folder, capture_output=True, text=True, check=False, env=environment, timeout=800,
+    )  # fmt: skip
+
+
+def chosen(*names: str) -> list[str]:
+    return [part for name in names for part in ("--case", name)]
+
+
+def entries(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    document = json.loads(done.stdout)
+    assert list(document) == ["cases"]
+    return {entry["case"]: entry for entry in document["cases"]}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "quern", tmp_path / "copy" / "quern", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "copy"
+
+
+def test_an_unknown_case_is_refused() -> None:
+    done = CliRunner().invoke(app, ["selftest", "--case", "fsdp2"])
+    assert done.exit_code == 2
+    assert "--case: expected the name of a case" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_table_has_a_line_for_each_case() -> None:
+    done = quern(ROOT, *chosen("alone-none-x3-mask-untied-six", "ddp2-none-x1-mask-untied-slim"))
+    assert done.returncode == 0, done.stderr
+    title, *rows, summary = done.stdout.splitlines()
+    assert title.split() == ["case", "ranks", "worst", "seconds"]
+    assert [row.split()[0] for row in rows] == ["alone-none-x3-mask-untied-six", "ddp2-none-x1-mask-untied-slim"]
+    assert all(row.split()[4] == "passed" and 0 <= float(row.split()[2]) < 1e-10 for row in rows)
+    assert summary.startswith("2 of 2 cases passed on cpu in ")
+
+
+@pytest.mark.slow
+def test_a_fault_is_seen_and_a_rank_that_dies_fails_its_case_alone(copy: Path) -> None:
+    with (copy / "quern/parallel/gradients.py").open("a") as file:
+        file.write(FAULT)
+    with (copy / "quern/train/parity/run.py").open("a") as file:
+        file.write("import os\n" + DEATH)
+    names = [f"ddp2-none-x1-mask-untied-{sizes}" for sizes in ("six", "norm", "slim")]
+    names += ["ddp2-full-x1-mask-untied-six", "tp2-none-x1-mask-untied-six"]
+    done = quern(copy, "--json", *chosen(*names))
+    assert done.returncode == 1, done.stderr
+    found = entries(done)
+    whole, killed, raised, after, faulty = (found[name] for name in names)
+    assert whole["passed"]
+    assert after["passed"]
+    assert "exit code -9" in "\n".join(killed["problems"])
+    assert "ValueError: no such bird" in "\n".join(raised["problems"])
+    assert [case["worst_ratio"] for case in (killed, raised)] == [None, None]
+    assert faulty["layout"] == "tp2"
+    assert faulty["world_size"] == 2
+    assert faulty["worst"]["first gradient"]["tensor"] == "blocks.1.ffn_norm.weight step 0"
+    assert faulty["worst"]["first gradient"]["ratio"] == pytest.approx(1e-6, rel=1e-3)
+    assert not any(case["passed"] for case in (killed, raised, faulty))
+    assert "3 of 5 cases differ" in done.stderr
+
+    alone = quern(copy, *chosen(names[-1]))
+    assert alone.returncode == 1
+    assert "blocks.1.ffn_norm.weight" in alone.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_the_quick_set_passes() -> None:
+    done = quern(ROOT, "--json")
+    assert done.returncode == 0, done.stderr
+    found = entries(done)
+    assert set(found) == {str(case) for case in quick()}
+    assert {entry["world_size"] for entry in found.values()} == set(range(1, 9))
+    assert {entry["layout"].partition("-")[0] for entry in found.values()} == set(LAYOUTS)
+    assert all(entry["passed"] is True and entry["worst_ratio"] <= 1e-10 for entry in found.values())

@@ -1,0 +1,294 @@
+"""What a step really sends over gloo, collective by collective, against :mod:`quern.parallel.traffic`'s arithmetic.
+
+Counted twice: every collective that torch dispatches, by the ranks of its group, bytes and calls exactly; and the bytes
+that the kernel has seen leave this process's sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quern.model.config import ModelConfig, ModelShape
+from quern.model.init import initialise
+from quern.model.transformer import Transformer
+from quern.parallel.accumulation import Inputs
+from quern.parallel.apply import Layout, Parallel, parallelize
+from quern.parallel.mesh import AXES, MeshPlan, build_mesh
+from quern.parallel.schedules import SCHEDULES
+from quern.parallel.traffic import Step, traffic
+
+MICRO_BATCH = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: MeshPlan
+    reshard: bool | int = True
+    activation: str = "none"
+    micro_batches: int = 3
+    tied: bool = False
+    dtype: torch.dtype = torch.float64
+    wide: bool = False
+    """Tensors that are large beside the headers of messages."""
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    layers: int = 3
+    kv_heads: int = 3
+
+    def __str__(self) -> str:
+        said = f"{self.plan} reshard {self.reshard} AC {self.activation} x{self.micro_batches}"
+        return said + (f" {self.schedule}" if self.plan.pp > 1 else "") + (" tied" if self.tied else "")
+
+    @property
+    def shape(self) -> ModelShape:
+        """Nothing divides by a number of ranks that does not have to."""
+        tp = self.plan.tp > 1
+        sizes: dict[str, Any] = {"dim": 30, "num_heads": 12, "num_kv_heads": self.kv_heads, "head_dim": 10}
+        sizes["ffn_dim"] = 68 if tp else 61
+        if self.wide:
+            sizes = {"dim": 256, "num_heads": 4, "ffn_dim": 768}
+        return ModelConfig(
+            num_layers=self.layers, **sizes, vocab_multiple=12 if tp else 10, tied_embeddings=self.tied, qk_norm=True
+        ).shape(vocab_size=127)  # fmt: skip
+
+    @property
+    def seq_len(self) -> int:
+        return 256 if self.wide else 8
+
+    @property
+    def step(self) -> Step:
+        return Step(
+            shape=self.shape, plan=self.plan, micro_batch=MICRO_BATCH, num_micro_batches=self.micro_batches,
+            seq_len=self.seq_len, compute_bytes=self.dtype.itemsize, reduce_bytes=max(self.dtype.itemsize, 4),
+            reshard=self.reshard, activation_checkpointing=self.activation, schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank, loss_chunk=4096 if self.wide else 5,
+        )  # fmt: skip
+
+
+Sent = dict[tuple[str, str, int], tuple[int, int]]
+"""By (axes, collective, ranks): calls and bytes."""
+
+
+def told(case: Case, rank: int) -> Sent:
+    found: Sent = {}
+    for row in traffic(case.step, rank):
+        calls, payload = found.get((row.axis, row.collective, row.ranks), (0, 0))
+        found[row.axis, row.collective, row.ranks] = (calls + row.calls, payload + row.payload)
+    return found
+
+
+class Collectives(TorchDispatchMode):
+    """Every collective of more than one rank: who takes part, and how large the whole tensor is."""
+
+    def __init__(self, plan: MeshPlan) -> None:
+        super().__init__()
+        self._plan = plan
+        self.calls: Counter[tuple[str, str, int]] = Counter()
+        self.bytes: Counter[tuple[str, str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            self._see(func.overloadpacket.__name__.strip("_"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str, args: Any) -> None:
+        if name in ("wait_tensor", "recv", "barrier"):
+            return
+        if isinstance(args[-1], str):  # a functional collective: the group's name stands last
+            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))
+            kind, tensors = {
+                "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+                "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+                "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+            }[name], args[0]  # fmt: skip
+            times = len(ranks) if kind == "all_gather" else 1
+        else:
+            kind, place, times = {
+                "allgather_base": ("all_gather", 0, 1), "reduce_scatter_base": ("reduce_scatter", 1, 1),
+                "allreduce": ("all_reduce", 0, 1), "allreduce_coalesced": ("all_reduce", 0, 1), "send": ("send", 0, 1),
+            }[name]  # fmt: skip
+            tensors = args[place]
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        places = [self._plan.coordinates(rank) for rank in ranks]
+        axes = "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+        key = axes, kind, len(ranks)
+        self.calls[key] += 1
+        self.bytes[key] += times * sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def seen(self) -> Sent:
+        return {key: (self.calls[key], self.bytes[key]) for key in self.calls}
+
+
+def build(case: Case) -> Parallel:
+    torch.set_default_dtype(torch.promote_types(case.dtype, torch.float32))
+    try:
+        with torch.device("meta"):
+            model = Transformer(case.shape, compute_dtype=case.dtype, loss_chunk=case.step.loss_chunk)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    layout = Layout(
+        compute_dtype=case.dtype, reshard_after_forward=case.reshard, activation_checkpointing=case.activation,
+        micro_batch=MICRO_BATCH, seq_len=case.seq_len, schedule=case.schedule, stages_per_rank=case.stages_per_rank,
+    )  # fmt: skip
+    parallel = parallelize(model, build_mesh(case.plan, "cpu"), layout)
+    initialise(parallel.model, seed=7)
+    return parallel
+
+
+def take(parallel: Parallel, case: Case) -> None:
+    """One step's forward and backward passes, until all gradients are whole."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = []
+    for _ in range(case.micro_batches):
+        tokens_BL, targets_BL = torch.randint(127, (2, MICRO_BATCH, case.seq_len), generator=generator).unbind()
+        inputs.append(Inputs(tokens_BL, targets_BL, None, None))
+    parallel.model.zero_grad(set_to_none=True)
+    parallel.run.forward_backward(inputs, lambda loss_sum: loss_sum / 100)
+    parallel.gradients.finish()
+
+
+def counted(cases: list[Case]) -> list[Sent]:
+    found = []
+    for case in cases:
+        parallel = build(case)
+        for _ in range(2):  # DDP learns its buckets in the first and agrees on them in the second
+            take(parallel, case)
+        with Collectives(case.plan) as watch:
+            take(parallel, case)
+        found.append(watch.seen)
+    return found
+
+
+def compare(run_ranks: Any, cases: list[Case]) -> None:
+    ranks = cases[0].plan.world_size
+    for rank, seen in enumerate(run_ranks(counted, ranks, cases, timeout_s=300)):
+        for case, sent in zip(cases, seen, strict=True):
+            assert sent == told(case, rank), f"{case}: rank {rank}"
+
+
+def test_one_rank_sends_nothing(run_ranks: Any) -> None:
+    compare(run_ranks, [Case(MeshPlan())])
+    assert traffic(Case(MeshPlan()).step) == []
+
+
+MULTI = tuple(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))
+TWO = MeshPlan(dp_shard=2)
+
+
+def test_two_ranks(run_ranks: Any) -> None:
+    tp = Case(MeshPlan(tp=2), kv_heads=2)
+    compare(run_ranks, [
+        Case(MeshPlan(dp_replicate=2), dtype=torch.bfloat16), Case(TWO, activation="full", tied=True),
+        Case(TWO, reshard=False), replace(tp, kv_heads=1), replace(tp, activation="selective", dtype=torch.bfloat16),
+        Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_in_every_way(run_ranks: Any) -> None:
+    tp, pp = Case(MeshPlan(tp=2), kv_heads=2), Case(MeshPlan(pp=2), micro_batches=4, layers=5)
+    cases = [Case(MeshPlan(dp_replicate=2), tied=True), Case(TWO), Case(TWO, reshard=2, micro_batches=1)]
+    cases += [replace(tp, activation=how, tied=True) for how in ("none", "full")]
+    cases += [replace(pp, schedule=name, tied=tied) for name in SCHEDULES for tied in (False, True)]
+    cases += [replace(pp, schedule=name, layers=8, stages_per_rank=4) for name in ("looped_bfs", "interleaved_1f1b")]
+    compare(run_ranks, cases)
+
+
+@pytest.mark.slow
+def test_four_ranks(run_ranks: Any) -> None:
+    cases = [Case(plan, reshard) for plan in (MeshPlan(dp_shard=4), MeshPlan(2, 2)) for reshard in (True, False, 2)]
+    cases += [Case(MeshPlan(dp_shard=4), reshard=4), Case(MeshPlan(2, 2), dtype=torch.bfloat16)]
+    cases += [Case(MeshPlan(dp_replicate=4), wide=True)]
+    cases += [Case(MeshPlan(tp=2, dp_shard=2), how, kv_heads=2, activation="full") for how in (True, False, 2)]
+    cases += [Case(MeshPlan(tp=2, dp_replicate=2), kv_heads=1), Case(MeshPlan(tp=4), kv_heads=2, tied=True)]
+    compare(run_ranks, cases)
+
+
+@pytest.mark.slow
+def test_pipelines_of_four_ranks(run_ranks: Any) -> None:
+    fsdp = Case(MeshPlan(pp=2, dp_shard=2), reshard=False, micro_batches=4, layers=5, tied=True)
+    cases = [replace(fsdp, reshard=how, schedule=name) for how in (True, 2) for name in ("1f1b", "interleaved_1f1b")]
+    cases += [replace(fsdp, schedule=name) for name in SCHEDULES]
+    # four stages a rank: torch keeps the weights of three, and gathers again
+    cases += [replace(fsdp, schedule=name, layers=9, stages_per_rank=4) for name in MULTI[:3]]
+    cases += [replace(fsdp, plan=MeshPlan(pp=2, dp_replicate=2)), replace(fsdp, plan=MeshPlan(pp=4))]
+    compare(run_ranks, cases)
+    tp = Case(MeshPlan(pp=2, tp=2), micro_batches=4, layers=5, kv_heads=1)
+    compare(run_ranks, [replace(tp, schedule=name, tied=name != "1f1b") for name in SCHEDULES])
+
+
+@pytest.mark.long
+def test_eight_ranks(run_ranks: Any) -> None:
+    plan = MeshPlan(pp=2, dp_shard=2, tp=2)
+    for how, names in ((False, tuple(SCHEDULES)), (True, ("1f1b", "interleaved_1f1b"))):
+        cases = [Case(plan, how, kv_heads=1, tied=True, layers=5, micro_batches=4, schedule=name) for name in names]
+        compare(run_ranks, cases)
+    tied = Case(MeshPlan(2, 2, tp=2), kv_heads=2, activation="selective", tied=True)
+    compare(run_ranks, [tied, replace(tied, plan=MeshPlan(dp_replicate=2, pp=2, tp=2), micro_batches=2)])
+
+
+def acknowledged() -> int:
+    """Bytes that have left this process's TCP sockets and arrived (``tcpi_bytes_acked``, Linux)."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        if not Path(f"/proc/self/fd/{name}").is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(name))) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("Q", info, 120)[0]
+    return total
+
+
+def settled() -> int:
+    """When all that was sent has arrived everywhere: a barrier's few bytes say that everyone has sent, not more."""
+    before = -1
+    while before != (before := acknowledged()):
+        time.sleep(0.02)
+    return before
+
+
+def on_the_wire(cases: list[Case]) -> list[int]:
+    found = []
+    for case in cases:
+        parallel = build(case)
+        for _ in range(2):
+            take(parallel, case)
+        dist.barrier()
+        before = settled()
+        dist.barrier()
+        take(parallel, case)
+        found.append(settled() - before)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count is Linux's")
+def test_bytes_that_leave_the_sockets(run_ranks: Any) -> None:
+    """Ring costs to 1 %, for headers and barriers; but gloo's reduce-scatter is an all-reduce, and costs one."""
+    plans = [MeshPlan(dp_replicate=4), MeshPlan(dp_shard=4), MeshPlan(tp=4), MeshPlan(pp=2, dp_shard=2)]
+    cases = [Case(plan, plan.pp == 1, wide=True, micro_batches=2, dtype=torch.bfloat16) for plan in plans]
+    for rank, found in enumerate(run_ranks(on_the_wire, 4, cases, timeout_s=300)):
+        for case, total in zip(cases, found, strict=True):
+            rows = traffic(case.step, rank)
+            told = sum(row.sent * (2 if row.collective == "reduce_scatter" else 1) for row in rows)
+            assert total == pytest.approx(told, rel=1e-2), f"{case}: rank {rank}"

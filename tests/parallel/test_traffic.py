@@ -1,0 +1,186 @@
+"""The handbook's arithmetic of what a step sends, in closed form for big models; small ones are counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import pytest
+
+from quern.model.config import ModelConfig, ModelShape
+from quern.parallel.mesh import MeshPlan
+from quern.parallel.schedules import SCHEDULES
+from quern.parallel.traffic import Step, Transfer, elements_held, traffic
+
+BIG = ModelConfig(preset="llama3-8b").shape(128_000)
+"""Its weights are multiples of any number of ranks here: nothing is padded."""
+
+
+def step(plan: MeshPlan, shape: ModelShape = BIG, **changes: Any) -> Step:
+    given: dict[str, Any] = {
+        "micro_batch": 1, "num_micro_batches": 1, "seq_len": 8192, "compute_bytes": 2, "reduce_bytes": 4,
+    }  # fmt: skip
+    return Step(shape=shape, plan=plan, **(given | changes))
+
+
+def sent(step: Step, rank: int = 0, axis: str = "") -> int:
+    return sum(row.sent for row in traffic(step, rank) if row.axis.startswith(axis))
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [
+        ("all_reduce", lambda n: Fraction(2 * (n - 1), n)), ("all_gather", lambda n: Fraction(n - 1, n)),
+        ("reduce_scatter", lambda n: Fraction(n - 1, n)), ("send", lambda n: Fraction(1)),
+    ],
+)  # fmt: skip
+def test_ring_costs(collective: Any, factor: Any) -> None:
+    for ranks in (2, 3, 8, 512):
+        for payload in (1, 1000, 14 * 10**9):
+            assert Transfer("x", "y", collective, ranks, 1, payload).sent == ceil(factor(ranks) * payload)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_a_gather() -> None:
+    made = [Transfer("x", "y", how, 8, 1, 8 * 10**6).sent for how in ("all_reduce", "reduce_scatter", "all_gather")]  # type: ignore[arg-type]
+    assert made[0] == made[1] + made[2]
+
+
+def test_seven_billion_gradients_in_bf16() -> None:
+    """14 GB, of which 2(N-1)/N go out: at NVLink's 900 GB/s about 30 ms."""
+    seconds = Transfer("dp_replicate", "sum gradients", "all_reduce", 8, 1, 2 * 7 * 10**9).sent / 900e9
+    assert 0.02 < seconds < 0.035
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_zero(ranks: int) -> None:
+    """With one precision throughout, ZeRO-2 sends what DDP does and ZeRO-3 half as much again (ZeRO, section 7). But
+    for embedding, head and last norm, which are kept gathered from forward to backward."""
+    changes: dict[str, Any] = {"compute_bytes": 2, "reduce_bytes": 2}
+    gradients = 2 * BIG.num_parameters
+    ddp = sent(step(MeshPlan(dp_replicate=ranks), **changes))
+    zero2 = sent(step(MeshPlan(dp_shard=ranks), reshard=False, **changes))
+    zero3 = sent(step(MeshPlan(dp_shard=ranks), reshard=True, **changes))
+    assert ddp == 2 * gradients * (ranks - 1) // ranks
+    assert zero2 == ddp
+    kept = 2 * (2 * BIG.vocab_size * BIG.dim + BIG.dim) * (ranks - 1) // ranks
+    assert zero3 == ddp * 3 // 2 - kept
+    assert zero3 / ddp == pytest.approx(1.5, abs=0.07)
+
+
+def test_micro_batches() -> None:
+    """DDP and ZeRO-2's gather send once a step; a shard of gradients costs a scatter of every micro-batch."""
+    ddp, zero2 = MeshPlan(dp_replicate=8), MeshPlan(dp_shard=8)
+    assert sent(step(ddp, num_micro_batches=16)) == sent(step(ddp))
+    once, often = (traffic(step(zero2, reshard=False, num_micro_batches=n)) for n in (1, 16))
+    assert [row.sent for row in often] == [once[0].sent, 16 * once[1].sent]
+
+
+def test_hybrid_shards_talk_in_their_group() -> None:
+    """Of what the inner group has scattered each rank sums its eighth with the other groups: 1/8 of the gradients."""
+    rows = traffic(step(MeshPlan(dp_replicate=4, dp_shard=8)))
+    across = next(row for row in rows if row.axis == "dp_replicate")
+    assert across.payload == 4 * BIG.num_parameters // 8
+    assert across.sent == 2 * 3 * across.payload // 4
+    assert {row.ranks for row in rows if row.axis == "dp_shard"} == {8}
+
+
+def test_resharding_to_a_node_gathers_there_in_backward() -> None:
+    rows = {row.ranks: row for row in traffic(step(MeshPlan(dp_shard=64), reshard=8)) if row.what == "gather weights"}
+    blocks = 2 * BIG.num_block_parameters
+    rest = 2 * (BIG.num_parameters - BIG.num_block_parameters)
+    assert {ranks: row.payload for ranks, row in rows.items()} == {64: blocks + rest, 8: blocks}
+
+
+def test_uneven_rows_are_sent_as_if_they_were_even() -> None:
+    """61 rows over 4 ranks: every one sends 16."""
+    odd = ModelConfig(num_layers=1, dim=60, num_heads=1, ffn_dim=61, vocab_multiple=1).shape(127)
+    rows = traffic(step(MeshPlan(dp_shard=4), odd, compute_bytes=1, reduce_bytes=1))
+    block = 4 * 60 * 60 + 2 * 64 * 60 + 60 * 61 + 2 * 60
+    assert [row.payload for row in rows] == [2 * block + (2 * 128 * 60 + 60), block + (2 * 128 * 60 + 60)]
+    assert elements_held(step(MeshPlan(dp_shard=4), odd), 0) > elements_held(step(MeshPlan(dp_shard=4), odd), 3)
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 4), ("full", 6), ("selective", 6)])
+def test_tensor_parallel_activations(checkpointing: str, passes: int) -> None:
+    """Megatron: two all-reduces a layer forward and two backward, each of all activations. With the sequence sharded
+    they are reduce-scatters and gathers, and cost the same (Korthikanti et al. 2022, section 4.2.2); but that what was
+    gathered is not kept, and gathered again in backward, half an all-reduce for each of the two.
+    """
+    tokens, tp = 8192, 8
+    rows = traffic(step(MeshPlan(tp=tp), activation_checkpointing=checkpointing))
+    found = sum(row.sent for row in rows if row.what in ("gather hidden", "scatter hidden"))
+    all_reduce = 2 * (tp - 1) * (tokens * BIG.dim * 2) // tp
+    ends = 2 * all_reduce  # the embedding's sum and the loss's gather, each with its reverse
+    assert found == BIG.num_layers * (passes + 1) * all_reduce + ends
+    softmax = next(row for row in rows if row.what == "softmax")
+    assert (softmax.payload, softmax.calls) == (3 * 4 * tokens, 2 * 2)
+
+
+def test_norms_are_summed_over_tp_once_a_step() -> None:
+    for plan in (MeshPlan(tp=8), MeshPlan(tp=8, dp_shard=4)):
+        (row,) = (row for row in traffic(step(plan, num_micro_batches=4)) if row.what == "partial gradients")
+        assert (row.calls, row.payload) == (1, 4 * (2 * BIG.num_layers + 1) * BIG.dim // plan.dp_shard)
+
+
+def test_shared_key_heads_are_summed_too() -> None:
+    (row,) = (row for row in traffic(step(MeshPlan(tp=16))) if row.what == "partial gradients")
+    norms = (2 * BIG.num_layers + 1) * BIG.dim
+    assert row.payload == 4 * (norms + BIG.num_layers * 2 * BIG.num_kv_heads * BIG.head_dim * BIG.dim)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipeline_activations(schedule: str) -> None:
+    """Hidden states go once over every border between stages that are on two ranks, and their gradients back."""
+    pp, micro_batches = 4, 8
+    kind = SCHEDULES[schedule]
+    stages = pp * (kind.stages_per_rank or 2)
+    changes: dict[str, Any] = {"num_micro_batches": micro_batches, "schedule": schedule}
+    one = 8192 * BIG.dim * 2
+    borders = stages - 1 - (1 if kind.v_shaped else 0)
+    everywhere = sum(sent(step(MeshPlan(pp=pp), **changes), rank) for rank in range(pp))
+    assert everywhere == 2 * borders * micro_batches * one
+    split = step(MeshPlan(pp=pp, tp=2), **changes)
+    assert sum(sent(split, 2 * rank, "pp") for rank in range(pp)) == everywhere // 2  # the sequence is sharded
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_gathers_and_sums_once_a_step(schedule: str) -> None:
+    """Weights stay gathered; the ranks of a pipeline share out what ZeRO-2 would send of one micro-batch."""
+    changes: dict[str, Any] = {"num_micro_batches": 8, "schedule": schedule, "reshard": False}
+    ranks = [sent(step(MeshPlan(pp=4, dp_shard=8), **changes), 8 * rank, "dp") for rank in range(4)]
+    assert sum(ranks) == sent(step(MeshPlan(dp_shard=8), reshard=False), 0, "dp")
+
+
+def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
+    tied = ModelConfig(preset="1B").shape(128_000)
+    for schedule, expected in (("1f1b", [1, 0, 0, 1]), ("interleaved_1f1b", [1, 0, 0, 1]), ("dualpipe_v", [0] * 4)):
+        made = step(MeshPlan(pp=4, dp_shard=2), tied, num_micro_batches=8, schedule=schedule)
+        found = [[row for row in traffic(made, 2 * rank) if row.what == "tied gradients"] for rank in range(4)]
+        assert [len(rows) for rows in found] == expected
+        for row in (row for rows in found for row in rows):
+            assert (row.ranks, row.payload) == (2, 4 * tied.vocab_size * tied.dim // 2)
+
+
+def test_what_is_held_adds_up() -> None:
+    """Over all ranks each weight once; but norms, which every rank of tp holds, and the copy of a tied embedding."""
+    assert elements_held(step(MeshPlan())) == BIG.num_parameters
+    plan = MeshPlan(pp=4, dp_shard=2, tp=2)
+    norms = (2 * BIG.num_layers + 1) * BIG.dim
+    assert sum(elements_held(step(plan, num_micro_batches=8), rank) for rank in range(16)) == BIG.num_parameters + norms
+    tied = ModelConfig(preset="1B").shape(128_000)
+    held = sum(elements_held(step(MeshPlan(pp=4), tied, num_micro_batches=8), rank) for rank in range(4))
+    assert held == tied.num_parameters + tied.vocab_size * tied.dim
+
+
+def test_counting_imports_no_torch() -> None:
+    program = (
+        "import sys; from quern.model.config import ModelConfig; from quern.parallel.mesh import MeshPlan\n"
+        "from quern.parallel.traffic import Step, traffic\n"
+        "shape = ModelConfig(preset='1B').shape(1000)\n"
+        "assert traffic(Step(shape, MeshPlan(pp=2, tp=2, dp_shard=2), 1, 8, 64, 2, 4))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,238 @@
+"""The matrix and what judges it: every case can be run, and no kind of difference goes unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.parallel.mesh import MeshPlan
+from quern.parallel.schedules import SCHEDULES, check_micro_batches
+from quern.tokenize.shards import ShardReader
+from quern.train.parity.compare import Comparison, compare, ratio_of, whole
+from quern.train.parity.corpus import SOURCES, documents, write_corpus
+from quern.train.parity.matrix import LAYOUTS, STEPS, VOCAB_SIZE, Case, covering, everything, legal, quick
+from quern.train.parity.run import Outcome, case_config
+from quern.train.setup import check
+
+
+def test_the_quick_set_has_every_layout_schedule_and_world() -> None:
+    cases = quick()
+    assert len(cases) >= 30
+    assert len(set(map(str, cases))) == len(cases)
+    assert {case.layout for case in cases} == set(LAYOUTS)
+    assert {case.on.world for case in cases} == set(range(1, 9))
+    for pp in (2, 4):
+        assert {case.schedule for case in cases if case.layout == f"pp{pp}"} == set(SCHEDULES)
+
+
+def test_everything_is_each_legal_case_once() -> None:
+    cases = everything()
+    names = Counter(map(str, cases))
+    assert max(names.values()) == 1
+    assert all(map(legal, cases))
+    on = [case for case in cases if case.skip is None and not case.ramp]
+    without_pipelines = sum(layout.pp == 1 for layout in LAYOUTS.values())
+    splitting = sum(kind.splits_backward for kind in SCHEDULES.values())
+    rows = without_pipelines * 3 + (len(LAYOUTS) - without_pipelines) * (3 * (len(SCHEDULES) - splitting) + splitting)
+    assert len(on) == rows * 2 * 2 * 2
+
+
+def test_what_is_not_legal() -> None:
+    assert not legal(Case("fsdp2", schedule="1f1b"))
+    assert not legal(Case("pp2"))
+    assert not legal(Case("pp2", "full", schedule="zbv_zero_bubble"))
+    assert legal(Case("pp2", "full", schedule="gpipe"))
+
+
+def test_every_case_passes_the_trainers_own_checks(tmp_path: Path) -> None:
+    write_corpus(str(tmp_path / "data"))
+    for case in covering(everything(), lambda case: [(case.layout, case.schedule, case.more, case.sizes, case.ramp)]):
+        config = case_config(case, str(tmp_path / "data"), str(tmp_path / "run"))
+        check(config, case.on.world)
+        assert case.micro_batch * case.accumulate * case.on.dp == case.computation.global_batch
+        if case.schedule is not None:
+            assert check_micro_batches(case.schedule, case.on.pp, case.num_stages, case.accumulate) is None
+            assert case.accumulate >= case.num_stages
+
+
+def test_coordinates_are_the_meshs() -> None:
+    for layout in LAYOUTS.values():
+        plan = MeshPlan(dp_replicate=layout.replicate, dp_shard=layout.shard, tp=layout.tp, pp=layout.pp)
+        for rank in range(layout.world):
+            place = plan.coordinates(rank)
+            names = ("pp", "dp_replicate", "dp_shard", "tp")
+            assert layout.coordinates(rank) == tuple(place[name] for name in names)
+
+
+def test_the_corpus_is_ragged_and_read_as_written(tmp_path: Path) -> None:
+    paths = write_corpus(str(tmp_path / "data"))
+    for (name, shards), path in zip(documents().items(), paths, strict=True):
+        assert Path(path).name == name
+        tokens = [token for shard in shards for document in shard for token in document.tokens]
+        reader = ShardReader(path)
+        assert len(reader.shards) == len(shards)
+        assert sum(shard.tokens for shard in reader.shards) == len(tokens)
+        data = b"".join(Path(path, shard.bin).read_bytes() for shard in reader.shards)
+        assert data == b"".join(token.to_bytes(2, "little") for token in tokens)
+    all_documents = [document for shards in documents().values() for shard in shards for document in shard]
+    assert 0 < sum(document.purged for document in all_documents) < len(all_documents) / 3
+    assert len({len(document.tokens) for document in all_documents}) > 10
+    assert any(not shard for shards in documents().values() for shard in shards)
+    assert set(documents()) == set(SOURCES)
+
+
+# ---- the judge ----
+
+CASE = Case("pp2fsdp2tp2", tied=True, sizes="six", schedule="1f1b")
+NAMES = {
+    0: ("embed.weight", "blocks.0.attention.wq.weight", "blocks.0.attention.wo.weight", "blocks.0.ffn_norm.weight"),
+    1: ("embed.weight", "blocks.1.attention.wk.weight", "blocks.1.ffn.w2.weight", "norm.weight"),
+}
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {
+        name: torch.randn((6 + number,) if "norm" in name else (10, 6), generator=generator, dtype=torch.float64)
+        for number, name in enumerate(sorted({name for names in NAMES.values() for name in names}))
+    }
+    vocabulary = torch.randn(130, 5, generator=generator, dtype=torch.float64)
+    vocabulary[VOCAB_SIZE:] = 0
+    return found | {"embed.weight": vocabulary}
+
+
+def expected() -> Outcome:
+    row = {"data_step": 0, "valid_tokens": 9, "skipped": False, "non_finite": False, "loss": 2.5, "grad_norm": 1.5}
+    gradients = [tensors(seed) for seed in range(STEPS)]
+    updates = {name: torch.tensor(3.0) for name in tensors(0)}
+    rows = [{**row, "step": step, "lr": 1e-3} for step in range(STEPS)]
+    return Outcome("", rows, ("start", "checkpoint", "end"), gradients, tensors(7), tensors(8), tensors(9), updates)
+
+
+def pieces(result: Outcome) -> list[Outcome]:
+    """What the eight ranks of pp 2 × dp_shard 2 × tp 2 hold, by hand: this rank of tp's half, and of that its half."""
+
+    def part(name: str, tensor: torch.Tensor, shard: int, tp: int) -> torch.Tensor:
+        if tensor.ndim == 0:
+            return tensor.clone()
+        if "norm" not in name:
+            dim = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
+            half = tensor.shape[dim] // 2
+            tensor = tensor.narrow(dim, tp * half, half)
+        half = (len(tensor) + 1) // 2
+        return tensor[half * shard : half * (shard + 1)].clone()
+
+    ranks = []
+    for rank in range(8):
+        pp, shard, tp = rank // 4, rank // 2 % 2, rank % 2
+        tables = [{name: part(name, table[name], shard, tp) for name in NAMES[pp]} for table in result.tables.values()]
+        ranks.append(Outcome("", result.rows, result.kinds, tables[:STEPS], *tables[STEPS:]))
+    return ranks
+
+
+def judged(change: Callable[[list[Outcome]], None]) -> Comparison:
+    ranks = pieces(expected())
+    change(ranks)
+    return compare(CASE, ranks, expected())
+
+
+def test_pieces_are_put_together() -> None:
+    found = Comparison()
+    for table, other in zip(
+        whole(CASE, pieces(expected()), found).tables.values(), expected().tables.values(), strict=True
+    ):
+        assert table.keys() == other.keys()
+        assert all(torch.equal(table[name], other[name]) for name in other)
+    assert found.problems == []
+    assert judged(lambda ranks: None).problems == []
+    assert judged(lambda ranks: None).ratio == 0
+
+
+def spoil(table: str, name: str, rank: int, off: float) -> Callable[[list[Outcome]], None]:
+    def change(ranks: list[Outcome]) -> None:
+        ranks[rank].tables[table][name].view(-1)[0].add_(off)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "rank", "off", "said"),
+    [
+        ("gradient step 0", "blocks.0.attention.wq.weight", 3, 1e-10, "first gradient of blocks.0.attention.wq.weight"),
+        ("gradient step 1", "blocks.0.attention.wo.weight", 1, 1e-8, "gradient of blocks.0.attention.wo.weight step 1"),
+        ("weight", "blocks.1.attention.wk.weight", 4, 1e-8, "weight of blocks.1.attention.wk.weight"),
+        ("first moment", "blocks.1.ffn.w2.weight", 7, 1e-8, "first moment of blocks.1.ffn.w2.weight"),
+        ("second moment", "blocks.1.ffn.w2.weight", 6, math.nan, "second moment of blocks.1.ffn.w2.weight: inf"),
+        ("weight", "norm.weight", 5, 1e-15, "weight of norm.weight: tp ranks hold other bits"),
+        ("weight", "embed.weight", 4, 1e-15, "weight of embed.weight: tied embeddings are not the same bits"),
+        ("updates", "norm.weight", 6, 1.0, "updates of norm.weight on (1, 0): 4.0, expected 3.0"),
+    ],
+)
+def test_one_element_on_one_rank_is_seen(table: str, name: str, rank: int, off: float, said: str) -> None:
+    problems = judged(spoil(table, name, rank, off)).problems
+    assert any(problem.startswith(said) for problem in problems), problems
+
+
+def test_padding_counts() -> None:
+    def change(ranks: list[Outcome]) -> None:
+        for rank in (3, 7):  # the last rows, at both ends
+            ranks[rank].weights["embed.weight"][-1, 0] = 1e-13
+
+    assert judged(change).problems == ["weight of embed.weight: padding is not zero"]
+
+
+def test_a_tensor_too_few_or_too_many_is_seen() -> None:
+    def less(ranks: list[Outcome]) -> None:
+        for rank in ranks:
+            rank.weights.pop("norm.weight", None)
+
+    def more(ranks: list[Outcome]) -> None:
+        for rank in ranks:
+            rank.weights.setdefault("norm.weight", torch.zeros(1))
+
+    assert judged(less).problems[0].startswith("names of weight")
+    assert "weight of norm.weight: on several stages" in judged(more).problems
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss", 2.5 + 1e-9), ("grad_norm", None), ("valid_tokens", 8)])
+def test_figures_of_a_step_count(name: str, value: float | None) -> None:
+    def change(ranks: list[Outcome]) -> None:
+        ranks[0].rows = [{**row, name: value} if row["step"] == 1 else row for row in ranks[0].rows]
+
+    (problem,) = judged(change).problems
+    assert "step 1" in problem
+
+
+def test_a_run_that_ends_otherwise_is_seen() -> None:
+    def change(ranks: list[Outcome]) -> None:
+        ranks[0].kinds = ("start", "skipped", "checkpoint", "end")
+        ranks[0].gradients.pop()
+        for rank in ranks[1:]:
+            rank.gradients.pop()
+
+    said = "\n".join(judged(change).problems)
+    assert "ledger" in said
+    assert "tables" in said
+
+
+def test_a_replica_with_other_bits_is_seen() -> None:
+    case = dataclasses.replace(CASE, layout="ddp2", schedule=None)
+    outcome = dataclasses.replace(expected(), digest="a")
+    assert compare(case, [outcome, Outcome(digest="a")], expected()).problems == []
+    assert "replica 1" in compare(case, [outcome, Outcome(digest="b")], expected()).problems[0]
+
+
+def test_ratios() -> None:
+    one, zero = torch.tensor([2.0, -4.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    assert ratio_of(one + 1, one) == 0.25
+    assert ratio_of(zero, zero) == 0
+    assert ratio_of(one * 1e-300, zero) == math.inf
+    assert ratio_of(one.float(), one) == math.inf
+    assert ratio_of(one[:1], one) == math.inf
+    assert ratio_of(torch.empty(0), torch.empty(0)) == 0
