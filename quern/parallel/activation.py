@@ -1,7 +1,8 @@
 """Activation checkpointing: a block's activations are computed again in backward instead of being kept.
 
-``full`` keeps a block's input alone. ``selective`` keeps also what its matrix products and its attention gave, and
-computes only the cheap rest again (norms, rotations, SwiGLU's product, residuals). Parameter names do not change:
+``full`` keeps a block's input alone. ``selective`` keeps also what its matrix products, its attention and the sums
+over ranks gave, and computes only the cheap rest again (norms, rotations, SwiGLU's product, residuals; and gathers the
+sequence again where tensors are split, which products that are kept no longer need). Parameter names do not change:
 ``block.forward`` is replaced, no module is wrapped around it.
 """
 
@@ -24,6 +25,7 @@ ATTENTION = (
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable", "torch_attn::_varlen_attn",
 )  # fmt: skip
+SUMS = ("_c10d_functional::reduce_scatter_tensor",)
 
 
 @functools.cache
@@ -35,7 +37,7 @@ def kept_operations() -> frozenset[Any]:
     for module in ("flex_attention", "varlen"):  # importing them registers their operators
         importlib.import_module(f"torch.nn.attention.{module}")
     kept: set[Any] = set()
-    for name in (*MATMULS, *ATTENTION):
+    for name in (*MATMULS, *ATTENTION, *SUMS):
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:

@@ -66,6 +66,11 @@ def check_layout(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task
     if plan.tp > 1:
         _tensors(shape, plan, task.seq_len)
         _domains(plan, keys, task)
+        if task.activation_checkpointing == "full" and task.compiled and not task.cuda:
+            raise InputError(
+                "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; "
+                "expected none or selective, or compile.enabled=false"
+            )
     if plan.pp > 1:
         _stages(shape, plan, keys, task)
         _micro_batches(plan, keys, task)

@@ -165,20 +165,21 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     """Around each block's four products the sequence is gathered or scattered (Korthikanti et al. 2022, section 4.2.2).
 
     A forward gathers twice and scatters twice. A backward does the reverse, and gathers twice more, for of what went
-    into a product only this rank's share of the sequence is kept. Checkpointing repeats the forward: collectives are
-    none of what ``selective`` keeps. Where the backward is split, the gradients of a block's outputs are gathered for
+    into a product only this rank's share of the sequence is kept. Checkpointing repeats the forward, of which
+    ``selective`` keeps what was scattered. Where the backward is split, the gradients of a block's outputs are gathered for
     either half; the first stage has no gradient to pass on, and takes both halves at once.
     """
     shape, tp = step.shape, step.plan.tp
     tokens = step.micro_batch * step.seq_len
     hidden = tokens * shape.dim * step.compute_bytes
-    again = 0 if step.activation_checkpointing == "none" else 2
+    gathered_again = 0 if step.activation_checkpointing == "none" else 2
+    scattered_again = 2 if step.activation_checkpointing == "full" else 0
     gathers = scatters = 0
     for stage in stages:
         micro_batches = step.num_micro_batches
         split = 0 if stage.first else stage.work.count("I")
-        gathers += stage.layers * ((2 + 4 + again) * micro_batches + 2 * split)
-        scatters += stage.layers * (2 + 2 + again) * micro_batches
+        gathers += stage.layers * ((2 + 4 + gathered_again) * micro_batches + 2 * split)
+        scatters += stage.layers * (2 + 2 + scattered_again) * micro_batches
         for end in (stage.first, stage.last):  # embedding: scattered, its gradient gathered; the loss the other way
             gathers += micro_batches * end
             scatters += micro_batches * end

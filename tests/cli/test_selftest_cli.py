@@ -32,6 +32,16 @@ def _falsely(self):
 
 Gradients.finish = _falsely
 """
+HANG = """
+
+_train_case = train
+
+
+def train(case, *others):
+    if str(case) == "ddp2-none-x1-mask-untied-norm" and os.environ["RANK"] == "1":
+        time.sleep(600)
+    return _train_case(case, *others)
+"""
 DEATH = """
 
 _train_case = train
@@ -115,6 +125,23 @@ def test_a_fault_is_seen_and_a_rank_that_dies_fails_its_case_alone(copy: Path) -
     alone = quern(copy, *chosen(names[-1]))
     assert alone.returncode == 1
     assert "blocks.1.ffn_norm.weight" in alone.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_fails_its_case_alone(copy: Path) -> None:
+    check = copy / "quern/train/parity/check.py"
+    text = check.read_text()
+    assert text.count("TIMEOUT_S = 180.0") == 1
+    check.write_text(text.replace("TIMEOUT_S = 180.0", "TIMEOUT_S = 40.0"))
+    with (copy / "quern/train/parity/run.py").open("a") as file:
+        file.write("import os, time\n" + HANG)
+    names = [f"ddp2-none-x1-mask-untied-{sizes}" for sizes in ("norm", "six")]
+    done = quern(copy, "--json", *chosen(*names))
+    assert done.returncode == 1, done.stderr
+    hung, after = (entries(done)[name] for name in names)
+    assert hung["passed"] is False
+    assert "30000ms" in "\n".join(hung["problems"])  # its peer, in three quarters of the time
+    assert after["passed"] is True
 
 
 @pytest.mark.long

@@ -131,11 +131,12 @@ def test_an_unknown_mode_is_refused() -> None:
         checkpoint_blocks([], "some")
 
 
-def test_kept_operations_are_the_products_and_attention() -> None:
+def test_kept_operations_are_products_attention_and_sums() -> None:
     names = {str(operation) for operation in kept_operations()}
     assert {"aten.mm.default", "aten._scaled_dot_product_flash_attention.default"} <= names
     assert "torch_attn._varlen_attn.default" in names
     assert "flex_attention" in names
+    assert "_c10d_functional.reduce_scatter_tensor.default" in names
     assert not any("backward" in name or "bmm" in name for name in names)
 
 
