@@ -7,18 +7,24 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 __all__ = ["clip", "global_grad_norm", "local_part"]
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> torch.Tensor:
     """The 2-norm of all gradients as one vector: 0-d, on their device, the same bits on every rank.
 
     Gradients are already summed over ranks (plain, DDP) or are DTensors (FSDP2, HSDP, split tensors), of which every
     element counts once. ``stages``: the ranks of a pipeline, each with parameters of its own. Parameters without a
     gradient count as zero. The dtype is that of the gradients. Collective.
+
+    ``mesh`` holds the groups by the names of their axes; None = each gradient's own mesh. Where a process has made
+    equal meshes in turn, DTensor's caches may put an earlier one on a gradient, and not on every rank alike.
 
     Every rank adds up the same gathered norms in the same order: an all-reduce may round differently in two groups of
     replicas, whose weights would then part.
@@ -26,12 +32,14 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGro
     Raises ValueError if no parameter has a gradient, which a stage of a pipeline may not have.
     """
     parameters = list(parameters)
-    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    alike: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            groups.setdefault(_cut_over(parameter.grad), []).append(local_part(parameter.grad))
+            groups = _cut_over(parameter.grad, mesh)
+            name = tuple(group.group_name for group in groups)
+            alike.setdefault(name, (groups, []))[1].append(local_part(parameter.grad))
     norms = []
-    for ranks, gradients in groups.items():
+    for ranks, gradients in alike.values():
         norm = get_total_norm(gradients)
         for group in ranks:
             norm = _combined(norm, group)
@@ -63,16 +71,20 @@ def local_part(gradient: torch.Tensor) -> torch.Tensor:
     return part.detach()
 
 
-def _cut_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _cut_over(gradient: torch.Tensor, whole: DeviceMesh | None) -> list[dist.ProcessGroup]:
     """The groups over which the gradient's elements are dealt out, innermost axis first; none for a whole one."""
     if not isinstance(gradient, DTensor):
-        return ()
+        return []
     mesh = gradient.device_mesh
     for placement in gradient.placements:
         if placement.is_partial():
             raise ValueError(f"global_grad_norm: expected gradients that are summed, got {placement}")
     cut = [not placement.is_replicate() and mesh.size(axis) > 1 for axis, placement in enumerate(gradient.placements)]
-    return tuple(mesh.get_group(axis) for axis in reversed(range(mesh.ndim)) if cut[axis])
+    axes = [axis for axis in reversed(range(mesh.ndim)) if cut[axis]]
+    if whole is None:
+        return [mesh.get_group(axis) for axis in axes]
+    assert mesh.mesh_dim_names is not None
+    return [whole.get_group(mesh.mesh_dim_names[axis]) for axis in axes]
 
 
 def _combined(norm: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

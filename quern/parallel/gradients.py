@@ -66,7 +66,7 @@ class Gradients:
         else:
             copy = copies[0] if copies[1] is None else copies[1]
             counted = [parameter for parameter in self.model.parameters() if parameter is not copy]
-        return global_grad_norm(counted, self.mesh.pp)
+        return global_grad_norm(counted, self.mesh.pp, self.mesh.device_mesh)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale all gradients by ``max_norm / norm`` where that is below 1, on device, in place."""

@@ -186,18 +186,14 @@ def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
 
 
 def _ends(plan: MeshPlan) -> ProcessGroup | None:
-    """Every rank makes every group, in the same order, and keeps its own."""
+    """Made by its two ranks alone: there is a pair for each of a stage's ranks, and every one would wait for all."""
     import torch.distributed as dist
 
-    mine = None
-    if plan.pp > 1:
-        inner = plan.world_size // plan.pp
-        for offset in range(inner):
-            pair = [offset, offset + (plan.pp - 1) * inner]
-            group = dist.new_group(pair)
-            if dist.get_rank() in pair:
-                mine = group
-    return mine
+    inner = plan.world_size // plan.pp
+    stage, offset = divmod(dist.get_rank(), inner)
+    if plan.pp == 1 or stage not in (0, plan.pp - 1):
+        return None
+    return dist.new_group([offset, offset + (plan.pp - 1) * inner], use_local_synchronization=True)
 
 
 def divisors(number: int) -> list[int]:

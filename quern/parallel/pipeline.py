@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +110,8 @@ class Pipeline:
         self.counts = self._rank_of[self._last] == self._rank and mesh.rank("tp") == 0
         self._schedule: tuple[int, Any] | None = None
         self._dim = parts[0].shape.dim
-        if "TORCH_LOGS" not in os.environ:  # an error would be followed by every rank's list of actions
-            logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
+        # NCCL joins a group's ranks at its first call, which all have to make: sends between two of them do not
+        dist.all_reduce(torch.zeros((), device=device), group=self._group)
 
     def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
         """See :class:`quern.parallel.accumulation.Runner`."""
@@ -121,7 +122,8 @@ class Pipeline:
             part.begin(self._checked(inputs), weigh, sums)
         try:
             is_last = self._rank_of[self._last] == self._rank
-            schedule.step(number=numbers, target=numbers if is_last else None, return_outputs=False)
+            with _without_lists_of_actions():
+                schedule.step(number=numbers, target=numbers if is_last else None, return_outputs=False)
         except Exception as error:
             self._schedule = None  # it waits for what will not come
             cause = self._explained(error)
@@ -136,10 +138,11 @@ class Pipeline:
         """See :class:`quern.parallel.accumulation.Runner`. Any number of micro-batches, whatever the schedule asks.
 
         Stage by stage in the model's order, all micro-batches through one before the next. Two ranks' messages to each
-        other must be in the same order on both, for NCCL takes them one by one: so where stages go round, the last rank
-        sends to the first, which sends first, only after it has received everything.
+        other must be in the same order on both, for NCCL takes them one by one, whichever way they go. Only where
+        stages go round two ranks do both send to each other by turns: there a stage sends once it is through.
         """
         inputs = self._checked(inputs)
+        by_turns = self._num_stages > len(set(self._rank_of.values())) == 2 and not self._kind.v_shaped
         sums: list[Tensor] = []
         sending: list[tuple[dist.Work, Tensor]] = []
         local: list[Tensor] = []
@@ -148,7 +151,6 @@ class Pipeline:
             index = part.stage.index
             from_here = self._rank_of.get(index - 1) == self._rank
             to_here = self._rank_of.get(index + 1) == self._rank
-            goes_round = not self._kind.v_shaped and self._rank_of.get(index + 1) == 0
             received, local, leaving = local, [], []
             for number, micro_batch in enumerate(inputs):
                 hidden_BLD = None
@@ -167,7 +169,7 @@ class Pipeline:
                     local.append(out)
                 else:
                     leaving.append(out.contiguous())
-                if leaving and (number == len(inputs) - 1 or not goes_round):
+                if leaving and (number == len(inputs) - 1 or not by_turns):
                     sending += [self._send(out, index + 1) for out in leaving]
                     leaving = []
             part.reshard()
@@ -223,6 +225,19 @@ class Pipeline:
         if at is not None:
             cause.add_note(at)
         return cause
+
+
+@contextmanager
+def _without_lists_of_actions() -> Iterator[None]:
+    """torch logs every rank's whole list of actions after an error, which is raised anyway; TORCH_LOGS asks for it."""
+    log = logging.getLogger("torch.distributed.pipelining")
+    before = log.level
+    if "TORCH_LOGS" not in os.environ:
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 _WRAPPINGS = ("failed to run forward", "Failed to run stage backward")

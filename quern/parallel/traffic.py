@@ -166,8 +166,8 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
 
     A forward gathers twice and scatters twice. A backward does the reverse, and gathers twice more, for of what went
     into a product only this rank's share of the sequence is kept. Checkpointing repeats the forward, of which
-    ``selective`` keeps what was scattered. Where the backward is split, the gradients of a block's outputs are gathered for
-    either half; the first stage has no gradient to pass on, and takes both halves at once.
+    ``selective`` keeps what was scattered. Where the backward is split, the gradients of a block's outputs are gathered
+    for either half; the first stage has no gradient to pass on, and takes both halves at once.
     """
     shape, tp = step.shape, step.plan.tp
     tokens = step.micro_batch * step.seq_len

@@ -151,3 +151,29 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(run_ranks: Any) -> None:
         assert nan
         assert same
         assert steps == [1.0, 1.0]
+
+
+def norm_with_an_earlier_mesh_in_its_place() -> float:
+    """DTensor's caches may put an equal mesh that the process made before on a gradient, on one rank and not the other.
+
+    ``DTensor.from_local`` does so here by hand.
+    """
+    meshes = [init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)) for _ in range(2)]
+    parameters = plain_parameters()
+    for number, parameter in enumerate(parameters):
+        assert parameter.grad is not None
+        mesh = meshes[1 if number else dist.get_rank()]
+        whole = distribute_tensor(parameter.grad, meshes[1], [Shard(0)])
+        parameter.data = distribute_tensor(parameter.data, mesh, [Shard(0)])
+        parameter.grad = None
+        parameter.grad = DTensor.from_local(
+            whole.to_local(), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return global_grad_norm(parameters, mesh=meshes[1]).item()
+
+
+def test_gradients_on_equal_meshes_are_one_group(run_ranks: Any) -> None:
+    """By each gradient's own mesh the ranks would wait for each other in different groups, or add up differently."""
+    found = run_ranks(norm_with_an_earlier_mesh_in_its_place, 2, timeout_s=40)
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0], numpy_norm(), rtol=1e-14)

@@ -160,8 +160,8 @@ def measure(run: str, paths: list[str], layout: Layout) -> None:
 
 
 def test_the_held_out_loss_over_two_ranks(run_ranks, tmp_path):
-    """An odd number of windows: the last batch is filled up with what does not count. Where tensors or layers are split,
-    both ranks see the same targets, which count once."""
+    """An odd number of windows: the last batch of both ranks is filled up with what does not count. Where tensors or
+    layers are split, both see the same targets, which count once."""
     rng = random.Random(4)
     made = {
         name: CASE.CORPORA.make_shards(rng, [[rng.randint(2, 60) for _ in range(size)] for _ in range(2)], purged=0.1)

@@ -209,29 +209,26 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def fate_of(mutant: Mutant, folder: Path) -> Fate:
-    path = folder / mutant.path
+def fate_of(mutant: Mutant, folder: Path, passing: set[tuple[str, ...]]) -> Fate:
+    """``passing``: the sets of tests that are known to pass as it is; nothing could be said of a fault by others."""
+    path, seconds = folder / mutant.path, 0.0
     source = path.read_text()
-    path.write_text(mutant.code)
-    seconds = 0.0
-    try:
-        for arguments in sets_of(path.stem):
+    for arguments in sets_of(path.stem):
+        if tuple(arguments) not in passing:
+            without = run(arguments, folder, 2 * LIMIT_S)
+            print(f"    {without.seconds:.0f} s without a fault: {' '.join(arguments)}", flush=True)
+            if without.outcome != "survived":
+                raise SystemExit(f"fails without a fault: {without}")
+            passing.add(tuple(arguments))
+        path.write_text(mutant.code)
+        try:
             fate = run(arguments, folder, LIMIT_S)
-            seconds += fate.seconds
-            if fate.outcome != "survived":
-                return Fate(fate.outcome, seconds, fate.by)
-    finally:
-        path.write_text(source)
+        finally:
+            path.write_text(source)
+        seconds += fate.seconds
+        if fate.outcome != "survived":
+            return Fate(fate.outcome, seconds, fate.by)
     return Fate("survived", seconds)
-
-
-def seen_without_fault(modules: Sequence[str], folder: Path) -> list[str]:
-    """The sets of tests that fail as it is: nothing could be said of a fault that they see."""
-    sets = {tuple(arguments) for module in modules for arguments in sets_of(module)}
-    fates = {arguments: run(arguments, folder, 2 * LIMIT_S) for arguments in sorted(sets)}
-    for arguments, fate in fates.items():
-        print(f"{fate.seconds:4.0f} s  {' '.join(arguments)}", flush=True)
-    return [f"{' '.join(arguments)}: {fate.by}" for arguments, fate in fates.items() if fate.outcome != "survived"]
 
 
 def main() -> None:
@@ -242,7 +239,6 @@ def main() -> None:
     parser.add_argument("--only", help="one target, by the end of its path")
     parser.add_argument("--list", action="store_true", help="say what is drawn, and run nothing")
     parser.add_argument("--from", dest="skip", type=int, default=0, help="leave out the first so many drawn")
-    parser.add_argument("--unchecked", action="store_true", help="do not run the tests without a fault first")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     paths = [path for path in TARGETS if path.endswith(given.only or "")]
@@ -264,7 +260,7 @@ def main() -> None:
         print(*mutants, sep="\n")
         return
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        report = tested(mutants, Path(temporary), given.workers, checked=not given.unchecked)
+        report = tested(mutants, Path(temporary), given.workers)
     counts = Counter(fate.outcome for _, fate in report)
     print(f"{1 - counts['survived'] / len(report):.0%} seen: {dict(counts)}")
     if given.json:
@@ -272,22 +268,17 @@ def main() -> None:
         print(json.dumps([{name: row[name] for name in row if name != "code"} for row in rows], indent=1))
 
 
-def tested(mutants: Sequence[Mutant], folder: Path, workers: int, *, checked: bool) -> list[tuple[Mutant, Fate]]:
+def tested(mutants: Sequence[Mutant], folder: Path, workers: int) -> list[tuple[Mutant, Fate]]:
     copies: SimpleQueue[Path] = SimpleQueue()
+    passing: set[tuple[str, ...]] = set()
     for number in range(workers):
         copies.put(copied(folder / f"copy{number}", "quern", "tests"))
-    if checked:
-        copy = copies.get()
-        failing = seen_without_fault(sorted({Path(mutant.path).stem for mutant in mutants}), copy)
-        copies.put(copy)
-        if failing:
-            raise SystemExit("these fail without a fault:\n" + "\n".join(failing))
 
     def work(numbered: tuple[int, Mutant]) -> tuple[Mutant, Fate]:
         number, mutant = numbered
         copy = copies.get()
         try:
-            fate = fate_of(mutant, copy)
+            fate = fate_of(mutant, copy, passing)
         finally:
             copies.put(copy)
         said: Any = f"{number:3d} {fate.outcome} {fate.seconds:.0f} s  {mutant}\n    {fate.by}"
