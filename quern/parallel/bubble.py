@@ -6,6 +6,7 @@ for.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -27,8 +28,12 @@ UNITS: dict[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """A backward takes two products for each one of the forward."""
 
 
+@lru_cache(maxsize=8)  # every place of a pipeline asks for the same
 def order(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Action]]:
-    """What each rank does, in turn. Raises ValueError for a number of micro-batches that the schedule does not take."""
+    """What each rank does, in turn; not to be changed, for the next caller gets the same lists.
+
+    Raises ValueError for a number of micro-batches that the schedule does not take.
+    """
     if complaint := check_micro_batches(schedule, pp, pp * stages_per_rank, num_micro_batches):
         raise ValueError(complaint)
     if schedule in ("gpipe", "1f1b"):  # torch's loops, which it writes down as a list for drawings only

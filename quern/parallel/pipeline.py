@@ -108,14 +108,14 @@ class Pipeline:
         }
         self._rank = mesh.rank("pp")
         self.counts = self._rank_of[self._last] == self._rank and mesh.rank("tp") == 0
-        self._schedule: tuple[int, Any] | None = None
+        self._schedule: tuple[int, Any, list[PipelineStage]] | None = None
         self._dim = parts[0].shape.dim
         # NCCL joins a group's ranks at its first call, which all have to make: sends between two of them do not
         dist.all_reduce(torch.zeros((), device=device), group=self._group)
 
     def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
         """See :class:`quern.parallel.accumulation.Runner`."""
-        schedule = self._schedule_for(len(inputs))
+        schedule, stages = self._schedule_for(len(inputs))
         numbers = torch.arange(len(inputs))  # on the host: looking one up must not wait for the device
         sums: dict[int, Tensor] = {}
         for part in self._parts:
@@ -131,6 +131,8 @@ class Pipeline:
         finally:
             for part in self._parts:
                 part.end()
+        for stage in stages:  # else the gradients of what it received stay until the next step, if the backward is split
+            stage.clear_runtime_states()
         return self._counted(sums.values())
 
     @torch.no_grad()
@@ -197,16 +199,17 @@ class Pipeline:
         size = (self._rows, self._columns, self._dim)
         return torch.empty(size, dtype=self._dtype, device=device, requires_grad=grad)
 
-    def _schedule_for(self, num_micro_batches: int) -> Any:
-        """torch's schedule, made anew where the number has changed: it keeps buffers for every micro-batch."""
+    def _schedule_for(self, num_micro_batches: int) -> tuple[Any, list[PipelineStage]]:
+        """torch's schedule and its stages, made anew where the number has changed: they keep buffers for every
+        micro-batch."""
         if self._schedule is None or self._schedule[0] != num_micro_batches:
             self._schedule = None  # its buffers go before others come
             stages = [self._torch_stage(part) for part in self._parts]
             make: Any = get_schedule_class(self._kind.torch_name)
             one = issubclass(make, PipelineScheduleSingle)
             made = make(stages[0] if one else stages, num_micro_batches, loss_fn=_objective, scale_grads=False)
-            self._schedule = (num_micro_batches, made)
-        return self._schedule[1]
+            self._schedule = (num_micro_batches, made, stages)
+        return self._schedule[1:]
 
     def _torch_stage(self, part: _Part) -> PipelineStage:
         """With shapes of input and output, so that torch runs no forward to find them, and of both with gradients."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from quern.model.config import ModelShape
@@ -21,7 +22,7 @@ from quern.parallel.mesh import MeshPlan
 from quern.parallel.stages import num_stages, stage_layers, stages_of
 from quern.parallel.weights import Weight, block_weights, end_weights
 
-__all__ = ["Step", "Transfer", "elements_held", "traffic"]
+__all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "traffic"]
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
 
@@ -88,8 +89,40 @@ def traffic(step: Step, rank: int = 0) -> list[Transfer]:
 def elements_held(step: Step, rank: int = 0) -> int:
     """Parameters that the rank holds between steps, padded vocabulary counted."""
     places = step.plan.coordinates(rank)
-    weights = [weight for stage in _stages(step, places["pp"]) for weight in _weights(step, stage)]
+    layers = _layers(step)
+    weights: list[Weight] = []
+    for stage in _stages_of(step, places["pp"]):
+        weights += block_weights(step.shape, step.plan.tp) * len(layers[stage])
+        weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
     return sum(weight.share(step.plan.dp_shard, places["dp_shard"]) for weight in weights)
+
+
+def buffer_elements(step: Step, rank: int = 0) -> int:
+    """Elements of the buffers in which the rank's stages receive: torch's pipeline keeps one for each micro-batch, of
+    hidden states for every stage but the first, and of gradients for every one but the last."""
+    if step.plan.pp == 1:
+        return 0
+    last = len(_layers(step)) - 1
+    number = sum((stage > 0) + (stage < last) for stage in _stages_of(step, step.plan.coordinates(rank)["pp"]))
+    return number * step.num_micro_batches * _hidden(step)
+
+
+def _hidden(step: Step) -> int:
+    """Elements of what goes from stage to stage."""
+    return step.micro_batch * step.seq_len // step.plan.tp * step.shape.dim
+
+
+@lru_cache(maxsize=8)  # every place of a pipeline asks for the same
+def _layers(step: Step) -> tuple[range, ...]:
+    """Of every stage of the pipeline; the whole model is one where there is none."""
+    if step.plan.pp == 1:
+        return (range(step.shape.num_layers),)
+    stages = num_stages(step.schedule, step.plan.pp, step.stages_per_rank)
+    return stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
+
+
+def _stages_of(step: Step, rank: int) -> tuple[int, ...]:
+    return (0,) if step.plan.pp == 1 else stages_of(rank, step.schedule, step.plan.pp, step.stages_per_rank)
 
 
 @dataclass(frozen=True)
@@ -113,16 +146,14 @@ def _stages(step: Step, rank: int) -> list[_Stage]:
         work = "FB" * step.num_micro_batches + "R" if keeps else "FBR" * step.num_micro_batches
         return [_Stage(step.shape.num_layers, True, True, work, (False, False))]
     pp, schedule = step.plan.pp, step.schedule
-    stages = num_stages(schedule, pp, step.stages_per_rank)
-    layers = stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
-    mine = stages_of(rank, schedule, pp, step.stages_per_rank)
+    layers, mine = _layers(step), _stages_of(step, rank)
     actions = order(schedule, pp, len(mine), step.num_micro_batches)[rank]
     letters_of: dict[int, str] = dict.fromkeys(mine, "")
     for stage, letter in _gathered_ahead(actions) if len(mine) > 1 else ((one.stage, one.kind) for one in actions):
         letters_of[stage] += letter
     found = []
     for stage in mine:
-        last = stage == stages - 1
+        last = stage == len(layers) - 1
         sends = (not last and stage + 1 not in mine, stage > 0 and stage - 1 not in mine)
         found.append(_Stage(len(layers[stage]), stage == 0, last, letters_of[stage] + "R", sends))
     return found
@@ -149,7 +180,7 @@ def _gathered_ahead(actions: Sequence[Action], most: int = 3) -> list[tuple[int,
 def _pipeline(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Transfer]:
     """Hidden states to the next stage, their gradients to the one before; gradients of tied embeddings to the end."""
     plan, shape = step.plan, step.shape
-    hidden = step.micro_batch * step.seq_len // plan.tp * shape.dim * step.compute_bytes
+    hidden = _hidden(step) * step.compute_bytes
     for what, way in (("send hidden", 0), ("send gradients", 1)):
         calls = step.num_micro_batches * sum(stage.sends[way] for stage in stages)
         yield Transfer("pp", what, "send", plan.pp, calls, calls * hidden)

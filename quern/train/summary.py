@@ -11,7 +11,7 @@ from quern.model.config import ModelShape
 from quern.parallel.bubble import bubble
 from quern.parallel.mesh import MeshPlan
 from quern.parallel.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
-from quern.parallel.traffic import Step, elements_held, traffic
+from quern.parallel.traffic import Step, buffer_elements, elements_held, traffic
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
@@ -77,18 +77,21 @@ def layout(plan: MeshPlan) -> dict[str, Any]:
 
 
 def pipeline(step: Step) -> dict[str, Any] | None:
-    """Stages with their layers and their shares of a step's work, and how long ranks wait; null without a pipeline."""
+    """Stages with their layers and their shares of a step's work, how long ranks wait, and the GiB in which the rank
+    that has the most receives, ``buffers_gib``; null without a pipeline."""
     pp, schedule = step.plan.pp, step.schedule
     if pp == 1:
         return None
     stages = num_stages(schedule, pp, step.stages_per_rank)
     layers = stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
     costs, sizes = stage_costs(step.shape, layers, step.seq_len), stage_parameters(step.shape, layers)
+    most = max(buffer_elements(step, rank) for rank in _first_of_each_pipeline_rank(step.plan))
     rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, schedule, pp, step.stages_per_rank)}
     return {
         "schedule": schedule,
         "micro_batches": step.num_micro_batches,
         "bubble": bubble(schedule, pp, stages // pp, step.num_micro_batches),
+        "buffers_gib": most * step.compute_bytes / 2**30,
         "stages": [
             {
                 "stage": stage, "pp": rank_of[stage], "first_layer": layers[stage].start,

@@ -158,22 +158,24 @@ def norm_with_an_earlier_mesh_in_its_place() -> float:
 
     ``DTensor.from_local`` does so here by hand.
     """
-    meshes = [init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)) for _ in range(2)]
+    names, placements = ("dp_replicate", "dp_shard"), (Replicate(), Shard(0))
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for _ in range(2)]
     parameters = plain_parameters()
     for number, parameter in enumerate(parameters):
         assert parameter.grad is not None
-        mesh = meshes[1 if number else dist.get_rank()]
-        whole = distribute_tensor(parameter.grad, meshes[1], [Shard(0)])
-        parameter.data = distribute_tensor(parameter.data, mesh, [Shard(0)])
-        parameter.grad = None
-        parameter.grad = DTensor.from_local(
-            whole.to_local(), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        mesh, whole = meshes[0 if number == 0 and dist.get_rank() > 1 else 1], parameter.grad
+        mine = [*whole.chunk(2), whole[:0]][dist.get_rank() % 2]
+        split = DTensor.from_local(
+            mine, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )  # fmt: skip
+        parameters[number] = nn.Parameter(torch.zeros_like(split))
+        parameters[number].grad = split
     return global_grad_norm(parameters, mesh=meshes[1]).item()
 
 
+@pytest.mark.slow
 def test_gradients_on_equal_meshes_are_one_group(run_ranks: Any) -> None:
-    """By each gradient's own mesh the ranks would wait for each other in different groups, or add up differently."""
-    found = run_ranks(norm_with_an_earlier_mesh_in_its_place, 2, timeout_s=40)
-    assert found[0] == found[1]
+    """By each gradient's own mesh the replicas would add up in different groups, and their weights part."""
+    found = run_ranks(norm_with_an_earlier_mesh_in_its_place, 4, timeout_s=40)
+    assert len(set(found)) == 1
     np.testing.assert_allclose(found[0], numpy_norm(), rtol=1e-14)

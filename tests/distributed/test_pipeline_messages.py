@@ -16,15 +16,16 @@ from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.mesh import Mesh, MeshPlan, _ends, build_mesh
 from quern.parallel.schedules import SCHEDULES
+from quern.parallel.traffic import Step, buffer_elements
 
 SEQ_LEN = 8
+SHAPE = ModelConfig(num_layers=8, dim=8, num_heads=2, vocab_multiple=8).shape(20)
 TORCHS_LOG = "torch.distributed.pipelining"
 
 
 def build(schedule: str, mesh: Mesh, stages_per_rank: int | None = None) -> Parallel:
-    shape = ModelConfig(num_layers=8, dim=8, num_heads=2, vocab_multiple=8).shape(20)
     with torch.device("meta"):
-        model = Transformer(shape, compute_dtype=torch.float64).double()
+        model = Transformer(SHAPE, compute_dtype=torch.float64).double()
     layout = Layout(torch.float64, schedule=schedule, stages_per_rank=stages_per_rank, seq_len=SEQ_LEN)
     parallel = parallelize(model, mesh, layout)
     initialise(parallel.model, 0)
@@ -66,8 +67,7 @@ def messages(pp: int, schedules: list[tuple[str, int | None]], count: int) -> li
 def test_two_ranks_ask_for_their_messages_in_one_order(run_ranks: Any, pp: int) -> None:
     """NCCL has one queue for two ranks, for both ways: a send that stands before the receive on one side and behind it
     on the other waits for ever, once it is larger than a buffer."""
-    schedules = [(name, count) for name, kind in SCHEDULES.items() if kind.stages_per_rank is None for count in (2,)]
-    schedules += [(name, None) for name, kind in SCHEDULES.items() if kind.stages_per_rank is not None]
+    schedules = [(name, 2 if kind.stages_per_rank is None else None) for name, kind in SCHEDULES.items()]
     schedules += [("interleaved_1f1b", 8 // pp)] if pp == 2 else []
     by_rank = run_ranks(messages, pp, pp, schedules, 3)
     other = {"send": "receive", "receive": "send"}
@@ -154,3 +154,36 @@ def test_torchs_log_is_silenced_for_a_step_alone(run_ranks: Any) -> None:
     for before, built, *inside, after in run_ranks(log_levels, 2):
         assert before == built == after
         assert set(inside) == {logging.CRITICAL}
+
+
+def buffers(pp: int, schedules: list[tuple[str, int | None]], count: int) -> list[tuple[int, int]]:
+    """Of each schedule: elements of what torch's stages keep to receive in, and of gradients left on them."""
+    mesh = build_mesh(MeshPlan(pp=pp), "cpu")
+    found = []
+    for schedule, stages_per_rank in schedules:
+        run = build(schedule, mesh, stages_per_rank).run
+        run.forward_backward(inputs(count), lambda objective: objective)
+        _, _, stages = run._schedule
+        infos = [
+            info
+            for stage in stages
+            for kept in (stage.args_recv_info, stage.grad_recv_info)
+            for infos in kept.values()
+            for info in infos
+        ]
+        kept = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+        found.append((sum(one.numel() for one in kept), sum(one.numel() for one in kept if one.grad is not None)))
+    return found
+
+
+def test_a_plan_counts_the_buffers_that_torch_keeps(run_ranks: Any) -> None:
+    """And no gradients are left on them between steps."""
+    schedules = [(name, 2 if kind.stages_per_rank is None else None) for name, kind in SCHEDULES.items()]
+    by_rank = run_ranks(buffers, 2, 2, schedules, 4)
+    for number, (schedule, stages_per_rank) in enumerate(schedules):
+        step = Step(
+            shape=SHAPE, plan=MeshPlan(pp=2), micro_batch=1, num_micro_batches=4, seq_len=SEQ_LEN, compute_bytes=8,
+            reduce_bytes=8, schedule=schedule, stages_per_rank=stages_per_rank,
+        )  # fmt: skip
+        for rank in range(2):
+            assert by_rank[rank][number] == (buffer_elements(step, rank), 0), (schedule, rank)
