@@ -163,9 +163,12 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         _print_table(table, console)
         pipeline = summary["pipeline"]
         said = f"{pipeline['schedule']}, {pipeline['micro_batches']:,} micro-batches a step: ranks wait "
-        console.print(f"{said}{pipeline['bubble']:.1%} of it, stages being equal", markup=False, soft_wrap=True)
-        buffers = f"buffers to receive in, one a micro-batch: {pipeline['buffers_gib']:.2f} GiB on the rank with the most"
-        console.print(buffers, markup=False, soft_wrap=True)
+        equal = f"{pipeline['bubble_of_equal_stages']:.1%} if stages were equal"
+        console.print(f"{said}{pipeline['bubble']:.1%} of it, {equal}", markup=False, soft_wrap=True)
+        said = "it receives in a buffer for every micro-batch: "
+        console.print(
+            f"{said}{pipeline['buffers_gib']:.2f} GiB on the rank that has the most", markup=False, soft_wrap=True
+        )
     most = max(summary["communication"], key=lambda place: place["sent"])
     table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
     for row in most["rows"]:

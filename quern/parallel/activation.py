@@ -1,21 +1,24 @@
 """Activation checkpointing: a block's activations are computed again in backward instead of being kept.
 
 ``full`` keeps a block's input alone. ``selective`` keeps also what its matrix products, its attention and the sums
-over ranks gave, and computes only the cheap rest again (norms, rotations, SwiGLU's product, residuals; and gathers the
+over ranks gave (but not what went into a sum), and computes only the cheap rest again (norms, rotations, SwiGLU's product, residuals; and gathers the
 sequence again where tensors are split, which products that are kept no longer need). Parameter names do not change:
 ``block.forward`` is replaced, no module is wrapped around it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from quern.parallel.collectives import SUMS_KEPT
 
 __all__ = ["checkpoint_blocks", "kept_operations"]
 
@@ -51,7 +54,18 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return forward, _with_sums(again)
+
+
+@contextlib.contextmanager
+def _with_sums(again: Any) -> Iterator[None]:
+    token = SUMS_KEPT.set(True)
+    try:
+        with again:
+            yield
+    finally:
+        SUMS_KEPT.reset(token)
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:

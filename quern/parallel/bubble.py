@@ -6,6 +6,7 @@ for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -75,8 +76,11 @@ def _action(action: Any) -> Action:
     return Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
-def makespan(ranks: list[list[Action]], units: dict[str, float] = UNITS) -> float:
-    """When the last rank is done, if every action takes its kind's units and sending takes no time."""
+def makespan(ranks: list[list[Action]], units: dict[str, float] = UNITS, costs: Sequence[float] | None = None) -> float:
+    """When the last rank is done, if every action takes its kind's units and sending takes no time.
+
+    ``costs``: how many times these each stage takes; None = once.
+    """
     last_stage = max(action.stage for actions in ranks for action in actions)
     ends: dict[tuple[int, str, int], float] = {}
     clocks, places = [0.0] * len(ranks), [0] * len(ranks)
@@ -88,7 +92,8 @@ def makespan(ranks: list[list[Action]], units: dict[str, float] = UNITS) -> floa
                 needs = _needs(action, last_stage)
                 if any(need not in ends for need in needs):
                     break
-                clocks[rank] = max(clocks[rank], *(ends[need] for need in needs), 0.0) + units[action.kind]
+                takes = units[action.kind] * (1 if costs is None else costs[action.stage])
+                clocks[rank] = max(clocks[rank], *(ends[need] for need in needs), 0.0) + takes
                 done = "F" if action.kind == "F" else "W" if action.kind == "W" else "dx"
                 ends[action.stage, done, action.micro_batch] = clocks[rank]
                 places[rank] += 1
@@ -106,12 +111,18 @@ def _needs(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
     return [(stage, "F", number)] + ([(stage + 1, "dx", number)] if stage < last_stage else [])
 
 
-def bubble(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> float:
-    """The share of a step in which a rank waits, in [0, 1), simulated: stages of equal cost, a forward 1 and a
-    backward 2, sending free. From the first rank's begin to the last one's end, as a norm over all ranks needs it."""
+def bubble(
+    schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int, costs: Sequence[float] | None = None
+) -> float:
+    """The share of a step in which a rank waits, in [0, 1), simulated, the mean over ranks: a forward takes 1 and a
+    backward 2, sending nothing. From the first rank's begin to the last one's end, as a norm over all ranks needs it.
+
+    ``costs`` of the stages, in any unit; None = all the same. Uneven ones add to what ranks wait.
+    """
     ranks = order(schedule, pp, stages_per_rank, num_micro_batches)
-    busy = sum(UNITS[action.kind] for actions in ranks for action in actions)
-    return 1 - busy / (pp * makespan(ranks))
+    weights = costs or [1.0] * (pp * stages_per_rank)
+    busy = sum(UNITS[action.kind] * weights[action.stage] for actions in ranks for action in actions)
+    return 1 - busy / (pp * makespan(ranks, costs=weights))
 
 
 def closed_form(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> float | None:

@@ -224,8 +224,10 @@ def _micro_batches(plan: MeshPlan, keys: LayoutKeys, task: Task) -> None:
         batches = [count * task.micro_batch * plan.dp_size for count in (*below, *above)]
         micro = [size for size in divisors(share) if _takes(plan, schedule, stages, share // size)]
         options = [f"{key} {choices(sizes)}" for key, sizes in ((name, batches), ("micro_batch", micro)) if sizes]
+        sequences = f"{batch} sequences are" if batch > 1 else "1 sequence is"
+        micro_batches = f"{number} micro-batches" if number > 1 else "1 micro-batch"
         raise InputError(
-            f"{name}: {batch} sequences are {number} micro-batches a rank ({plan.dp_size} data-parallel × micro_batch "
+            f"{name}: {sequences} {micro_batches} a rank ({plan.dp_size} data-parallel × micro_batch "
             f"{task.micro_batch}); {complaint.split('; ')[0]}; {' or '.join(options)} would fit"
         )
 

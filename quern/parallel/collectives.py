@@ -18,6 +18,7 @@ inductor's fusion of products with collectives looks for in a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,11 +27,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
-__all__ = ["Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
+__all__ = ["SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
 
 #: Before 2.13 a split backward pass hands the gradients of a function's several outputs to the first of them, summed
 #: (torch/distributed/pipelining/_backward.py): there several products leave as one output.
 JOINED = TorchVersion(torch.__version__) < "2.13"
+
+SUMS_KEPT: ContextVar[bool] = ContextVar("SUMS_KEPT", default=False)
+"""True while a forward is computed again of which every sum over ranks was kept: what was summed is then not needed."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class _MultiplyScatter(torch.autograd.Function):
         ctx.save_for_backward(x_BLI, weight_DI)
         ctx.group, ctx.size = group, size
         batch = x_BLI.shape[0]
-        y_TD = x_BLI.flatten(0, 1) @ weight_DI.to(x_BLI.dtype).T
+        y_TD = _to_be_summed(x_BLI.flatten(0, 1), weight_DI.to(x_BLI.dtype))
         return _scattered(_start_scatter(y_TD, batch, group, size), batch)
 
     @staticmethod
@@ -153,6 +157,19 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, dy_BLD: Tensor) -> tuple[Tensor | None, ...]:
         scattering = _start_scatter(dy_BLD.flatten(0, 1), ctx.batch, ctx.group, ctx.size)
         return _scattered(scattering, ctx.batch), None, None
+
+
+def _to_be_summed(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
+    """This rank's part of a sum, which nobody looks at once it is summed.
+
+    ``out=`` keeps it out of what selective recomputation keeps: of every rank's part it is as large as the whole stream.
+    """
+    if torch.compiler.is_compiling():  # a partitioner sees what is needed
+        return x_TI @ weight_DI.T
+    size = (x_TI.shape[0], weight_DI.shape[0])
+    if SUMS_KEPT.get():
+        return x_TI.new_zeros(1).expand(size)
+    return torch.mm(x_TI, weight_DI.T, out=x_TI.new_empty(size))
 
 
 def _wanted(ctx: Any, first_weight: int) -> list[bool]:

@@ -25,7 +25,8 @@ def shard(
 
     Weights are gathered in ``compute_dtype``; gradients are summed in at least float32. The root keeps embedding,
     head and final norm gathered from forward to backward: the loss uses the head without calling a module, so only
-    the root's own hooks can gather it.
+    the root's own hooks can gather it. A number for ``reshard_after_forward`` below the shards needs a ``mesh`` of all
+    ranks: torch makes further groups out of it, collectively.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,

@@ -156,12 +156,15 @@ def plan_mesh(parallel: Sizes, world_size: int) -> MeshPlan:
                 f"{world_size} {'was' if world_size == 1 else 'were'} started; expected {fits}{_ranks(plan.world_size)}"
             )
     group = parallel.resharding
-    if plan.dp_shard > 1 and not isinstance(group, bool) and (group == 1 or plan.dp_shard % group):
-        fitting = [size for size in divisors(plan.dp_shard) if size > 1]
-        raise InputError(
-            f"parallel.reshard_after_forward: expected true, false or a group size that divides dp_shard "
-            f"({plan.dp_shard}): {choices(fitting)}, got {group}"
-        )
+    if plan.by_fsdp and not isinstance(group, bool):
+        # FSDP2 makes these groups out of its own mesh, but makes them with all ranks: beside tp or pp there are several
+        # such meshes, whose ranks would wait for each other for ever
+        alone = plan.tp == plan.pp == 1
+        fitting = [size for size in divisors(plan.dp_shard) if size > 1 and (alone or size == plan.dp_shard)]
+        if group not in fitting:
+            size = f"a group size that divides dp_shard ({plan.dp_shard})" + ("" if alone else f" beside {named}")
+            expected = f"true, false or {size}: {choices(fitting)}" if fitting else f"true or false beside {named}"
+            raise InputError(f"parallel.reshard_after_forward: expected {expected}, got {group}")
     return plan
 
 

@@ -131,7 +131,7 @@ class Pipeline:
         finally:
             for part in self._parts:
                 part.end()
-        for stage in stages:  # else the gradients of what it received stay until the next step, if the backward is split
+        for stage in stages:  # else gradients of what was received stay until the next step where backwards are split
             stage.clear_runtime_states()
         return self._counted(sums.values())
 

@@ -233,7 +233,8 @@ def _weights(step: Step, stage: _Stage) -> list[Weight]:
 def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     shape, plan = step.shape, step.plan
     if not plan.by_fsdp:
-        weights = [weight for stage in stages for weight in _weights(step, stage)]
+        embedding, *head, norm = end_weights(shape, plan.tp, first=True, last=True)
+        weights = [embedding, *block_weights(shape, plan.tp) * shape.num_layers, norm, *head]  # as the model has them
         buckets = _buckets([weight.size * step.reduce_bytes for weight in reversed(weights)])
         payload = sum(weight.size for weight in weights) * step.reduce_bytes
         yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, buckets, payload)

@@ -76,8 +76,8 @@ class ParallelConfig(Section):
     dp_shard: Count | None = None
     """Null = all remaining ranks."""
     reshard_after_forward: bool | Count | None = None
-    """FSDP2: true = gather again in backward (ZeRO-3), false = keep (ZeRO-2), a number = reshard to that many ranks.
-    Null = true, and false in a pipeline, which would gather for every micro-batch."""
+    """FSDP2: true = gather again in backward (ZeRO-3), false = keep (ZeRO-2), a number = reshard to that many ranks
+    (without tp and pp). Null = true, and false in a pipeline, which would gather for every micro-batch."""
     tp: Count = 1
     """Tensor parallelism: heads, feed-forward width and vocabulary are split over this many ranks, and between them
     the sequence (Megatron's sequence parallelism)."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from quern.parallel.clip import local_part
 
 __all__ = ["LossScale", "Precision", "precision_of"]
 
@@ -50,12 +51,9 @@ class LossScale:
 
     def unscale_(self, parameters: list[nn.Parameter]) -> None:
         """Divide the gradients by the scale, in place."""
-        if self.enabled:
-            inverse = self.scale.reciprocal()
-            for parameter in parameters:
-                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                assert grad is not None
-                grad.mul_(inverse)
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if self.enabled and gradients:
+            torch._foreach_mul_(gradients, self.scale.reciprocal())
 
     def update(self, non_finite: torch.Tensor) -> None:
         """``non_finite``: 0 or 1, the same on every rank."""

@@ -90,7 +90,8 @@ def pipeline(step: Step) -> dict[str, Any] | None:
     return {
         "schedule": schedule,
         "micro_batches": step.num_micro_batches,
-        "bubble": bubble(schedule, pp, stages // pp, step.num_micro_batches),
+        "bubble": bubble(schedule, pp, stages // pp, step.num_micro_batches, costs),
+        "bubble_of_equal_stages": bubble(schedule, pp, stages // pp, step.num_micro_batches),
         "buffers_gib": most * step.compute_bytes / 2**30,
         "stages": [
             {

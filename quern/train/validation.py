@@ -20,7 +20,11 @@ from quern.train.feed import to_device
 from quern.train.loader import IGNORE, Loader, StepBatch
 from quern.train.ranks import Ranks
 
-__all__ = ["Validator", "open_held_out"]
+__all__ = ["TOGETHER", "Validator", "open_held_out"]
+
+TOGETHER = 8
+"""Micro-batches that a runner gets at a time, so that a pipeline's ranks work side by side, and gather their weights
+once for all of them; a stage holds the hidden states of so many."""
 
 
 def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
@@ -98,8 +102,9 @@ class Validator:
 
     def _mean(self, model: Runner, source: _Source) -> dict[str, Any]:
         summed = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
-        for number in range(source.steps):
-            inputs = [self._inputs(batch) for batch in _without_filling(source.loader.take(number))]
+        for first in range(0, source.steps, TOGETHER):
+            steps = map(source.loader.take, range(first, min(first + TOGETHER, source.steps)))
+            inputs = [self._inputs(batch) for step in steps for batch in _without_filling(step)]
             summed[0] += model.forward(inputs)[1]
             if model.counts:
                 for batch in inputs:

@@ -171,7 +171,9 @@ def test_a_layout_of_any_size_is_planned_by_one_process(config: Path) -> None:
     assert sum(row["cost_share"] for row in stages) == pytest.approx(1)
     assert summary["pipeline"]["micro_batches"] == 512 // 8
     # (pp - 1) / (stages a rank · micro-batches) of useful time
-    assert summary["pipeline"]["bubble"] == pytest.approx(7 / 2 / 64 / (1 + 7 / 2 / 64), abs=2e-3)
+    assert summary["pipeline"]["bubble_of_equal_stages"] == pytest.approx(7 / 2 / 64 / (1 + 7 / 2 / 64), abs=2e-3)
+    # a rank in the middle: two stages, of either hidden states and their gradients, each [1, 32 / 4, 8192] of 2 bytes
+    assert summary["pipeline"]["buffers_gib"] == 2 * 2 * 64 * 8 * 8192 * 2 / 2**30
     by_pp = summary["communication"]
     assert [place["pp"] for place in by_pp] == list(range(8))
     for place in by_pp:
@@ -193,6 +195,7 @@ def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.Mon
         r"layout +8 ranks: pp 2 × dp_shard 2 × tp 2", r"rank +pp +dp_shard +tp", r" +6 +1 +1 +0", r"stage +pp +layers",
         r" +3 +0 +4 +\d+\.\d% +[\d,]+", r"zbv_zero_bubble, 8 micro-batches a step: ranks wait \d+\.\d%",
         r"tp +gather hidden +all-gather +2 +[\d,]+ +[\d.]+ kB", r"pp +send hidden +send +2 +8 +[\d.]+ kB",
+        r"it receives in a buffer for every micro-batch: 0\.00 GiB on the rank",
         r"dp_shard +gather weights +all-gather +2 +\d+ ", r"all +[\d.]+ kB",
     ):  # fmt: skip
         assert re.search(f"^{line}", said, re.MULTILINE), f"{line}\n{said}"

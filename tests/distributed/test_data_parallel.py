@@ -24,7 +24,7 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
-from quern.parallel.accumulation import Inputs
+from quern.parallel.accumulation import Accumulation, Inputs
 from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
@@ -276,6 +276,16 @@ def test_one_process_without_a_group_trains_as_plain_torch(expected: dict[bool, 
     check(cases, [train_all(cases)], expected)
 
 
+def test_a_runner_counts_unless_it_is_told_not_to() -> None:
+    model = Transformer(shape_of(tied=False))
+    initialise(model, seed=7)
+    inputs = [Inputs(*batch_of(number), None, None) for number in range(2)]
+    expected = sum(model(batch.tokens_BL, batch.targets_BL)[1].sum().item() for batch in inputs)
+    assert Accumulation(model).counts
+    torch.testing.assert_close(Accumulation(model).forward(inputs), torch.tensor([expected, expected]))
+    assert not Accumulation(model, counts=False).forward(inputs).any()
+
+
 @pytest.mark.slow
 def test_compiled_blocks_train_the_same(run_ranks: Any, expected: dict[bool, Outcome]) -> None:
     cases = [
@@ -402,6 +412,18 @@ def placements(case: Case) -> dict[str, Any]:
     names = {name: getattr(value, "placements", None) for name, value in parallel.model.named_parameters()}
     fsdp = None if mesh.fsdp is None else (mesh.fsdp.mesh_dim_names, mesh.fsdp.mesh.tolist())
     return {"names": names, "fsdp": fsdp, "dp_rank": mesh.dp_rank, "ddp": mesh.ddp is not None}
+
+
+def refusal(plan: MeshPlan) -> str:
+    with pytest.raises(ValueError, match="the process group has") as caught:
+        build_mesh(plan, "cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", [MeshPlan(), MeshPlan(dp_shard=4), MeshPlan(tp=3)], ids=str)
+def test_a_mesh_is_of_all_ranks_and_of_no_others(run_ranks: Any, plan: MeshPlan) -> None:
+    said = f"{plan}: expected {plan.world_size} ranks, the process group has 2"
+    assert run_ranks(refusal, 2, plan) == [said] * 2
 
 
 def test_meshes_and_placements(run_ranks: Any) -> None:

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -66,8 +67,8 @@ OWN = {
 TABLES = {"bubble", "checks", "traffic", "weights"}
 WITH_ARGUMENTS = {"core/VariableReplacer", "core/VariableInserter"}
 """Operators that have to be told a variable."""
-LIMIT_S = 400
-"""Of one set of tests. Ranks that wait for each other give up after 45 s in most of them."""
+LIMIT_S = 120
+"""Of one set of tests at least; else four times what they take without a fault."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,11 @@ def drawn(places: Sequence[Place], seed: int) -> Iterator[Mutant | None]:
         if code is None or program(code) in (None, program(source)):
             yield None
             continue
-        pairs = zip(source.splitlines(), code.splitlines(), strict=False)
-        line, (before, after) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-        yield Mutant(place.path, operator, occurrence, line, before.strip(), after.strip(), code)
+        old, new = source.splitlines(), code.splitlines()
+        changes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        _, first, last, start, stop = next(change for change in changes if change[0] != "equal")
+        before, after = (" ".join(map(str.strip, lines)) for lines in (old[first:last], new[start:stop]))
+        yield Mutant(place.path, operator, occurrence, first + 1, before, after, code)
 
 
 def sets_of(module: str) -> list[list[str]]:
@@ -171,8 +174,9 @@ def sets_of(module: str) -> list[list[str]]:
     two_ranks = ["-m", fast, "-k", "tp2 or pp2 or ddp2 or fsdp2", parity]
     if module in ("local", "loss"):
         return [["-m", fast, *own], two_ranks]
+    plain = "not compile and not inductor"  # minutes, for what nothing else would show
     four = ["-m", slow, "-k", "fsdp2tp2 or pp2tp2 or pp2fsdp2-1f1b or skip1 and pp2", parity]
-    return [["-m", fast, *own], two_ranks, ["-m", slow, *own], four]
+    return [["-m", fast, *own], two_ranks, ["-m", slow, "-k", plain, *own], four]
 
 
 def run(arguments: Sequence[str], folder: Path, limit_s: float) -> Fate:
@@ -209,20 +213,20 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def fate_of(mutant: Mutant, folder: Path, passing: set[tuple[str, ...]]) -> Fate:
-    """``passing``: the sets of tests that are known to pass as it is; nothing could be said of a fault by others."""
+def fate_of(mutant: Mutant, folder: Path, passing: dict[tuple[str, ...], float]) -> Fate:
+    """``passing``: how long sets of tests take that pass as it is; nothing could be said of a fault by others."""
     path, seconds = folder / mutant.path, 0.0
     source = path.read_text()
     for arguments in sets_of(path.stem):
         if tuple(arguments) not in passing:
-            without = run(arguments, folder, 2 * LIMIT_S)
+            without = run(arguments, folder, 10 * LIMIT_S)
             print(f"    {without.seconds:.0f} s without a fault: {' '.join(arguments)}", flush=True)
             if without.outcome != "survived":
                 raise SystemExit(f"fails without a fault: {without}")
-            passing.add(tuple(arguments))
+            passing[tuple(arguments)] = without.seconds
         path.write_text(mutant.code)
         try:
-            fate = run(arguments, folder, LIMIT_S)
+            fate = run(arguments, folder, max(LIMIT_S, 4 * passing[tuple(arguments)]))
         finally:
             path.write_text(source)
         seconds += fate.seconds
@@ -270,7 +274,7 @@ def main() -> None:
 
 def tested(mutants: Sequence[Mutant], folder: Path, workers: int) -> list[tuple[Mutant, Fate]]:
     copies: SimpleQueue[Path] = SimpleQueue()
-    passing: set[tuple[str, ...]] = set()
+    passing: dict[tuple[str, ...], float] = {}
     for number in range(workers):
         copies.put(copied(folder / f"copy{number}", "quern", "tests"))
 

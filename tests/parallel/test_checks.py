@@ -87,6 +87,9 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "parallel.stage_layers: expected 2 numbers ≥ 1 (one a stage) that add up to 8 layers, got 3 that add up to 8; "),
     (2, {"pp": 2, "stage_layers": (4, 5)}, {}, {},
      "parallel.stage_layers: expected 2 numbers ≥ 1 (one a stage) that add up to 8 layers, got 2 that add up to 9; "),
+    (2, {"pp": 2}, {}, {"batches": {"global_batch": 1}, "micro_batch": 1},
+     "global_batch: 1 sequence is 1 micro-batch a rank (1 data-parallel × micro_batch 1); schedule 1f1b with pp 2: "
+     "expected 2 micro-batches or more, one for every stage, got 1; global_batch 2 would fit"),
     (4, {"pp": 4}, {}, {"batches": {"global_batch": 4}},
      "global_batch: 4 sequences are 2 micro-batches a rank (1 data-parallel × micro_batch 2); schedule 1f1b with pp 4: "
      "expected 4 micro-batches or more, one for every stage, got 2; global_batch 8 or micro_batch 1 would fit"),

@@ -38,6 +38,7 @@ class Sizes:
         ({"dp_replicate": 2, "dp_shard": 3}, 6, MeshPlan(dp_replicate=2, dp_shard=3)),
         ({"dp_shard": 4, "reshard_after_forward": 2}, 4, MeshPlan(dp_shard=4)),
         ({"reshard_after_forward": 8}, 1, MeshPlan()),
+        ({"tp": 2, "reshard_after_forward": 4}, 8, MeshPlan(dp_shard=4, tp=2)),
         ({"tp": 2, "pp": 2}, 4, MeshPlan(tp=2, pp=2)),
         ({"tp": 4, "pp": 2, "dp_replicate": 2}, 64, MeshPlan(tp=4, pp=2, dp_replicate=2, dp_shard=4)),
     ],
@@ -75,6 +76,20 @@ def test_sizes_resolve(given_sizes: dict[str, Any], world_size: int, expected: M
             {"reshard_after_forward": 3}, 8,
             "parallel.reshard_after_forward: expected true, false or a group size that divides dp_shard (8): "
             "2, 4 or 8, got 3",
+        ),
+        (
+            {"tp": 2, "reshard_after_forward": 2}, 8,
+            "parallel.reshard_after_forward: expected true, false or a group size that divides dp_shard (4) beside "
+            "tp 2: 4, got 2",
+        ),
+        (
+            {"pp": 2, "reshard_after_forward": 2}, 16,
+            "parallel.reshard_after_forward: expected true, false or a group size that divides dp_shard (8) beside "
+            "pp 2: 8, got 2",
+        ),
+        (
+            {"tp": 2, "dp_replicate": 2, "dp_shard": 1, "reshard_after_forward": 2}, 4,
+            "parallel.reshard_after_forward: expected true or false beside dp_replicate 2 × tp 2, got 2",
         ),
         (
             {"tp": 8, "pp": 2}, 24,

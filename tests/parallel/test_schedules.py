@@ -96,6 +96,16 @@ def test_figures_of_the_handbook() -> None:
     assert bubble("interleaved_1f1b", 4, 2, 12) == pytest.approx(3 / 27)
 
 
+def test_uneven_stages_wait_for_the_slowest() -> None:
+    """GPipe by hand, a second stage of 3: its forwards from 1 to 7, its backwards to 19, the first's last one to 21."""
+    assert bubble("gpipe", 2, 1, 2, [1, 3]) == pytest.approx(1 - (2 * 3 * 4) / (2 * 21))
+    assert bubble("gpipe", 2, 1, 2, [10, 30]) == pytest.approx(bubble("gpipe", 2, 1, 2, [1, 3]))
+    for schedule, kind in SCHEDULES.items():
+        v = kind.stages_per_rank or 2
+        assert bubble(schedule, 4, v, 8, [5] * 4 * v) == pytest.approx(bubble(schedule, 4, v, 8))
+        assert bubble(schedule, 4, v, 8, [1] * (4 * v - 1) + [2]) > bubble(schedule, 4, v, 8)
+
+
 def test_split_backwards_wait_least() -> None:
     shares = {schedule: bubble(schedule, 4, kind.stages_per_rank or 2, 16) for schedule, kind in SCHEDULES.items()}
     assert shares["1f1b"] == shares["gpipe"]

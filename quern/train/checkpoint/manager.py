@@ -1,9 +1,9 @@
 """Saves, finds, loads and prunes the checkpoints of a run.
 
-A save is a sequence of steps that all ranks take together (:mod:`.agree`): rank 0 makes a staging folder under a random
-name; each rank writes, syncs and hashes its file; rank 0 adds config, ranks file and, last, the manifest with every
-checksum; the folder is renamed. Until the rename there is no checkpoint, after it there is a whole one. The steps are
-separate so that a later writer can do the middle ones in the background.
+A save is a sequence of steps that all ranks take together (:mod:`quern.train.agree`): rank 0 makes a staging folder
+under a random name; each rank writes, syncs and hashes its file; rank 0 adds config, ranks file and, last, the manifest
+with every checksum; the folder is renamed. Until the rename there is no checkpoint, after it there is a whole one. The
+steps are separate so that a later writer can do the middle ones in the background.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""Validation hands a runner many micro-batches at a time, and counts every window once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import run_case as case
+import torch
+
+from quern.parallel.accumulation import Inputs
+from quern.train.loader import IGNORE
+from quern.train.ranks import Ranks
+from quern.train.validation import TOGETHER, Validator, open_held_out
+
+
+class Counting:
+    """A nat a target; remembers how many micro-batches came at a time."""
+
+    def __init__(self, counts: bool) -> None:
+        self.counts = counts
+        self.given: list[int] = []
+
+    def forward(self, inputs: Sequence[Inputs]) -> torch.Tensor:
+        self.given.append(len(inputs))
+        targets = sum(int((one.targets_BL != IGNORE).sum()) for one in inputs)
+        return torch.tensor([0.0, targets * self.counts])
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_micro_batches_are_forwarded_together(tmp_path: Path, counts: bool) -> None:
+    """A pipeline with one micro-batch under way is idle but for one rank, and gathers its weights for each."""
+    paths = case.write_corpus(tmp_path / "data", {"web": 20, "web.val": 20})
+    config = case.settings(tmp_path / "run", paths[:1], validation={"windows": 17}, micro_batch=1)
+    (held_out,) = open_held_out(config)
+    assert held_out.windows[0] >= 17
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    found, runner = Validator(config, [held_out], ranks, 0, 1, str(tmp_path)), Counting(counts)
+    losses = found.run(runner)
+    assert runner.given == [TOGETHER] * (17 // TOGETHER) + [17 % TOGETHER]
+    loader = found._sources[0].loader
+    targets = [batch.targets_BL for number in range(17) for batch in loader.take(number).micro_batches]
+    expected = sum(int((one != IGNORE).sum()) for one in targets)
+    assert losses["tokens"] == (expected if counts else 0)
+    assert losses["loss"] == (1.0 if counts else 0.0)
