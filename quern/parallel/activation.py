@@ -1,9 +1,9 @@
 """Activation checkpointing: a block's activations are computed again in backward instead of being kept.
 
 ``full`` keeps a block's input alone. ``selective`` keeps also what its matrix products, its attention and the sums
-over ranks gave (but not what went into a sum), and computes only the cheap rest again (norms, rotations, SwiGLU's product, residuals; and gathers the
-sequence again where tensors are split, which products that are kept no longer need). Parameter names do not change:
-``block.forward`` is replaced, no module is wrapped around it.
+over ranks gave (of a sum, not what went into it), and computes only the cheap rest again (norms, rotations, SwiGLU's
+product, residuals; and gathers the sequence again where tensors are split, which products that are kept no longer
+need). Parameter names do not change: ``block.forward`` is replaced, no module is wrapped around it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def _selective_contexts() -> Any:
     forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, _with_sums(again)
+    return forward, again if torch.compiler.is_compiling() else _with_sums(again)  # a graph is not run twice
 
 
 @contextlib.contextmanager

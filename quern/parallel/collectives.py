@@ -160,16 +160,14 @@ class _Gather(torch.autograd.Function):
 
 
 def _to_be_summed(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
-    """This rank's part of a sum, which nobody looks at once it is summed.
+    """This rank's part of a sum, as large as the whole stream, which nobody looks at once it is summed.
 
-    ``out=`` keeps it out of what selective recomputation keeps: of every rank's part it is as large as the whole stream.
+    ``out=`` keeps it from what selective recomputation keeps.
     """
     if torch.compiler.is_compiling():  # a partitioner sees what is needed
         return x_TI @ weight_DI.T
-    size = (x_TI.shape[0], weight_DI.shape[0])
-    if SUMS_KEPT.get():
-        return x_TI.new_zeros(1).expand(size)
-    return torch.mm(x_TI, weight_DI.T, out=x_TI.new_empty(size))
+    y_TD = x_TI.new_empty(x_TI.shape[0], weight_DI.shape[0])
+    return y_TD if SUMS_KEPT.get() else torch.mm(x_TI, weight_DI.T, out=y_TD)
 
 
 def _wanted(ctx: Any, first_weight: int) -> list[bool]:

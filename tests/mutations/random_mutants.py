@@ -33,6 +33,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
@@ -50,7 +51,7 @@ OWN = {
     "bubble": ["parallel/test_schedules.py", "parallel/test_traffic.py"],
     "checks": ["parallel/test_checks.py"],
     "clip": ["distributed/test_clip.py", "distributed/test_gradients.py"],
-    "collectives": ["distributed/test_tensor_parallel.py"],
+    "collectives": ["distributed/test_collectives.py", "distributed/test_tensor_parallel.py"],
     "data": ["distributed/test_data_parallel.py"],
     "gradients": ["distributed/test_gradients.py"],
     "local": ["distributed/test_ranks.py"],
@@ -195,10 +196,10 @@ def run(arguments: Sequence[str], folder: Path, limit_s: float) -> Fate:
     finally:
         _end(process)
     seconds = time.monotonic() - began
-    if process.returncode == 0:
+    if process.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return Fate("survived", seconds)
     failed = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if not failed and process.returncode == 4:
+    if not failed and process.returncode == pytest.ExitCode.USAGE_ERROR:
         raise SystemExit(f"pytest {' '.join(arguments)}\n{said}")
     last = said.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
     return Fate("killed", seconds, (failed or last)[0].partition(" - ")[0])
