@@ -83,9 +83,12 @@ def test_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("layers", "dim", "ffn_dim"), [(5, 640, 1800), (30, 128, 300), (2, 1024, 9000)])
+@pytest.mark.parametrize(
+    ("layers", "dim", "ffn_dim"), [(5, 640, 1800), (30, 128, 300), (2, 1024, 9000), (2, 1024, 6272)]
+)
 def test_ddp_closes_its_buckets_as_torch_does(layers: int, dim: int, ffn_dim: int, tied: bool) -> None:
-    """In the order in which gradients come: the head's first, the embedding's last."""
+    """In the order in which gradients come: the head's first, the embedding's last. The last size has matrices of 24.5
+    MiB, of which one does not fill a bucket."""
     shape = ModelConfig(num_layers=layers, dim=dim, num_heads=2, ffn_dim=ffn_dim, tied_embeddings=tied).shape(71 * 128)
     with torch.device("meta"):
         parameters = list(Transformer(shape).parameters())
@@ -184,6 +187,8 @@ def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
 def test_what_is_held_adds_up() -> None:
     """Over all ranks each weight once; but norms, which every rank of tp holds, and the copy of a tied embedding."""
     assert elements_held(step(MeshPlan())) == BIG.num_parameters
+    first = step(MeshPlan(pp=4), num_micro_batches=8)
+    assert elements_held(first) == elements_held(first, 0) != elements_held(first, 3)
     plan = MeshPlan(pp=4, dp_shard=2, tp=2)
     norms = (2 * BIG.num_layers + 1) * BIG.dim
     assert sum(elements_held(step(plan, num_micro_batches=8), rank) for rank in range(16)) == BIG.num_parameters + norms
