@@ -54,9 +54,21 @@ class Gradients:
         if tied is not None:
             total += local_part(_grad(tied))
             local_part(_grad(tied)).copy_(total)
-        else:
-            assert self.mesh.ends is not None
-            _sum_together([total], self.mesh.ends)
+        elif total.numel():
+            total += self._other_end(total)
+
+    def _other_end(self, mine: torch.Tensor) -> torch.Tensor:
+        """What the pipeline's last rank has where the first has ``mine``, and the other way round. The two add up the
+        same two numbers, so they get the same bits."""
+        assert self.mesh.pp is not None
+        theirs, other = torch.empty_like(mine), self.mesh.plan.pp - 1 - self.mesh.rank("pp")
+        both = [
+            dist.P2POp(call, tensor, group=self.mesh.pp, group_peer=other)
+            for call, tensor in ((dist.isend, mine), (dist.irecv, theirs))
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        return theirs
 
     def norm(self) -> torch.Tensor:
         """The 2-norm of all gradients of all stages as one vector: 0-d, the same bits on every rank. Collective."""

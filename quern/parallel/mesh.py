@@ -85,8 +85,6 @@ class Mesh:
     plan: MeshPlan
     device_type: str
     device_mesh: DeviceMesh | None = None
-    ends: ProcessGroup | None = None
-    """The first and the last rank of this rank's pipeline, on those two; None elsewhere and for fewer than two."""
 
     @property
     def world_size(self) -> int:
@@ -185,18 +183,7 @@ def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
     # an axis of one rank takes part where FSDP2 asks for it by name
     axes = [axis for axis in AXES if axis.startswith("dp_") or getattr(plan, axis) > 1]
     sizes = tuple(getattr(plan, axis) for axis in axes)
-    return Mesh(plan, device_type, init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes)), _ends(plan))
-
-
-def _ends(plan: MeshPlan) -> ProcessGroup | None:
-    """Made by its two ranks alone: there is a pair for each of a stage's ranks, and every one would wait for all."""
-    import torch.distributed as dist
-
-    inner = plan.world_size // plan.pp
-    stage, offset = divmod(dist.get_rank(), inner)
-    if plan.pp == 1 or stage not in (0, plan.pp - 1):
-        return None
-    return dist.new_group([offset, offset + (plan.pp - 1) * inner], use_local_synchronization=True)
+    return Mesh(plan, device_type, init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes)))
 
 
 def divisors(number: int) -> list[int]:

@@ -189,7 +189,7 @@ def _pipeline(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Tran
     if shape.tied_embeddings and True in ends and apart:
         (embedding,) = end_weights(shape, plan.tp, first=True, last=False)
         payload = step.reduce_bytes * embedding.share(plan.dp_shard, shard)
-        yield Transfer("pp", "tied gradients", "all_reduce", 2, 1, payload)
+        yield Transfer("pp", "tied gradients", "send", plan.pp, 1, payload)
 
 
 def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Transfer]:

@@ -103,6 +103,8 @@ class Found:
     stage: int
     reduced: int
     """Sums over ranks that :meth:`Gradients.finish` asked for."""
+    sent: int
+    """Tensors that it sent to another rank."""
     summed: dict[str, bytes] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     steps: set[float] = field(default_factory=set)
@@ -126,7 +128,7 @@ def run(case: Case) -> Found:
     gradients = Gradients(model, mesh)  # type: ignore[arg-type]
     with Collectives() as watch:
         gradients.finish()
-    found = Found(torch.empty(0), stage, watch.calls["allreduce"])
+    found = Found(torch.empty(0), stage, watch.calls["allreduce"], watch.calls["send"])
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             found.summed[name] = local(parameter.grad).contiguous().numpy().tobytes()
@@ -229,7 +231,7 @@ def test_gradients_are_those_of_whole_tensors(run_ranks: Any, world: int) -> Non
                 close = 1e-14 if case.dtype == torch.float64 else 1e-6
                 np.testing.assert_allclose(found.norm.item(), expected_norm(case), rtol=close, err_msg=str(case))
             ends = case.tied == "ends" and found.stage in (0, case.plan.pp - 1)
-            assert found.reduced == (case.plan.tp > 1) + ends, (str(case), rank)
+            assert (found.reduced, found.sent) == (case.plan.tp > 1, ends), (str(case), rank)
         copies_agree(case, list(by_rank))
 
 

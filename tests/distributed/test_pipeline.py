@@ -8,7 +8,6 @@ them none), and weights move between steps, so that whatever is kept from a step
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -326,41 +325,6 @@ def test_weights_gathered_again_for_backward(run_ranks: Any) -> None:
 @pytest.mark.slow
 def test_replicated_stages(run_ranks: Any) -> None:
     check(run_ranks, [replace(takes(schedule, 2), replicate=2) for schedule in ("gpipe", "dualpipe_v")])
-
-
-def messages(cases: list[Case]) -> list[list[tuple[str, int]]]:
-    """What this rank sends and waits for in a forward without gradients, in turn, with the other rank of each."""
-    found, meshes = [], {}
-    isend, recv = dist.isend, dist.recv
-    for case in cases:
-        told: list[tuple[str, int]] = []
-
-        def sent(tensor: Any, group: Any, group_dst: int, told: Any = told) -> Any:
-            told.append(("send", group_dst))
-            return isend(tensor, group=group, group_dst=group_dst)
-
-        def received(tensor: Any, group: Any, group_src: int, told: Any = told) -> Any:
-            told.append(("recv", group_src))
-            return recv(tensor, group=group, group_src=group_src)
-
-        parallel = build(case, meshes)
-        dist.isend, dist.recv = sent, received
-        parallel.run.forward(micro_batches(case, 0, 0, case.micro_batches[0]))
-        dist.isend, dist.recv = isend, recv
-        found.append(told)
-    return found
-
-
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_ranks_take_their_messages_in_the_same_order(run_ranks: Any, pp: int) -> None:
-    """Between two ranks NCCL moves one after the other, either way, and none that is not wanted yet."""
-    cases = [Case(schedule, pp, micro_batches=(3,)) for schedule in SCHEDULES]
-    for case, queues in zip(cases, zip(*run_ranks(messages, pp, cases), strict=True), strict=True):
-        assert all(queues), case
-        for one, other in itertools.combinations(range(pp), 2):
-            mine = [what for what, peer in queues[one] if peer == other]
-            theirs = ["send" if what == "recv" else "recv" for what, peer in queues[other] if peer == one]
-            assert mine == theirs, f"{case.schedule}: ranks {one} and {other} wait for each other"
 
 
 def fail_in_a_stage(schedule: str) -> None:

@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quern.errors import InputError
 from quern.model.loss import IGNORE
 from quern.parallel import collectives
 from quern.parallel.data import accumulation
+from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.tensor import split_tensors
 
 
 @dataclass
@@ -264,3 +267,16 @@ def test_bfloat16_keeps_gradients_in_the_dtype_of_weights(run_ranks: Any) -> Non
     for name, gradient in expected.gradients.items():
         found = assembled(case, name, [outcome.gradients[name] for outcome in outcomes], summed=True).double()
         assert (found - gradient).norm() < 0.05 * gradient.norm(), name
+
+
+def refused_overlap() -> str:
+    mesh = build_mesh(MeshPlan(tp=2), "cpu")
+    assert mesh.tp is not None
+    with pytest.raises(InputError) as caught:
+        split_tensors(whole_model(Case()), mesh.tp, async_tp=True)
+    return str(caught.value)
+
+
+def test_overlap_is_for_cuda(run_ranks: Any) -> None:
+    said = "parallel.async_tp: expected false on cpu, got true; it needs CUDA"
+    assert run_ranks(refused_overlap, 2) == [said] * 2

@@ -57,7 +57,7 @@ OWN = {
     "local": ["distributed/test_ranks.py"],
     "loss": ["model/test_loss.py"],
     "mesh": ["parallel/test_mesh.py", "parallel/test_checks.py", "distributed/test_gradients.py"],
-    "pipeline": ["distributed/test_pipeline.py"],
+    "pipeline": ["distributed/test_pipeline.py", "distributed/test_pipeline_messages.py"],
     "schedules": ["parallel/test_schedules.py", "parallel/test_checks.py"],
     "stages": ["parallel/test_stages.py", "parallel/test_checks.py"],
     "tensor": ["distributed/test_tensor_parallel.py"],

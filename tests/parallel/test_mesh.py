@@ -153,7 +153,7 @@ def test_who_owns_the_parameters() -> None:
 def test_a_process_without_a_group_has_a_mesh_of_one() -> None:
     mesh = build_mesh(MeshPlan(), "cpu")
     assert (mesh.dp_rank, mesh.dp_size, mesh.world_size) == (0, 1, 1)
-    assert mesh.fsdp is mesh.ddp is mesh.tp is mesh.pp is mesh.ends is None
+    assert mesh.fsdp is mesh.ddp is mesh.tp is mesh.pp is None
     assert {mesh.rank(axis) for axis in AXES} == {0}
     with pytest.raises(ValueError, match="expected an initialised process group of 2 ranks"):
         build_mesh(MeshPlan(dp_shard=2), "cpu")

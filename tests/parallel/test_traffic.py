@@ -181,7 +181,7 @@ def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:
         found = [[row for row in traffic(made, 2 * rank) if row.what == "tied gradients"] for rank in range(4)]
         assert [len(rows) for rows in found] == expected
         for row in (row for rows in found for row in rows):
-            assert (row.ranks, row.payload) == (2, 4 * tied.vocab_size * tied.dim // 2)
+            assert (row.collective, row.sent) == ("send", 4 * tied.vocab_size * tied.dim // 2)
 
 
 def test_what_is_held_adds_up() -> None:
