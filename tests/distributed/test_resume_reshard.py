@@ -279,8 +279,9 @@ def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
 @pytest.mark.parametrize(
     ("rank", "name"), [(1, "Corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]
 )
-def test_what_fails_on_one_rank_ends_all(run_ranks, tmp_path, paths, rank, name):
+def test_what_fails_on_one_rank_ends_all(run_ranks, tmp_path, rank, name):
     """And none waits in the next collective for one that has gone."""
+    paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]
     found = run_ranks(fails_on_one, 2, str(tmp_path / "run"), paths, rank, name)
     assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2
 
