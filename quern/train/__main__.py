@@ -6,9 +6,11 @@ Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from quern.config import load_config
 from quern.errors import QuernError
@@ -53,5 +55,17 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
+def _leave(code: int) -> NoReturn:
+    """End the process without ending the interpreter first. gloo's threads let go of the last collective's tensors when
+    they get to it, and ask for the interpreter then; one that is ending would end the process with SIGABRT."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if "RANK" in os.environ:
+        _leave(code)
+    sys.exit(code)
