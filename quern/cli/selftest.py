@@ -42,7 +42,7 @@ class Device(StrEnum):
 @reports_errors
 def selftest(
     layouts: Annotated[
-        Layouts, typer.Option(help="quick: every layout and schedule, minutes; all: every legal case, an hour or more.")
+        Layouts, typer.Option(help="quick: every layout and schedule, minutes; all: every legal case, some 1,500.")
     ] = Layouts.quick,
     case: Annotated[
         list[str] | None, typer.Option(help="Only cases of this name, as the table shows it; * stands for anything.")

@@ -118,8 +118,9 @@ class Pipeline:
         schedule, stages = self._schedule_for(len(inputs))
         numbers = torch.arange(len(inputs))  # on the host: looking one up must not wait for the device
         sums: dict[int, Tensor] = {}
+        inputs = self._checked(inputs)
         for part in self._parts:
-            part.begin(self._checked(inputs), weigh, sums)
+            part.begin(inputs, weigh, sums)
         try:
             is_last = self._rank_of[self._last] == self._rank
             with _without_lists_of_actions():
