@@ -8,7 +8,6 @@ over ranks or micro-batches would be another gradient.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from watch import Collectives
 
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
@@ -337,17 +337,6 @@ def test_a_float64_step_holds_no_float32_tensor(run_ranks: Any, case: Case) -> N
     for seen, other in run_ranks(dtypes_of_a_step, 2, case):
         assert seen > 1000
         assert not other
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func.overloadpacket.__name__.strip("_").removesuffix("_base")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def collectives(cases: list[Case]) -> list[dict[str, int]]:

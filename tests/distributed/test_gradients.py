@@ -16,7 +16,7 @@ import pytest
 import torch
 from by_hand import Model, cut, laid_out, local
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from watch import Collectives
 
 from quern.parallel.gradients import Gradients
 from quern.parallel.mesh import MeshPlan, build_mesh
@@ -84,17 +84,6 @@ def whole(case: Case, name: str, stage: int) -> torch.Tensor:
         return partial(case, *at[0], 0) + partial(case, *at[1], 0)
     parts = [partial(case, name, stage, tp) for tp in range(case.plan.tp)]
     return parts[0] if kind(name)[1] is not None else torch.stack(parts).sum(0)
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls[func.overloadpacket.__name__.strip("_").removesuffix("_base")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from watch import Floats
 
 from quern.model.attention import Documents
 from quern.model.config import ModelConfig, ModelShape
@@ -358,25 +357,10 @@ def test_an_error_in_a_stage_says_what_and_where(run_ranks: Any, ranks: Any, sch
 def float64_only(schedule: str) -> tuple[int, set[str]]:
     parallel = build(Case(schedule, z_loss=0.01), {})
     inputs = micro_batches(Case(schedule), 0, 0, 4)
-    with Float64Only() as watch:
+    with Floats() as watch:
         parallel.run.forward_backward(inputs, lambda objective: objective / 3)
         parallel.run.forward(inputs[:2])
     return watch.seen, watch.other
-
-
-class Float64Only(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen, self.other = 0, set[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, out)):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self.seen += 1
-                if value.dtype != torch.float64:
-                    self.other.add(f"{func}: {value.dtype} {tuple(value.shape)}")
-        return out
 
 
 def test_a_float64_step_holds_no_float32_tensor(run_ranks: Any) -> None:

@@ -16,8 +16,7 @@ import torch._functorch.partitioners
 import torch.nn.functional as F
 from tensor_case import TOLERANCE, Case, batch_of, build, documents_of, local, ratio, whole_model
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from watch import Floats
 
 from quern.errors import InputError
 from quern.model.loss import IGNORE
@@ -222,26 +221,11 @@ def test_compiled_blocks(run_ranks: Any) -> None:
 # ---- precision ----
 
 
-class FloatsOf(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen, self.other = 0, set[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, out)):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self.seen += 1
-                if value.dtype != torch.float64:
-                    self.other.add(f"{func}: {value.dtype} {tuple(value.shape)}")
-        return out
-
-
 def floats_of(case: Case) -> tuple[int, set[str]]:
     model, _ = build(case)
     tokens_BL, targets_BL, ids_BL = batch_of(case)
     positions_BL, documents = documents_of(case, ids_BL)
-    with FloatsOf() as watch:
+    with Floats() as watch:
         model(tokens_BL, targets_BL, positions_BL, documents)[0].backward()
     return watch.seen, watch.other
 
