@@ -18,7 +18,10 @@ def test_what_it_says_last_is_heard_and_its_code_survives(
 ) -> None:
     """A worker leaves without ending the interpreter: what stands in its buffers has to be out by then."""
     done = subprocess.run(
-        [sys.executable, "-m", "quern.train", *arguments], env={**os.environ, **place, "PYTHONUNBUFFERED": ""}, capture_output=True, text=True
-    )  # fmt: skip
+        [sys.executable, "-m", "quern.train", *arguments],
+        env={**os.environ, **place, "PYTHONUNBUFFERED": ""},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code
     assert said in done.stdout + done.stderr
