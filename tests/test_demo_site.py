@@ -93,6 +93,7 @@ def folder_digest(folder: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed(site, tmp_path):
     wanted = folder_digest(site.folder)
     assert len(wanted) == 7

@@ -71,6 +71,7 @@ def refused(*arguments: object) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> None:
     done = quern("train", config, "--dry-run", "--json", "--nproc", 2)
     assert done.returncode == 0, done.stderr
@@ -158,6 +159,7 @@ def planned(config: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -
 BIG = ("model={preset: llama3-70b}", "precision=bf16", "data.0.max_epochs=1e9", "global_batch=512", "device=cuda")
 
 
+@pytest.mark.slow
 def test_a_layout_of_any_size_is_planned_by_one_process(config: Path) -> None:
     keys = "parallel={tp: 4, pp: 8, schedule: interleaved_1f1b, stages_per_rank: 2, dp_replicate: 2}"
     done = quern("train", config, *BIG, keys, "--nproc", 256, "--dry-run", "--json")

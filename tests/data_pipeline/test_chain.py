@@ -100,6 +100,7 @@ def test_seconds_are_kept_by_stage(english: Chain) -> None:
     assert english.seconds["extract"] > 0
 
 
+@pytest.mark.slow
 def test_a_worker_never_imports_torch() -> None:
     code = (
         "import sys\n"

@@ -170,6 +170,7 @@ def test_every_failed_rule_is_noted(tmp_path: Path) -> None:
     assert failed(stage, "http://bad.com/x") == ["url.blocked_domain", "url.blocked_url", "url.banned_words"]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.from_regex(r"[a-z]{1,3}(\.[a-z]{1,2}){0,2}\.(com|org)", fullmatch=True), min_size=1, max_size=30))
 def test_lookup_agrees_with_a_plain_set(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:

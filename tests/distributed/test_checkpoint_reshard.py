@@ -177,6 +177,7 @@ BY_HAND_LARGE = [
 ]
 
 
+@pytest.mark.slow
 def test_split_tensors_and_stages_load_into_each_other(run_ranks, tmp_path):
     check_pairs(run_ranks, str(tmp_path), BY_HAND, tied=True, ring=True)
 

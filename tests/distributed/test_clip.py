@@ -104,6 +104,7 @@ def mixed_meshes(max_norm: float) -> dict[str, Any]:
     return {"norm": norm, "plain": plain, "gradients": gradients}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_gradients_on_several_meshes(run_ranks: Any, max_norm: float) -> None:
     results = run_ranks(mixed_meshes, 4, max_norm)

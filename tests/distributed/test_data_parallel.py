@@ -248,9 +248,8 @@ def expected() -> dict[bool, Outcome]:
     return {tied: oracle(tied) for tied in (False, True)}
 
 
-@pytest.mark.parametrize(
-    "world", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_layouts_train_as_one_process_does(run_ranks: Any, expected: dict[bool, Outcome], world: int) -> None:
     assert torch.stack(expected[False].norms).min() > MAX_NORM  # clipping is at work in every step
     cases = cases_of(world)
@@ -268,6 +267,7 @@ def check(cases: list[Case], by_rank: list[list[Outcome]], expected: dict[bool, 
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.slow
 def test_one_process_without_a_group_trains_as_plain_torch(expected: dict[bool, Outcome]) -> None:
     cases = [
         Case(activation=activation, accumulate=accumulate, tied=tied)
@@ -276,6 +276,7 @@ def test_one_process_without_a_group_trains_as_plain_torch(expected: dict[bool, 
     check(cases, [train_all(cases)], expected)
 
 
+@pytest.mark.slow
 def test_a_runner_counts_unless_it_is_told_not_to() -> None:
     model = Transformer(shape_of(tied=False))
     initialise(model, seed=7)
@@ -350,6 +351,7 @@ def collectives(cases: list[Case]) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_sent_in_a_step_of_three_micro_batches(run_ranks: Any) -> None:
     """Two blocks and the root are gathered and reduced apart; blocks that are resharded are gathered twice."""
     cases = [Case(shard=4), Case(shard=4, reshard=False), Case(2, 2), Case(4, 1)]
@@ -370,6 +372,7 @@ def bfloat16_gradients(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_summed_in_float32(run_ranks: Any) -> None:
     """Over ranks and micro-batches: equal to one process's float32 sum to float32's precision, 2⁻⁸ times finer.
 
@@ -415,6 +418,7 @@ def test_a_mesh_is_of_all_ranks_and_of_no_others(run_ranks: Any, plan: MeshPlan)
     assert run_ranks(refusal, 2, plan) == [said] * 2
 
 
+@pytest.mark.slow
 def test_meshes_and_placements(run_ranks: Any) -> None:
     names = list(dict(Transformer(shape_of(tied=False)).named_parameters()))
     for case, fsdp, placed in [

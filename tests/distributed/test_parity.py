@@ -76,15 +76,13 @@ COMPOSED = [
     *matrix.covering(of(SPLIT), once_a_layout),
     *matrix.covering(of(PIPELINES), once_a_layout),
     *(case for case in matrix.special() if case.layout in [*SPLIT, *PIPELINES] and case.on.world <= 4),
-    Case("fsdp5", "selective", more=True, tied=True),
-    Case("hsdp3x2", "full", mask=False, sizes="norm"),
-    Case("fsdp7", tied=True, sizes="slim", z_loss=True),
-]
-FAST = [
     Case("tp2"),
     Case("tp2", "selective", True, mask=False, tied=True, sizes="norm", z_loss=True),
     Case("pp2", schedule="1f1b"),
     Case("pp2", more=True, tied=True, sizes="norm", schedule="zbv_zero_bubble"),
+    Case("fsdp5", "selective", more=True, tied=True),
+    Case("hsdp3x2", "full", mask=False, sizes="norm"),
+    Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
 #: All of data and tensor parallelism on up to 4 ranks; of the rest every layout with everything, by pairs.
 LONG = [
@@ -95,11 +93,10 @@ LONG = [
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` up to two ranks, in `make test` the short cases, in `make test-all` every one."""
+    """In `make test-fast` the quick set of `quern selftest`, in `make test` the short cases too, then every one."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
-    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in COMPOSED}
-    cases |= {case: pytest.param(case, marks=[pytest.mark.slow] * (case.on.world > 2)) for case in [*SHORT, *FAST]}
-    return cases
+    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED]}
+    return cases | {case: pytest.param(case) for case in matrix.quick()}
 
 
 CASES = marked()
@@ -115,10 +112,10 @@ def test_every_pair_of_factors_is_covered(chosen: list[Case], most: int) -> None
 
 
 def test_the_short_cases_have_every_layout_and_schedule() -> None:
-    short = [*SHORT, *COMPOSED, *FAST]
     assert len(SHORT) >= 40
-    assert {case.layout for case in short} == set(LAYOUTS)
-    assert {case.on.world for case in short} == set(range(1, 9))
+    for cases in ([*SHORT, *COMPOSED], matrix.quick()):
+        assert {case.layout for case in cases} == set(LAYOUTS)
+        assert {case.on.world for case in cases} == set(range(1, 9))
     assert {(case.layout, case.schedule) for case in COMPOSED} >= {(p, s) for p in ("pp2", "pp4") for s in SCHEDULES}
 
 
@@ -189,6 +186,7 @@ SCALARS = {"zeros", "_foreach_add_", "_foreach_sub_", "_fused_adamw_", "_to_copy
 SCALARS |= {"detach", "view"}  # of the count, which is saved in a checkpoint
 
 
+@pytest.mark.slow
 def test_a_float64_run_holds_no_float32_tensor(run_ranks: Callable[..., list[Any]], data: Data, tmp_path: Path) -> None:
     cases = [
         Case("fsdp2", "selective", True, sizes="norm"),

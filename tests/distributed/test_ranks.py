@@ -109,6 +109,7 @@ def test_a_killed_rank_is_reported_and_the_others_results_kept(ranks: Any) -> No
     assert caught.value.results == {0: 0, 2: 2}
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_time_out_and_shows_where(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(ranks.RankError, match="did not finish within 2 s") as caught:
         ranks.run_ranks(write_pid_and_hang, 2, str(tmp_path), timeout_s=2)

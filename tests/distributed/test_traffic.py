@@ -193,6 +193,7 @@ MULTI = tuple(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))
 TWO = MeshPlan(dp_shard=2)
 
 
+@pytest.mark.slow
 def test_two_ranks(run_ranks: Any) -> None:
     tp = Case(MeshPlan(tp=2), kv_heads=2)
     compare(run_ranks, [

@@ -177,6 +177,7 @@ def test_blocks_that_divide_the_cut_leave_no_holes():
                 assert sorted(indices) == list(range(len(indices)))
 
 
+@pytest.mark.slow
 def test_holes_are_fewer_than_a_block_a_cut_and_the_next_phase_gives_them_first():
     """A last phase with blocks of one sample shows the word's own sequence: holes ascending, then the frontier."""
     holed = 0

@@ -209,6 +209,7 @@ def test_compute_dtype_is_that_of_activations_and_results_are_float32(weights, c
     assert (nll - reference).abs().mean() < 8 * torch.finfo(compute).eps * reference.abs().mean() + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["grouped", "qk norm"])
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_a_block_compiles_without_a_graph_break(case, with_documents):

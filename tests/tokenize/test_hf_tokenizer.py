@@ -145,6 +145,7 @@ def test_a_trained_encoding_gives_the_same_ids(trained: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_real_pages_get_the_same_ids(gpt2_ranks: Path, shared: Path) -> None:
     encoding = load_encoding("gpt2", str(gpt2_ranks))

@@ -12,6 +12,8 @@ from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.ledger import data_step, skips_before
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 
 

@@ -166,6 +166,7 @@ def test_spans_that_do_not_cover_their_shard_are_refused(
         open_boundaries([reader], str(tmp_path / "index"))
 
 
+@pytest.mark.slow
 def test_building_takes_the_memory_of_a_part_of_a_shard(tmp_path: Path) -> None:
     num = 1 << 20
     doc = Doc((299,))

@@ -162,6 +162,7 @@ def samples_of(order: Order, step: int) -> list[tuple[int, int, int]]:
     return list(zip(*(column.tolist() for column in order.batch(step)), strict=True))
 
 
+@pytest.mark.slow
 def test_newest_order_and_the_ledger_explain_every_exposure(tmp_path: Path) -> None:
     rng = random.Random(3)
     seen: Counter[str] = Counter()

@@ -99,6 +99,7 @@ def same(a: StepBatch, b: StepBatch) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     lengths=st.lists(SHARDS, min_size=1, max_size=3),

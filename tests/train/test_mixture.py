@@ -16,6 +16,8 @@ from quern.errors import InputError
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
 
+pytestmark = pytest.mark.slow
+
 PHASES = [{"first_step": 5, "weights": [1, 3]}, {"first_step": 7, "global_batch": 16}]
 
 

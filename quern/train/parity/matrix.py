@@ -8,6 +8,7 @@ parts; dim, vocabulary and what is left of a part for FSDP2 to deal out stay une
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -268,16 +269,23 @@ def special() -> list[Case]:
 
 @cache
 def quick() -> list[Case]:
-    """Every layout and every schedule at least once, every two values of the other factors together at least once."""
+    """Every layout, every schedule on two ranks and on four, with either number of micro-batches, and every two values
+    of the other factors together: each at least once."""
 
     def seen(case: Case) -> Iterable[Hashable]:
         yield case.layout
         yield case.schedule, case.on.pp if case.on.tp == case.on.dp == 1 else None
+        yield case.schedule, case.more
         yield from pairs(case, [name for name in FACTORS if name not in ("layout", "schedule")])
+
+    def cost(case: Case) -> float:
+        """Less than in proportion to the processor time of its ranks, or none but the cheapest would be chosen."""
+        passes = case.num_stages // case.on.pp * case.accumulate
+        return math.sqrt(case.on.world * (4 + passes * (2 if case.on.tp > 1 else 1)))
 
     cases = [case for case in product() if case.layout != "alone" or case.more or case.activation != "none"]
     few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2")]
-    return sorted([*covering(cases, seen), *few], key=lambda case: case.on.world)
+    return sorted([*covering(cases, seen, cost), *few], key=lambda case: case.on.world)
 
 
 def pairs(case: Case, names: Iterable[str]) -> Iterable[Hashable]:
@@ -287,18 +295,24 @@ def pairs(case: Case, names: Iterable[str]) -> Iterable[Hashable]:
         yield one, a, other, b
 
 
-def covering(cases: Sequence[Case], seen: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
-    """A few of ``cases`` in which is seen all that is seen in any of them; greedy, of equals what was seen least."""
-    all_seen = [(case, frozenset(seen(case))) for case in cases]
-    left = set().union(*(features for _, features in all_seen))
+def covering(
+    cases: Sequence[Case], seen: Callable[[Case], Iterable[Hashable]], cost: Callable[[Case], float] = lambda case: 1.0
+) -> list[Case]:
+    """A few of ``cases`` in which is seen all that is seen in any of them: greedy by what a case adds for its cost, of
+    equals what was seen least."""
+    features = [frozenset(seen(case)) for case in cases]
+    numbers = {feature: number for number, feature in enumerate(sorted(set().union(*features), key=repr))}
+    masks = [sum(1 << numbers[feature] for feature in some) for some in features]
+    costs = [cost(case) for case in cases]
+    left = (1 << len(numbers)) - 1
     times: Counter[Hashable] = Counter()
     chosen = []
     while left:
-        gains = [len(left & features) for _, features in all_seen]
+        gains = [(left & mask).bit_count() / price for mask, price in zip(masks, costs, strict=True)]
         best = max(gains)
-        equals = [pair for pair, gain in zip(all_seen, gains, strict=True) if gain == best]
-        case, features = min(equals, key=lambda pair: sum(map(times.__getitem__, pair[1])))
-        chosen.append(case)
-        times.update(features)
-        left -= features
+        equals = [number for number, gain in enumerate(gains) if gain == best]
+        number = min(equals, key=lambda number: sum(map(times.__getitem__, features[number])))
+        chosen.append(cases[number])
+        times.update(features[number])
+        left &= ~masks[number]
     return chosen

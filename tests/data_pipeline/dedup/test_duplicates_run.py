@@ -49,6 +49,7 @@ def corpora(draw, plain):
     return docs
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.data(),

@@ -107,6 +107,7 @@ def test_full_caches_change_nothing(monkeypatch):
     assert len(module._CHUNKS) <= 2
 
 
+@pytest.mark.slow
 def test_hashes_do_not_depend_on_the_hash_seed_of_the_process():
     code = (
         "from quern.data_pipeline.dedup.shingles import *;"

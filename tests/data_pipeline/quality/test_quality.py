@@ -180,6 +180,7 @@ def test_impossible_configs_are_refused(options: dict[str, Any]) -> None:
         QualityConfig(**options)
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "import json, sys; from quern.data_pipeline.quality import *\n"

@@ -69,6 +69,7 @@ def test_english_words(text: str, words: list[str]) -> None:
     assert Reading(text, "en").num_words == len(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["de", "fr", "ru", "el", "pl", "xx"])
 def test_spaced_languages_have_their_own_spacy_words(language: str) -> None:
     text = "L'été, z.B. 3,5 km! „Ja“ (м. Київ) κ.λπ. d'accord"
@@ -94,6 +95,7 @@ def test_languages_without_spaces_are_split_into_characters(language: str, text:
     assert Reading(text, language).words == words
 
 
+@pytest.mark.slow
 @given(st.lists(st.text("ab.!?。)\"' \t\u00a0…A1", max_size=20), min_size=1, max_size=4))
 @settings(max_examples=1500)
 def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -> None:
