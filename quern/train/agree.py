@@ -43,6 +43,32 @@ class Agreement:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def collect(self, value: T) -> list[T]:
+        """Each rank's ``value``, on rank 0; elsewhere nothing."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(value, found, dst=self._first, group=self.group)
+        return found or []
+
+    def deal(self, action: Callable[[], list[T]]) -> T:
+        """This rank's of the results of ``action``, one a rank, which only rank 0 runs; if it fails, all raise."""
+        values, error = _attempt(action) if self.rank == 0 else (None, None)
+        failure = _portable(error)
+        shares: list[Any] | None = None
+        if self.rank == 0:
+            shares = [(None, failure)] * self.world if values is None else [(value, None) for value in values]
+        if self.world == 1:
+            assert shares is not None
+            box: list[Any] = shares
+        else:
+            box = [None]
+            dist.scatter_object_list(box, shares, src=self._first, group=self.group)
+        value, failure = box[0]
+        if failure is not None:
+            self._fail(0, failure, error)
+        return value
+
     def own(self, action: Callable[[], T]) -> T:
         """This rank's result of ``action``, which every rank runs; if it fails on one, all raise."""
         value, error = _attempt(action)
@@ -60,12 +86,15 @@ class Agreement:
         value, error = _attempt(action) if self.rank == 0 else (None, None)
         box: list[Any] = [(value, _portable(error))]
         if self.world > 1:
-            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            dist.broadcast_object_list(box, src=source, group=self.group)
+            dist.broadcast_object_list(box, src=self._first, group=self.group)
         value, failure = box[0]
         if failure is not None:
             self._fail(0, failure, error)
         return value
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     def _fail(self, rank: int, failure: tuple[type[QuernError], str], own: Exception | None) -> None:
         kind, text = failure

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
@@ -143,6 +143,8 @@ class GuardConfig(Section):
     max_skips: Count = 100
     """The run fails after this many skipped steps in a row: what is skipped does not enter the history, so a lasting
     change would be skipped for ever."""
+    health_window: Count = 100
+    """Steps after a checkpoint that have to be finite, applied and no spike before it is *good*."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -161,13 +163,28 @@ class CheckpointConfig(Section):
     """Steps whose multiples are kept for ever."""
     verify: bool = True
     """Compare every file's SHA-256 before a resume."""
+    mode: Literal["sync", "thread", "process"] = "thread"
+    """Who writes: the training loop itself, while it stands still; a thread of each rank; a process beside each rank.
+    The last two write from a copy in memory, as large as what a rank saves."""
+    overlap: bool = True
+    """Copy beside the next forward and backward instead of before them; not with sync."""
+    max_failures: Count = 3
+    """The run fails when so many saves in a row have failed, or its last one."""
 
 
 class ResumeConfig(Section):
     """Where to go on."""
 
-    step: NonNegative | None = None
-    """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger."""
+    step: NonNegative | Literal["good"] | None = None
+    """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger; good does
+    the same with the last good checkpoint (``guard.health_window``)."""
+
+    @field_validator("step", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        if value is None or value == "good" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError(f"expected an integer ≥ 0, good or null, got {value!r}")
 
 
 class ValidationConfig(Section):

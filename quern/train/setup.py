@@ -130,7 +130,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
     _deterministic(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
-            CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, None)
+            CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, device=ranks.device)
         )
         cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:

@@ -1,32 +1,31 @@
-"""``torch.distributed.checkpoint``, with durable and hashed files, checked metadata, and errors people can read.
+"""DCP's files read with checked metadata, and written by one process, with errors people can read.
 
-DCP's own on-disk format is kept, so torch's tools read these checkpoints too; what it trusts or leaves out is replaced
-here: every file's SHA-256 is taken from the bytes as they are written, files are synced after their last flush (DCP
-syncs ``.metadata`` before it), and no pickle is trusted (:mod:`.metadata`; tensors are read by DCP with
-``torch.load(weights_only=True)``).
+DCP's own on-disk format is kept, so torch's tools read these checkpoints too; what it trusts or leaves out is replaced:
+every file's SHA-256 is taken from the bytes as they are written, files are synced after their last flush, and no pickle
+is trusted (:mod:`.metadata`; tensors are read by DCP with ``torch.load(weights_only=True)``).
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from quern.errors import QuernError
-from quern.train.agree import describe
-from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.unpadded import UnpaddedLoadPlanner, UnpaddedSavePlanner
+from quern.train.agree import Agreement, describe
+from quern.train.checkpoint.files import write_files
+from quern.train.checkpoint.folder import write_file
+from quern.train.checkpoint.manifest import METADATA_FILE, FileRecord, sha256_of
+from quern.train.checkpoint.plan import Planner
+from quern.train.checkpoint.unpadded import UnpaddedLoadPlanner
 
 __all__ = ["load_tensors", "save_tensors"]
 
@@ -47,17 +46,18 @@ def save_tensors(
     Raises:
         QuernError: on every rank, when a rank could not write.
     """
-    files = _HashedFiles()
-    writer = _Writer(folder, files)
-    with _plain_errors(f"{folder}: not saved"), _quiet():
-        torch_checkpoint.save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=UnpaddedSavePlanner(rows, fetch),
-            process_group=group,
-            no_dist=alone,
-        )
-    return files.written
+    planner = Planner(Agreement(0, 1) if alone else Agreement(dist.get_rank(group), dist.get_world_size(group), group))
+    with _plain_errors(f"{folder}: not saved"):
+        plan = planner.plan(tensors, rows, fetch)
+        written = planner.agreement.own(lambda: write_files(folder, plan.files, lambda n: planner.fetch(n).cpu()))
+        files = {name: file.record for name, file in written.items()}
+        reports = planner.agreement.collect(planner.report(written))
+        if planner.agreement.rank == 0:
+            metadata = planner.metadata(reports)
+            assert metadata is not None
+            write_file(os.path.join(folder, METADATA_FILE), metadata)
+            files[METADATA_FILE] = FileRecord(sha256_of(metadata), len(metadata))
+    return files
 
 
 def load_tensors(
@@ -114,79 +114,6 @@ def _raise_first(error: CheckpointException, what: str) -> NoReturn:
     if isinstance(first, QuernError):
         raise type(first)(str(first)) from error
     raise QuernError(f"{what}: rank {rank}: {describe(first)}") from error
-
-
-class _HashedFile(io.RawIOBase):
-    """A file being written; :meth:`close` makes it durable and reports its checksum."""
-
-    def __init__(self, path: str, done: Callable[[FileRecord], None]) -> None:
-        self._file: BinaryIO = open(path, "wb", buffering=1 << 20)  # noqa: SIM115  (closed by close)
-        self._hash = hashlib.sha256()
-        self._done = done
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._done(FileRecord(self._hash.hexdigest(), self._file.tell()))
-        finally:
-            self._file.close()
-            super().close()
-
-
-class _HashedFiles(FileSystem):
-    """DCP's view of the file system; remembers what was written."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        if mode != "wb":
-            raise ValueError(f"expected mode 'wb', got {mode!r}")
-
-        def done(record: FileRecord) -> None:
-            self.written[os.path.basename(path)] = record
-
-        stream = _HashedFile(os.fspath(path), done)
-        try:
-            yield stream
-        except BaseException:
-            stream._file.close()  # what is half written gets no checksum
-            raise
-        stream.close()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
-
-
-class _Writer(FileSystemWriter):
-    def __init__(self, folder: str, files: _HashedFiles) -> None:
-        super().__init__(folder, sync_files=False, overwrite=False)  # the stream syncs itself
-        self.fs = files
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None  # it would hold the path of the folder before it is published
 
 
 class _Reader(FileSystemReader):

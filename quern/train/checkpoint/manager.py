@@ -1,20 +1,12 @@
-"""Saves, finds, loads and prunes the checkpoints of a run.
-
-A save is a sequence of steps that all ranks take together (:mod:`quern.train.agree`): rank 0 makes a staging folder
-under a random name; each rank writes, syncs and hashes its file; rank 0 adds config, ranks file and, last, the manifest
-with every checksum; the folder is renamed. Until the rename there is no checkpoint, after it there is a whole one. The
-steps are separate so that a later writer can do the middle ones in the background.
-"""
+"""The checkpoints of a run: saved (:mod:`.saving`), found, loaded and pruned, by all its ranks together."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,24 +16,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from quern import storage
-from quern.config import digest, dump_yaml
 from quern.errors import InputError, QuernError
-from quern.train.agree import Agreement, describe
-from quern.train.checkpoint.dcp import load_tensors, save_tensors
-from quern.train.checkpoint.folder import (
-    FolderLock,
-    publish_folder,
-    recover,
-    remove_folder,
-    staging_path,
-)
+from quern.train.agree import Agreement
+from quern.train.checkpoint.background import BACKGROUNDS, Background
+from quern.train.checkpoint.dcp import load_tensors
+from quern.train.checkpoint.folder import FolderLock, recover, staging_path
 from quern.train.checkpoint.manifest import (
-    CONFIG_FILE,
-    ENCODING_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
     Checkpoint,
-    FileRecord,
     Manifest,
     Position,
     Problem,
@@ -52,7 +35,8 @@ from quern.train.checkpoint.manifest import (
     read_manifest,
 )
 from quern.train.checkpoint.metadata import read_metadata
-from quern.train.checkpoint.publish import complete_folder, read_ranks, written_by
+from quern.train.checkpoint.prune import Keep, prune
+from quern.train.checkpoint.saving import Outcome, Progress, Saving, make_staging_folder
 from quern.train.checkpoint.state import (
     TensorView,
     TrainState,
@@ -82,13 +66,6 @@ def _plan_load(path: str, state: TrainState) -> _LoadPlan:
     return _LoadPlan(manifest, metadata, *view.with_extra(metadata))
 
 
-def _check_steps(counts: list[int]) -> None:
-    """One count is stored, for the parameters of all stages."""
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            raise QuernError(f"optimizer: rank {rank} has made {count} updates, rank 0 {counts[0]}")
-
-
 @dataclass(frozen=True)
 class _LoadPlan:
     manifest: Manifest
@@ -107,7 +84,7 @@ class Loaded:
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every method but :meth:`prune` and :meth:`close` is collective.
+    """The checkpoints of one run. Methods are collective but for those that say so, :meth:`prune` and :meth:`close`.
 
     Opening takes the run's lock (rank 0) and tidies what a killed writer left.
 
@@ -123,6 +100,7 @@ class CheckpointManager:
         rank: int = 0,
         world: int = 1,
         process_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if not storage.is_local(run_dir):
             raise InputError(f"run_dir: expected a folder on a file system, got {run_dir!r}")
@@ -134,10 +112,13 @@ class CheckpointManager:
         self._group = process_group
         self._lock: FolderLock | None = None
         self._published: str | None = None
+        self._background: Background | None = None
         try:
             probe = self._agreement.first(self._open)
             self._agreement.own(lambda: self._check_shared(probe))
             self._agreement.first(lambda: os.rmdir(probe))
+            self._background = self._agreement.own(BACKGROUNDS[config.mode])
+            self._saving = Saving(self.root, self._agreement, self._background, device or torch.device("cpu"))
         except BaseException:
             self.close()
             raise
@@ -149,7 +130,7 @@ class CheckpointManager:
         for name in recover(self.root, uuid.uuid4().hex):
             log.warning("%s: left by a writer that was killed; removed or put back", os.path.join(self.root, name))
         probe = os.path.join(self.root, checkpoint_name(0))
-        return staging_path(probe, self._stage(probe))
+        return staging_path(probe, make_staging_folder(probe))
 
     def _check_shared(self, probe: str) -> None:
         if not os.path.isdir(os.path.join(self.root, os.path.basename(probe))):
@@ -159,7 +140,10 @@ class CheckpointManager:
             )
 
     def close(self) -> None:
-        """Let the run's lock go."""
+        """End the background, and let the run's lock go. A save in flight is lost; the next trainer tidies it away."""
+        if self._background is not None:
+            self._saving.close()
+            self._background = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -172,74 +156,56 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
-        """Publish the state after ``step`` optimizer steps, and return the checkpoint once it is durable.
+    def prepare(self, state: TrainState) -> None:
+        """Make ready for the first save, before it is due: the plan, the background's memory."""
+        self._saving.prepare(state)
+
+    def begin(self, step: int, state: TrainState, position: Position, keep: Keep | None = None) -> None:
+        """Begin to save the state after ``step`` optimizer steps, of which nothing may change before :meth:`copied`.
 
         A checkpoint of the same step that stands already belongs to a branch the run has left; it is replaced.
+        ``keep``: what is removed once this one stands.
+
+        Raises:
+            QuernError: on every rank; nothing is in flight, and what was published before stands.
+        """
+        self._saving.begin(step, state, position, keep)
+
+    def copied(self) -> None:
+        """Return when the state may change; not collective."""
+        self._saving.copied()
+
+    def progress(self) -> Progress:
+        """What this rank adds to the sum that :meth:`heard` is told; not collective."""
+        return self._saving.progress()
+
+    def heard(self, total: Progress) -> Outcome | None:
+        """Go on with the save in flight, by the sum of what all ranks said in one step; how it ended, if it has."""
+        return self._remember(self._saving.heard(total))
+
+    def finish(self) -> Outcome | None:
+        """Wait for the save in flight; how it ended, if there was one."""
+        return self._remember(self._saving.finish())
+
+    def _remember(self, outcome: Outcome | None) -> Outcome | None:
+        if outcome is not None and outcome.error is None:
+            self._published = outcome.checkpoint.path
+        return outcome
+
+    def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
+        """:meth:`begin` and :meth:`finish`: return the checkpoint once it is durable.
 
         Raises:
             QuernError: on every rank; nothing is published, and what was published before stands.
         """
-        final = os.path.join(self.root, checkpoint_name(step))
-        token = self._agreement.first(lambda: self._stage(final))
-        staged = staging_path(final, token)
-        try:
-            view = self._agreement.own(lambda: view_tensors(state))
-            _check_steps(self._agreement.gather(view.step))
-            files = save_tensors(staged, view.tensors, view.rows, group=self._group, alone=self._agreement.world == 1)
-            self._agreement.own(lambda: storage.sync(staged))
-            merged = {name: record for share in self._agreement.gather(files) for name, record in share.items()}
-            self._agreement.first(lambda: self._publish(step, state, position, merged, staged, final, token))
-        except Exception:
-            if self._agreement.rank == 0:
-                with suppress(OSError):
-                    shutil.rmtree(staged)
-            raise
-        self._published = final
-        return Checkpoint(step, final)
-
-    def _stage(self, final: str) -> str:
-        token = uuid.uuid4().hex
-        os.mkdir(staging_path(final, token))
-        return token
-
-    def _publish(
-        self,
-        step: int,
-        state: TrainState,
-        position: Position,
-        files: Mapping[str, FileRecord],
-        staged: str,
-        final: str,
-        token: str,
-    ) -> None:
-        facts = state.facts
-        stored = read_metadata(staged, files)
-        check_tensors(os.path.join(staged, METADATA_FILE), stored, facts.shape, ("model.", "optimizer."))
-        manifest = Manifest(
-            step=step,
-            data_step=position.data_step,
-            tokens=position.tokens,
-            model=facts.shape,
-            layout=facts.layout,
-            precision=facts.precision,
-            order=position.order,
-            ledger_offset=position.ledger_offset,
-            corpus_versions=facts.corpus_versions,
-            corpus_fingerprint=facts.corpus_fingerprint,
-            encoding=facts.encoding,
-            config_digest=digest(dict(facts.config)),
-            optimizer=True,
-            scalars=position.scalars,
-            written_by=written_by(),
-            files=files,
-        )
-        documents = {
-            CONFIG_FILE: dump_yaml(facts.config).encode(),
-            ENCODING_FILE: read_ranks(facts.ranks_path, facts.encoding),
-        }
-        complete_folder(staged, manifest, documents)
-        publish_folder(staged, final, token, replace=True)
+        self.finish()
+        self.begin(step, state, position)
+        self.copied()
+        outcome = self.finish()
+        assert outcome is not None
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.checkpoint
 
     def latest_valid(self, refuse: Refusal | None = None) -> Checkpoint | None:
         """The newest checkpoint that is whole: manifest, presence and size of every file and, with ``config.verify``,
@@ -337,48 +303,10 @@ class CheckpointManager:
         plan.view.finish_load()
         return Loaded(plan.manifest, plan.extra)
 
-    def prune(self, refuse: Refusal | None = None) -> list[str]:
-        """Remove old checkpoints (rank 0; elsewhere nothing happens) and return their names.
+    def keep(self, steps: Iterable[int] = ()) -> Keep:
+        """What the config says is kept, and ``steps``."""
+        return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self._published, tuple(sorted(steps)))
 
-        Kept are the newest ``keep_last``, multiples of ``keep_every``, and always the newest that is whole. Checkpoints
-        newer than the one this manager saved last belong to a branch the run has left: they wait until it passes them.
-        ``refuse`` names checkpoints that do not count as the newest.
-        """
-        if self._agreement.rank != 0:
-            return []
-        newest_first = list_checkpoints(self.run_dir)[::-1]
-        if self._published is not None:
-            saved = next((found.step for found in newest_first if found.path == self._published), 0)
-            newest_first = [checkpoint for checkpoint in newest_first if checkpoint.step <= saved]
-        counted = [checkpoint for checkpoint in newest_first if not self._refused(checkpoint, refuse)]
-        kept = {checkpoint.path for checkpoint in counted[: self.config.keep_last]}
-        whole = next((checkpoint.path for checkpoint in counted if self._is_whole(checkpoint)), None)
-        removed = []
-        for checkpoint in reversed(newest_first):
-            for_ever = self.config.keep_every is not None and checkpoint.step % self.config.keep_every == 0
-            if checkpoint.path in kept or checkpoint.path == whole or for_ever or whole is None:
-                continue
-            try:
-                remove_folder(checkpoint.path, uuid.uuid4().hex)
-            except OSError as error:  # no reason to stop a run
-                log.warning("%s: not removed (%s)", checkpoint.path, describe(error))
-            else:
-                removed.append(checkpoint.name)
-        return removed
-
-    def _refused(self, checkpoint: Checkpoint, refuse: Refusal | None) -> bool:
-        if refuse is None:
-            return False
-        try:
-            return refuse(read_manifest(checkpoint.path)) is not None
-        except QuernError as error:  # one rank alone prunes: it may not leave the others waiting
-            log.warning("%s: counts as one of the run's (%s)", checkpoint.path, error)
-            return False
-
-    def _is_whole(self, checkpoint: Checkpoint) -> bool:
-        if checkpoint.path == self._published:
-            return True  # its checksums were taken from the bytes this process wrote
-        try:
-            return not check_files(checkpoint.path, read_manifest(checkpoint.path), hashes=True)
-        except InputError:
-            return False
+    def prune(self, steps: Iterable[int] = ()) -> list[str]:
+        """:func:`.prune.prune`, on rank 0; elsewhere nothing happens."""
+        return prune(self.keep(steps)) if self._agreement.rank == 0 else []
