@@ -1,4 +1,7 @@
-"""``quern checkpoint``: look at a run's checkpoints, prove them whole, take them elsewhere."""
+"""``quern checkpoint``: look at a run's checkpoints, prove them whole, take them elsewhere.
+
+Comparing, rewriting and pruning stand in :mod:`quern.cli.checkpoint_tools`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from quern.cli import checkpoint_tools
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
 from quern.train.branch import abandoned_in
@@ -23,7 +27,12 @@ from quern.train.checkpoint.manifest import (
 
 # torch is imported by the commands that need it: it takes seconds
 
-app = typer.Typer(help="List, verify, export, import and sample checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, verify, compare, rewrite, prune, export, import and sample checkpoints.", no_args_is_help=True
+)
+app.command("diff")(checkpoint_tools.diff)
+app.command("reshard")(checkpoint_tools.reshard)
+app.command("prune")(checkpoint_tools.prune)
 
 RunOrCheckpoint = Annotated[
     str,

@@ -156,8 +156,13 @@ class GuardConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are saved and which are kept."""
 
-    interval: NonNegative = 1000
-    """Steps between saves; the last step is always saved; 0 = only the last."""
+    interval: NonNegative | Literal["auto"] = 1000
+    """Steps between saves; the last step is always saved; 0 = only the last; auto = what wastes least, by what saves
+    cost and how often the run fails."""
+    mtbf_hours: Annotated[float, Field(gt=0)] | None = None
+    """Mean time between failures of the whole run, for auto; null = by what the ledger has seen, and Llama 3's."""
+    max_interval_s: Annotated[float, Field(gt=0)] = 3600.0
+    """The longest that auto chooses."""
     keep_last: Count = 3
     keep_every: Count | None = None
     """Steps whose multiples are kept for ever."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from quern.errors import QuernError
 from quern.parallel.apply import Parallel
 from quern.train.begin import Start
 from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import Checkpoint, Position, checkpoint_name, list_checkpoints
-from quern.train.checkpoint.saving import Outcome, Progress
+from quern.train.checkpoint.manifest import Position
+from quern.train.checkpoint.saving import Progress
 from quern.train.checkpoint.state import TrainState
 from quern.train.config import TrainConfig
 from quern.train.feed import Feed, StepInputs
@@ -29,14 +28,13 @@ from quern.train.optimizer import step as update
 from quern.train.precision import LossScale, precision_of
 from quern.train.profile import Profiler
 from quern.train.ranks import Ranks
-from quern.train.resilience.good import Watch, protected
+from quern.train.resilience.good import Watch
 from quern.train.resilience.guard import Guard, Health
+from quern.train.saves import Saves
 from quern.train.schedule import learning_rate
 from quern.train.validation import Validator
 
 __all__ = ["Trainer"]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,18 +81,20 @@ class Trainer:
     """Called when a step's gradients are summed and not yet clipped: where a test or a forensic tool looks."""
     _pending: list[_Pending] = field(default_factory=list)
     _signal: int = 0
-    _failures: int = 0
-    """Saves that failed, in a row."""
     _tokens: int = 0
+    saves: Saves = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
 
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
-        self._done = self._saved = self.start.step
+        self._done = self.start.step
         self._skips = self.start.skips
         entries = [] if self.ledger is None else self.ledger.entries
-        self._watch = Watch.from_ledger(entries, self.config.guard.health_window)  # rank 0's alone is told more
+        watch = Watch.from_ledger(entries, self.config.guard.health_window)
+        self.saves = Saves(
+            self.config.checkpoint, self.checkpoints, watch, self.ledger, self.ranks.world, self.start.step
+        )
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class Trainer:
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
-        self.checkpoints.prepare(self._everything())
+        self.saves.prepare(self._everything())
         self._mark = Mark(self.ranks.device)
         with _listening(self), self.profiler:
             for step in self.steps():
@@ -144,7 +144,7 @@ class Trainer:
 
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh)
         self.parallel.gradients.finish()
-        save = self.checkpoints.progress()
+        save = self.saves.progress()
         # what travels with the loss is known to all ranks at the same step
         mine = torch.tensor(
             [0, 0, self._signal, save.ended, save.published], dtype=self._master, device=self.ranks.device
@@ -166,7 +166,7 @@ class Trainer:
 
     def update(self, step: int, health: Health) -> None:
         """One optimizer step, or none where the guard says so; the host does not know which."""
-        self.checkpoints.copied()  # or the copy would hold some weights of after
+        self.saves.copied()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip)
         self._tokens += self._sequences(step) * self.config.seq_len
@@ -194,7 +194,7 @@ class Trainer:
             pending = self._pending.pop(0)
             pending.ended.wait()
             self._read(pending)
-            self._saving(self.checkpoints.heard(Progress(*map(int, pending.values[-2:].tolist()))))
+            self.saves.heard(Progress(*map(int, pending.values[-2:].tolist())))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
@@ -219,8 +219,7 @@ class Trainer:
             self.ledger.append("non_finite", **where, loss=loss, grad_norm=norm)
         if loss_spike or norm_spike:
             self.ledger.append("spike", **where, loss=loss, grad_norm=norm, loss_z=loss_z, grad_norm_z=norm_z)
-        self._watch.health(pending.step, not (non_finite or loss_spike or norm_spike or skipped))
-        self._note_good(self.ledger)
+        self.saves.step(pending.step, not (non_finite or loss_spike or norm_spike or skipped), seconds)
         speed = self._sequences(pending.step) * self.config.seq_len / seconds
         row = {
             **where, "attempt": self.start.attempt, "loss": loss, "grad_norm": norm, "lr": pending.lr,
@@ -232,63 +231,26 @@ class Trainer:
         row |= {"loss_scale": scale} if self.loss_scale.enabled else {}
         self.metrics.report(row | ({"z_loss": z_loss} if self.config.z_loss else {}))
 
-    def _note_good(self, ledger: Ledger) -> None:
-        """Write down which checkpoints have become good; asked after each step that is read and each publication."""
-        for found in self._watch.take():
-            ledger.append("good", step=found.step, name=found.name)
-
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
         done = step + 1
-        interval = self.config.checkpoint.interval
-        due = done == self.config.steps or self.stopped_by is not None or (interval and done % interval == 0)
-        if not due or self._saved == done:
+        last = done == self.config.steps or self.stopped_by is not None
+        if not (self.saves.due(done) or (last and self.saves.saved != done)):
             return
         self.settle()  # what the ledger has to say of these weights is written before they are published
-        self._saving(self.checkpoints.finish())
-        data_step = self.data_step(step) + 1
-        offset, good = 0, set[int]()
-        if self.ledger is not None:
-            self.ledger.append("checkpoint", step=done, data_step=data_step, name=checkpoint_name(done))
-            steps = {found.step for found in list_checkpoints(self.config.run_dir)} | {done}
-            offset = self.ledger.offset
-            good = protected(self.ledger.entries, steps, self.config.guard.health_window)
-        position = Position(data_step, self._tokens, self.start.mixture.order.hash, offset)
-        self._saved = done
-        last = done == self.config.steps or self.stopped_by is not None
-        outcome: Outcome | None
-        try:
-            self.checkpoints.begin(done, self._everything(), position, self.checkpoints.keep(good))
-        except QuernError as error:
-            outcome = Outcome(Checkpoint(done, checkpoint_name(done)), error)
-        else:
-            if last or not self.config.checkpoint.overlap:
-                self.checkpoints.copied()
-            outcome = self.checkpoints.finish() if last or self.config.checkpoint.mode == "sync" else None
-        self._saving(outcome, last)
+        data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
+
+        def position(offset: int) -> Position:
+            return Position(data_step, tokens, order, offset, self.saves.scalars())
+
+        self.saves.save(done, data_step, self._everything, position, last)
         self._mark = Mark(self.ranks.device)  # saving is no step's time
 
     def _everything(self) -> TrainState:
-        """What a checkpoint holds: copies of what the next step changes before the weights, and the weights themselves."""
+        """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
         extra = {f"guard.{name}": value.clone() for name, value in self.guard.state_dict().items()}
         extra |= {f"loss_scale.{name}": value.clone() for name, value in self.loss_scale.state_dict().items()}
         return TrainState(self.model, self.optimizer, self.state.facts, extra)
-
-    def _saving(self, outcome: Outcome | None, last: bool = False) -> None:
-        """A save has ended, if it has: say so, and go on without one that failed unless too many have."""
-        if outcome is None:
-            return
-        step, error = outcome.checkpoint.step, outcome.error
-        self._failures = 0 if error is None else self._failures + 1
-        if self.ledger is not None and error is None:
-            self._watch.published(step, outcome.checkpoint.name)
-            self._note_good(self.ledger)
-        elif self.ledger is not None:
-            log.warning("the checkpoint after step %d was not saved: %s", step, error)
-            self.ledger.append("checkpoint_failed", step=step, why=str(error))
-            self._watch.failed(step)
-        if error is not None and (last or self._failures >= self.config.checkpoint.max_failures):
-            raise error
 
     def validate_if_due(self, step: int) -> None:
         """Held-out loss every ``validation.interval`` steps and after the last."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -158,11 +159,9 @@ class Process:
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        try:
+        with suppress(OSError):  # it has died, which its answers say
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-        except OSError:
-            pass  # it has died, which its answers say
         if decode is not None:
             self._decode = decode
 
@@ -218,10 +217,8 @@ class Process:
     def _close_pipes(self) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):
             self._process.stdin.close()
-        except OSError:
-            pass
 
 
 BACKGROUNDS: Mapping[str, Callable[[], Background]] = {"sync": Inline, "thread": Thread, "process": Process}

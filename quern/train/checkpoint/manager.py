@@ -108,17 +108,17 @@ class CheckpointManager:
         self.root = checkpoints_folder(self.run_dir)
         self.rejected: list[Problem] = []
         """What :meth:`latest_valid` found wrong, newest checkpoint first."""
-        self._agreement = Agreement(rank, world, process_group)
+        self.agreement = Agreement(rank, world, process_group)
         self._group = process_group
         self._lock: FolderLock | None = None
         self._published: str | None = None
         self._background: Background | None = None
         try:
-            probe = self._agreement.first(self._open)
-            self._agreement.own(lambda: self._check_shared(probe))
-            self._agreement.first(lambda: os.rmdir(probe))
-            self._background = self._agreement.own(BACKGROUNDS[config.mode])
-            self._saving = Saving(self.root, self._agreement, self._background, device or torch.device("cpu"))
+            probe = self.agreement.first(self._open)
+            self.agreement.own(lambda: self._check_shared(probe))
+            self.agreement.first(lambda: os.rmdir(probe))
+            self._background = self.agreement.own(BACKGROUNDS[config.mode])
+            self._saving = Saving(self.root, self.agreement, self._background, device or torch.device("cpu"))
         except BaseException:
             self.close()
             raise
@@ -135,7 +135,7 @@ class CheckpointManager:
     def _check_shared(self, probe: str) -> None:
         if not os.path.isdir(os.path.join(self.root, os.path.basename(probe))):
             raise InputError(
-                f"run_dir: {self.run_dir} on {socket.gethostname()} (rank {self._agreement.rank}) is not rank 0's; "
+                f"run_dir: {self.run_dir} on {socket.gethostname()} (rank {self.agreement.rank}) is not rank 0's; "
                 f"expected a folder on a file system that all machines share"
             )
 
@@ -170,6 +170,11 @@ class CheckpointManager:
             QuernError: on every rank; nothing is in flight, and what was published before stands.
         """
         self._saving.begin(step, state, position, keep)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun and neither been published nor failed; the same on every rank."""
+        return self._saving.in_flight
 
     def copied(self) -> None:
         """Return when the state may change; not collective."""
@@ -219,7 +224,7 @@ class CheckpointManager:
         """
         self.rejected = []
         damaged = 0
-        for checkpoint in reversed(self._agreement.first(lambda: list_checkpoints(self.run_dir))):
+        for checkpoint in reversed(self.agreement.first(lambda: list_checkpoints(self.run_dir))):
             problems, refused = self._look(checkpoint, refuse)
             if not problems:
                 return checkpoint
@@ -238,7 +243,7 @@ class CheckpointManager:
         Raises:
             InputError: there is none, or it cannot be used; the steps that stand are named.
         """
-        checkpoints = self._agreement.first(lambda: list_checkpoints(self.run_dir))
+        checkpoints = self.agreement.first(lambda: list_checkpoints(self.run_dir))
         found = next((checkpoint for checkpoint in checkpoints if checkpoint.step == step), None)
         if found is None:
             steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
@@ -250,7 +255,7 @@ class CheckpointManager:
 
     def _reject(self, problems: list[Problem]) -> None:
         self.rejected += problems
-        if self._agreement.rank == 0:
+        if self.agreement.rank == 0:
             for problem in problems:
                 log.warning("%s; an older checkpoint is tried", problem)
 
@@ -270,12 +275,12 @@ class CheckpointManager:
             reason = None if problems or refuse is None else refuse(manifest)
             return (manifest, problems, False) if reason is None else (None, [Problem(checkpoint.path, reason)], True)
 
-        manifest, problems, refused = self._agreement.first(structure)
+        manifest, problems, refused = self.agreement.first(structure)
         if manifest is None or problems or not self.config.verify:
             return problems, refused
         largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        mine = set(largest_first[self._agreement.rank :: self._agreement.world])
-        shares = self._agreement.every(
+        mine = set(largest_first[self.agreement.rank :: self.agreement.world])
+        shares = self.agreement.every(
             lambda: check_files(checkpoint.path, manifest, hashes=True, mine=mine.__contains__)
         )
         return [problem for share in shares for problem in share], False
@@ -290,7 +295,7 @@ class CheckpointManager:
             InputError: the checkpoint is another model's, or its metadata cannot be trusted.
             QuernError: a file could not be read; the state is then undefined.
         """
-        plan = self._agreement.own(lambda: _plan_load(path, state))
+        plan = self.agreement.own(lambda: _plan_load(path, state))
         plan.view.clear_padding()
         load_tensors(
             path,
@@ -298,7 +303,7 @@ class CheckpointManager:
             plan.view.tensors,
             plan.view.rows,
             group=self._group,
-            alone=self._agreement.world == 1,
+            alone=self.agreement.world == 1,
         )
         plan.view.finish_load()
         return Loaded(plan.manifest, plan.extra)
@@ -309,4 +314,4 @@ class CheckpointManager:
 
     def prune(self, steps: Iterable[int] = ()) -> list[str]:
         """:func:`.prune.prune`, on rank 0; elsewhere nothing happens."""
-        return prune(self.keep(steps)) if self._agreement.rank == 0 else []
+        return prune(self.keep(steps)) if self.agreement.rank == 0 else []

@@ -112,22 +112,29 @@ class Root:
 
     def folders(self) -> list[str]:
         """Names of the folders, sorted."""
-        with os.scandir(self.path) as entries:
-            return sorted(
-                entry.name for entry in entries if FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            )
+        try:
+            with os.scandir(self.path) as entries:
+                return sorted(
+                    entry.name
+                    for entry in entries
+                    if FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                )
+        except OSError as error:
+            raise RefusedError(500, f"cannot be listed ({error.strerror or error})") from error
 
     def files(self, folder: str) -> dict[str, int]:
         """Size in bytes by name of the files in a folder."""
+        found = {}
         try:
-            with self._folder(folder) as inside, os.scandir(inside) as entries:
-                return {
-                    entry.name: entry.stat(follow_symlinks=False).st_size
-                    for entry in sorted(entries, key=lambda entry: entry.name)
-                    if is_file_name(entry.name) and entry.is_file(follow_symlinks=False)
-                }
+            with self._folder(folder) as inside:
+                for name in sorted(filter(is_file_name, os.listdir(inside))):
+                    with suppress(FileNotFoundError):  # removed since
+                        status = os.stat(name, dir_fd=inside, follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            found[name] = status.st_size
         except OSError as error:
             raise RefusedError(404, f"{folder}: no such folder") from error
+        return found
 
     def sha256(self, folder: str, name: str) -> tuple[int, str]:
         """Size in bytes and hex SHA-256 of a file; read once, and again when size, time or inode change."""
@@ -178,8 +185,6 @@ class Root:
             first = key not in self._receiving
             self._receiving.add(key)
         try:
-            if not first and start:
-                raise RefusedError(409, f"{folder}/{name}: another sender is at it; begin at byte 0")
             part = f"{name}.{sha256}.part" if first else f"{name}.{sha256}.{secrets.token_hex(4)}.part"
             self._receive(folder, name, part, sha256, size, start, body, keep=first)
         except OSError as error:

@@ -256,7 +256,7 @@ class PeerServer(ThreadingHTTPServer):
         connections: how many are served at once; more are answered 503.
 
     Raises:
-        InputError: a token of another form.
+        InputError: a token of another form, or a timeout that is not above 0.
         QuernError: the address cannot be bound, or the folder not be made.
     """
 
@@ -267,6 +267,8 @@ class PeerServer(ThreadingHTTPServer):
     ) -> None:
         if not SHA256.fullmatch(token):
             raise InputError("token: expected 64 hex digits")
+        if not timeout_s > 0:
+            raise InputError(f"timeout: expected seconds > 0, got {timeout_s:g}")
         self.token, self.timeout_s = token, timeout_s
         self._slots = threading.BoundedSemaphore(connections)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -86,6 +86,8 @@ def reshard(
         InputError: ``source`` is no checkpoint, ``out`` is taken, or the tensors cannot be dealt out so.
         QuernError: ``source`` is damaged, or a file could not be read or written.
     """
+    if not storage.is_local(out):
+        raise InputError(f"{out}: expected a folder on a file system")
     stored, out = StoredTensors(source), os.path.abspath(out)
     manifest = stored.manifest
     _check_out(source, out, manifest.step)
@@ -121,8 +123,6 @@ def reshard(
 
 
 def _check_out(source: str, out: str, step: int) -> None:
-    if not storage.is_local(out):
-        raise InputError(f"{out}: expected a folder on a file system")
     if os.path.lexists(out):
         raise InputError(f"{out}: is already there; expected a path that is free")
     if os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):

@@ -262,6 +262,7 @@ class Store:
             StoreError: it is not there, cannot be read, or is not what ``record`` says.
             QuernError: the local folder cannot be written.
         """
+        self._path(step, name)  # refuses what is no plain name, before it becomes a local path
         url, target = self.address(step, name), os.path.join(into, name)
         found = ""
         for _ in range(2):

@@ -83,7 +83,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What was asked for a step is forgotten; files of it that were in the store stay there."""
+    """What was asked for a step is forgotten; files of it that were in the store stay there. A request that was done
+    before it heard of this is told as :class:`Uploaded` instead."""
 
     step: int
 
@@ -335,7 +336,10 @@ class Uploader:
         files: Mapping[str, FileRecord],
         last: Mapping[str, FileRecord] | None = None,
     ) -> None:
-        """Ask for ``files`` of ``folder``, and then ``last``, to be in the store; returns at once."""
+        """Ask for ``files`` of ``folder``, and then ``last``, to be in the store; returns at once.
+
+        The files stay as they are until this is done or cancelled. Cancel a step before it is asked for anew.
+        """
         plain = [{name: dict(vars(record)) for name, record in named.items()} for named in (files, last or {})]
         asked = {"step": step, "folder": os.path.abspath(folder), "files": plain[0], "last": plain[1] or None}
         self._unfinished.append(_Request(json.dumps({"upload": asked}), (step, bool(last))))
