@@ -15,7 +15,7 @@ from rich.table import Table
 from quern.cli import checkpoint_tools
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
-from quern.train.branch import abandoned_in
+from quern.train.branch import LEDGER_FILE, abandoned_in
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -24,6 +24,8 @@ from quern.train.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
+from quern.train.ledger import read_ledger
+from quern.train.resilience.good import good_steps
 
 # torch is imported by the commands that need it: it takes seconds
 
@@ -53,14 +55,23 @@ def list_command(
     run: Annotated[str, typer.Argument(help="A training run.", metavar="TRAIN_RUN")], json: bool = JSON
 ) -> None:
     """The checkpoints of a run. Valid: manifest whole, all files there in their sizes; verify compares checksums.
-    Abandoned: the run went back behind it."""
+    Good: enough healthy steps followed. Abandoned: the run went back behind it."""
     if not os.path.isdir(run):
         raise InputError(f"{run}: no such folder; expected a training run")
-    rows = [_row(run, checkpoint) for checkpoint in list_checkpoints(run)]
+    good = set(_good_steps(run))
+    rows = [_row(run, checkpoint) | {"good": checkpoint.step in good} for checkpoint in list_checkpoints(run)]
     with json_stdout(json) as emit:
         emit({"run": run, "checkpoints": rows})
         if not json:
             _print_rows(run, rows)
+
+
+def _good_steps(run: str) -> list[int]:
+    path = os.path.join(run, LEDGER_FILE)
+    try:
+        return good_steps(read_ledger(path)) if os.path.isfile(path) else []
+    except QuernError:  # which each checkpoint's row says
+        return []
 
 
 def _row(run: str, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -98,7 +109,10 @@ def _print_rows(run: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
         size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] is not None else ""
-        valid = ("yes" if row["valid"] else "no") + (", abandoned" if row["abandoned"] else "")
+        valid = "yes" if row["valid"] else "no"
+        valid += (", abandoned" if row["abandoned"] else "") + (
+            ", good" if row["good"] and not row["abandoned"] else ""
+        )
         table.add_row(*numbers, size, valid)
     out_console().print(table)
     for row in rows:

@@ -144,12 +144,11 @@ class Trainer:
 
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh)
         self.parallel.gradients.finish()
-        save = self.saves.progress()
-        # what travels with the loss is known to all ranks at the same step
-        mine = torch.tensor(
-            [0, 0, self._signal, save.ended, save.published], dtype=self._master, device=self.ranks.device
-        )
+        mine = torch.zeros(5, dtype=self._master, device=self.ranks.device)
         mine[:2] = sums / batch.valid_tokens
+        save = self.saves.progress()
+        for place, value in enumerate((self._signal, save.ended, save.published), start=2):
+            mine[place] = value  # travels with the loss, so that all ranks know it at the same step
         self._summed = self.ranks.sum(mine)
         return self._summed[1]
 

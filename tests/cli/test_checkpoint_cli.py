@@ -235,5 +235,5 @@ def test_a_seed_says_the_same_twice_and_another_something_else(run: Path) -> Non
 
 def test_help_names_every_command() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"list", "verify", "export-hf", "import-hf", "sample"}
+    assert set(commands) == {"list", "verify", "export-hf", "import-hf", "sample", "diff", "reshard", "prune"}
     assert all(command.help for command in commands.values())

@@ -11,6 +11,7 @@ from quern.train.agree import describe
 from quern.train.branch import abandoned_in
 from quern.train.checkpoint.folder import remove_folder
 from quern.train.checkpoint.manifest import Checkpoint, check_files, list_checkpoints, read_manifest
+from quern.train.checkpoint.retention import kept
 
 __all__ = ["Keep", "prune"]
 
@@ -42,15 +43,16 @@ def prune(keep: Keep) -> list[str]:
     if keep.published is not None:
         saved = next((found.step for found in newest_first if found.path == keep.published), 0)
         newest_first = [checkpoint for checkpoint in newest_first if checkpoint.step <= saved]
-    counted = [checkpoint for checkpoint in newest_first if not _left(keep.run_dir, checkpoint)]
-    kept = {checkpoint.path for checkpoint in counted[: keep.last]}
-    whole = next((checkpoint.path for checkpoint in counted if _is_whole(checkpoint, keep.published)), None)
-    if whole is None:
-        return []
+    rows, whole = [], False
+    for checkpoint in newest_first:
+        left = _left(keep.run_dir, checkpoint)
+        sound = not whole and not left and _is_whole(checkpoint, keep.published)  # behind it nobody needs to know
+        whole = whole or sound
+        rows.append((checkpoint.step, left, sound))
+    stay = kept(rows, keep.last, keep.every, keep.steps)
     removed = []
     for checkpoint in reversed(newest_first):
-        for_ever = keep.every is not None and checkpoint.step % keep.every == 0
-        if checkpoint.path in kept or checkpoint.path == whole or for_ever or checkpoint.step in keep.steps:
+        if checkpoint.step in stay:
             continue
         try:
             remove_folder(checkpoint.path, uuid.uuid4().hex)
