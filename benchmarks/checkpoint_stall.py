@@ -2,24 +2,22 @@
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint_stall.py [--gb 2] [--saves 5] [--ranks 1] [--folder F] [--json]
 
-One rank (or two) with a model and AdamW's moments of ``--gb`` in all. A step is products of matrices on one thread, about
-a quarter of a second, and then an update that writes to every weight's first element. Every mode saves once to get warm
-and then ``--saves`` times to the same disk, synced. Medians are printed:
+One rank (or two) with a model and AdamW's moments of ``--gb`` in all. A step is products of matrices on one thread,
+about a quarter of a second, and then an update that writes to every weight's first element. Every mode saves once to
+get warm and then ``--saves`` times to the same disk, synced. Medians are printed:
 
 - *stall*: time inside the save's own calls, until training may go on to change the weights; in s per GB (10⁹ bytes).
   ``unhidden``: the copy is waited for at once. ``overlapped``: only before the next update.
 - *published*: from the begin until the checkpoint stands.
 - *steps*: steps a second while the save is under way, over those when none is.
 
-The peers are ``torch.distributed.checkpoint``'s ``save`` and ``async_save`` (thread, and process where it starts), whose
-files are not synced by default and are here.
+The peers are ``torch.distributed.checkpoint``'s ``save`` and ``async_save``, synced too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -57,8 +55,8 @@ def shape_of(size_gb: float) -> ModelShape:
     block = 4 * DIM * DIM + 3 * DIM * 2816
     return ModelShape(
         num_layers=max(1, round(size_gb * 1e9 / BYTES / block)), dim=DIM, num_heads=8, num_kv_heads=8, head_dim=128,
-        ffn_dim=2816, vocab_size=1000, vocab_multiple=8, rope_theta=1e4, rope_scaling=None, norm_eps=1e-5, qk_norm=False,
-        tied_embeddings=False,
+        ffn_dim=2816, vocab_size=1000, vocab_multiple=8, rope_theta=1e4, rope_scaling=None, norm_eps=1e-5,
+        qk_norm=False, tied_embeddings=False,
     )  # fmt: skip
 
 

@@ -110,9 +110,7 @@ def _print_rows(run: str, rows: list[dict[str, Any]]) -> None:
         numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
         size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] is not None else ""
         valid = "yes" if row["valid"] else "no"
-        valid += (", abandoned" if row["abandoned"] else "") + (
-            ", good" if row["good"] and not row["abandoned"] else ""
-        )
+        valid += ", abandoned" if row["abandoned"] else ", good" if row["good"] else ""
         table.add_row(*numbers, size, valid)
     out_console().print(table)
     for row in rows:
