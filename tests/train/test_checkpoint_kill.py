@@ -1,4 +1,5 @@
-"""A trainer killed (SIGKILL) at every operation of a save, a replacement and a removal, and at random moments.
+"""A trainer, or the process that writes for it, killed (SIGKILL) at every operation of a save, a replacement and a
+removal, and at random moments.
 
 After each kill: whatever bears a checkpoint's name is whole, nothing that the trainer was told is saved is lost, and
 the next start takes the newest one and finds in it, bit for bit, what belongs to its step.
@@ -88,41 +89,57 @@ def strike_at(place: int) -> None:
     builtins.open = opened
 
 
-def live(run: Path, base: int, told: int) -> None:
+def live(run: Path, base: int, told: int, mode: str = "sync", writer: int = 0) -> None:
     """A trainer's life: go on from the newest checkpoint, save, prune, save the same step anew (of another branch).
 
     The content of a checkpoint is keyed by the scalar ``content`` of its manifest. ``told``: descriptor on which every
-    key whose save has returned is told.
+    key whose save has returned is told. ``writer``: before which of its operations the writer process is killed; the
+    save in work then fails, and nothing else does.
     """
+    from quern.errors import QuernError
+    from quern.train.checkpoint import background
     from quern.train.checkpoint.manager import CheckpointManager
     from quern.train.config import CheckpointConfig
 
+    if writer:
+        background._COMMAND = [sys.executable, str(HERE), "--writer", str(writer)]
     state = CASE.make(run.parent)
-    with CheckpointManager(str(run), CheckpointConfig(keep_last=1)) as checkpoints:
+    with CheckpointManager(str(run), CheckpointConfig(keep_last=1, mode=mode)) as checkpoints:
         found = checkpoints.latest_valid()
         first = 0 if found is None else found.step
         for place, step in enumerate((first + 1, first + 1)):
             key = base + place + 1
             CASE.fill(state, key)
-            checkpoints.save(step, state, CASE.position(step, content=key))
-            os.write(told, f"{step} {key}\n".encode())
-            checkpoints.prune()
+            try:
+                checkpoints.begin(step, state, CASE.position(step, content=key), checkpoints.keep())
+                checkpoints.copied()
+                CASE.fill(state, key + 100_000)  # training goes on
+                outcome = checkpoints.finish()
+                if outcome.error is not None:
+                    raise outcome.error
+            except QuernError as error:
+                assert writer, error
+                assert "the checkpoint writer" in str(error), error
+                background._COMMAND = [sys.executable, "-m", "quern.train.checkpoint.writer"]
+                os.write(told, b"failed\n")
+            else:
+                os.write(told, f"{step} {key}\n".encode())
 
 
 def serve() -> None:
-    """Reads lines ``run base place``, and forks a life for each, after one of its own: torch imports much of itself on
+    """Reads lines ``run base place mode writer``, and forks a life for each, after one of its own: torch imports much of itself on
     first use, and so does it once."""
     with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
-        live(Path(scratch) / "run", 0, nowhere.fileno())
+        live(Path(scratch) / "run", 0, nowhere.fileno(), "thread")
     for line in sys.stdin:
-        run, base, place = line.split()
+        run, base, place, mode, writer = line.split()
         child = os.fork()
         if child == 0:
             signal.alarm(60)
             try:
                 if int(place):
                     strike_at(int(place))
-                live(Path(run), int(base), 1)
+                live(Path(run), int(base), 1, mode, int(writer))
             except BaseException:
                 import traceback
 
@@ -135,6 +152,11 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--writer"]:
+        from quern.train.checkpoint.writer import main
+
+        strike_at(int(sys.argv[2]))
+        main(int(sys.argv[3]))
     serve()
     sys.exit()
 
@@ -142,8 +164,9 @@ if __name__ == "__main__":
 class Victims:
     """Lives one after the other in one run directory; remembers what they were told is saved."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run = folder / "run"
+    def __init__(self, folder: Path, mode: str = "sync") -> None:
+        self.run, self.mode = folder / "run", mode
+        self.failed = 0  # saves whose writer was killed
         self.base = 0
         self.saved: tuple[int, int] | None = None  # (step, key) of the last save that returned
         self.process = subprocess.Popen(
@@ -151,10 +174,10 @@ class Victims:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    def life(self, place: int = 0, kill_after_s: float | None = None) -> int:
+    def life(self, place: int = 0, kill_after_s: float | None = None, writer: int = 0) -> int:
         """The exit status of a life; negative when it was killed."""
         self.base += 10
-        self.process.stdin.write(f"{self.run} {self.base} {place}\n")
+        self.process.stdin.write(f"{self.run} {self.base} {place} {self.mode} {writer}\n")
         self.process.stdin.flush()
         pid = int(self.process.stdout.readline().split()[1])
         if kill_after_s is not None:
@@ -165,7 +188,10 @@ class Victims:
             words = self.process.stdout.readline().split()
             if words[0] == "end":
                 return int(words[1])
-            self.saved = (int(words[0]), int(words[1]))
+            if words[0] == "failed":
+                self.failed += 1
+            else:
+                self.saved = (int(words[0]), int(words[1]))
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -206,9 +232,9 @@ def check(victims: Victims) -> None:
         assert names == {".lock"} | {checkpoint.name for checkpoint in list_checkpoints(str(victims.run))}
 
 
-@pytest.fixture
-def victims(tmp_path):
-    victims = Victims(tmp_path)
+@pytest.fixture(params=["sync", "thread", pytest.param("process", marks=pytest.mark.long)])
+def victims(request, tmp_path):
+    victims = Victims(tmp_path, request.param)
     yield victims
     victims.close()
 
@@ -226,9 +252,25 @@ def test_killed_at_every_operation(victims):
         if status == 0:
             break
         kills += 1
-    assert kills >= 40
+    assert kills >= (40 if victims.mode != "process" else 5)  # the writer does most of the work
     assert victims.life() == 0  # and a life without a kill goes on from there
     check(victims)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victims", ["process"], indirect=True)
+def test_a_writer_killed_at_every_operation(victims):
+    """Its trainer lives: the save fails, the next one has another writer, and nothing older is harmed."""
+    assert victims.life() == 0
+    place = 0
+    while True:
+        place += 1
+        before = victims.failed
+        assert victims.life(writer=place) == 0
+        check(victims)
+        if victims.failed == before:
+            break
+    assert place >= 30
 
 
 @pytest.mark.slow
