@@ -31,6 +31,8 @@ from quern.demo import Site, write_site
 from quern.demo.kinds import KINDS, PAIRED, counts, expectations
 from quern.demo.site import main
 
+pytestmark = pytest.mark.slow
+
 LANGUAGES = ("en", "de", "fr", "es", "ru")
 CHARSETS = {"de": "windows-1252", "fr": "windows-1252", "ru": "windows-1251", "ja": "shift_jis"}
 
@@ -93,7 +95,6 @@ def folder_digest(folder: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed(site, tmp_path):
     wanted = folder_digest(site.folder)
     assert len(wanted) == 7
@@ -255,7 +256,7 @@ def test_a_recrawled_page_is_rewritten_so_far_that_only_its_address_tells(site, 
         assert jaccard(shingles(texts[one.record_id]), shingles(texts[two.record_id])) < 0.6
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 7])
 def test_pages_that_are_not_planted_are_not_alike(tmp_path, seed):
     site = write_site(str(tmp_path), seed=seed)
     kept = []

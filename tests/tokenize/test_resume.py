@@ -16,6 +16,8 @@ from quern.tokenize import run as run_module
 from quern.tokenize.encoding import TokenizeConfig
 from quern.tokenize.shards import ShardWriter
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_killed_between_any_two_tasks_ends_with_the_same_bytes(
     tokenize: Callable, mortal: type, small: Callable, config: TokenizeConfig, token_files: Callable, tmp_path: Path

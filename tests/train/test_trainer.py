@@ -16,6 +16,8 @@ from quern.errors import InputError, QuernError
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 
+pytestmark = pytest.mark.slow
+
 PLAIN = Path(__file__).parents[1] / "plain" / "plain_loop.py"
 
 

@@ -14,6 +14,8 @@ import run_case as case
 from quern.config import dump_yaml
 from quern.train.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def paths(tmp_path):

@@ -28,6 +28,8 @@ from quern.data_pipeline.report.pieces import link, percent, show
 from quern.data_pipeline.report.survey import Budget, TopCounter, survey
 from quern.errors import QuernError
 
+pytestmark = pytest.mark.slow
+
 EVIL = "\u202e<script>1</script></style><img src=x onerror=alert(2)>\" onmouseover='x' &amp;\x00\x1b[31m\u202e"
 VOID = {"meta", "br", "input", "img"}
 
