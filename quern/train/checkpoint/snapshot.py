@@ -11,8 +11,9 @@ import mmap
 import os
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
 
 import torch
 
@@ -98,14 +99,14 @@ def _check(code: object) -> None:
 
 class Snapshot:
     """Copies tensors into a :class:`Memory` beside the computation. What is copied must not change before
-    :meth:`wait` has returned."""
+    :meth:`wait` has returned; whoever waits on the CPU helps."""
 
     def __init__(self, memory: Memory, device: torch.device) -> None:
         self._memory, self._device = memory, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
+        self._copies = _Copies([])
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
 
     def start(self, tensors: Sequence[torch.Tensor], places: Sequence[StoredTensor], then: Callable[[], None]) -> None:
         """Begin to copy ``tensors`` to ``places``, in turn. ``then`` is called by another thread when all are copied,
@@ -113,26 +114,16 @@ class Snapshot:
         assert self._thread is None, "one snapshot at a time"
         self._memory.grow(max((place.end for place in places), default=0), pin=self._stream is not None)
         pairs = [(self._memory.tensor(place), tensor.detach()) for place, tensor in zip(places, tensors, strict=True)]
-        copy: Callable[[], None]
-        if self._stream is None:
-            copy = partial(_copy, pairs)
-        else:
+        copies = self._copies = _Copies(pairs)
+        if self._stream is not None:
             self._copied = torch.cuda.Event()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                _copy(pairs)
+                copies.help()
                 self._copied.record(self._stream)
-            copy = self._copied.synchronize
-        self._thread = threading.Thread(target=self._run, args=(copy, then), name="snapshot", daemon=True)
+        arguments = (copies, self._copied, then)
+        self._thread = threading.Thread(target=_hand_on, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
-
-    def _run(self, copy: Callable[[], None], then: Callable[[], None]) -> None:
-        try:
-            copy()
-        except Exception as error:
-            self._error = error
-        else:
-            then()
 
     def wait(self) -> None:
         """Return when what was copied may change; on CUDA it is the device that waits.
@@ -143,20 +134,69 @@ class Snapshot:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
-        elif self._stream is None:
-            self.join()
+        else:
+            self._copies.help()
+            self._copies.finished.wait()
+        if self._copies.error is not None:
+            raise self._copies.error
 
     def join(self) -> None:
         """Return when all is copied and handed on; raises as :meth:`wait` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._copies.error is not None:
+            raise self._copies.error
 
 
-@torch.no_grad()
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in pairs:
-        target.copy_(source, non_blocking=True)
+class _Copies:
+    """Copies to make, by as many threads as come: memory is faster than one of them."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._left = deque(pairs)
+        self._open = len(pairs)
+        self._lock = threading.Lock()
+        self.error: Exception | None = None
+        self.finished = threading.Event()
+        """Set when none is left, or one has failed and none is being made."""
+        if not pairs:
+            self.finished.set()
+
+    @torch.no_grad()
+    def help(self) -> None:
+        """Make copies until none is left to begin."""
+        while True:
+            try:
+                target, source = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                target.copy_(source, non_blocking=True)
+            except Exception as error:
+                self.error = error
+                self._count(1 + self._drop())
+            else:
+                self._count(1)
+
+    def _drop(self) -> int:
+        dropped = 0
+        with suppress(IndexError):  # another thread may take the last one
+            while True:
+                self._left.pop()
+                dropped += 1
+        return dropped
+
+    def _count(self, copies: int) -> None:
+        with self._lock:
+            self._open -= copies
+            if self._open == 0:
+                self.finished.set()
+
+
+def _hand_on(copies: _Copies, copied: torch.cuda.Event | None, then: Callable[[], None]) -> None:
+    copies.help()
+    copies.finished.wait()
+    if copied is not None:
+        copied.synchronize()
+    if copies.error is None:
+        then()
