@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from quern.parallel.schedules import SCHEDULES, check_micro_batches
 from quern.tokenize.shards import ShardReader
 from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import SOURCES, documents, write_corpus
-from quern.train.parity.matrix import LAYOUTS, STEPS, VOCAB_SIZE, Case, covering, everything, legal, quick
+from quern.train.parity.matrix import FACTORS, LAYOUTS, STEPS, VOCAB_SIZE, Case, covering, everything, legal, quick
 from quern.train.parity.run import Outcome, case_config
 from quern.train.setup import check
 
@@ -29,6 +30,12 @@ def test_the_quick_set_has_every_layout_schedule_and_world() -> None:
     assert {case.on.world for case in cases} == set(range(1, 9))
     for pp in (2, 4):
         assert {case.schedule for case in cases if case.layout == f"pp{pp}"} == set(SCHEDULES)
+    pipelines = {(case.schedule, case.more) for case in cases if case.schedule is not None}
+    assert pipelines == set(itertools.product(SCHEDULES, (False, True)))
+    factors = ("activation", "more", "mask", "tied", "sizes", "z_loss")
+    for one, other in itertools.combinations(factors, 2):
+        pairs = set(itertools.product(FACTORS[one], FACTORS[other]))
+        assert {(getattr(case, one), getattr(case, other)) for case in cases} == pairs
 
 
 def test_everything_is_each_legal_case_once() -> None:
