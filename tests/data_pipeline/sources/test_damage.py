@@ -212,7 +212,9 @@ def test_lf_only_headers_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n", gzip.compress(b""), b"<html><h1>503 Slow Down</h1>", gzip.compress(b"<html>"), bytes(9000)]
+    "content",
+    [b"", b"\n", gzip.compress(b"", mtime=0), b"<html><h1>503", gzip.compress(b"<html>", mtime=0), bytes(9000)],
+    ids=["empty", "a line", "gzip of nothing", "a page", "gzip of a page", "zeros"],
 )
 def test_a_file_without_a_record_is_noted(tmp_path: Path, content: bytes) -> None:
     log = ReadLog()
