@@ -26,9 +26,9 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from s3_server import Fault
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint import store as store_module
+from quern.train.checkpoint.tiers import store as store_module
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.store import Backoff, SourceError, Store, StoreError, prune_store
+from quern.train.checkpoint.tiers.store import Backoff, SourceError, Store, StoreError, prune_store
 
 PART = 8 << 20
 STEP = 1000
@@ -681,7 +681,7 @@ def test_memory_is_bounded(server, tmp_path, kind):
     code = textwrap.dedent("""
         import hashlib, sys
         from quern.train.checkpoint.manifest import FileRecord
-        from quern.train.checkpoint.store import Store
+        from quern.train.checkpoint.tiers.store import Store
         url, path, sha, size, into = sys.argv[1:]
         def peak():  # of this program; ru_maxrss would begin with the parent's
             line, = (line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
@@ -714,7 +714,7 @@ def test_memory_is_bounded(server, tmp_path, kind):
 
 
 def test_the_store_needs_no_torch():
-    code = "import sys, quern.train.checkpoint.upload; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys, quern.train.checkpoint.tiers.upload; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -28,8 +28,8 @@ from s3_server import Fault
 
 from quern.errors import InputError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.store import Backoff, Store, StoreError
-from quern.train.checkpoint.upload import Cancelled, Died, Failed, Mover, Progress, Uploaded, Uploader
+from quern.train.checkpoint.tiers.store import Backoff, Store, StoreError
+from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Mover, Progress, Uploaded, Uploader
 
 PART = 8 << 20
 OFTEN = 10**6
@@ -363,7 +363,7 @@ def test_a_process_that_stands_still_keeps_nobody_waiting(start, tmp_path):
 def test_it_ends_with_its_input_in_the_middle_of_a_transfer(server, start, tmp_path):
     server.proxy.faults = [Fault("stall", "PUT", times=OFTEN)]
     files = checkpoint(tmp_path, 10, {"a": 5000})
-    code = [sys.executable, "-m", "quern.train.checkpoint.upload", server.url]
+    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.upload", server.url]
     process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     plain = {name: vars(found) for name, found in records(files).items()}
     asked = {"upload": {"step": 10, "folder": str(tmp_path), "files": plain, "last": None}}
@@ -378,7 +378,7 @@ def test_it_ends_with_its_input_in_the_middle_of_a_transfer(server, start, tmp_p
 def test_it_ends_with_its_parent(server, tmp_path):
     code = textwrap.dedent("""
         import os, sys, time
-        from quern.train.checkpoint.upload import Uploader
+        from quern.train.checkpoint.tiers.upload import Uploader
         uploader = Uploader(sys.argv[1])
         os.set_inheritable(uploader._process._popen.stdin.fileno(), True)  # what a forked worker would hold open
         print(uploader.pid, os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60"), flush=True)
@@ -408,14 +408,14 @@ def test_lines_that_are_no_requests_are_told_and_passed_over(server, tmp_path):
             {"files": {"a": {"sha256": "x", "size": "y"}}}, {"last": [1]},
         )),
     ]  # fmt: skip
-    code = [sys.executable, "-m", "quern.train.checkpoint.upload", server.url]
+    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.upload", server.url]
     pipe = subprocess.PIPE
     process = subprocess.Popen(code, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     process.stdin.write("\n".join([*bad, json.dumps({"upload": good})]) + "\n")
     process.stdin.flush()
     assert json.loads(process.stdout.readline())["uploaded"] == 10
     _, errors = process.communicate(timeout=LIMIT_S)
-    assert errors.count("quern.train.checkpoint.upload: ") == len(bad)
+    assert errors.count("quern.train.checkpoint.tiers.upload: ") == len(bad)
     assert "Traceback" not in errors
 
 

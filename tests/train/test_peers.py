@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint import peer_files
+from quern.train.checkpoint.tiers import peer_files
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.peer_files import mirror_folder
-from quern.train.checkpoint.peer_server import PeerServer
-from quern.train.checkpoint.peers import Peer, PeerError, ServerProcess, new_token, partner_of
-from quern.train.checkpoint.rate import RateLimit
+from quern.train.checkpoint.tiers.peer_files import mirror_folder
+from quern.train.checkpoint.tiers.peer_server import PeerServer
+from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of
+from quern.train.checkpoint.tiers.rate import RateLimit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "5ec2e7" * 10 + "abcd"
@@ -922,7 +922,7 @@ def test_a_hash_is_computed_once_and_again_when_the_file_changes(node, monkeypat
 
 
 def start_process(root: Path, port: int = 0, **settings) -> tuple[subprocess.Popen, int]:
-    command = [sys.executable, "-m", "quern.train.checkpoint.peer_server"]
+    command = [sys.executable, "-m", "quern.train.checkpoint.tiers.peer_server"]
     command += ["--root", str(root), "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **settings)
     process.stdin.write(f"{TOKEN}\n".encode())
@@ -966,7 +966,7 @@ def test_a_disk_that_is_full_here_is_said_and_leaves_nothing(node, tmp_path):
 import resource
 from quern.errors import QuernError
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.peers import Peer, PeerError
+from quern.train.checkpoint.tiers.peers import Peer, PeerError
 resource.setrlimit(resource.RLIMIT_FSIZE, ({3 * MIB}, {3 * MIB}))
 try:
     peer = Peer("127.0.0.1", {there.port}, "{TOKEN}")
@@ -1072,7 +1072,7 @@ def test_the_process_dies_with_a_trainer_that_is_killed(tmp_path):
     """Also when a process that the trainer forked holds the pipe open."""
     code = f"""
 import os, sys, time
-from quern.train.checkpoint.peers import ServerProcess
+from quern.train.checkpoint.tiers.peers import ServerProcess
 server = ServerProcess({str(tmp_path / "there")!r}, "127.0.0.1", {TOKEN!r})
 child = os.fork()
 if child:
@@ -1217,6 +1217,6 @@ def test_files_move_at_the_limit(node, tmp_path):
 
 
 def test_moving_files_needs_no_torch():
-    modules = "quern.train.checkpoint.peers, quern.train.checkpoint.peer_server"
+    modules = "quern.train.checkpoint.tiers.peers, quern.train.checkpoint.tiers.peer_server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

@@ -1,4 +1,4 @@
-"""Checkpoint files from and to the disks of other nodes; :mod:`quern.train.checkpoint.peer_server` is the other side.
+"""Checkpoint files from and to the disks of other nodes; :mod:`.peer_server` is the other side.
 
 A file is hashed while it moves, and only bytes with the SHA-256 of its record get its name, here and there. A transfer
 that breaks goes on where it was, a transfer with wrong bytes begins anew, both a bounded number of times. Imports no
@@ -27,8 +27,8 @@ from typing import IO, Any, Self, TypeVar
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.peer_files import CHUNK, FOLDER, SHA256, is_file_name
-from quern.train.checkpoint.rate import RateLimit
+from quern.train.checkpoint.tiers.peer_files import CHUNK, FOLDER, SHA256, is_file_name
+from quern.train.checkpoint.tiers.rate import RateLimit
 
 __all__ = ["Peer", "PeerError", "ServerProcess", "new_token", "partner_of"]
 
@@ -312,7 +312,7 @@ class _Download:
 
 
 class ServerProcess:
-    """A :mod:`~quern.train.checkpoint.peer_server` over ``root``, in a process that ends with this one.
+    """A :mod:`~quern.train.checkpoint.tiers.peer_server` over ``root``, in a process that ends with this one.
 
     Attributes:
         port: where it listens.
@@ -324,7 +324,7 @@ class ServerProcess:
     def __init__(self, root: str, host: str, token: str, *, port: int = 0, start_timeout_s: float = 60.0) -> None:
         if not SHA256.fullmatch(token):
             raise InputError("token: expected 64 hex digits")
-        command = [sys.executable, "-m", "quern.train.checkpoint.peer_server"]
+        command = [sys.executable, "-m", "quern.train.checkpoint.tiers.peer_server"]
         command += ["--root", root, "--host", host, "--port", str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None

@@ -1,6 +1,6 @@
 """Serves the checkpoint files on a node's disk to the other nodes: whole files over HTTP/1.1, out and in.
 
-One process a node: ``python -m quern.train.checkpoint.peer_server --root LOCAL/RUN_ID --host H --port P``. It reads the
+One process a node: ``python -m quern.train.checkpoint.tiers.peer_server --root ROOT --host H --port P``. It reads the
 token, 64 hex digits, as the first line of its standard input, where no other user sees it, prints ``{"port": n}``, and
 ends when its standard input closes: with its trainer. The token keeps strangers out; it travels in clear, so the
 network between the nodes is trusted not to listen. What the bytes are is never taken on trust: every file in is
@@ -15,7 +15,7 @@ compared with its SHA-256 before it gets its name, and the receiver of a file do
 ``PUT /step_00001000/NAME``                  takes a file with ``X-SHA256``; ``Content-Range: bytes a-b/size`` goes on
 ============================================ =========================================================================
 
-A file that comes in is handled as :mod:`quern.train.checkpoint.peer_files` says. Every connection serves one request.
+A file that comes in is handled as :mod:`.peer_files` says. Every connection serves one request.
 It is given up when its head takes longer than 10 s or any MiB of a body longer than the timeout.
 """
 
@@ -39,7 +39,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.peer_files import CHUNK, FOLDER, SHA256, RefusedError, Root, is_file_name
+from quern.train.checkpoint.tiers.peer_files import CHUNK, FOLDER, SHA256, RefusedError, Root, is_file_name
 
 __all__ = ["PeerServer", "main"]
 
@@ -315,8 +315,8 @@ class PeerServer(ThreadingHTTPServer):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What ``python -m quern.train.checkpoint.peer_server`` does; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m quern.train.checkpoint.peer_server")
+    """What ``python -m quern.train.checkpoint.tiers.peer_server`` does; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m quern.train.checkpoint.tiers.peer_server")
     parser.add_argument("--root", required=True, help="the folder that holds step_00001000/ and so on")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, default=0, help="0: any that is free")

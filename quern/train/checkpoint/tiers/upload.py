@@ -1,6 +1,6 @@
 """Uploads behind the training: a process that moves checkpoint files into a store, and the trainer's handle of it.
 
-``python -m quern.train.checkpoint.upload URL`` reads one JSON document a line and answers with one a line::
+``python -m quern.train.checkpoint.tiers.upload URL`` reads one JSON document a line and answers with one a line::
 
     {"upload": {"step": 1000, "folder": "/nvme/…", "files": {name: {"sha256": …, "size": …}}, "last": null}}
     {"cancel": 1000}
@@ -38,8 +38,8 @@ from typing import IO, Any
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.rate import RateLimit
-from quern.train.checkpoint.store import Backoff, Rate, SourceError, Store, StoreError
+from quern.train.checkpoint.tiers.rate import RateLimit
+from quern.train.checkpoint.tiers.store import Backoff, Rate, SourceError, Store, StoreError
 
 __all__ = ["Cancelled", "Died", "Event", "Failed", "Mover", "Progress", "Uploaded", "Uploader", "main"]
 
@@ -307,7 +307,7 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         Store(url)  # a url that is none is refused here
-        self._command = [sys.executable, "-m", "quern.train.checkpoint.upload", url]
+        self._command = [sys.executable, "-m", "quern.train.checkpoint.tiers.upload", url]
         self._command += ["--retry-after-s", str(retry_after_s), "--timeout-s", str(timeout_s)]
         self._command += ["--budget-s", str(budget_s), "--parent", str(os.getpid())]
         if bytes_per_s is not None:
@@ -492,7 +492,9 @@ def _watch_parent(parent: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Read requests until the input ends."""
-    parser = argparse.ArgumentParser(prog="python -m quern.train.checkpoint.upload", description="Uploads checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m quern.train.checkpoint.tiers.upload", description="Uploads checkpoints."
+    )
     parser.add_argument("url")
     parser.add_argument("--bytes-per-s", type=float)
     parser.add_argument("--retry-after-s", type=float, default=60.0)
@@ -526,7 +528,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             mover.tell(json.loads(line))
         except (ValueError, InputError) as error:
-            print(f"quern.train.checkpoint.upload: {error}", file=sys.stderr, flush=True)
+            print(f"quern.train.checkpoint.tiers.upload: {error}", file=sys.stderr, flush=True)
     os._exit(0)  # a transfer under way is not waited for
 
 
