@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,12 +17,15 @@ from quern.cli.output import JSON, err_console, json_stdout, out_console, plain,
 from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.folder import FolderLock, remove_folder
-from quern.train.checkpoint.manifest import CONFIG_FILE, checkpoints_folder
+from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoints_folder, read_manifest
+from quern.train.checkpoint.retention import Candidate, kept_in_store, survey
+from quern.train.checkpoint.stored import check_owner, store_of
+from quern.train.checkpoint.tiers.retry import StoreError
+from quern.train.checkpoint.tiers.store import prune_store
 from quern.train.config import GuardConfig, TrainConfig
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.compare import Comparison, Fact, TensorDifference
-    from quern.train.checkpoint.retention import Candidate
 
 __all__ = ["diff", "prune", "reshard"]
 
@@ -165,13 +169,15 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go, and remove nothing; a trainer may be at work.")
     ] = False,
+    store: Annotated[
+        bool, typer.Option("--store", help="Also in the run's checkpoint.store, by the same rule.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: bool = JSON,
 ) -> None:
     """Remove a run's old checkpoints, as its trainer does after a save. The newest that is whole stays in any case, and
-    the one that has proved good; those of a branch the run has left do not count among the newest."""
-    from quern.train.checkpoint.retention import survey
-
+    the one that has proved good; those of a branch the run has left do not count among the newest. In the store stay
+    those that stay in the run, what is newer, and the store's newest."""
     root = checkpoints_folder(run)
     if not os.path.isdir(root):
         raise InputError(f"{root}: no such folder; expected a training run that has checkpoints")
@@ -179,23 +185,29 @@ def prune(
     with closing(FolderLock(root)) if not dry_run else nullcontext(), json_stdout(json) as emit:
         found = survey(run, last, every, window)
         going = [candidate for candidate in found if not candidate.keep]
+        stored = _StoredPruning(run, found, every) if store else None
         if not json:
             _print_candidates(found)
+            if stored is not None:
+                stored.print()
         if not dry_run:
-            _confirm(going, yes, json)
+            _confirm(len(going), len(stored.going) if stored else 0, yes, json)
         removed, problems = _remove([] if dry_run else going)
+        if stored is not None and not dry_run:
+            problems += stored.remove()
         emit({
             "run": run, "keep_last": last, "keep_every": every, "dry_run": dry_run, "problems": problems,
             "checkpoints": [candidate.to_dict() for candidate in found],
             "removable_bytes": sum(candidate.size for candidate in going),
             "removed": [candidate.checkpoint.path for candidate in removed],
             "removed_bytes": sum(candidate.size for candidate in removed),
-        })  # fmt: skip
+        } | ({"store": stored.to_dict()} if stored else {}))  # fmt: skip
         if not json and not dry_run:
             freed = sum(candidate.size for candidate in removed)
-            out_console().print(f"removed {len(removed)} checkpoints, {_size(freed)}", markup=False)
+            what = f"; {len(stored.removed)} from the store" if stored else ""
+            out_console().print(f"removed {len(removed)} checkpoints, {_size(freed)}{what}", markup=False)
     if problems:
-        raise QuernError(f"{problems[0]}; {len(problems)} of {len(going)} not removed")
+        raise QuernError(f"{problems[0]}; {len(going) - len(removed)} of {len(going)} not removed")
 
 
 def _policy(run: str, keep_last: int | None, keep_every: int | None) -> tuple[int, int | None, int]:
@@ -213,12 +225,52 @@ def _policy(run: str, keep_last: int | None, keep_every: int | None) -> tuple[in
     return keep_last, keep_every or None, window
 
 
-def _confirm(going: list[Candidate], yes: bool, json: bool) -> None:
-    if yes or not going:
+class _StoredPruning:
+    """What goes from the store of a run, and its removal."""
+
+    def __init__(self, run: str, found: list[Candidate], keep_every: int | None) -> None:
+        self.store = store_of(run)
+        check_owner(self.store, _manifests(found))
+        whole, begun = set(self.store.checkpoints()), self.store.begun()
+        self.keep = kept_in_store(found, begun, keep_every) | {step for step in begun if step >= max(whole, default=0)}
+        self.steps = {step: step in whole for step in begun}
+        self.going = [step for step in begun if step not in self.keep]
+        self.removed: list[int] = []
+
+    def remove(self) -> list[str]:
+        """Returns what kept it from being done."""
+        try:
+            self.removed = prune_store(self.store, self.keep)
+        except StoreError as error:
+            return [str(error)]
+        return []
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{"step": step, "keep": step in self.keep, "whole": whole} for step, whole in self.steps.items()]
+        return {"url": self.store.url, "checkpoints": rows, "removed": self.removed}
+
+    def print(self) -> None:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("in the store", justify="right")
+        table.add_column("")
+        for step, whole in self.steps.items():
+            table.add_row(f"{step:,}", ("stays" if step in self.keep else "goes") + ("" if whole else ", incomplete"))
+        out_console().print(table)
+        out_console().print(f"{len(self.going)} of {len(self.steps)} go from {plain(self.store.url)}", markup=False)
+
+
+def _manifests(found: list[Candidate]) -> Iterator[Manifest]:
+    for candidate in found:
+        with suppress(InputError):  # its row says so
+            yield read_manifest(candidate.checkpoint.path)
+
+
+def _confirm(going: int, stored: int, yes: bool, json: bool) -> None:
+    if yes or not going + stored:
         return
     if json or not sys.stdin.isatty():
         raise InputError("--yes: expected, where nobody can be asked; --dry-run only says what would go")
-    if not typer.confirm(f"Remove {len(going)} checkpoints?", err=True):
+    if not typer.confirm(f"Remove {going} checkpoints{f', and {stored} from the store' if stored else ''}?", err=True):
         raise QuernError("nothing was removed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,9 @@ from quern.errors import InputError, QuernError
 __all__ = ["Agreement", "describe"]
 
 T = TypeVar("T")
+
+#: Seconds after which a rank that is still at work says so: a process group gives up on one that is silent.
+_SIGN_OF_LIFE_S = 30.0
 
 
 def describe(error: BaseException) -> str:
@@ -76,6 +80,24 @@ class Agreement:
             if failure is not None:
                 self._fail(rank, failure, error)
         return value  # type: ignore[return-value]
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """:meth:`own` for what may take longer than the process group's time limit; ``action`` runs in a thread."""
+        outcome: list[tuple[T | None, Exception | None]] = []
+        thread = threading.Thread(target=lambda: outcome.append(_attempt(action)), daemon=True)
+        thread.start()
+        working = True
+        while working:
+            thread.join(_SIGN_OF_LIFE_S)
+            working = any(self.gather(thread.is_alive()))
+        value, error = outcome[0] if outcome else (None, QuernError("was ended"))
+
+        def result() -> T:
+            if error is not None:
+                raise error
+            return value  # type: ignore[return-value]
+
+        return self.own(result)
 
     def every(self, action: Callable[[], T]) -> list[T]:
         """Each rank's result of ``action``, on all ranks; if it fails on one, all raise."""

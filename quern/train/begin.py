@@ -14,7 +14,7 @@ from quern.mixtures.order import Order
 from quern.train.agree import Agreement
 from quern.train.branch import LEDGER_FILE, abandoned
 from quern.train.checkpoint.manager import CheckpointManager, Refusal
-from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, list_checkpoints, read_manifest
+from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
 from quern.train.checkpoint.state import check_shape
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
@@ -96,7 +96,7 @@ def _last_good(
         InputError: there is none; what the newest checkpoint lacks is named.
     """
     window = config.guard.health_window
-    steps = together.first(lambda: {checkpoint.step for checkpoint in list_checkpoints(config.run_dir)})
+    steps = set(manager.steps())
     damage = None
     while (step := last_good(entries, steps, window)) is not None:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 from quern.train.checkpoint.cadence import Cadence, estimate_mtbf
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import Checkpoint, Position, checkpoint_name, list_checkpoints
@@ -61,10 +61,18 @@ class Saves:
             self._cadence = Cadence(mtbf, max_interval_s=self.config.max_interval_s)
 
     def restore(self, scalars: Mapping[str, object]) -> None:
-        """Remember what saves have cost, from the manifest of the checkpoint the run goes on from."""
+        """Remember what saves have cost, from the manifest of the checkpoint the run goes on from.
+
+        What another version has left there and this one cannot read is measured anew, with a warning.
+        """
         kept = {name.removeprefix(_CADENCE): value for name, value in scalars.items() if name.startswith(_CADENCE)}
         if self._cadence is not None:
-            self._cadence.restore(kept)
+            try:
+                self._cadence.restore(kept)
+            except InputError as error:  # on rank 0 alone: the others would wait for it
+                log.warning(
+                    "what saves cost is measured anew; the checkpoint's manifest: scalars: %s%s", _CADENCE, error
+                )
 
     def prepare(self, state: TrainState) -> None:
         """Before the first step: plan, and have memory ready. Collective."""

@@ -130,7 +130,14 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
     _deterministic(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
-            CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, device=ranks.device)
+            CheckpointManager(
+                config.run_dir,
+                config.checkpoint,
+                ranks.rank,
+                ranks.world,
+                device=ranks.device,
+                from_store=config.resume.from_store,
+            )
         )
         cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:
@@ -141,6 +148,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         if ledger is not None:
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
+        checkpoints.take_up(start.checkpoint)
         mesh = build_mesh(plan, ranks.device.type)
         layout = Layout(
             compute_dtype=precision.compute,

@@ -233,10 +233,10 @@ class Trainer:
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
         done = step + 1
-        last = done == self.config.steps or self.stopped_by is not None
-        if not (self.saves.due(done) or (last and self.saves.saved != done)):
+        if not (self.saves.due(done) or (self._last(done) and self.saves.saved != done)):
             return
         self.settle()  # what the ledger has to say of these weights is written before they are published
+        last = self._last(done)  # what was settled may have said so
         data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
 
         def position(offset: int) -> Position:
@@ -244,6 +244,9 @@ class Trainer:
 
         self.saves.save(done, data_step, self._everything, position, last)
         self._mark = Mark(self.ranks.device)  # saving is no step's time
+
+    def _last(self, done: int) -> bool:
+        return done == self.config.steps or self.stopped_by is not None
 
     def _everything(self) -> TrainState:
         """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
@@ -267,6 +270,7 @@ class Trainer:
     def finish(self) -> None:
         """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""
         self.settle()
+        self.checkpoints.finish_moving()
         if self.ledger is not None and not self.complete:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:

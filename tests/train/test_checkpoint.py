@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,9 +202,23 @@ def test_folder_holds_config_ranks_and_manifest(tmp_path):
     assert Path(path, "encoding.tiktoken").read_bytes() == CASE.RANKS
     manifest = read_manifest(path)
     assert set(manifest.files) == set(os.listdir(path)) - {"manifest.json"}
-    assert (manifest.step, manifest.data_step, manifest.tokens, manifest.ledger_offset) == (5, 8, 500, 35)
+    assert (manifest.step, manifest.data_step, manifest.tokens, manifest.ledger_offset) == (5, 8, 500, 0)
     assert manifest.optimizer
     assert manifest.model == CASE.shape()
+
+
+def test_a_checkpoint_brings_the_ledger_as_it_was_before(tmp_path):
+    state, run = CASE.make(tmp_path), tmp_path / "run"
+    CASE.fill(state, 3)
+    position = replace(CASE.position(3), ledger_offset=35)
+    with manager(run) as checkpoints:
+        (run / "ledger.jsonl").write_bytes(bytes(34))
+        with pytest.raises(QuernError, match=r"ledger\.jsonl: expected at least 35 bytes, has 34"):
+            checkpoints.save(3, state, position)
+        (run / "ledger.jsonl").write_bytes(bytes(range(60)))
+        path = checkpoints.save(3, state, position).path
+    assert Path(path, "ledger.jsonl").read_bytes() == bytes(range(35))
+    assert read_manifest(path).files["ledger.jsonl"].sha256 == hashlib.sha256(bytes(range(35))).hexdigest()
 
 
 def test_optimizer_state_that_is_not_one_steps_is_refused(tmp_path):

@@ -290,11 +290,11 @@ def test_facts_are_those_that_differ_and_only_the_states_decide(tmp_path):
     sign(b, {"written_by": {"quern": "9"}, "precision": "bf16", "ledger_offset": 5})
     found = compare(a, b)
     assert found.equal
-    before = json.loads(Path(a, "manifest.json").read_text())
+    before, after = (json.loads(Path(path, "manifest.json").read_text()) for path in (a, b))
     expected = {
-        "layout.dp_replicate": {"a": 1}, "layout.dp_shard": {"a": 1, "b": 4}, "ledger_offset": {"a": 21, "b": 5},
+        "layout.dp_replicate": {"a": 1}, "layout.dp_shard": {"a": 1, "b": 4}, "ledger_offset": {"a": 0, "b": 5},
         "precision": {"a": "fp32", "b": "bf16"}, "written_by.quern": {"a": before["written_by"]["quern"], "b": "9"},
-        "written_by.torch": {"a": before["written_by"]["torch"]},
+        "written_by.torch": {"a": before["written_by"]["torch"]}, "run": {"a": before["run"], "b": after["run"]},
     }  # fmt: skip
     assert {fact.name: fact.values for fact in found.facts} == expected
     assert not any(fact.state for fact in found.facts)
@@ -305,11 +305,11 @@ def test_facts_are_those_that_differ_and_only_the_states_decide(tmp_path):
         ("corpus_fingerprint", "0", "corpus.fingerprint"),
     ):  # fmt: skip
         c = save(tmp_path / field, 3, scale=1.0)
-        sign(c, {field: value})
+        sign(c, {field: value, "run": before["run"]})
         found = compare(a, c)
         assert [(fact.name, fact.state) for fact in found.facts] == [(name, True)]
         assert not found.equal
-    assert compare(a, save(tmp_path / "w", 3)).facts[0].to_dict() == {"name": "scalars.scale", "state": True, "a": 1.0}
+    assert compare(a, save(tmp_path / "w", 3)).facts[1].to_dict() == {"name": "scalars.scale", "state": True, "a": 1.0}
 
 
 def test_config_keys_that_differ_are_listed_with_both_values(tmp_path):

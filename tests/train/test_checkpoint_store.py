@@ -26,9 +26,10 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from s3_server import Fault
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.tiers import store as store_module
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.tiers.store import Backoff, SourceError, Store, StoreError, prune_store
+from quern.train.checkpoint.tiers import connection
+from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, SourceError, StoreError
+from quern.train.checkpoint.tiers.store import Store, prune_store
 
 PART = 8 << 20
 STEP = 1000
@@ -186,9 +187,12 @@ def test_a_checkpoint_exists_once_its_manifest_does(place, disk):
     assert store.begun() == [STEP]
     with pytest.raises(StoreError, match=r"step_00001000: __0_0\.distcp: is not there; the manifest waits") as caught:
         put(store, disk, "manifest.json", whole)
-    assert not caught.value.transient
+    assert isinstance(caught.value, IncompleteError)
     put(store, disk, "__0_0.distcp", files["__0_0.distcp"][1:])
     with pytest.raises(StoreError, match=r"__0_0\.distcp: has 4999 bytes, not 5000"):
+        put(store, disk, "manifest.json", whole)
+    put(store, disk, "__0_0.distcp", content(5000, 3))
+    with pytest.raises(IncompleteError, match=r"__0_0\.distcp: is another checkpoint's; the manifest waits"):
         put(store, disk, "manifest.json", whole)
     assert f"{FOLDER}/manifest.json" not in place.contents()
     with pytest.raises(InputError, match=r"manifest\.json: not there; .* has no checkpoint of step 1000"):
@@ -541,7 +545,7 @@ def test_errors_that_pass_and_errors_that_stay(error, transient, tmp_path, monke
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(store._fs, "info", fail)
+    monkeypatch.setattr(store._link.fs, "info", fail)
     with pytest.raises(StoreError, match=rf"file://{tmp_path}/step_00001000/a") as caught:
         store.has(STEP, "a", record(b""))
     assert caught.value.transient is transient
@@ -619,7 +623,7 @@ def test_what_the_store_says_of_a_file_is_never_older_than_the_file(tmp_path, di
     class Killed(BaseException):
         pass
 
-    publish = store_module.storage.publish
+    publish = connection.storage.publish
 
     def killed(path):
         if path.endswith(".sha256"):
@@ -627,7 +631,7 @@ def test_what_the_store_says_of_a_file_is_never_older_than_the_file(tmp_path, di
         return publish(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module.storage, "publish", killed)
+        patch.setattr(connection.storage, "publish", killed)
         with pytest.raises(Killed):
             put(store, disk, "a", b"two")
     assert (tmp_path / "store" / FOLDER / "a").read_bytes() == b"two"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +29,10 @@ from s3_server import Fault
 
 from quern.errors import InputError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.tiers.store import Backoff, Store, StoreError
-from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Mover, Progress, Uploaded, Uploader
+from quern.train.checkpoint.tiers.mover import Mover
+from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, StoreError
+from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader, Waiting
 
 PART = 8 << 20
 OFTEN = 10**6
@@ -135,19 +138,73 @@ def test_a_checkpoint_is_uploaded_with_the_manifest_at_the_end(server, start, tm
 
 
 def test_the_manifest_waits_for_files_of_other_nodes(server, start, tmp_path):
+    """That is no failure, though the retry of failures is far away."""
     files = checkpoint(tmp_path, 10, {".metadata": 100, "__0_0.distcp": 5, "__8_0.distcp": 7})
     mine = {name: data for name, data in files.items() if name != "__8_0.distcp"}
-    uploader = start()
+    uploader = start(retry_after_s=3600.0)
     uploader.upload(10, str(tmp_path), records(mine), records(mine, last=True))
-    seen = until(uploader, Failed)
-    assert seen[-1].permanent
-    assert not seen[-1].dropped
+    seen = until(uploader, Waiting)
+    assert not [event for event in seen if isinstance(event, Failed)]
+    assert (seen[-1].step, seen[-1].last) == (10, True)
     assert "__8_0.distcp: is not there" in seen[-1].why
-    assert "step_00000010/manifest.json" not in server.objects()
+    assert uploader.unfinished == [(10, True)]
+    assert set(server.objects()) == {"step_00000010/.metadata", "step_00000010/__0_0.distcp"}
+    older = checkpoint(tmp_path / "5", 5, {"a": 5})
+    uploader.upload(5, str(tmp_path / "5"), records(older))
+    assert until(uploader, Uploaded)[-1].step == 5  # others go by
     data = files["__8_0.distcp"]
     server.write("step_00000010/__8_0.distcp", data, sha256=hashlib.sha256(data).hexdigest())
-    until(uploader, Uploaded)
+    assert until(uploader, Uploaded)[-1].step == 10
     assert server.read("step_00000010/manifest.json") == files["manifest.json"]
+    assert uploader.unfinished == []
+
+
+def test_a_request_is_replaced_by_the_next_of_its_kind(server, start, tmp_path):
+    """The files of a step that is written anew, while those of before are under way."""
+    old = checkpoint(tmp_path / "old", 10, {"a": 6 * PART})
+    server.proxy.delay_s = 0.5
+    uploader = start()
+    uploader.upload(10, str(tmp_path / "old"), records(old))
+    wait_for(lambda: server.proxy.count("PUT") >= 1)
+    new = checkpoint(tmp_path / "new", 10, {"a": 5000, ".metadata": 7})
+    uploader.upload(10, str(tmp_path / "new"), records(new))
+    uploader.upload(10, str(tmp_path / "new"), {}, records(new, last=True))
+    assert uploader.unfinished == [(10, False), (10, True)]
+    seen = until(uploader, Uploaded, count=2)
+    told = [event for event in seen if not isinstance(event, Progress)]
+    assert [(event.last, event.num_bytes) for event in told] == [(False, 5007), (True, len(new["manifest.json"]))]
+    assert server.read("step_00000010/a") == new["a"]
+    assert server.read("step_00000010/manifest.json") == new["manifest.json"]
+    assert server.uploads() == []
+    assert uploader.unfinished == []
+
+
+def test_what_was_done_already_when_it_was_replaced_counts_for_nothing(server, start, tmp_path):
+    old, new = (checkpoint(tmp_path / name, 10, {"a": size}) for name, size in (("old", 5), ("new", 7000)))
+    uploader = start()
+    uploader.upload(10, str(tmp_path / "old"), records(old))
+    wait_for(lambda: not uploader._process._said.empty())  # it has said that it is done, and nobody has heard it
+    server.proxy.faults = [Fault("ExpiredToken", "PUT", times=OFTEN)]
+    uploader.upload(10, str(tmp_path / "new"), records(new))
+    assert [type(event) for event in until(uploader, Failed)] == [Failed]
+    assert uploader.unfinished == [(10, False)]
+    uploader.cancel(10)
+    uploader.upload(10, str(tmp_path / "new"), records(new))
+    server.proxy.faults = []
+    assert until(uploader, Uploaded)[-1].num_bytes == 7000
+    assert server.read("step_00000010/a") == new["a"]
+
+
+def test_a_checkpoint_that_was_pruned_is_dropped(server, start, tmp_path):
+    files = checkpoint(tmp_path / "10", 10, {"a": 5, "b": 5})
+    server.write("step_00000010/a", files["a"], sha256=record(files["a"]).sha256)
+    shutil.rmtree(tmp_path / "10")
+    uploader = start()
+    uploader.upload(10, str(tmp_path / "10"), records(files))
+    (failed,) = until(uploader, Failed)
+    assert (failed.step, failed.permanent, failed.dropped) == (10, True, True)
+    assert failed.why == f"{tmp_path}/10: is no longer there; b was not moved and never will be"
+    assert uploader.unfinished == []
 
 
 @pytest.mark.slow
@@ -363,10 +420,10 @@ def test_a_process_that_stands_still_keeps_nobody_waiting(start, tmp_path):
 def test_it_ends_with_its_input_in_the_middle_of_a_transfer(server, start, tmp_path):
     server.proxy.faults = [Fault("stall", "PUT", times=OFTEN)]
     files = checkpoint(tmp_path, 10, {"a": 5000})
-    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.upload", server.url]
+    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", server.url]
     process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     plain = {name: vars(found) for name, found in records(files).items()}
-    asked = {"upload": {"step": 10, "folder": str(tmp_path), "files": plain, "last": None}}
+    asked = {"upload": {"number": 1, "step": 10, "folder": str(tmp_path), "files": plain, "last": None}}
     process.stdin.write(json.dumps(asked) + "\n")
     process.stdin.flush()
     wait_for(lambda: server.proxy.struck("stall"))
@@ -400,22 +457,22 @@ def test_it_ends_with_its_parent(server, tmp_path):
 def test_lines_that_are_no_requests_are_told_and_passed_over(server, tmp_path):
     files = checkpoint(tmp_path, 10, {"a": 5})
     plain = {name: vars(found) for name, found in records(files).items()}
-    good = {"step": 10, "folder": str(tmp_path), "files": plain, "last": None}
+    good = {"number": 1, "step": 10, "folder": str(tmp_path), "files": plain, "last": None}
     bad = [
         "", "{", "[]", "3", '{"upload": 3}', '{"cancel": "all"}', '{"other": 1}', "null",
         *(json.dumps({"upload": good | change}) for change in (
-            {"step": -1}, {"step": "1"}, {"folder": 3}, {"files": 3}, {"files": {"a": 1}}, {"files": {"a": {}}},
-            {"files": {"a": {"sha256": "x", "size": "y"}}}, {"last": [1]},
+            {"number": None}, {"step": -1}, {"step": "1"}, {"folder": 3}, {"files": 3}, {"files": {"a": 1}},
+            {"files": {"a": {}}}, {"files": {"a": {"sha256": "x", "size": "y"}}}, {"last": [1]},
         )),
     ]  # fmt: skip
-    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.upload", server.url]
+    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", server.url]
     pipe = subprocess.PIPE
     process = subprocess.Popen(code, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     process.stdin.write("\n".join([*bad, json.dumps({"upload": good})]) + "\n")
     process.stdin.flush()
     assert json.loads(process.stdout.readline())["uploaded"] == 10
     _, errors = process.communicate(timeout=LIMIT_S)
-    assert errors.count("quern.train.checkpoint.tiers.upload: ") == len(bad)
+    assert errors.count("quern.train.checkpoint.tiers.mover: ") == len(bad)
     assert "Traceback" not in errors
 
 
@@ -430,26 +487,26 @@ def test_a_url_that_is_no_store_is_refused_at_the_start():
 class Bench:
     """A mover on a store in memory, worked by hand on a clock by hand."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.now, self.said, self.taken = folder, 0.0, [], []
+    def __init__(self, folder: Path, retry_after_s: float = 60.0) -> None:
+        self.folder, self.now, self.said, self.taken, self.asked = folder, 0.0, [], [], 0
         self.url = f"memory://{uuid.uuid4().hex}"
         self.store = Store(self.url, backoff=Backoff(budget_s=0.0))
         self.mover = Mover(
-            lambda pause: self.store, self.said.append, limit=lambda pause: self, retry_after_s=60.0,
+            lambda pause: self.store, self.said.append, limit=lambda pause: self, retry_after_s=retry_after_s,
             clock=lambda: self.now,
         )  # fmt: skip
 
     def take(self, n: int) -> None:
         self.taken.append(n)
 
-    def ask(self, step: int, name: str = "a", size: int = 3) -> None:
+    def ask(self, step: int, name: str = "a", size: int = 3, last: bool = False) -> None:
         (self.folder / f"{step}").mkdir(exist_ok=True)
         data = content(size, step)
         (self.folder / f"{step}" / name).write_bytes(data)
-        files = {name: vars(record(data))}
-        self.mover.tell(
-            {"upload": {"step": step, "folder": str(self.folder / f"{step}"), "files": files, "last": None}}
-        )
+        found, folder = {name: vars(record(data))}, str(self.folder / f"{step}")
+        self.asked += 1
+        asked = {"number": self.asked, "step": step, "folder": folder, "files": {} if last else found}
+        self.mover.tell({"upload": {**asked, "last": found if last else None}})
 
     def objects(self) -> set[str]:
         root = self.url.removeprefix("memory:/") + "/"
@@ -465,7 +522,7 @@ def bench(tmp_path):
 def test_the_newest_goes_first(bench):
     for step in (20, 40, 10, 30):
         bench.ask(step)
-    bench.ask(40, "b")
+    bench.ask(40, "b", last=True)
     for _ in range(5):
         bench.mover.work()
     assert [said["uploaded"] for said in bench.said] == [40, 40, 30, 20, 10]
@@ -482,6 +539,77 @@ def test_what_waits_is_cancelled_and_never_begun(bench):
     assert bench.said[:2] == [{"cancelled": 20}, {"cancelled": 30}]
     assert bench.said[2]["uploaded"] == 10
     assert bench.objects() == {"step_00000010/a"}
+
+
+def test_what_waits_is_replaced_and_never_begun(bench):
+    bench.ask(10, "a")
+    bench.ask(10, "b")
+    bench.ask(10, "c", last=True)
+    for _ in range(2):
+        bench.mover.work()
+    assert [(said["uploaded"], said["number"], said["last"]) for said in bench.said] == [(10, 2, False), (10, 3, True)]
+    assert bench.objects() == {"step_00000010/b", "step_00000010/c"}
+    assert bench.mover._waiting == []
+
+
+def test_what_is_under_way_is_replaced_without_a_word(bench, monkeypatch):
+    take = bench.take
+
+    def ask_anew(n):
+        take(n)
+        if len(bench.taken) == 1:
+            bench.ask(10, "b")
+            bench.ask(10, "c", last=True)
+
+    monkeypatch.setattr(bench, "take", ask_anew)
+    bench.ask(10, "a", size=2 * PART)
+    for _ in range(3):
+        bench.mover.work()
+    assert [said["number"] for said in bench.said] == [2, 3]
+    assert bench.objects() == {"step_00000010/b", "step_00000010/c"}
+
+
+@pytest.mark.parametrize("error", [None, StoreError("refused", transient=True), IncompleteError("not yet")], ids=str)
+def test_a_cancel_at_the_last_moment_is_answered_and_heeded(bench, monkeypatch, error):
+    def put(store, *arguments):
+        bench.mover.tell({"cancel": 10})
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(Store, "put", put)
+    bench.ask(10)
+    bench.mover.work()
+    assert [next(iter(said)) for said in bench.said] == (["uploaded"] if error is None else []) + ["cancelled"]
+    assert bench.mover._waiting == []
+
+
+@pytest.mark.parametrize(("retry_after_s", "after_s"), [(60.0, 5.0), (2.0, 2.0)])
+def test_a_manifest_that_waits_is_looked_at_again_soon(tmp_path, monkeypatch, retry_after_s, after_s):
+    bench = Bench(tmp_path, retry_after_s)
+    renewed = []
+    monkeypatch.setattr(Store, "renew", lambda store: renewed.append(1))
+    files = checkpoint(tmp_path / "40", 40, {".metadata": 5, "b": 6})
+    (tmp_path / "40" / "b").rename(tmp_path / "40" / "other")
+    plain = [{name: vars(record(files[name]))} for name in (".metadata", "manifest.json")]
+    asked = {"number": 7, "step": 40, "folder": str(tmp_path / "40"), "files": plain[0], "last": plain[1]}
+    bench.mover.tell({"upload": asked})
+    bench.mover.work()
+    why = f"{bench.url}/step_00000040: b: is not there; the manifest waits for it"
+    assert bench.said == [{"waiting": 40, "number": 7, "last": True, "why": why}]
+    bench.ask(30)
+    bench.now = after_s - 0.1
+    bench.mover.work()
+    assert bench.said[-1]["uploaded"] == 30
+    bench.now = after_s
+    bench.mover.work()
+    assert bench.said[-1] == bench.said[0]
+    bench.store.put(40, "b", str(tmp_path / "40" / "other"), record(files["b"]))
+    bench.now = 2 * after_s
+    bench.mover.work()
+    assert bench.said[-1]["uploaded"] == 40
+    assert bench.said[-1]["bytes"] == len(files["manifest.json"])
+    assert len(bench.said) == 4
+    assert renewed == []
 
 
 def test_every_byte_is_asked_of_the_bandwidth(bench):
@@ -505,7 +633,8 @@ def test_what_fails_waits_its_time_and_others_go_by(bench, monkeypatch, transien
     for step in (30, 40, 20):
         bench.ask(step)
     bench.mover.work()
-    assert bench.said == [{"failed": 40, "last": False, "why": "refused", "permanent": not transient, "dropped": False}]
+    answer = {"failed": 40, "number": 2, "last": False, "why": "refused", "permanent": not transient, "dropped": False}
+    assert bench.said == [answer]
     bench.mover.work()
     bench.mover.work()
     assert [said.get("uploaded") for said in bench.said[1:]] == [30, 20]

@@ -733,6 +733,7 @@ def answer_head(size: int, extra: str = "") -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n{extra}\r\n".encode()
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_go_on_is_given_up(tmp_path):
     data = content(4 * MIB)
     cases = [

@@ -11,6 +11,7 @@ import resource
 import runpy
 import signal
 import subprocess
+import threading
 import time
 import types
 from pathlib import Path
@@ -78,6 +79,85 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
             assert checkpoints.finish() is None
     for step in (1, 2):
         assert CASE.differences(content(run, step, tmp_path), step) == []
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, monkeypatch):
+    """The thread that copies is held amid its first tensor while the trainer copies all others."""
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+    copy = torch.Tensor.copy_
+
+    def held(self, *arguments, **options):
+        if threading.current_thread().name == "snapshot" and not begun.is_set():
+            begun.set()
+            assert go.wait(WAIT_S)
+        else:
+            assert begun.wait(WAIT_S)
+        return copy(self, *arguments, **options)
+
+    def wait(checkpoints) -> None:
+        checkpoints.copied()
+        done.set()
+
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, mode) as checkpoints:
+        checkpoints.prepare(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", held)
+            checkpoints.begin(1, state, CASE.position(1))
+            trainer = threading.Thread(target=wait, args=(checkpoints,))
+            trainer.start()
+            assert begun.wait(WAIT_S)
+            assert not done.wait(0.3)
+            assert checkpoints.progress() == Progress()
+            go.set()
+            trainer.join(WAIT_S)
+        CASE.fill(state, 101)
+        outcome = checkpoints.finish()
+        assert outcome is not None
+        assert outcome.error is None
+    assert CASE.differences(content(run, 1, tmp_path), 1) == []
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["snapshot", "MainThread"])
+def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode, who, monkeypatch):
+    """In the thread that copies, or in the trainer's, which helps; the next save is a sound one."""
+    met = threading.Barrier(2)
+    copy = torch.Tensor.copy_
+    failed = []
+
+    def failing(self, *arguments, **options):
+        name = threading.current_thread().name
+        if name not in failed:
+            failed.append(name)
+            met.wait(WAIT_S)  # both are amid a copy
+            if name == who:
+                raise RuntimeError("no such page")
+        return copy(self, *arguments, **options)
+
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, mode) as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        CASE.fill(state, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", failing)
+            checkpoints.begin(2, state, CASE.position(2))
+            checkpoints.copied()
+        assert checkpoints.progress() == Progress(ended=1)
+        assert checkpoints.heard(Progress()) is None
+        outcome = checkpoints.heard(Progress(ended=1))
+        assert outcome is not None
+        assert "no such page" in str(outcome.error)
+        assert not checkpoints.in_flight
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+        CASE.fill(state, 3)
+        checkpoints.save(3, state, CASE.position(3))
+    assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])

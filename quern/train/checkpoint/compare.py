@@ -18,6 +18,7 @@ import yaml
 
 from quern.errors import InputError
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest
+from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.slices import StoredTensors, boxes
 
 __all__ = ["SLICE_BYTES", "Comparison", "Fact", "TensorDifference", "compare"]
@@ -27,7 +28,7 @@ SLICE_BYTES = 32 << 20
 #: Elements that are compared at a time, in float64.
 _BLOCK = 1 << 18
 #: What a manifest records of how a state came about. Not part of the state: two runs may differ here and be equal.
-_RECORDS = ("config_digest", "layout", "ledger_offset", "precision", "schema", "written_by")
+_RECORDS = ("config_digest", "layout", "ledger_offset", "precision", "run", "schema", "written_by")
 #: How the names of AdamW's moments begin.
 _MOMENTS = "optimizer.state."
 #: What each manifest says of its own files.
@@ -130,9 +131,12 @@ def compare(a: str, b: str, *, moments: bool = False) -> Comparison:
     and, with ``moments``, its moments. How the tensors were cut into chunks and files does not matter.
 
     Raises:
-        InputError: one is no checkpoint, or its metadata or a stored tensor is damaged.
+        InputError: one is no checkpoint, its files of tensors are elsewhere, or its metadata or a stored tensor is
+            damaged.
         QuernError: a file could not be read.
     """
+    for path in (a, b):
+        check_together(path)
     ours, theirs = StoredTensors(a), StoredTensors(b)
     names = sorted(
         name for name in ours.tensors.keys() | theirs.tensors.keys() if moments or not name.startswith(_MOMENTS)

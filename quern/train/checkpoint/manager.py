@@ -19,7 +19,7 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.agree import Agreement
 from quern.train.checkpoint.background import BACKGROUNDS, Background
-from quern.train.checkpoint.dcp import load_tensors
+from quern.train.checkpoint.dcp import load_tensors, needed_files
 from quern.train.checkpoint.folder import FolderLock, recover, staging_path
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -28,7 +28,6 @@ from quern.train.checkpoint.manifest import (
     Manifest,
     Position,
     Problem,
-    check_files,
     checkpoint_name,
     checkpoints_folder,
     list_checkpoints,
@@ -45,6 +44,7 @@ from quern.train.checkpoint.state import (
     check_tensors,
     view_tensors,
 )
+from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.config import CheckpointConfig
 
 __all__ = ["CheckpointManager", "Loaded", "Refusal", "list_checkpoints"]
@@ -101,6 +101,7 @@ class CheckpointManager:
         world: int = 1,
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        from_store: bool = False,
     ) -> None:
         if not storage.is_local(run_dir):
             raise InputError(f"run_dir: expected a folder on a file system, got {run_dir!r}")
@@ -113,12 +114,16 @@ class CheckpointManager:
         self._lock: FolderLock | None = None
         self._published: str | None = None
         self._background: Background | None = None
+        self.tiers: Tiers | None = None
         try:
             probe = self.agreement.first(self._open)
             self.agreement.own(lambda: self._check_shared(probe))
             self.agreement.first(lambda: os.rmdir(probe))
+            self.tiers = Tiers(self.run_dir, config, self.agreement, from_store)
             self._background = self.agreement.own(BACKGROUNDS[config.mode])
-            self._saving = Saving(self.root, self.agreement, self._background, device or torch.device("cpu"))
+            self._saving = Saving(
+                self.root, self.agreement, self._background, device or torch.device("cpu"), self.tiers
+            )
         except BaseException:
             self.close()
             raise
@@ -144,6 +149,9 @@ class CheckpointManager:
         if self._background is not None:
             self._saving.close()
             self._background = None
+        if self.tiers is not None:
+            self.tiers.close()
+            self.tiers = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -195,6 +203,7 @@ class CheckpointManager:
     def _remember(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None and outcome.error is None:
             self._published = outcome.checkpoint.path
+            self._tiers.published(outcome.checkpoint, outcome.removed)
         return outcome
 
     def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
@@ -212,9 +221,19 @@ class CheckpointManager:
             raise outcome.error
         return outcome.checkpoint
 
+    @property
+    def _tiers(self) -> Tiers:
+        assert self.tiers is not None, "the manager is open"
+        return self.tiers
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints in the run's folder and in its store, ascending; nothing of them is verified."""
+        here = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
+        return sorted(here | self._tiers.steps())
+
     def latest_valid(self, refuse: Refusal | None = None) -> Checkpoint | None:
         """The newest checkpoint that is whole: manifest, presence and size of every file and, with ``config.verify``,
-        their SHA-256, of which each rank computes its share.
+        their SHA-256, of which each rank computes its share. A file that no disk has whole is taken from the store.
 
         What is wrong with newer ones is logged and kept in :attr:`rejected`. ``refuse`` names a reason not to use a
         sound one. None: there is no checkpoint, or all are refused; the run starts fresh.
@@ -224,8 +243,8 @@ class CheckpointManager:
         """
         self.rejected = []
         damaged = 0
-        for checkpoint in reversed(self.agreement.first(lambda: list_checkpoints(self.run_dir))):
-            problems, refused = self._look(checkpoint, refuse)
+        for step in reversed(self.steps()):
+            checkpoint, problems, refused = self._look(step, refuse)
             if not problems:
                 return checkpoint
             damaged += not refused
@@ -243,15 +262,15 @@ class CheckpointManager:
         Raises:
             InputError: there is none, or it cannot be used; the steps that stand are named.
         """
-        checkpoints = self.agreement.first(lambda: list_checkpoints(self.run_dir))
-        found = next((checkpoint for checkpoint in checkpoints if checkpoint.step == step), None)
-        if found is None:
-            steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
-            raise InputError(f"{self.root}: has no checkpoint of step {step} (there are: {steps})")
-        problems, _ = self._look(found, refuse)
+        known = self.steps()
+        if step not in known:
+            raise InputError(
+                f"{self.root}: has no checkpoint of step {step} (there are: {', '.join(map(str, known)) or 'none'})"
+            )
+        checkpoint, problems, _ = self._look(step, refuse)
         if problems:
             raise InputError(str(problems[0]))
-        return found
+        return checkpoint
 
     def _reject(self, problems: list[Problem]) -> None:
         self.rejected += problems
@@ -260,30 +279,41 @@ class CheckpointManager:
                 log.warning("%s; an older checkpoint is tried", problem)
 
     def problems(self, checkpoint: Checkpoint) -> list[Problem]:
-        """What is wrong with a checkpoint, as :meth:`latest_valid` looks at it; the same list on every rank."""
-        return self._look(checkpoint, None)[0]
+        """What is wrong with a checkpoint, of this run or another; the same list on every rank."""
+        return self._look_at(checkpoint, None)[0]
 
-    def _look(self, checkpoint: Checkpoint, refuse: Refusal | None) -> tuple[list[Problem], bool]:
-        """Why a checkpoint cannot be used, and whether ``refuse`` says so; no file of a refused one is hashed."""
+    def _look(self, step: int, refuse: Refusal | None) -> tuple[Checkpoint, list[Problem], bool]:
+        """The checkpoint of a step, why it cannot be used, and whether ``refuse`` says so."""
+        checkpoint = Checkpoint(step, os.path.join(self.root, checkpoint_name(step)))
+        if self.agreement.first(lambda: os.path.isdir(checkpoint.path)):
+            return checkpoint, *self._look_at(checkpoint, refuse)
+        try:
+            manifest = self._tiers.stored_manifest(step)
+        except QuernError as error:  # the same on every rank
+            return checkpoint, [Problem(checkpoint.path, str(error))], False
+        reason = None if refuse is None else self.agreement.first(lambda: refuse(manifest))
+        if reason is not None:
+            return checkpoint, [Problem(checkpoint.path, reason)], True
+        return checkpoint, self._tiers.restore(manifest), False
+
+    def _look_at(self, checkpoint: Checkpoint, refuse: Refusal | None) -> tuple[list[Problem], bool]:
+        """No file of a refused one is hashed."""
 
         def structure() -> tuple[Manifest | None, list[Problem], bool]:
             try:
                 manifest = read_manifest(checkpoint.path)
+                reason = None if refuse is None else refuse(manifest)
             except InputError as error:
                 return None, [Problem(checkpoint.path, str(error))], False
-            problems = check_files(checkpoint.path, manifest, hashes=False)
-            reason = None if problems or refuse is None else refuse(manifest)
-            return (manifest, problems, False) if reason is None else (None, [Problem(checkpoint.path, reason)], True)
+            return (manifest, [], False) if reason is None else (None, [Problem(checkpoint.path, reason)], True)
 
         manifest, problems, refused = self.agreement.first(structure)
-        if manifest is None or problems or not self.config.verify:
+        if manifest is None:
             return problems, refused
-        largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        mine = set(largest_first[self.agreement.rank :: self.agreement.world])
-        shares = self.agreement.every(
-            lambda: check_files(checkpoint.path, manifest, hashes=True, mine=mine.__contains__)
-        )
-        return [problem for share in shares for problem in share], False
+        try:
+            return self._tiers.find(checkpoint.path, manifest, hashes=self.config.verify), False
+        except InputError as error:  # the same on every rank
+            return [Problem(checkpoint.path, str(error))], False
 
     def load(self, path: str, state: TrainState) -> Loaded:
         """Read the checkpoint at ``path`` into the model and the optimizer of ``state``, from any layout into any.
@@ -296,9 +326,11 @@ class CheckpointManager:
             QuernError: a file could not be read; the state is then undefined.
         """
         plan = self.agreement.own(lambda: _plan_load(path, state))
+        needed = self.agreement.own(lambda: needed_files(plan.metadata, plan.view.tensors, plan.view.rows))
+        folder = self._tiers.bring(path, plan.manifest, needed)
         plan.view.clear_padding()
         load_tensors(
-            path,
+            folder,
             plan.metadata,
             plan.view.tensors,
             plan.view.rows,
@@ -307,6 +339,14 @@ class CheckpointManager:
         )
         plan.view.finish_load()
         return Loaded(plan.manifest, plan.extra)
+
+    def take_up(self, checkpoint: Checkpoint | None) -> None:
+        """Go on with what the last start left to be moved; ``checkpoint``: where the run goes on from."""
+        self._tiers.take_up(checkpoint)
+
+    def finish_moving(self) -> None:
+        """Wait until the checkpoints are where they go, the next node's disk and the store, or the time is up."""
+        self._tiers.finish()
 
     def keep(self, steps: Iterable[int] = ()) -> Keep:
         """What the config says is kept, and ``steps``."""

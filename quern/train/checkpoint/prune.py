@@ -11,6 +11,7 @@ from quern.train.agree import describe
 from quern.train.branch import abandoned_in
 from quern.train.checkpoint.folder import remove_folder
 from quern.train.checkpoint.manifest import Checkpoint, check_files, list_checkpoints, read_manifest
+from quern.train.checkpoint.places import beside
 from quern.train.checkpoint.retention import kept
 
 __all__ = ["Keep", "prune"]
@@ -34,7 +35,8 @@ class Keep:
 
 
 def prune(keep: Keep) -> list[str]:
-    """Remove old checkpoints and return their names. The newest that is whole always stays.
+    """Remove old checkpoints and return their names. The newest that is whole always stays; of one whose tensor files
+    are on nodes' disks, what is here decides.
 
     Checkpoints of a branch that the run has left do not count as its newest. What cannot be removed is no reason to
     stop a run: it is logged.
@@ -75,6 +77,7 @@ def _is_whole(checkpoint: Checkpoint, published: str | None) -> bool:
     if checkpoint.path == published:
         return True  # its checksums were taken from the bytes as they were written
     try:
-        return not check_files(checkpoint.path, read_manifest(checkpoint.path), hashes=True)
+        manifest, mine = read_manifest(checkpoint.path), beside(checkpoint.path)
+        return not check_files(checkpoint.path, manifest, hashes=True, mine=mine)
     except InputError:
         return False

@@ -1,19 +1,23 @@
-"""Which checkpoints of a run stay: the rule, and what it means for a run that lies there. Imports no torch."""
+"""Which checkpoints of a run stay: the rule, and what it means for a run that lies there and for its store.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 from quern.train.branch import LEDGER_FILE, abandoned_in
 from quern.train.checkpoint.manifest import Checkpoint, Manifest, check_files, list_checkpoints, read_manifest
+from quern.train.checkpoint.places import beside
 from quern.train.ledger import read_ledger
 from quern.train.resilience.good import protected as protected_steps
 
-__all__ = ["Candidate", "kept", "survey"]
+__all__ = ["Candidate", "kept", "kept_in_store", "survey"]
 
 
 def kept(
@@ -67,7 +71,8 @@ def survey(run_dir: str, keep_last: int, keep_every: int | None, health_window: 
     """The checkpoints of a run by ascending step, and which of them stay by :func:`kept`.
 
     Checksums are compared from the newest on, until one is whole. A checkpoint whose manifest or whose branch cannot be
-    told counts as one of the run's. ``health_window``: steps after which a checkpoint is good.
+    told counts as one of the run's. Files that are on nodes' disks are not looked at: what is here decides.
+    ``health_window``: steps after which a checkpoint is good.
 
     Raises:
         QuernError: the ledger is damaged.
@@ -79,7 +84,7 @@ def survey(run_dir: str, keep_last: int, keep_every: int | None, health_window: 
     for checkpoint in reversed(found):
         manifest, left[checkpoint.step], wrong = _look(run_dir, checkpoint)
         if manifest is not None and whole is None and left[checkpoint.step] is None:
-            damage = [str(problem) for problem in check_files(checkpoint.path, manifest, hashes=True)]
+            damage = _damage(checkpoint.path, manifest)
             whole = None if damage else checkpoint.step
             wrong += damage
         problems[checkpoint.step] = wrong
@@ -101,6 +106,18 @@ def survey(run_dir: str, keep_last: int, keep_every: int | None, health_window: 
     ]
 
 
+def kept_in_store(found: Sequence[Candidate], stored: Iterable[int], keep_every: int | None) -> set[int]:
+    """Which of the steps that a run's store has stay: those that stay in the run, ``found``; what is newer than the
+    run's newest, which its folder has lost; multiples of ``keep_every``. If none of the run's is whole, all stay."""
+    if not any(candidate.newest_whole for candidate in found):
+        return set(stored)
+    stay = {candidate.checkpoint.step for candidate in found if candidate.keep}
+    newest = max(candidate.checkpoint.step for candidate in found)
+    return {
+        step for step in stored if step in stay or step > newest or (keep_every is not None and step % keep_every == 0)
+    }
+
+
 def _look(run_dir: str, checkpoint: Checkpoint) -> tuple[Manifest | None, str | None, list[str]]:
     """Manifest, why the checkpoint is not of the run's branch, and what keeps either from being known."""
     manifest = None
@@ -109,6 +126,14 @@ def _look(run_dir: str, checkpoint: Checkpoint) -> tuple[Manifest | None, str | 
         return manifest, abandoned_in(run_dir, manifest), []
     except QuernError as error:
         return manifest, None, [str(error)]
+
+
+def _damage(folder: str, manifest: Manifest) -> list[str]:
+    try:
+        problems = check_files(folder, manifest, hashes=True, mine=beside(folder))
+    except InputError as error:
+        return [str(error)]
+    return [str(problem) for problem in problems]
 
 
 def _size(folder: str) -> int:

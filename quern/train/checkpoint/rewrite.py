@@ -11,7 +11,6 @@ import hashlib
 import heapq
 import math
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -34,13 +33,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.agree import describe
+from quern.train.checkpoint.collect import check_target
 from quern.train.checkpoint.folder import publish_folder, staging_path
-from quern.train.checkpoint.manifest import (
-    METADATA_FILE,
-    FileRecord,
-    checkpoint_name,
-)
+from quern.train.checkpoint.manifest import METADATA_FILE, FileRecord
 from quern.train.checkpoint.metadata import read_metadata
+from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.publish import complete_folder, written_by
 from quern.train.checkpoint.reader import verify
 from quern.train.checkpoint.slices import StoredTensors, boxes
@@ -83,14 +80,16 @@ def reshard(
     ``extra`` tensors and scalars.
 
     Raises:
-        InputError: ``source`` is no checkpoint, ``out`` is taken, or the tensors cannot be dealt out so.
+        InputError: ``source`` is no checkpoint or its files of tensors are elsewhere, ``out`` is taken, or the tensors
+            cannot be dealt out so.
         QuernError: ``source`` is damaged, or a file could not be read or written.
     """
     if not storage.is_local(out):
         raise InputError(f"{out}: expected a folder on a file system")
+    check_together(source)
     stored, out = StoredTensors(source), os.path.abspath(out)
     manifest = stored.manifest
-    _check_out(source, out, manifest.step)
+    check_target(out, manifest.step, source)
     chosen = {name: t for name, t in stored.tensors.items() if not weights_only or name.startswith("model.")}
     plan = _plan(chosen, files, file_size)
     problems = verify(source)
@@ -120,16 +119,6 @@ def reshard(
         raise
     sizes = {name: record.size for name, record in records.items() if name != METADATA_FILE}
     return Rewritten(source, out, manifest.step, manifest.optimizer, len(chosen), sizes)
-
-
-def _check_out(source: str, out: str, step: int) -> None:
-    if os.path.lexists(out):
-        raise InputError(f"{out}: is already there; expected a path that is free")
-    if os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):
-        raise InputError(f"{out}: lies in the checkpoint that is read; expected a path outside")
-    name = os.path.basename(out)
-    if re.fullmatch(r"step_\d{8,}", name) and name != checkpoint_name(step):
-        raise InputError(f"{out}: is the name of another step; expected {checkpoint_name(step)}, or another name")
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
 
 import torch
 
@@ -28,9 +27,10 @@ from quern import storage
 from quern.config import digest, dump_yaml
 from quern.errors import QuernError
 from quern.train.agree import Agreement
+from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.background import Background
 from quern.train.checkpoint.files import Written
-from quern.train.checkpoint.folder import staging_path
+from quern.train.checkpoint.folder import remove_folder, staging_path
 from quern.train.checkpoint.manifest import (
     METADATA_FILE,
     Checkpoint,
@@ -40,14 +40,20 @@ from quern.train.checkpoint.manifest import (
     checkpoint_name,
     sha256_of,
 )
-from quern.train.checkpoint.plan import Plan, Planner
+from quern.train.checkpoint.places import Place, places_to_bytes
+from quern.train.checkpoint.plan import Places, Plan, Planner
 from quern.train.checkpoint.prune import Keep
 from quern.train.checkpoint.publish import written_by
 from quern.train.checkpoint.snapshot import Snapshot
 from quern.train.checkpoint.state import TensorView, TrainState, view_tensors
+from quern.train.checkpoint.tiers.disk import Disk
+from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.work import Publication
 
 __all__ = ["Outcome", "Progress", "Saving"]
+
+#: A rank's files, where its pieces lie in them if that has changed, and where the files are if not in the run's folder.
+_Share = tuple[dict[str, FileRecord], Places | None, Place | None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Outcome:
     checkpoint: Checkpoint
     error: QuernError | None
     """None: it is published."""
+    removed: tuple[str, ...] = ()
+    """Names of the checkpoints that were removed then."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,16 @@ class _InFlight:
 class Saving:
     """The saves of one run. Collective but for :meth:`copied`, :meth:`progress` and :meth:`close`."""
 
-    def __init__(self, root: str, agreement: Agreement, background: Background, device: torch.device) -> None:
-        self._root, self._agreement, self._background = root, agreement, background
+    def __init__(
+        self,
+        root: str,
+        agreement: Agreement,
+        background: Background,
+        device: torch.device,
+        tiers: Tiers | None = None,
+    ) -> None:
+        self._root, self._agreement, self._background, self._tiers = root, agreement, background, tiers
+        self._disk = None if tiers is None else tiers.disk
         self._planner = Planner(agreement)
         self._plan: Plan | None = None
         memory = background.memory
@@ -133,15 +149,24 @@ class Saving:
             _check_steps(self._agreement.gather(view.step))
             plan = self._plan_for(view)
             self._now = _InFlight(step, final, token, staged, state, position, keep)
-            self._agreement.own(lambda: self._copy(plan, staged))
+            self._agreement.own(lambda: self._copy(plan, self._folder(step, token, staged)))
         except Exception:
             if self._now is not None and self._now.copying:  # here it went well
                 with suppress(Exception):
                     self._written()
             self._now = None
-            if self._agreement.rank == 0:
-                _remove(staged)
+            self._discard(step, token, staged)
             raise
+
+    def _folder(self, step: int, token: str, staged: str) -> str:
+        """Where this rank writes."""
+        return staged if self._disk is None else self._disk.stage(step, token)
+
+    def _discard(self, step: int, token: str, staged: str) -> None:
+        if self._agreement.rank == 0:
+            _remove(staged)
+        if self._disk is not None:
+            self._disk.discard(step, token)
 
     def _copy(self, plan: Plan, staged: str) -> None:
         assert self._now is not None
@@ -203,8 +228,7 @@ class Saving:
             return action()
         except QuernError as error:
             self._now = None
-            if self._agreement.rank == 0:
-                _remove(now.staged)
+            self._discard(now.step, now.token, now.staged)
             return Outcome(Checkpoint(now.step, now.final), error)
 
     def _publish(self) -> None:
@@ -213,9 +237,22 @@ class Saving:
         assert now is not None
         written = self._agreement.own(self._written)
         records = {name: file.record for name, file in written.items()}
-        shares = self._agreement.collect((records, self._planner.report(written)))
+        if self._disk is not None:
+            self._settle(now, self._disk, written)
+        place = None if self._tiers is None else self._tiers.place(now.step, written)
+        shares = self._agreement.collect((records, self._planner.report(written), place))
         self._agreement.first(lambda: self._background.publish(self._publication(now, shares)))
         now.stage = _Stage.PUBLISHING
+
+    def _settle(self, now: _InFlight, disk: Disk, written: Mapping[str, Written]) -> None:
+        """Put the nodes' files in place. What bore their names belongs to a branch that was left, and goes first."""
+
+        def clear() -> None:
+            if os.path.lexists(now.final):
+                remove_folder(now.final, uuid.uuid4().hex)
+
+        self._agreement.first(clear)
+        self._agreement.own(lambda: disk.settle(now.step, now.token, written))
 
     def _written(self) -> dict[str, Written]:
         assert self._now is not None
@@ -225,16 +262,17 @@ class Saving:
             else:
                 raise self._now.copy_error
         found: dict[str, Written] = self._background.result()
-        storage.sync(self._now.staged)
+        storage.sync(self._now.staged if self._disk is None else self._disk.staging(self._now.step, self._now.token))
         return found
 
-    def _publication(self, now: _InFlight, shares: Sequence[tuple[dict[str, FileRecord], Any]]) -> Publication:
+    def _publication(self, now: _InFlight, shares: Sequence[_Share]) -> Publication:
         facts, position = now.state.facts, now.position
-        metadata = self._planner.metadata([places for _, places in shares])
+        metadata = self._planner.metadata([report for _, report, _ in shares])
         if metadata is not None:
             self._metadata_record = FileRecord(sha256_of(metadata), len(metadata))
         assert self._metadata_record is not None
-        files = {name: record for records, _ in shares for name, record in records.items()}
+        files = {name: record for records, _, _ in shares for name, record in records.items()}
+        places = [place for _, _, place in shares if place is not None]
         manifest = Manifest(
             step=now.step,
             data_step=position.data_step,
@@ -252,18 +290,28 @@ class Saving:
             scalars=position.scalars,
             written_by=written_by(),
             files={**files, METADATA_FILE: self._metadata_record},
+            run="" if self._tiers is None else self._tiers.run,
         )
         keep = None if now.keep is None else replace(now.keep, published=now.final)
         return Publication(
-            now.staged, now.final, now.token, manifest, dump_yaml(facts.config), facts.ranks_path, metadata, keep
+            staged=now.staged,
+            final=now.final,
+            token=now.token,
+            manifest=manifest,
+            config=dump_yaml(facts.config),
+            ranks_path=facts.ranks_path,
+            metadata=metadata,
+            places=places_to_bytes(places).decode() if places else None,
+            ledger=os.path.join(os.path.dirname(self._root), LEDGER_FILE),
+            keep=keep,
         )
 
     def _end(self) -> Outcome:
         now = self._now
         assert now is not None
-        self._agreement.first(self._background.result)
+        removed: list[str] = self._agreement.first(self._background.result)
         self._now = None
-        return Outcome(Checkpoint(now.step, now.final), None)
+        return Outcome(Checkpoint(now.step, now.final), None, tuple(removed))
 
     def close(self) -> None:
         """End the background; a save in flight is lost, and tidied away by the next trainer."""

@@ -17,8 +17,9 @@ import torch
 from quern.errors import QuernError
 from quern.train.checkpoint.files import TensorFile, Written, write_files
 from quern.train.checkpoint.folder import publish_folder, write_file
-from quern.train.checkpoint.manifest import CONFIG_FILE, ENCODING_FILE, METADATA_FILE, Manifest
+from quern.train.checkpoint.manifest import CONFIG_FILE, ENCODING_FILE, HISTORY_FILE, METADATA_FILE, Manifest
 from quern.train.checkpoint.metadata import read_metadata
+from quern.train.checkpoint.places import PLACES_FILE, elsewhere
 from quern.train.checkpoint.prune import Keep, prune
 from quern.train.checkpoint.publish import complete_folder, read_ranks
 from quern.train.checkpoint.snapshot import Memory
@@ -42,6 +43,10 @@ class Publication:
     """The encoding's ranks file, to copy."""
     metadata: bytes | None
     """DCP's; None: that of the last publication."""
+    places: str | None
+    """``places.json``, when the tensor files are on nodes' disks."""
+    ledger: str
+    """The run's ledger, of which the checkpoint keeps what was written before it."""
     keep: Keep | None
     """What is removed then; None: nothing."""
 
@@ -102,5 +107,17 @@ class Work:
             CONFIG_FILE: asked.config.encode(),
             ENCODING_FILE: read_ranks(asked.ranks_path, manifest.encoding),
         }
-        complete_folder(asked.staged, manifest, documents)
+        if manifest.ledger_offset:
+            documents[HISTORY_FILE] = _begin_of(asked.ledger, manifest.ledger_offset)
+        if asked.places is not None:
+            write_file(os.path.join(asked.staged, PLACES_FILE), asked.places.encode())
+        complete_folder(asked.staged, manifest, documents, elsewhere(asked.staged))
         publish_folder(asked.staged, asked.final, asked.token, replace=True)
+
+
+def _begin_of(path: str, size: int) -> bytes:
+    with open(path, "rb") as file:
+        data = file.read(size)
+    if len(data) != size:
+        raise QuernError(f"{path}: expected at least {size} bytes, has {len(data)}")
+    return data

@@ -1,27 +1,7 @@
-"""Uploads behind the training: a process that moves checkpoint files into a store, and the trainer's handle of it.
-
-``python -m quern.train.checkpoint.tiers.upload URL`` reads one JSON document a line and answers with one a line::
-
-    {"upload": {"step": 1000, "folder": "/nvme/…", "files": {name: {"sha256": …, "size": …}}, "last": null}}
-    {"cancel": 1000}
-
-    {"progress": 1000, "bytes": 8388608, "total": 99}      at most one a second
-    {"uploaded": 1000, "last": false, "bytes": 99, "seconds": 1.5}
-    {"failed": 1000, "last": false, "why": "…", "permanent": true, "dropped": false}
-    {"cancelled": 1000}
-
-Every node uploads the files it wrote. The node of rank 0 is asked once more when all nodes have reported, with the
-manifest as ``last``: it goes in after everything else of its request. One request at a time is worked on, of those that
-wait the one of the highest step first. What failed is tried again after ``retry_after_s`` with a new session, since
-credentials may have been renewed, for ever; only what can never succeed, because the local bytes are gone, is dropped.
-
-The process holds no state: it may be killed at any moment. Files that the store has already, with the right SHA-256,
-are not sent again. It ends at once when its input ends, or when its parent is gone.
-"""
+"""The trainer's handle of the process that moves its checkpoint files away: :mod:`.mover`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -33,24 +13,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.tiers.rate import RateLimit
-from quern.train.checkpoint.tiers.store import Backoff, Rate, SourceError, Store, StoreError
+from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
 
-__all__ = ["Cancelled", "Died", "Event", "Failed", "Mover", "Progress", "Uploaded", "Uploader", "main"]
+__all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
 
 log = logging.getLogger(__name__)
-
-_MAX_WHY = 2000  # characters of a message
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """A request is done: all its files are in the store."""
+    """A request is done: all its files are there."""
 
     step: int
     last: bool
@@ -73,8 +50,17 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """The manifest waits for files of other nodes, and is tried again soon: nothing is wrong with that."""
+
+    step: int
+    last: bool
+    why: str
+
+
+@dataclass(frozen=True)
 class Progress:
-    """Bytes of a request's files that are in the store or sent, of all."""
+    """Bytes of a request's files that are there or sent, of all."""
 
     step: int
     num_bytes: int
@@ -83,8 +69,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What was asked for a step is forgotten; files of it that were in the store stay there. A request that was done
-    before it heard of this is told as :class:`Uploaded` instead."""
+    """What was asked for a step before this is forgotten, and no longer worked on; files of it that were moved already
+    stay there."""
 
     step: int
 
@@ -96,192 +82,24 @@ class Died:
     why: str
 
 
-Event = Uploaded | Failed | Progress | Cancelled | Died
+Event = Uploaded | Failed | Waiting | Progress | Cancelled | Died
 
 
-class _GivenUpError(QuernError):
-    """The trainer cancelled the request under way."""
-
-
-@dataclass
-class _Job:
-    step: int
-    folder: str
-    files: Mapping[str, FileRecord]
-    last: Mapping[str, FileRecord]
-    number: int
-    not_before: float = 0.0
-    cancelled: bool = False
-
-    @classmethod
-    def parse(cls, asked: Any, number: int) -> _Job:
-        """Raises InputError if ``asked`` is no request."""
-        try:
-            step, folder = asked["step"], asked["folder"]
-            files, last = (
-                {name: FileRecord(str(record["sha256"]), int(record["size"])) for name, record in named.items()}
-                for named in (asked["files"], asked["last"] or {})
-            )
-            if not isinstance(step, int) or step < 0 or not isinstance(folder, str):
-                raise TypeError("step or folder")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(
-                f"upload: expected step, folder, files and last, got {str(asked)[:200]} ({error})"
-            ) from None
-        return cls(step, folder, files, last, number)
-
-    @property
-    def total(self) -> int:
-        return sum(record.size for named in (self.files, self.last) for record in named.values())
-
-
-class Mover:
-    """Works on requests, one at a time. :meth:`run` is one thread's; :meth:`tell` may be called from any.
-
-    Args:
-        connect: makes the store, given how to wait between tries: a wait ends early when its request is cancelled.
-        limit: makes the limit of bytes per second, given how to wait.
-        reply: takes an answer.
-        retry_after_s: seconds until what failed is tried again.
-    """
-
-    def __init__(
-        self,
-        connect: Callable[[Callable[[float], None]], Store],
-        reply: Callable[[dict[str, Any]], None],
-        *,
-        limit: Callable[[Callable[[float], None]], Rate] | None = None,
-        retry_after_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._reply, self._retry_after_s, self._clock = reply, retry_after_s, clock
-        self._told = threading.Condition()
-        self._waiting: list[_Job] = []
-        self._current: _Job | None = None
-        self._asked = 0
-        self._store = connect(self._pause)
-        self._rate = None if limit is None else limit(self._pause)
-        self._stale = False  # the session may hold credentials that are no longer valid
-
-    def tell(self, message: Any) -> None:
-        """Take a request. Raises InputError if it is none."""
-        if isinstance(message, dict) and isinstance(message.get("cancel"), int):
-            self._cancel(message["cancel"])
-        elif isinstance(message, dict) and "upload" in message:
-            self._asked += 1
-            job = _Job.parse(message["upload"], self._asked)
-            with self._told:
-                self._waiting.append(job)
-                self._told.notify_all()
-        else:
-            raise InputError(f"upload: expected 'upload' or 'cancel', got {str(message)[:200]}")
-
-    def _cancel(self, step: int) -> None:
-        with self._told:
-            self._waiting = [job for job in self._waiting if job.step != step]
-            if self._current is not None and self._current.step == step:
-                self._current.cancelled = True
-                self._told.notify_all()
-                return  # answered when the transfer has ended
-        self._reply({"cancelled": step})
-
-    def run(self) -> None:
-        """Work for ever."""
-        while True:
-            self.work()
-
-    def work(self) -> None:
-        """Wait for a request that is due, and try it once."""
-        job = self._next()
-        try:
-            if self._stale:
-                self._store.renew()
-                self._stale = False
-            self._move(job)
-        except _GivenUpError:
-            self._reply({"cancelled": job.step})
-        except Exception as error:
-            self._failed(job, error)
-        finally:
-            with self._told:
-                self._current = None
-
-    def _next(self) -> _Job:
-        with self._told:
-            while True:
-                now = self._clock()
-                due = [job for job in self._waiting if job.not_before <= now]
-                if due:
-                    job = max(due, key=lambda job: (job.step, -job.number))
-                    self._waiting.remove(job)
-                    self._current = job
-                    return job
-                soonest = min((job.not_before for job in self._waiting), default=now + 3600)
-                self._told.wait(min(soonest - now, 3600))
-
-    def _failed(self, job: _Job, error: Exception) -> None:
-        dropped = isinstance(error, SourceError | InputError)
-        permanent = dropped or not (isinstance(error, StoreError) and error.transient)
-        why = str(error) if isinstance(error, QuernError) else f"{type(error).__name__}: {error}"
-        with self._told:
-            cancelled = job.cancelled
-            if not cancelled and not dropped:
-                job.not_before = self._clock() + self._retry_after_s
-                self._waiting.append(job)
-        self._stale = not dropped
-        if cancelled:
-            self._reply({"cancelled": job.step})
-        else:
-            answer = {"failed": job.step, "last": bool(job.last), "why": why[:_MAX_WHY], "permanent": permanent}
-            self._reply(answer | {"dropped": dropped})
-
-    def _move(self, job: _Job) -> None:
-        start = self._clock()
-        sent = done = 0
-        said = start
-
-        def progress(num_bytes: int) -> None:
-            nonlocal sent, said
-            self._check()
-            sent += num_bytes
-            if self._clock() - said >= 1.0:
-                said = self._clock()
-                self._reply({"progress": job.step, "bytes": min(done + sent, job.total), "total": job.total})
-
-        for named in (job.files, job.last):
-            for name, record in sorted(named.items()):
-                self._check()
-                if self._store.has(job.step, name, record):
-                    done += record.size
-                    continue
-                path = os.path.join(job.folder, name)
-                self._store.put(job.step, name, path, record, self._rate, progress)
-        seconds = round(self._clock() - start, 3)
-        self._reply({"uploaded": job.step, "last": bool(job.last), "bytes": sent, "seconds": seconds})
-
-    def _check(self) -> None:
-        if self._current is not None and self._current.cancelled:
-            raise _GivenUpError("cancelled")
-
-    def _pause(self, seconds: float) -> None:
-        with self._told:
-            self._told.wait_for(lambda: self._current is not None and self._current.cancelled, seconds)
-        self._check()
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Request:
     """What was asked and is not finished."""
 
+    number: int
+    key: tuple[int, bool]
     message: str
-    key: tuple[int, bool] = field(compare=False)
 
 
 class Uploader:
     """The trainer's handle of the process. No method waits for the store; one thread uses it.
 
     Args:
-        url: the store.
+        url: the store, or another node's server as ``peer://HOST:PORT``; the token for that is QUERN_PEER_TOKEN of
+            ``environment``.
         bytes_per_s: limit of the bandwidth; None for none.
         retry_after_s: seconds until what failed is tried again.
         timeout_s: limit of one request to the store.
@@ -290,7 +108,7 @@ class Uploader:
         environment: variables of the process besides the trainer's.
 
     Raises:
-        InputError: there is no such kind of store.
+        InputError: there is no such kind of store, or no node or token of this form.
         QuernError: no process could be started.
     """
 
@@ -306,16 +124,18 @@ class Uploader:
         environment: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        Store(url)  # a url that is none is refused here
-        self._command = [sys.executable, "-m", "quern.train.checkpoint.tiers.upload", url]
+        self._environment = {**os.environ, **(environment or {})}
+        target = open_target(url, token=self._environment.get(TOKEN_VARIABLE, ""))  # what is none is refused here
+        self._url, self._takes_manifests = url, target.takes_manifests
+        self._command = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", url]
         self._command += ["--retry-after-s", str(retry_after_s), "--timeout-s", str(timeout_s)]
         self._command += ["--budget-s", str(budget_s), "--parent", str(os.getpid())]
         if bytes_per_s is not None:
             self._command += ["--bytes-per-s", str(bytes_per_s)]
-        self._environment = {**os.environ, **(environment or {})}
         self._restarts, self._clock = restarts_per_minute, clock
         self._starts: deque[float] = deque(maxlen=restarts_per_minute)
         self._unfinished: list[_Request] = []
+        self._asked = 0
         self._closed = False
         self._process: _Process | None = _Process(self._command, self._environment)
 
@@ -326,7 +146,8 @@ class Uploader:
 
     @property
     def unfinished(self) -> list[tuple[int, bool]]:
-        """Step, and whether it is the request with the manifest, of what is neither done nor dropped, as asked."""
+        """Step, and whether it is the request with the manifest, of what is neither done nor dropped, as asked. What
+        :meth:`poll` has not told of is among it: when this is empty, all is done."""
         return [request.key for request in self._unfinished]
 
     def upload(
@@ -336,13 +157,23 @@ class Uploader:
         files: Mapping[str, FileRecord],
         last: Mapping[str, FileRecord] | None = None,
     ) -> None:
-        """Ask for ``files`` of ``folder``, and then ``last``, to be in the store; returns at once.
+        """Ask for ``files`` of ``folder``, and then ``last``, to be moved; returns at once.
 
-        The files stay as they are until this is done or cancelled. Cancel a step before it is asked for anew.
+        The files stay as they are until this is done or cancelled. A request of the same step, with ``last`` as this
+        one or without as this one, that is not finished is replaced: no event tells of it any more.
+
+        Raises:
+            InputError: ``last`` is asked of another node's disk.
         """
+        if last and not self._takes_manifests:
+            raise InputError(f"{self._url}: {', '.join(last)}: another node's disk keeps no manifests")
+        self._asked += 1
+        key = (step, bool(last))
         plain = [{name: dict(vars(record)) for name, record in named.items()} for named in (files, last or {})]
-        asked = {"step": step, "folder": os.path.abspath(folder), "files": plain[0], "last": plain[1] or None}
-        self._unfinished.append(_Request(json.dumps({"upload": asked}), (step, bool(last))))
+        asked = {"number": self._asked, "step": step, "folder": os.path.abspath(folder)}
+        message = json.dumps({"upload": {**asked, "files": plain[0], "last": plain[1] or None}})
+        self._unfinished = [request for request in self._unfinished if request.key != key]
+        self._unfinished.append(_Request(self._asked, key, message))
         if self._process is not None:
             self._process.send(self._unfinished[-1].message)
 
@@ -358,12 +189,11 @@ class Uploader:
         if self._process is not None:
             ended = self._process.ended()  # before its last words are read
             for line in self._process.lines():
-                event = _event(line)
-                if event is None:
+                found = _event(line)
+                if found is None:
                     log.warning("the uploader said %.200r", line)
-                    continue
-                self._note(event)
-                events.append(event)
+                elif self._note(*found):
+                    events.append(found[1])
             if ended is not None:
                 self._process.close()
                 self._process = None
@@ -372,12 +202,14 @@ class Uploader:
             self._restart()
         return events
 
-    def _note(self, event: Event) -> None:
+    def _note(self, number: int | None, event: Event) -> bool:
+        """Whether ``event`` is to be told: not of a request that was replaced or cancelled meanwhile."""
+        if number is None:
+            return True
+        known = any(request.number == number for request in self._unfinished)
         if isinstance(event, Uploaded) or (isinstance(event, Failed) and event.dropped):
-            key = (event.step, event.last)
-            place = next((i for i, request in enumerate(self._unfinished) if request.key == key), None)
-            if place is not None:
-                del self._unfinished[place]
+            self._unfinished = [request for request in self._unfinished if request.number != number]
+        return known
 
     def _restart(self) -> None:
         now = self._clock()
@@ -469,68 +301,19 @@ class _Process:
         self._speaker.join(1.0)
 
 
-def _event(line: str) -> Event | None:
+def _event(line: str) -> tuple[int | None, Event] | None:
+    """The number of the request, if it is of one, and what happened; None if ``line`` is no answer."""
     try:
         said = json.loads(line)
+        if "cancelled" in said:
+            return None, Cancelled(said["cancelled"])
+        number = said["number"]
         if "uploaded" in said:
-            return Uploaded(said["uploaded"], said["last"], said["bytes"], said["seconds"])
+            return number, Uploaded(said["uploaded"], said["last"], said["bytes"], said["seconds"])
         if "failed" in said:
-            return Failed(said["failed"], said["last"], said["why"], said["permanent"], said["dropped"])
-        if "progress" in said:
-            return Progress(said["progress"], said["bytes"], said["total"])
-        return Cancelled(said["cancelled"])
+            return number, Failed(said["failed"], said["last"], said["why"], said["permanent"], said["dropped"])
+        if "waiting" in said:
+            return number, Waiting(said["waiting"], said["last"], said["why"])
+        return number, Progress(said["progress"], said["bytes"], said["total"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _watch_parent(parent: int) -> None:
-    """End when the parent is gone, though somebody else may hold our input open."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(0)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Read requests until the input ends."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quern.train.checkpoint.tiers.upload", description="Uploads checkpoints."
-    )
-    parser.add_argument("url")
-    parser.add_argument("--bytes-per-s", type=float)
-    parser.add_argument("--retry-after-s", type=float, default=60.0)
-    parser.add_argument("--timeout-s", type=float, default=120.0)
-    parser.add_argument("--budget-s", type=float, default=300.0)
-    parser.add_argument("--parent", type=int)
-    asked = parser.parse_args(arguments)
-    speaking = threading.Lock()
-
-    def reply(message: dict[str, Any]) -> None:
-        try:
-            with speaking:
-                sys.stdout.write(json.dumps(message) + "\n")
-                sys.stdout.flush()
-        except OSError:  # nobody listens any more
-            os._exit(0)
-
-    def connect(pause: Callable[[float], None]) -> Store:
-        return Store(asked.url, backoff=Backoff(budget_s=asked.budget_s, sleep=pause), timeout_s=asked.timeout_s)
-
-    mover = Mover(
-        connect,
-        reply,
-        limit=lambda pause: RateLimit(asked.bytes_per_s, sleep=pause),
-        retry_after_s=asked.retry_after_s,
-    )
-    if asked.parent is not None:
-        threading.Thread(target=_watch_parent, args=(asked.parent,), daemon=True).start()
-    threading.Thread(target=mover.run, daemon=True).start()
-    for line in sys.stdin:
-        try:
-            mover.tell(json.loads(line))
-        except (ValueError, InputError) as error:
-            print(f"quern.train.checkpoint.tiers.upload: {error}", file=sys.stderr, flush=True)
-    os._exit(0)  # a transfer under way is not waited for
-
-
-if __name__ == "__main__":
-    main()
