@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint_stall.py [--gb 2] [--saves 5] [--ranks 1] [--folder F] [--json]
 
-One rank (or two) with a model and AdamW's moments of ``--gb`` in all. A step is products of matrices on one thread,
+One rank with a model and AdamW's moments of ``--gb``, or two that share them (FSDP2); of rank 0 is told, per GB of its
+own part. A step is products of matrices on one thread,
 about 0.3 s, and then an update that writes to every weight's first element. Every mode saves once to
 get warm and then ``--saves`` times to the same disk, synced. Medians are printed:
 
@@ -34,10 +35,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
 
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
+from quern.parallel.apply import Layout, parallelize
 from quern.parallel.local import LocalRanks
+from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import EncodingInfo, Position, RunFacts, sha256_of
 from quern.train.checkpoint.saving import Progress
@@ -60,12 +64,20 @@ def shape_of(size_gb: float) -> ModelShape:
     )  # fmt: skip
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def state_of(size_gb: float, folder: str) -> TrainState:
     shape = shape_of(size_gb)
     model = Transformer(shape)
+    if dist.is_initialized():
+        mesh = build_mesh(MeshPlan(dp_shard=dist.get_world_size()), "cpu")
+        model = parallelize(model, mesh, Layout(compute_dtype=torch.float32), torch.device("cpu")).model
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.uniform_()
+            local(parameter).uniform_()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         optimizer.state[parameter] = {
@@ -98,7 +110,7 @@ class Training:
     @torch.no_grad()
     def update(self) -> None:
         for parameter in self.state.model.parameters():
-            parameter.view(-1)[0] += 1
+            local(parameter).view(-1)[0] += 1
 
     def run(self, steps: int) -> float:
         """Steps a second when nothing is saved."""
@@ -140,7 +152,7 @@ class Ours:
         outcome = self.manager.finish()
         assert outcome is not None
         assert outcome.error is None, outcome.error
-        shutil.rmtree(outcome.checkpoint.path) if self.manager._agreement.rank == 0 else None
+        shutil.rmtree(outcome.checkpoint.path) if self.manager.agreement.rank == 0 else None
 
     def close(self) -> None:
         self.manager.close()
@@ -225,7 +237,7 @@ def _closing(saver: Any) -> Iterator[Any]:
 
 
 def bench(size_gb: float, saves: int, folder: str) -> dict[str, dict[str, float]]:
-    """On every rank; each has ``size_gb``."""
+    """On every rank; together they have ``size_gb``. The result's ``gb`` is this rank's part."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -233,7 +245,7 @@ def bench(size_gb: float, saves: int, folder: str) -> dict[str, dict[str, float]
     Path(mine).mkdir(parents=True)
     state = state_of(size_gb, mine)
     view = view_tensors(state)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in view.tensors.values()) / 1e9
+    size = sum(local(tensor).nbytes for tensor in view.tensors.values()) / 1e9
     training = Training(state)
     rows: dict[str, dict[str, float]] = {}
     makers: dict[str, tuple[Callable[[], Any], bool]] = {
@@ -266,7 +278,7 @@ def main() -> None:
             rows = bench(options.gb, options.saves, folder)
         else:
             with LocalRanks(options.ranks, timeout_s=3600) as ranks:
-                rows = ranks.call(bench, options.gb / options.ranks, options.saves, folder)[0]
+                rows = ranks.call(bench, options.gb, options.saves, folder)[0]
     if options.json:
         print(json.dumps(rows))
         return

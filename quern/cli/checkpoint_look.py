@@ -4,6 +4,7 @@ and bringing it together."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -305,6 +306,9 @@ def _print_missing(missing: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def _print_collected(made: Collected) -> None:
+    out = out_console()
+    if not sys.stdout.isatty():
+        out.width = 4096  # names stay in one piece for whoever reads the lines
     table = Table(box=None, pad_edge=False)
     table.add_column("file", overflow="fold")
     table.add_column("size", justify="right")
@@ -314,6 +318,6 @@ def _print_collected(made: Collected) -> None:
         tier = f"node {origin.host}" if origin.host is not None else origin.tier
         cells = [plain(text).replace("[", r"\[") for text in (origin.name, _size(origin.size), tier, origin.path)]
         table.add_row(*cells)
-    out_console().print(table)
+    out.print(table)
     total = sum(origin.size for origin in made.files)
     print(f"{plain(made.source)} → {plain(made.folder)}: step {made.step}, {len(made.files)} files, {_size(total)}")

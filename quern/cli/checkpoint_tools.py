@@ -207,7 +207,9 @@ def prune(
             what = f"; {len(stored.removed)} from the store" if stored else ""
             out_console().print(f"removed {len(removed)} checkpoints, {_size(freed)}{what}", markup=False)
     if problems:
-        raise QuernError(f"{problems[0]}; {len(going) - len(removed)} of {len(going)} not removed")
+        count = len(going) + (len(stored.going) if stored else 0)
+        left = count - len(removed) - (len(stored.removed) if stored else 0)
+        raise QuernError(f"{problems[0]}; {left} of {count} not removed")
 
 
 def _policy(run: str, keep_last: int | None, keep_every: int | None) -> tuple[int, int | None, int]:

@@ -270,11 +270,11 @@ class Trainer:
     def finish(self) -> None:
         """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""
         self.settle()
-        self.checkpoints.finish_moving()
         if self.ledger is not None and not self.complete:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
+        self.checkpoints.finish_moving()
         self.ranks.barrier()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """A run whose checkpoints are on its nodes' disks and in a store loses disks, and goes on from what is left.
 
-Nodes are groups of ranks with a folder each: torchrun's GROUP_RANK says which, as it does for two agents on one machine.
+Nodes are groups of ranks with a folder each: torchrun's GROUP_RANK says which, as for two agents on one machine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-
 import types
 from pathlib import Path
 from typing import Any

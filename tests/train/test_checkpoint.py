@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ import yaml
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint import folder as folders
+from quern.train.checkpoint import prune as pruning
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.config import CheckpointConfig
@@ -658,6 +660,21 @@ def test_pruning_leaves_a_branch_that_was_left_until_the_run_passes_it(tmp_path)
         assert [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [4, 8]
         checkpoints.save(9, state, CASE.position(9))
         assert checkpoints.prune() == ["step_00000004", "step_00000008"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_logged_and_the_others_go(tmp_path, monkeypatch, caplog):
+    remove = pruning.remove_folder
+
+    def refuses(path, token):
+        if path.endswith("2"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        remove(path, token)
+
+    run = tmp_path / "run"
+    save(run, 1, 2, 3, 4)
+    monkeypatch.setattr(pruning, "remove_folder", refuses)
+    assert prune(run, keep_last=1) == [2, 4]
+    assert "step_00000002: not removed (Permission denied)" in caplog.text
 
 
 def test_pruning_goes_by_steps_not_by_names(tmp_path):

@@ -7,6 +7,7 @@ import math
 import runpy
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,19 +203,22 @@ def test_every_part_is_what_numpy_cuts_out(fake_world, tmp_path, monkeypatch, me
             assert np.array_equal(found.numpy(), numbers), (rank, name)
 
 
+def one_piece(file: Path, tensor: torch.Tensor) -> Metadata:
+    """A tensor ``a`` that is stored as one piece."""
+    with open(file, "wb") as stream:
+        torch.save(tensor, stream)
+        length = stream.tell()
+    chunk = ChunkStorageMetadata(torch.Size(0 for _ in tensor.shape), tensor.size())
+    described = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [chunk])
+    return Metadata({"a": described}, None, {MetadataIndex("a", chunk.offsets): StoredSlice(file.name, 0, length)})
+
+
 @pytest.mark.parametrize(("gap", "share"), [(1024, 1.0), (3072, 1.0), (3073, 4.0)])
 def test_unwanted_bytes_are_skipped_unless_they_are_few(fake_world, tmp_path, monkeypatch, gap, share):
     """Of rows of 4096 bytes a rank wants 1024: it reads those alone, or the rows when what lies between is short."""
     monkeypatch.setattr(dcp, "GAP_BYTES", gap)
     whole = torch.arange(256.0 * 1024).reshape(256, 1024)
-    with open(tmp_path / "a", "wb") as stream:
-        torch.save(whole, stream)
-        length = stream.tell()
-    chunk = ChunkStorageMetadata(torch.Size([0, 0]), whole.size())
-    metadata = Metadata(
-        {"a": TensorStorageMetadata(TensorProperties(torch.float32), whole.size(), [chunk])},
-        None, {MetadataIndex("a", chunk.offsets): StoredSlice("a", 0, length)},
-    )  # fmt: skip
+    metadata = one_piece(tmp_path / "a", whole)
     fake_world(2, 4)
     mine = torch.zeros(256, 256)
     tensor = DTensor.from_local(
@@ -228,40 +232,33 @@ def test_unwanted_bytes_are_skipped_unless_they_are_few(fake_world, tmp_path, mo
 
 
 def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatch):
-    metadata = write_pieces(tmp_path, {"a": torch.zeros(3)}, np.random.default_rng(1))
-    index, place = next(iter(metadata.storage_data.items()))
-    file = tmp_path / place.relative_path
-    good = file.read_bytes()
-    tensors = {"a": torch.zeros(3)}
+    file = tmp_path / "0.distcp"
+    metadata = one_piece(file, torch.zeros(3))
+    (index,), good = metadata.storage_data or {}, file.read_bytes()
+    others = [one_piece(file, tensor) and file.read_bytes() for tensor in (torch.zeros(77), torch.zeros(3).double())]
 
-    def load() -> None:
-        load_tensors(str(tmp_path), metadata, tensors, {}, group=None, alone=True)
+    def load(data: bytes) -> None:
+        file.write_bytes(data)
+        told = replace(metadata, storage_data={index: StoredSlice(file.name, 0, len(data))})
+        load_tensors(str(tmp_path), told, {"a": torch.zeros(3)}, {}, group=None, alone=True)
 
-    load()
-    for damaged in (torch.zeros(77), torch.zeros(metadata.state_dict_metadata["a"].chunks[0].sizes).double(), [0]):
-        with open(file, "wb") as stream:
-            torch.save(damaged, stream)
-            metadata.storage_data[index] = StoredSlice(place.relative_path, 0, stream.tell())
-        with pytest.raises(QuernError, match=rf"{file}: a: not loaded: not a tensor of size"):
-            load()
-    metadata.storage_data[index] = place
-    file.write_bytes(good[:-40])
-    with pytest.raises(QuernError, match=rf"{file}: a: not loaded: not a tensor of size"):
-        load()
-    file.write_bytes(good)
+    load(good)
+    for data in (*others, good[:-40], b"x" * len(good), b""):
+        with pytest.raises(QuernError, match=rf"{file}: a: not loaded: not a tensor of size \[3\] .*float32 at byte 0"):
+            load(data)
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "_locate", lambda *_: len(good) - 3)
         with pytest.raises(QuernError, match=rf"{file}: not loaded: cannot be read \(the file ends early\)"):
-            load()
+            load(good)
     file.unlink()
     with pytest.raises(QuernError, match=rf"{file}: not loaded: cannot be read \(No such file or directory\)"):
-        load()
+        load_tensors(str(tmp_path), metadata, {"a": torch.zeros(3)}, {}, group=None, alone=True)
 
 
 # ---- how much memory
 
-LARGE = CASE.shape(vocab=20_000, dim=512, num_heads=2)
-"""Embedding and head of 41 MB each, and their moments: 246 MB."""
+LARGE = CASE.shape(vocab=20_480, dim=512, num_heads=2)
+"""Embedding and head of 42 MB each, and their moments: 252 MB; without padding, which torch's reader does not know."""
 SLACK = 6 << 20
 """The plan, the metadata, code that is used for the first time."""
 
@@ -289,18 +286,17 @@ def large_state(folder: str, plan: MeshPlan) -> TrainState:
     return state
 
 
-def rows_of(name: str, size: torch.Size) -> torch.Tensor:
-    """A number for each row of a tensor."""
-    return torch.arange(float(size[0])) + 0.25 * ("exp_avg" in name) + 0.5 * ("sq" in name)
+def numbers(name: str, size: torch.Size) -> torch.Tensor:
+    """What a tensor holds: a number for each row."""
+    rows = torch.arange(float(size[0])) + 0.25 * ("exp_avg" in name) + 0.5 * ("sq" in name)
+    return rows.view(-1, *(1 for _ in size[1:])).expand(size)
 
 
 def save_large(folder: str) -> str:
     state = large_state(folder, MeshPlan())
     for name, tensor in view_tensors(state).tensors.items():
         if tensor.dim():
-            tensor.detach().copy_(
-                rows_of(name, tensor.size()).view(-1, *(1 for _ in tensor.shape[1:])).expand_as(tensor)
-            )
+            tensor.detach().copy_(numbers(name, tensor.size()))
     with CheckpointManager(f"{folder}/run", CheckpointConfig(mode="sync")) as checkpoints:
         return checkpoints.save(1, state, CASE.position(1)).path
 
@@ -323,24 +319,13 @@ def load_large(folder: str, path: str, plan: MeshPlan, reader: str) -> tuple[int
         if reader == "quern":
             added, read = added_by(lambda: checkpoints.load(path, state))
         else:
-            small = {name: tensor for name, tensor in tensors.items() if "embed" not in name and "head" not in name}
-            wanted = {name: tensors[name] for name in small} | {
-                f"{name}": torch.empty(LARGE.vocab_size, 512) for name in ("model.embed.weight", "model.head.weight")
-            }
-            for tensor in wanted.values():
-                CASE.local(tensor).fill_(0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                added, read = added_by(lambda: torch_load(wanted, storage_reader=FileSystemReader(path)))
+                added, read = added_by(lambda: torch_load(tensors, storage_reader=FileSystemReader(path)))
     wrong = []
     for name, tensor in tensors.items():
-        if tensor.dim():
-            expected = rows_of(name, tensor.size())
-            if name in view_tensors(state).rows:
-                expected[LARGE.vocab_size :] = 0
-            whole = expected.view(-1, *(1 for _ in tensor.shape[1:])).expand(tensor.size())
-            if not torch.equal(CASE.local(tensor), CASE.share(whole, tensor)):
-                wrong.append(name)
+        if tensor.dim() and not torch.equal(CASE.local(tensor), CASE.share(numbers(name, tensor.size()), tensor)):
+            wrong.append(name)
     return added, read, sum(CASE.local(tensor).nbytes for tensor in tensors.values()), wrong
 
 
@@ -348,7 +333,7 @@ def load_large(folder: str, path: str, plan: MeshPlan, reader: str) -> tuple[int
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux keeps the peak of a process's memory")
 def test_a_load_adds_a_buffer_to_the_shard_and_reads_no_more_than_it(tmp_path):
     """One process wrote; two read a half each. That the measure sees what is held is shown on torch's reader, which
-    holds a stored embedding, of 41 MB."""
+    holds a stored embedding, of 42 MB."""
     path = save_large(str(tmp_path))
     files = {__name__: __file__}
     found: dict[str, list[tuple[int, int, int, list[str]]]] = {}
@@ -362,7 +347,7 @@ def test_a_load_adds_a_buffer_to_the_shard_and_reads_no_more_than_it(tmp_path):
     for case in ("fsdp", "tp"):
         for added, read, held, wrong in found[case]:
             assert wrong == []
-            assert 120e6 < held < 127e6
+            assert 125e6 < held < 130e6
             assert added <= BUFFER_BYTES + SLACK, (case, added)
             assert read <= held + (2 << 20), (case, read)
     assert min(added for added, *_ in found["torch"]) > 40e6

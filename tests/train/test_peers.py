@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.tiers import peer_files
 from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.tiers import peer_files
 from quern.train.checkpoint.tiers.peer_files import mirror_folder
 from quern.train.checkpoint.tiers.peer_server import PeerServer
 from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of

@@ -5,6 +5,7 @@ The oracle of content is ``checkpoint_case``'s numbers by name, from NumPy alone
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -160,6 +161,21 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode,
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
+def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
+    """Counted with itself; a newer one, of a branch that was left, waits."""
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    with manager(run, mode, keep_last=1) as checkpoints:
+        for step, stand in ((1, [1]), (2, [1, 2]), (9, [1, 9]), (3, [1, 3, 9]), (4, [1, 4, 9])):
+            CASE.fill(state, step)
+            checkpoints.begin(step, state, CASE.position(step), checkpoints.keep([1]))
+            checkpoints.copied()
+            outcome = checkpoints.finish()
+            assert outcome is not None
+            assert outcome.error is None
+            assert steps(run) == stand
+
+
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path, mode):
     run = tmp_path / "run"
@@ -249,6 +265,34 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
         assert checkpoints.save(3, state, CASE.position(3)).step == 3
         assert writer_of(checkpoints) != writer
     assert CASE.differences(content(run, 1, tmp_path), 1) == []
+    assert CASE.differences(content(run, 3, tmp_path), 3) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+
+    def fails(*arguments, **options):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with manager(run, "process", keep_last=5) as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        process_of(checkpoints).kill()
+        process_of(checkpoints).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", fails)
+            checkpoints.begin(2, state, CASE.position(2))
+            checkpoints.copied()
+            wait_for(lambda: checkpoints.progress() == Progress(ended=1))
+            outcome = checkpoints.finish()
+        assert outcome is not None
+        assert "Resource temporarily unavailable" in str(outcome.error)
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+        CASE.fill(state, 3)
+        assert checkpoints.save(3, state, CASE.position(3)).step == 3
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 

@@ -349,8 +349,9 @@ class CheckpointManager:
         self._tiers.finish()
 
     def keep(self, steps: Iterable[int] = ()) -> Keep:
-        """What the config says is kept, and ``steps``."""
-        return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self._published, tuple(sorted(steps)))
+        """What the config says is kept, ``steps``, and what is being uploaded."""
+        stay = tuple(sorted({*steps, *self._tiers.moving()}))
+        return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self._published, stay)
 
     def prune(self, steps: Iterable[int] = ()) -> list[str]:
         """:func:`.prune.prune`, on rank 0; elsewhere nothing happens."""

@@ -42,6 +42,7 @@ __all__ = [
     "check_files",
     "checkpoint_name",
     "checkpoints_folder",
+    "is_tensor_file",
     "list_checkpoints",
     "read_manifest",
     "sha256_of",
@@ -107,6 +108,11 @@ def check_files(
     """
     looks = (check_file(path, name, record, hashes=hashes) for name, record in manifest.files.items() if mine(name))
     return [problem for problem in looks if problem is not None]
+
+
+def is_tensor_file(name: str) -> bool:
+    """Whether a file of a checkpoint is one of those that ranks write, ``__<rank>_<number>.distcp``."""
+    return name.endswith(".distcp")
 
 
 def check_file(folder: str, name: str, record: FileRecord, *, hashes: bool) -> Problem | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -181,7 +182,10 @@ def _checkpoint(folder: str, step: int | None) -> Source:
     root = os.path.dirname(os.path.abspath(folder))
     run = os.path.dirname(root)
     in_run = root == checkpoints_folder(run)
-    store_url = (configured_store(run) if in_run else None) or configured_store(folder)
+    store_url = configured_store(run) if in_run else None
+    if store_url is None:
+        with suppress(InputError):  # a damaged file of the checkpoint, which is to be replaced
+            store_url = configured_store(folder)
     return Source(folder, run if in_run else None, {named: folder}, _behind(store_url), named)
 
 

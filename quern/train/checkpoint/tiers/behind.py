@@ -18,11 +18,17 @@ from dataclasses import dataclass
 
 from quern.errors import InputError
 from quern.train.agree import describe
-from quern.train.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest, sha256_of
-from quern.train.checkpoint.places import elsewhere
+from quern.train.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    is_tensor_file,
+    read_manifest,
+    sha256_of,
+)
 from quern.train.checkpoint.tiers.disk import Disk
 from quern.train.checkpoint.tiers.peers import ServerProcess
-from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Uploaded, Uploader
+from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Uploaded, Uploader, Waiting
 
 __all__ = ["Behind"]
 
@@ -71,6 +77,7 @@ class Behind:
         self._unasked = 0
         self._changed = threading.Condition()
         self._unfinished: list[str] = []
+        self._moving: int | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint mover", daemon=True)
         self._thread.start()
 
@@ -101,6 +108,11 @@ class Behind:
         """What is still to be moved, for people to read."""
         with self._changed:
             return [*self._unfinished, *(["a checkpoint"] if self._unasked else [])]
+
+    def moving(self) -> set[int]:
+        """The step whose upload is under way, or waits for other nodes'."""
+        with self._changed:
+            return set() if self._moving is None else {self._moving}
 
     def wait(self, seconds: float) -> bool:
         """Whether all is moved, within so many seconds."""
@@ -140,17 +152,19 @@ class Behind:
     def _move(self, asked: _Published) -> None:
         try:
             manifest, data = self._read(asked.path)
-            away = elsewhere(asked.path)
             names = [name for name in manifest.files if self._writes(name)] if asked.names is None else asked.names
-            tensors = {name: manifest.files[name] for name in names if name.endswith(".distcp")}
-            folder = asked.path if self._disk is None or not away else self._disk.folder(asked.step)
-            if self._mirror is not None and asked.mirror and tensors and away:
+            tensors = {name: manifest.files[name] for name in names if is_tensor_file(name)}
+            away = self._disk is not None and any(
+                not os.path.lexists(os.path.join(asked.path, name)) for name in tensors
+            )
+            folder = self._disk.folder(asked.step) if self._disk is not None and away else asked.path
+            if self._mirror is not None and asked.mirror and away:
                 self._mirror.upload(asked.step, folder, tensors)
             if self._store is not None and asked.store:
                 if tensors:
                     self._store.upload(asked.step, folder, tensors)
                 if self._first:
-                    small = {name: record for name, record in manifest.files.items() if not name.endswith(".distcp")}
+                    small = {name: record for name, record in manifest.files.items() if not is_tensor_file(name)}
                     last = {MANIFEST_FILE: FileRecord(sha256_of(data), len(data))}
                     self._store.upload(asked.step, asked.path, small, last)
             self._listen()
@@ -189,11 +203,14 @@ class Behind:
             self._warn("the server of this node's checkpoint files has died; it is started again")
             self._serving = self._server()
         with self._changed:
-            self._unfinished = [
+            left = [
                 f"step {step} to {where}"
                 for uploader, where in ((self._mirror, "the next node's disk"), (self._store, "the store"))
                 for step, _ in (uploader.unfinished if uploader is not None else ())
             ]
+            self._unfinished = list(dict.fromkeys(left))
+            if self._store is None or self._moving not in {step for step, _ in self._store.unfinished}:
+                self._moving = None
 
     def _tell(self, event: Event, where: str) -> None:
         match event:
@@ -205,6 +222,9 @@ class Behind:
             case Failed(step=step, why=why, dropped=dropped):
                 then = "it is not moved" if dropped else "tried again later"
                 self._warn(f"checkpoint after step {step}: {why}; {then}")
+            case Progress(step=step) | Waiting(step=step) if where == "the store":
+                with self._changed:
+                    self._moving = step
             case Died(why=why):
                 self._warn(f"{why}; it is started again")
 

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from quern.errors import QuernError
 from quern.train.agree import Agreement
@@ -29,7 +30,9 @@ from quern.train.checkpoint.manifest import (
     check_file,
     checkpoint_name,
     checkpoints_folder,
+    is_tensor_file,
     list_checkpoints,
+    read_manifest,
 )
 from quern.train.checkpoint.places import PLACES_FILE, Place, elsewhere, places_to_bytes
 from quern.train.checkpoint.tiers.behind import Behind
@@ -77,9 +80,7 @@ class Tiers:
         self._unstored: Checkpoint | None = None
         """The last one, if ``store_every`` leaves it out."""
         self._peers: dict[int, Peer] = {}
-        self._backoff = Backoff(budget_s=_START_BUDGET_S)
-        self._store = None if config.store is None else Store(config.store, backoff=self._backoff)
-        identity = agreement.first(lambda: identify(run_dir, self._store, from_store))
+        identity = agreement.first(lambda: identify(run_dir, self._store if config.store else None, from_store))
         self.run, self._stored = identity.run, set(identity.stored)
         everyone = (tuple(range(agreement.world)),)
         self._shared = self._sites = Sites(everyone, 0)
@@ -88,6 +89,12 @@ class Tiers:
         except BaseException:
             self.close()
             raise
+
+    @cached_property
+    def _store(self) -> Store:
+        """Made where it is used: its libraries are large."""
+        assert self.config.store is not None
+        return Store(self.config.store, backoff=Backoff(budget_s=_START_BUDGET_S))
 
     def _open(self) -> None:
         config, nodes = self.config, self.nodes
@@ -157,7 +164,7 @@ class Tiers:
         if self._behind is None:
             return
         if checkpoint is not None:
-            store = self._store is not None and checkpoint.step not in self._stored
+            store = self.config.store is not None and checkpoint.step not in self._stored
             self._behind.published(checkpoint.step, checkpoint.path, store=store, names=names)
         if self.disk is not None:
             self._behind.remove([step for step in self.disk.steps() if step not in standing])
@@ -165,9 +172,9 @@ class Tiers:
     def _share(self, checkpoint: Checkpoint) -> list[str] | None:
         """The tensor files of a checkpoint that this node is to move: those it wrote, or is the first to have; None: as
         if it had just been saved."""
-        away = self.agreement.first(lambda: elsewhere(checkpoint.path))
-        if not away or self.disk is None:
+        if self.disk is None:
             return None
+        _, away = self.agreement.first(lambda: self._away(checkpoint.path, read_manifest(checkpoint.path)))
         folder = self.disk.folder(checkpoint.step)
         have = self.agreement.gather({name for name in away if os.path.isfile(os.path.join(folder, name))})
         mine = []
@@ -184,7 +191,7 @@ class Tiers:
         if self.config.store is None and self.disk is None:
             return
         behind, limit = self._behind, self.config.upload_wait_s
-        if behind is not None and self._store is not None and self._unstored is not None:
+        if behind is not None and self.config.store is not None and self._unstored is not None:
             behind.published(self._unstored.step, self._unstored.path, store=True, mirror=False)
             self._unstored = None
         self.agreement.patiently(lambda: None if behind is None else behind.wait(limit))
@@ -198,6 +205,10 @@ class Tiers:
             self._behind.close()
             self._behind = None
 
+    def moving(self) -> set[int]:
+        """The step that this node uploads, if it does: its files are to stay. Not collective."""
+        return set() if self._behind is None else self._behind.moving()
+
     # --- finding and bringing
 
     def steps(self) -> set[int]:
@@ -209,33 +220,42 @@ class Tiers:
 
         The small files, and without ``checkpoint.local`` all, in its folder ``path``; the others on some node's disk.
         """
-        away = self.agreement.first(lambda: elsewhere(path))
+        own, away = self.agreement.first(lambda: self._away(path, manifest))
         here = {name: record for name, record in manifest.files.items() if name not in away}
         there = {name: record for name, record in manifest.files.items() if name in away}
-        found = self._whole(self._shared, path, manifest.step, here, hashes)
-        problems = found.missing(here)
+        problems = self._whole(self._shared, path, manifest.step if own else None, here, hashes).missing(here)
         if there and not problems:
-            problems = self._whole_away(path, manifest.step, there, hashes).missing(there)
+            if self.disk is None or not own:
+                what = "of checkpoint.local" if own else "of another run; `quern checkpoint fetch` brings them together"
+                return [Problem(path, f"its tensor files are on the disks of nodes (places.json), {what}")]
+            folder = self.disk.folder(manifest.step)
+            problems = self._whole(self._sites, folder, manifest.step, there, hashes).missing(there)
         return problems
 
-    def _whole_away(self, path: str, step: int, records: Mapping[str, FileRecord], hashes: bool) -> Found:
-        if self.disk is None:
-            found = Found()
-            lost = Problem(path, "its tensor files are on nodes' disks (places.json); expected checkpoint.local")
-            found.problems = {name: [lost] for name in list(records)[:1]}
-            return found
-        return self._whole(self._sites, self.disk.folder(step), step, records, hashes)
+    def _away(self, path: str, manifest: Manifest) -> tuple[bool, frozenset[str]]:
+        """Whether a checkpoint is this run's, and which of its files are on nodes' disks: where the run has those, all
+        tensor files that are not in the folder; ``places.json`` may be damaged."""
+        own = os.path.dirname(os.path.abspath(path)) == os.path.abspath(self.root)
+        if self.disk is None or not own:
+            return own, elsewhere(path)
+        return own, frozenset(
+            name for name in manifest.files
+            if is_tensor_file(name) and not os.path.lexists(os.path.join(path, name))
+        )  # fmt: skip
 
-    def _whole(self, sites: Sites, folder: str, step: int, records: Mapping[str, FileRecord], hashes: bool) -> Found:
-        fetch = None
-        if self._store is not None and step in self._stored:
+    def _whole(
+        self, sites: Sites, folder: str, step: int | None, records: Mapping[str, FileRecord], hashes: bool
+    ) -> Found:
+        """``step``: of the store's checkpoint from which to take what is nowhere whole."""
 
-            def fetch(name: str, record: FileRecord, into: str) -> str:
-                assert self._store is not None
-                os.makedirs(into, exist_ok=True)
-                return self._store.fetch(step, name, record, into)
+        def fetch(name: str, record: FileRecord, into: str) -> None:
+            assert step is not None
+            os.makedirs(into, exist_ok=True)
+            self._store.fetch(step, name, record, into)
 
-        return find_whole(self.agreement, sites, folder, records, hashes=hashes, fetch=fetch)
+        return find_whole(
+            self.agreement, sites, folder, records, hashes=hashes, fetch=fetch if step in self._stored else None
+        )
 
     def stored_manifest(self, step: int) -> Manifest:
         """That of the checkpoint in the store.
@@ -244,7 +264,7 @@ class Tiers:
             InputError: it is damaged, or gone.
             StoreError: it cannot be read.
         """
-        return self.agreement.first(lambda: self._of_store().manifest(step))
+        return self.agreement.first(lambda: self._store.manifest(step))
 
     def restore(self, manifest: Manifest) -> list[Problem]:
         """Put a checkpoint that only the store has back into the run's folder, and its tensor files onto disks.
@@ -254,7 +274,7 @@ class Tiers:
         step, final = manifest.step, os.path.join(self.root, checkpoint_name(manifest.step))
         token = self.agreement.first(lambda: self._make_folder(final))
         staged = staging_path(final, token)
-        tensors = {name: record for name, record in manifest.files.items() if name.endswith(".distcp")}
+        tensors = {name: record for name, record in manifest.files.items() if is_tensor_file(name)}
         if self.disk is None:
             problems = self._whole(self._shared, staged, step, manifest.files, True).missing(manifest.files)
         else:
@@ -290,11 +310,9 @@ class Tiers:
         Raises:
             QuernError: on every rank, naming the file and every place that was tried.
         """
-        away = self.agreement.first(lambda: elsewhere(path))
-        if not away:
+        _, away = self.agreement.first(lambda: self._away(path, manifest))
+        if not away or self.disk is None:
             return path
-        if self.disk is None:
-            raise QuernError(f"{path}: its tensor files are on nodes' disks; expected checkpoint.local")
         folder, step = self.disk.folder(manifest.step), manifest.step
         everyones = self.agreement.gather(sorted(set(needed) & away))
         ranks = self.nodes.ranks(self.nodes.mine)
@@ -325,17 +343,13 @@ class Tiers:
                 tried.append(f"{self.nodes.hosts[node]} does not have it")
             except PeerError as error:
                 tried.append(f"{self.nodes.hosts[node]}: {error}")
-        if self._store is not None and step in self._stored:
+        if step in self._stored:
             try:
                 self._store.fetch(step, name, record, folder)
                 return
             except StoreError as error:
                 tried.append(str(error))
         raise QuernError("; ".join(tried))
-
-    def _of_store(self) -> Store:
-        assert self._store is not None
-        return self._store
 
 
 def _to_bytes(places: Iterable[Place | None]) -> bytes:
