@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint_stall.py [--gb 2] [--saves 5] [--ranks 1] [--folder F] [--json]
 
-One rank with a model and AdamW's moments of ``--gb``, or two that share them (FSDP2); of rank 0 is told, per GB of its
-own part. A step is products of matrices on one thread,
-about 0.3 s, and then an update that writes to every weight's first element. Every mode saves once to
-get warm and then ``--saves`` times to the same disk, synced. Medians are printed:
+One rank with a model and AdamW's moments of ``--gb``, or two that share them (FSDP2); figures are rank 0's, and a GB is
+one of its own part. A step is products of matrices on one thread, about 0.3 s, and then an update that writes to every
+weight's first element. Every mode saves once to get warm and then ``--saves`` times to the same disk, synced. Medians
+are printed:
 
 - *stall*: time inside the save's own calls, until training may go on to change the weights; in s per GB (10⁹ bytes).
   ``unhidden``: the copy is waited for at once. ``overlapped``: only before the next update.

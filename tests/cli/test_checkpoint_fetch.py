@@ -366,9 +366,8 @@ def test_neither_fetch_nor_list_loads_torch(place: Place) -> None:
     place.save(3)
     place.upload(3)
     place.configure()
-    code = (
-        "import sys; from quern.cli.checkpoint import app; app(standalone_mode=False); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from quern.cli.checkpoint import app; app(standalone_mode=False)"
+    code += "; sys.exit('torch' in sys.modules)"
     for command in (["fetch", str(place.run), str(place.root / "out")], ["list", str(place.run), "--store"]):
         done = subprocess.run(
             [sys.executable, "-c", code, *command, "--json"], capture_output=True, text=True, cwd=REPOSITORY, check=True

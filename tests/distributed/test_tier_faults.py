@@ -33,7 +33,7 @@ JUNK_KEY = 77
 
 
 class Idle:
-    """In the place of what moves files behind: notes what it is asked."""
+    """In the place of what moves files behind the training: moves nothing."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.unfinished: list[tuple[int, bool]] = []
@@ -149,9 +149,18 @@ HOW = {"truncated": "bytes, has", "flipped": "expected SHA-256", "missing": "mis
 
 def rows() -> Iterator[Row]:
     for how, what in HOW.items():
-        yield Row("own disk", how, (OWN,), 6, ("nvme1/", FILE, what, "127.0.0.1:"), healed=True)
-        yield Row("own disk, no store", how, (OWN,), 6, ("nvme1/", FILE, what, "127.0.0.1:"), store=False, healed=True)
-        yield Row("partner", how, (PARTNER,), 6, ())
+        yield Row("own disk", how, (OWN,), 6, ("nvme1/", FILE, what, "put back from 127.0.0.1:"), healed=True)
+        yield Row(
+            "own disk, no store",
+            how,
+            (OWN,),
+            6,
+            ("nvme1/", FILE, what, "put back from 127.0.0.1:"),
+            store=False,
+            healed=True,
+        )
+        # ranks of node 0 read some tensors from this file too
+        yield Row("partner", how, (PARTNER,), 6, ("nvme0/", FILE, what, "put back from 127.0.0.1:"), healed=True)
         lost = ("1 of 4 files came from the store",) if how == "missing" else (FILE, what, "put back from the store")
         yield Row("own disk and partner", how, (OWN, PARTNER), 6, lost)
         yield Row("own disk and partner, no store", how, (OWN, PARTNER), 4, (FILE, what, "older"), store=False)
@@ -207,7 +216,7 @@ def nodes(begun):
         yield ranks
 
 
-@pytest.mark.parametrize("row", rows(), ids=str)
+@pytest.mark.parametrize("row", list(rows()), ids=str)
 def test_damage(begun, tmp_path, nodes, row):
     before = contents(begun)
     folder = tmp_path / "all"
@@ -220,7 +229,7 @@ def test_damage(begun, tmp_path, nodes, row):
     lives = nodes.call(start, str(folder), row.store)
     assert {life["step"] for life in lives} == {row.loads}
     assert [life["wrong"] for life in lives] == [[]] * WORLD
-    said = sorted({line for life in lives for line in life["said"] if "info" not in line})
+    said = sorted({line for life in lives for line in life["said"]})
     if row.says:
         assert [line for line in said if all(part in line for part in row.says)], said
     else:

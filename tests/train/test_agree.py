@@ -24,7 +24,7 @@ def test_each_rank_has_its_own_result():
 
 def test_a_world_of_one():
     assert Agreement(0, 1).patiently(lambda: "done") == "done"
-    with pytest.raises(QuernError, match="^no room$"):
+    with pytest.raises(QuernError, match="no room"):
         Agreement(0, 1).patiently(fail(QuernError("no room")))
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from quern.errors import QuernError
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
-from quern.train.checkpoint.retention import kept, survey
+from quern.train.checkpoint.prune import Keep, prune
+from quern.train.checkpoint.retention import kept, kept_in_store, survey
 from quern.train.config import CheckpointConfig
 
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
@@ -120,6 +121,57 @@ def test_it_is_what_the_trainer_would_do(run, tmp_path, broken, keep_last, keep_
     assert bool(whole) == bool({1, 2, 3, 4} - set(broken))
     newest = max({1, 2, 3, 4} - set(broken), default=0)
     assert {c.checkpoint.step for c in found if c.problems} == {s for s in broken if newest < s <= 4}
+
+
+def on_nodes(path: Path) -> None:
+    """As if the tensor files were on other machines."""
+    files = sorted(path.glob("*.distcp"))
+    nodes = [{"host": "h0", "folder": "/nowhere/x", "files": [file.name for file in files]}]
+    (path / "places.json").write_text(json.dumps({"schema": 1, "nodes": nodes}))
+    for file in files:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("broken", "newest"), [((), 4), ((".metadata",), 3), (("config.yaml",), 3), (("places.json",), 3)]
+)
+def test_what_is_here_decides_when_the_tensors_are_on_nodes(run, tmp_path, broken, newest):
+    """The trainer's pruning says the same."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for step in (2, 3, 4):
+        on_nodes(copy / "checkpoints" / f"step_{step:08d}")
+    for name in broken:
+        (copy / "checkpoints" / "step_00000004" / name).write_text("{}")
+    found = survey(str(copy), 1, None, 100)
+    assert {c.checkpoint.step for c in found if c.newest_whole} == {newest}
+    assert {c.checkpoint.step for c in found if c.keep} == {newest, 4}
+    assert {c.checkpoint.step for c in found if c.problems} == ({4} if broken else set())
+    prune(Keep(str(copy), 1, None))
+    assert [checkpoint.step for checkpoint in list_checkpoints(str(copy))] == sorted({newest, 4})
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 9])
+@pytest.mark.parametrize("keep_every", [None, 5])
+@pytest.mark.parametrize("broken", [(), (4,), (1, 2, 3, 4)])
+def test_the_store_keeps_what_the_run_keeps_and_what_it_alone_must(run, tmp_path, keep_last, keep_every, broken):
+    """The oracle are the words of the rule, step by step; the run has 1 to 6, of which it left 5 and 6."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for step in broken:
+        damage(copy / "checkpoints" / f"step_{step:08d}")
+    found = survey(str(copy), keep_last, keep_every, 100)
+    stored = [0, 1, 3, 4, 6, 7, 10]
+    stays = {
+        step
+        for step in stored
+        if broken == (1, 2, 3, 4)
+        or step > 6
+        or any(c.checkpoint.step == step and c.keep for c in found)
+        or (keep_every == 5 and step in (0, 5, 10))
+    }
+    assert kept_in_store(found, stored, keep_every) == stays
+    assert kept_in_store([], stored, keep_every) == set(stored)
 
 
 def test_sizes_are_of_what_lies_there(run, tmp_path):

@@ -247,7 +247,7 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
         with pytest.raises(QuernError, match=rf"{file}: a: not loaded: not a tensor of size \[3\] .*float32 at byte 0"):
             load(data)
     with monkeypatch.context() as patch:
-        patch.setattr(dcp, "_locate", lambda *_: len(good) - 3)
+        patch.setattr(dcp, "locate", lambda *_: len(good) - 3)
         with pytest.raises(QuernError, match=rf"{file}: not loaded: cannot be read \(the file ends early\)"):
             load(good)
     file.unlink()

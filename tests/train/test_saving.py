@@ -83,13 +83,14 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, monkeypatch):
-    """The thread that copies is held amid its first tensor while the trainer copies all others."""
+@pytest.mark.parametrize("who", ["snapshot", "trainer"])
+def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, monkeypatch):
+    """Two threads copy; one is held amid its first tensor while the other copies all else. Nothing is written yet."""
     begun, go, done = threading.Event(), threading.Event(), threading.Event()
     copy = torch.Tensor.copy_
 
     def held(self, *arguments, **options):
-        if threading.current_thread().name == "snapshot" and not begun.is_set():
+        if threading.current_thread().name == who and not begun.is_set():
             begun.set()
             assert go.wait(WAIT_S)
         else:
@@ -108,13 +109,14 @@ def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", held)
             checkpoints.begin(1, state, CASE.position(1))
-            trainer = threading.Thread(target=wait, args=(checkpoints,))
+            trainer = threading.Thread(target=wait, args=(checkpoints,), name="trainer")
             trainer.start()
             assert begun.wait(WAIT_S)
-            assert not done.wait(0.3)
-            assert checkpoints.progress() == Progress()
+            early, progress = done.wait(0.3), checkpoints.progress()
             go.set()
             trainer.join(WAIT_S)
+            assert not early
+            assert progress == Progress()
         CASE.fill(state, 101)
         outcome = checkpoints.finish()
         assert outcome is not None

@@ -30,7 +30,7 @@ from quern.train.checkpoint.folder import write_file
 from quern.train.checkpoint.manifest import METADATA_FILE, FileRecord, sha256_of
 from quern.train.checkpoint.metadata import StoredSlice
 from quern.train.checkpoint.plan import Planner
-from quern.train.checkpoint.slices import _load, _locate, boxes
+from quern.train.checkpoint.slices import boxes, load_record, locate
 from quern.train.checkpoint.unpadded import UnpaddedLoadPlanner
 
 __all__ = ["BUFFER_BYTES", "load_tensors", "needed_files", "save_tensors"]
@@ -147,10 +147,10 @@ class _Reader:
         assert item.storage_index.index is not None
         whole, dtype = stored.chunks[item.storage_index.index].sizes, stored.properties.dtype
         try:
-            first = _locate(stream, slot, whole, dtype)
+            first = locate(stream, slot, whole, dtype)
             if first is None:
                 upper = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-                target.copy_(_load(stream, slot, "cpu")[_slices(offsets, upper, [0] * len(whole))])
+                target.copy_(load_record(stream, slot, "cpu")[_slices(offsets, upper, [0] * len(whole))])
                 return
         except OSError:
             raise

@@ -178,8 +178,13 @@ class Saving:
         self._now.copying = True
 
     def _write(self, staged: str) -> None:
-        """Possibly in the thread that has copied."""
-        self._background.write(staged, lambda number: self._planner.fetch(number).cpu())
+        """Possibly in the thread that has copied, where an error is told to nobody else."""
+        now = self._now
+        assert now is not None
+        try:
+            self._background.write(staged, lambda number: self._planner.fetch(number).cpu())
+        except Exception as error:
+            now.copy_error = error
 
     def copied(self) -> None:
         """Return when the state may change. A copy that failed is a save that fails."""
@@ -257,10 +262,12 @@ class Saving:
     def _written(self) -> dict[str, Written]:
         assert self._now is not None
         if self._snapshot is not None:
-            if self._now.copy_error is None:
-                self._snapshot.join()
-            else:
-                raise self._now.copy_error
+            try:
+                self._snapshot.join()  # also after an error: the next save begins another copy
+            except Exception as error:
+                self._now.copy_error = self._now.copy_error or error
+        if self._now.copy_error is not None:
+            raise self._now.copy_error
         found: dict[str, Written] = self._background.result()
         storage.sync(self._now.staged if self._disk is None else self._disk.staging(self._now.step, self._now.token))
         return found

@@ -24,7 +24,7 @@ from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import METADATA_FILE, check_files, read_manifest
 from quern.train.checkpoint.metadata import StoredSlice, read_metadata
 
-__all__ = ["StoredTensors", "boxes"]
+__all__ = ["StoredTensors", "boxes", "load_record", "locate"]
 
 
 def boxes(size: Sequence[int], limit: int) -> Iterator[ChunkStorageMetadata]:
@@ -118,12 +118,12 @@ class StoredTensors:
         try:
             with open(file, "rb", buffering=0) as stream:
                 if index not in self._places:
-                    self._places[index] = _locate(stream, slot, chunk.sizes, dtype)
+                    self._places[index] = locate(stream, slot, chunk.sizes, dtype)
                 place = self._places[index]
                 if place is None:
                     if self._held is None or self._held[0] != index:
                         self._held = None  # before the next is read
-                        self._held = index, _load(stream, slot, "cpu")
+                        self._held = index, load_record(stream, slot, "cpu")
                     cut = tuple(slice(first, first + length) for first, length in zip(start, sizes, strict=True))
                     return self._held[1][cut].contiguous()
                 first = sum(begin * math.prod(chunk.sizes[dim + 1 :]) for dim, begin in enumerate(start))
@@ -170,7 +170,7 @@ class _View(io.RawIOBase):
         return count
 
 
-def _locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype: torch.dtype) -> int | None:
+def locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype: torch.dtype) -> int | None:
     """At which byte of the file the elements of a stored tensor begin; None: they are not in row-major order.
 
     Raises:
@@ -178,7 +178,7 @@ def _locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype:
     """
     with zipfile.ZipFile(_View(stream, slot)) as archive:
         orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")]
-    described = _load(stream, slot, "meta")  # reads no element
+    described = load_record(stream, slot, "meta")  # reads no element
     if not isinstance(described, torch.Tensor) or described.shape != torch.Size(size) or described.dtype != dtype:
         is_tensor = isinstance(described, torch.Tensor)
         raise ValueError(f"got {list(described.shape)}, {described.dtype}" if is_tensor else type(described).__name__)
@@ -191,7 +191,8 @@ def _locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype:
     return slot.offset + first
 
 
-def _load(stream: io.RawIOBase, slot: StoredSlice, device: str) -> Any:
+def load_record(stream: io.RawIOBase, slot: StoredSlice, device: str) -> Any:
+    """What ``torch.save`` stored at ``slot``, whole; on ``meta`` without its elements. No foreign object is built."""
     return torch.load(cast(IO[bytes], _View(stream, slot)), map_location=device, weights_only=True)
 
 

@@ -30,14 +30,16 @@ def main(descriptor: int) -> None:
     os.dup2(2, 1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
-    work = Work(Memory(descriptor))
+    work, unfit = Work(Memory(descriptor)), None
     while True:
         request = json.loads(requests.get())
         if "lay_out" in request:
-            work.lay_out([TensorFile.from_json(file) for file in request["lay_out"]])
+            unfit = _attempt(work, request["lay_out"])
             continue
         try:
             done: Any
+            if unfit is not None:
+                raise unfit
             if "write" in request:
                 done = {name: written.to_json() for name, written in work.write(request["write"]).items()}
             else:
@@ -46,6 +48,15 @@ def main(descriptor: int) -> None:
         except Exception as error:
             answer = {"failed": describe(error)}
         _say(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _attempt(work: Work, files: Any) -> Exception | None:
+    """Lay out; what goes wrong is the answer to the requests that follow."""
+    try:
+        work.lay_out([TensorFile.from_json(file) for file in files])
+    except Exception as error:
+        return error
+    return None
 
 
 def _listen(requests: queue.SimpleQueue[bytes]) -> None:

@@ -167,8 +167,8 @@ class Behind:
                     small = {name: record for name, record in manifest.files.items() if not is_tensor_file(name)}
                     last = {MANIFEST_FILE: FileRecord(sha256_of(data), len(data))}
                     self._store.upload(asked.step, asked.path, small, last)
-            self._listen()
         finally:
+            self._look()  # first: at no moment all seems to be done
             with self._changed:
                 self._unasked -= 1
 
@@ -199,9 +199,12 @@ class Behind:
         for uploader, where in ((self._mirror, "the next node's disk"), (self._store, "the store")):
             for event in uploader.poll() if uploader is not None else ():
                 self._tell(event, where)
+        self._look()
         if self._serving is not None and self._server is not None and not self._serving.alive():
             self._warn("the server of this node's checkpoint files has died; it is started again")
             self._serving = self._server()
+
+    def _look(self) -> None:
         with self._changed:
             left = [
                 f"step {step} to {where}"

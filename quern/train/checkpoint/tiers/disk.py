@@ -61,8 +61,9 @@ class Disk:
         shutil.rmtree(self.staging(step, token), ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Steps of which there is a folder, ascending."""
-        return sorted(int(name.removeprefix("step_")) for name in os.listdir(self.root) if FOLDER.fullmatch(name))
+        """Steps of which there is a folder, or parts of another node's files, ascending."""
+        names = {name.removeprefix(".").removesuffix(".mirror") for name in os.listdir(self.root)}
+        return sorted(int(name.removeprefix("step_")) for name in names if FOLDER.fullmatch(name))
 
     def remove(self, steps: Collection[int]) -> None:
         """Remove the files of these steps, as far as they are here.

@@ -41,7 +41,7 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
     Raises:
         InputError: the store holds another run's checkpoints, or the run's folder has none and nobody said that it may
             go on from the store's.
-        StoreError: a run that has no id yet cannot reach its store.
+        StoreError: a run that has not begun yet cannot reach its store.
     """
     run, steps, theirs = _read_id(run_dir), [], None
     if store is not None:
@@ -49,8 +49,9 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
             steps = store.checkpoints()
             theirs = _run_of(store, steps)
         except StoreError as error:
-            if run is None:  # nobody knows whose it is, and what else it would be mixed with
+            if run is None or not _begun(run_dir):  # nobody knows whose it is, or that there is nothing to go on from
                 raise
+            steps = []
             log.warning("%s; the run goes on without what is there", error)
     if run is None and steps:
         if not from_store or _begun(run_dir):
@@ -58,7 +59,7 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
                 f"checkpoint.store: {_url(store)} holds checkpoints up to step {steps[-1]}, and {run_dir} has not "
                 f"written them; give another store, or an empty run_dir and resume.from_store=true to go on from them"
             )
-        run = theirs
+        run = theirs or None
     if run is None:
         run = uuid.uuid4().hex
     if theirs is not None and theirs != run:
@@ -66,10 +67,10 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
             f"checkpoint.store: {_url(store)} holds checkpoints of another run ({theirs or 'without an id'}; this one "
             f"is {run}); give each run a store of its own"
         )
+    with storage.publish(os.path.join(run_dir, _FILE)) as file:  # first: a ledger without it would be another run's
+        file.write(f"{run}\n".encode())
     if store is not None and steps and not os.path.exists(os.path.join(run_dir, LEDGER_FILE)):
         _restore_ledger(run_dir, store, steps)
-    with storage.publish(os.path.join(run_dir, _FILE)) as file:
-        file.write(f"{run}\n".encode())
     return Identity(run, tuple(steps))
 
 
@@ -80,7 +81,7 @@ def _url(store: Store | None) -> str:
 def _read_id(run_dir: str) -> str | None:
     path = os.path.join(run_dir, _FILE)
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             found = file.read(64).strip()
     except FileNotFoundError:
         return None

@@ -57,5 +57,5 @@ def own_address(port: int = 1) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # the second of what cannot be a name
         return "127.0.0.1"

@@ -164,7 +164,8 @@ class Tiers:
         if self._behind is None:
             return
         if checkpoint is not None:
-            store = self.config.store is not None and checkpoint.step not in self._stored
+            # also one that the store has: it may be another of the same step, of a branch that was left
+            store = self.config.store is not None
             self._behind.published(checkpoint.step, checkpoint.path, store=store, names=names)
         if self.disk is not None:
             self._behind.remove([step for step in self.disk.steps() if step not in standing])
@@ -174,9 +175,12 @@ class Tiers:
         if it had just been saved."""
         if self.disk is None:
             return None
-        _, away = self.agreement.first(lambda: self._away(checkpoint.path, read_manifest(checkpoint.path)))
+        manifest = self.agreement.first(lambda: read_manifest(checkpoint.path))
+        _, away = self.agreement.first(lambda: self._away(checkpoint.path, manifest))
         folder = self.disk.folder(checkpoint.step)
-        have = self.agreement.gather({name for name in away if os.path.isfile(os.path.join(folder, name))})
+        records = {name: manifest.files[name] for name in away}
+        problems = {name: check_file(folder, name, record, hashes=False) for name, record in records.items()}
+        have = self.agreement.gather({name for name, problem in problems.items() if problem is None})
         mine = []
         for name in sorted(away):
             nodes = {self.nodes.of_rank[rank] for rank, names in enumerate(have) if name in names}
@@ -339,6 +343,9 @@ class Tiers:
             try:
                 if peer.files(checkpoint_name(step)).get(name) == record.size:
                     peer.fetch(checkpoint_name(step), name, record, folder)
+                    # another layout asks for files that were never here
+                    level = logging.INFO if problem.what == "missing" else logging.WARNING
+                    log.log(level, "%s; put back from %s", problem, peer)
                     return
                 tried.append(f"{self.nodes.hosts[node]} does not have it")
             except PeerError as error:
