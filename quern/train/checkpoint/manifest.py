@@ -25,28 +25,10 @@ from quern.errors import InputError
 from quern.model.config import ModelShape
 
 __all__ = [
-    "CONFIG_FILE",
-    "ENCODING_FILE",
-    "HISTORY_FILE",
-    "MANIFEST_FILE",
-    "METADATA_FILE",
-    "SCHEMA",
-    "Checkpoint",
-    "EncodingInfo",
-    "FileRecord",
-    "Manifest",
-    "Position",
-    "Problem",
-    "RunFacts",
-    "check_file",
-    "check_files",
-    "checkpoint_name",
-    "checkpoints_folder",
-    "is_tensor_file",
-    "list_checkpoints",
-    "read_manifest",
-    "sha256_of",
-]
+    "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "SCHEMA", "Checkpoint",
+    "EncodingInfo", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "check_file", "check_files",
+    "checkpoint_name", "checkpoints_folder", "is_tensor_file", "list_checkpoints", "read_manifest", "sha256_of",
+]  # fmt: skip
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
