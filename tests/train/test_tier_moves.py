@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rank_threads import results, run_all
 from tier_case import manifest
 
-from quern.train.checkpoint.manifest import Checkpoint, FileRecord
+from quern.train.checkpoint.manifest import Checkpoint, FileRecord, read_manifest
 from quern.train.checkpoint.tiers import tiers as module
 from quern.train.checkpoint.tiers.nodes import Nodes
 from quern.train.checkpoint.tiers.tiers import Tiers
@@ -137,6 +137,7 @@ def test_one_node_that_has_a_file_moves_it_and_its_writer_s_if_it_can(layout):
                     if tiers.nodes.mine in nodes:
                         Path(tiers.disk.folder(4), file).write_bytes(bytes(5))
             tiers.agreement.gather(None)
+            tiers.find(checkpoint.path, read_manifest(checkpoint.path), hashes=True)
             tiers.take_up(checkpoint)
             return tiers.nodes.mine, None if behind is None else behind.events
 
@@ -158,14 +159,16 @@ def test_one_node_that_has_a_file_moves_it_and_its_writer_s_if_it_can(layout):
                 assert writer not in holders[file] or node == writer
 
 
-def test_a_copy_that_is_cut_short_is_not_the_one_that_is_moved(tmp_path):
+@pytest.mark.parametrize("damaged", [b"ab", b"abcdX"])
+def test_a_damaged_copy_is_not_the_one_that_is_moved(tmp_path, damaged):
     """The mover would find it wrong and drop it, and the manifest would wait for ever."""
     checkpoint = write(tmp_path, 4, {"__0_0.distcp": 5})
 
     def call(tiers, behind):
         Path(tiers.disk.folder(4)).mkdir()
-        Path(tiers.disk.folder(4), "__0_0.distcp").write_bytes(bytes(5 if tiers.nodes.mine else 2))
+        Path(tiers.disk.folder(4), "__0_0.distcp").write_bytes(bytes(5) if tiers.nodes.mine else damaged)
         tiers.agreement.gather(None)
+        tiers.find(checkpoint.path, read_manifest(checkpoint.path), hashes=True)
         tiers.take_up(checkpoint)
         return [event[-1] for event in behind.events]
 
@@ -180,9 +183,9 @@ def test_a_start_removes_from_the_disks_what_no_checkpoint_names(tmp_path):
         for step in (2, 4, 6, 8):
             Path(tiers.disk.folder(step)).mkdir()
         tiers.take_up(None)
-        return behind.events
+        return behind.events, tiers.disk.steps()
 
-    assert on_nodes(tmp_path, [0, 1], config_for(tmp_path), call) == [[("remove", 2, 6)]] * 2
+    assert on_nodes(tmp_path, [0, 1], config_for(tmp_path), call) == [([], [4, 8])] * 2
 
 
 def test_files_in_the_run_s_folder_are_moved_by_who_would_write_them(tmp_path):

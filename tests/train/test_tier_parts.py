@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quern import storage
 from quern.train.checkpoint.tiers import disk as disk_module
 from quern.train.checkpoint.tiers.disk import Disk
-from quern.train.checkpoint.tiers.nodes import Nodes, find_nodes, own_address
+from quern.train.checkpoint.tiers.nodes import Nodes, find_nodes, own_address, reachable_address
 from quern.train.checkpoint.tiers.peer_files import mirror_folder
 
 TOKEN, OTHER = "a" * 32, "b" * 32
@@ -44,7 +44,7 @@ def write(disk: Disk, step: int, files: dict[str, bytes], token: str = TOKEN) ->
 def test_ranks_of_a_node_settle_their_own_files(disk):
     """At the same time, each at its own pace; the last one leaves no staging folder."""
     for turn in range(20):
-        step, barrier = 1 + turn, threading.Barrier(4)
+        step, barrier = 1 + turn, threading.Barrier(4, timeout=30)
 
         def rank(number: int, step: int = step, barrier: threading.Barrier = barrier) -> None:
             write(disk, step, {f"__{number}_{n}.distcp": b"%d %d" % (number, n) for n in range(number)})
@@ -233,7 +233,8 @@ def test_no_launcher(monkeypatch):
 NAMES = {
     "head": (socket.AF_INET, ("10.0.0.1", 1)), "localhost": (socket.AF_INET, ("127.0.0.1", 1)),
     "six": (socket.AF_INET6, ("fd00::1", 1, 0, 0)), "far": (socket.AF_INET, ("192.0.2.7", 1)),
-    "127.0.0.1": (socket.AF_INET, ("127.0.0.1", 1)),
+    "127.0.0.1": (socket.AF_INET, ("127.0.0.1", 1)), "10.0.0.1": (socket.AF_INET, ("10.0.0.1", 1)),
+    "fd00::1": (socket.AF_INET6, ("fd00::1", 1, 0, 0)),
 }  # fmt: skip
 ROUTES = {"10.0.0.1": "10.0.0.42", "127.0.0.1": "127.0.0.1", "fd00::1": "fd00::42"}
 
@@ -280,6 +281,23 @@ class Probe:
     ],
 )  # fmt: skip
 def test_own_address_is_that_on_the_way_to_the_master(monkeypatch, master, expected):
+    assert address_of(monkeypatch, master, ("here",), []) == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "others", "expected"),
+    [
+        (("here", "there"), ["10.0.0.1"], "10.0.0.42"),  # this machine calls itself 127.0.0.1, the other one does not
+        (("here", "there"), ["fd00::1"], "fd00::42"),
+        (("here", "there"), ["127.0.0.1"], "127.0.0.1"),  # nobody knows better
+        (("here", "here"), ["10.0.0.1"], "127.0.0.1"),  # two agents on one machine
+    ],
+)
+def test_a_machine_that_the_master_s_name_leads_back_to(monkeypatch, hosts, others, expected):
+    assert address_of(monkeypatch, "localhost", hosts, others) == expected
+
+
+def address_of(monkeypatch, master: str | None, hosts: tuple[str, ...], others: list[str]) -> str:
     routes = Routes()
     monkeypatch.setattr(socket, "getaddrinfo", routes.getaddrinfo)
     monkeypatch.setattr(socket, "socket", routes.socket)
@@ -287,20 +305,23 @@ def test_own_address_is_that_on_the_way_to_the_master(monkeypatch, master, expec
         monkeypatch.delenv("MASTER_ADDR", raising=False)
     else:
         monkeypatch.setenv("MASTER_ADDR", master)
-    assert own_address() == expected
+
+    class Others:
+        def gather(self, mine: str) -> list[str]:
+            return [mine, *others]
+
+    return reachable_address(Others(), Nodes(0, tuple(range(len(hosts))), hosts))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost", "a" * 64, "a..b"])  # no name to ask a server for
-def test_own_address_by_the_system_s_resolver(monkeypatch, master):
-    monkeypatch.setenv("MASTER_ADDR", master)
-    assert own_address() in ("127.0.0.1", "::1")
+def test_own_address_by_the_system_s_resolver(master):
+    assert own_address(master) in ("127.0.0.1", "::1")
 
 
-def test_own_address_of_this_machine_by_ipv6(monkeypatch):
+def test_own_address_of_this_machine_by_ipv6():
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
             probe.connect(("::1", 1))
     except OSError:
         pytest.skip("this machine has no IPv6")
-    monkeypatch.setenv("MASTER_ADDR", "::1")
-    assert own_address() == "::1"
+    assert own_address("::1") == "::1"

@@ -289,9 +289,9 @@ class CheckpointManager:
             return checkpoint, *self._look_at(checkpoint, refuse)
         try:
             manifest = self._tiers.stored_manifest(step)
+            reason = None if refuse is None else self.agreement.first(lambda: refuse(manifest))
         except QuernError as error:  # the same on every rank
             return checkpoint, [Problem(checkpoint.path, str(error))], False
-        reason = None if refuse is None else self.agreement.first(lambda: refuse(manifest))
         if reason is not None:
             return checkpoint, [Problem(checkpoint.path, reason)], True
         return checkpoint, self._tiers.restore(manifest), False

@@ -234,6 +234,9 @@ class Saving:
         except QuernError as error:
             self._now = None
             self._discard(now.step, now.token, now.staged)
+            if self._disk is not None and not self._agreement.first(lambda: os.path.lexists(now.final)):
+                with suppress(OSError):  # in place already, of a checkpoint that does not stand
+                    self._disk.remove([now.step])
             return Outcome(Checkpoint(now.step, now.final), error)
 
     def _publish(self) -> None:
@@ -256,7 +259,10 @@ class Saving:
             if os.path.lexists(now.final):
                 remove_folder(now.final, uuid.uuid4().hex)
 
+        tiers = self._tiers
+        leads = tiers is not None and tiers.nodes.leads
         self._agreement.first(clear)
+        self._agreement.own(lambda: disk.remove([now.step]) if leads else None)  # also what was mirrored here
         self._agreement.own(lambda: disk.settle(now.step, now.token, written))
 
     def _written(self) -> dict[str, Written]:

@@ -219,9 +219,11 @@ class Behind:
         match event:
             case Uploaded(step=step, last=last, num_bytes=num_bytes, seconds=seconds):
                 self._said.clear()
-                what = "is whole in" if last else "this node's files are on" if "disk" in where else "files are in"
-                log.info("checkpoint after step %d: %s %s (%.3g GB in %.3g s)", step, what, where,
-                         num_bytes / 1e9, seconds)  # fmt: skip
+                if last:
+                    log.info("checkpoint after step %d is whole in %s", step, where)
+                else:
+                    rate = num_bytes / 1e9, seconds
+                    log.debug("checkpoint after step %d: moved to %s, %.3g GB in %.3g s", step, where, *rate)
             case Failed(step=step, why=why, dropped=dropped):
                 then = "it is not moved" if dropped else "tried again later"
                 self._warn(f"checkpoint after step {step}: {why}; {then}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 
 from quern.train.agree import Agreement
 
-__all__ = ["Nodes", "find_nodes", "own_address"]
+__all__ = ["Nodes", "find_nodes", "own_address", "reachable_address"]
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,26 @@ def find_nodes(agreement: Agreement) -> Nodes:
     return Nodes(agreement.rank, tuple(numbers[key] for key in keys), tuple(host for host, _ in numbers))
 
 
-def own_address(port: int = 1) -> str:
-    """The address of this machine on its way to ``MASTER_ADDR``, where the other machines find it; no packet is sent.
+def reachable_address(agreement: Agreement, nodes: Nodes) -> str:
+    """The address under which the other machines find this one. Collective.
 
-    127.0.0.1 where there is no master, or it is this machine's loopback.
+    A machine that takes ``MASTER_ADDR`` for its own loopback, as the master's own may, asks for its way to another.
     """
-    master = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    found = agreement.gather(own_address(os.environ.get("MASTER_ADDR") or "127.0.0.1"))
+    mine = found[nodes.rank]
+    if len(set(nodes.hosts)) > 1 and _is_loopback(mine):
+        return own_address(next((address for address in found if not _is_loopback(address)), mine))
+    return mine
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_address(towards: str, port: int = 1) -> str:
+    """The address of this machine on its way to another; no packet is sent. 127.0.0.1 where there is no way."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])

@@ -295,7 +295,7 @@ class Store:
             elif self._link.is_local and name:
                 for entry in self._link.entries(self._path(step), url):
                     beside = entry["name"].rpartition("/")[2]
-                    if storage.is_temporary(beside) and beside.startswith(f".{name[0]}."):
+                    if storage.is_temporary(beside) and beside.startswith((f".{name[0]}.", f".{_sidecar(name[0])}.")):
                         self._link.once(url, "rm_file", entry["name"])
 
     def _put_s3(self, step: int, name: str, pieces: FilePieces, record: FileRecord) -> None:

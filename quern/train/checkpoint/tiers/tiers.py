@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quern.errors import QuernError
-from quern.train.agree import Agreement
+from quern.train.agree import Agreement, describe
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -32,13 +32,12 @@ from quern.train.checkpoint.manifest import (
     checkpoints_folder,
     is_tensor_file,
     list_checkpoints,
-    read_manifest,
 )
 from quern.train.checkpoint.places import PLACES_FILE, Place, elsewhere, places_to_bytes
 from quern.train.checkpoint.tiers.behind import Behind
 from quern.train.checkpoint.tiers.disk import Disk
 from quern.train.checkpoint.tiers.identity import identify
-from quern.train.checkpoint.tiers.nodes import find_nodes, own_address
+from quern.train.checkpoint.tiers.nodes import find_nodes, reachable_address
 from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of
 from quern.train.checkpoint.tiers.retry import Backoff, StoreError
 from quern.train.checkpoint.tiers.store import Store
@@ -80,6 +79,8 @@ class Tiers:
         self._unstored: Checkpoint | None = None
         """The last one, if ``store_every`` leaves it out."""
         self._peers: dict[int, Peer] = {}
+        self._holders: dict[str, int] | None = None
+        """Node with a whole copy by tensor file, of the checkpoint that was found last, if they are on nodes' disks."""
         identity = agreement.first(lambda: identify(run_dir, self._store if config.store else None, from_store))
         self.run, self._stored = identity.run, set(identity.stored)
         everyone = (tuple(range(agreement.world)),)
@@ -103,18 +104,19 @@ class Tiers:
             self._sites = Sites(tuple(nodes.ranks(node) for node in range(len(nodes.hosts))), nodes.mine)
             self.agreement.own(self.disk.open if nodes.leads else lambda: None)
         token = self.agreement.first(new_token)
-        self.agreement.own(lambda: self._start(token) if nodes.leads else None)
+        address = reachable_address(self.agreement, nodes)
+        self.agreement.own(lambda: self._start(token, address) if nodes.leads else None)
         port = None if self._behind is None else self._behind.port
-        found = self.agreement.gather(_Addresses(own_address(), port))
+        found = self.agreement.gather(_Addresses(address, port))
         for node in range(len(nodes.hosts)):
-            address = found[nodes.ranks(node)[0]]
-            if address.port is not None and node != nodes.mine:
-                self._peers[node] = Peer(address.host, address.port, token)
+            server = found[nodes.ranks(node)[0]]
+            if server.port is not None and node != nodes.mine:
+                self._peers[node] = Peer(server.host, server.port, token)
         partner = partner_of(nodes.mine, len(nodes.hosts))
         if self._behind is not None and self.disk is not None and partner is not None and config.partner is not False:
             self._behind.mirror_to(Uploader(f"peer://{self._peers[partner]}", environment={"QUERN_PEER_TOKEN": token}))
 
-    def _start(self, token: str) -> None:
+    def _start(self, token: str, address: str) -> None:
         """What a node's first rank runs."""
         disk, config = self.disk, self.config
         several = len(self.nodes.hosts) > 1
@@ -125,7 +127,7 @@ class Tiers:
 
         def serve() -> ServerProcess:
             assert disk is not None
-            server = ServerProcess(disk.root, own_address(), token, port=ports[0])
+            server = ServerProcess(disk.root, address, token, port=ports[0])
             ports[0] = server.port
             return server
 
@@ -159,35 +161,32 @@ class Tiers:
     def take_up(self, checkpoint: Checkpoint | None) -> None:
         """Go on with what the last start left: move the files of the checkpoint the run goes on from to where they are
         missing, and remove from the nodes' disks those that belong to no checkpoint."""
-        standing = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
-        names = None if checkpoint is None else self._share(checkpoint)
-        if self._behind is None:
-            return
-        if checkpoint is not None:
+        self._tidy()
+        if self._behind is not None and checkpoint is not None:
             # also one that the store has: it may be another of the same step, of a branch that was left
             store = self.config.store is not None
-            self._behind.published(checkpoint.step, checkpoint.path, store=store, names=names)
-        if self.disk is not None:
-            self._behind.remove([step for step in self.disk.steps() if step not in standing])
+            self._behind.published(checkpoint.step, checkpoint.path, store=store, names=self._share())
 
-    def _share(self, checkpoint: Checkpoint) -> list[str] | None:
-        """The tensor files of a checkpoint that this node is to move: those it wrote, or is the first to have; None: as
-        if it had just been saved."""
-        if self.disk is None:
+    def _share(self) -> list[str] | None:
+        """The tensor files that this node is to move of the checkpoint that was found last: those of which its copy is
+        known to be whole. None: as if it had just been saved."""
+        if self._holders is None:
             return None
-        manifest = self.agreement.first(lambda: read_manifest(checkpoint.path))
-        _, away = self.agreement.first(lambda: self._away(checkpoint.path, manifest))
-        folder = self.disk.folder(checkpoint.step)
-        records = {name: manifest.files[name] for name in away}
-        problems = {name: check_file(folder, name, record, hashes=False) for name, record in records.items()}
-        have = self.agreement.gather({name for name, problem in problems.items() if problem is None})
-        mine = []
-        for name in sorted(away):
-            nodes = {self.nodes.of_rank[rank] for rank, names in enumerate(have) if name in names}
-            own = self._sites.of(self._sites.writer(name))
-            if nodes and (own if own in nodes else min(nodes)) == self.nodes.mine:
-                mine.append(name)
-        return mine
+        return sorted(name for name, site in self._holders.items() if site == self.nodes.mine)
+
+    def _tidy(self) -> None:
+        """Remove from this node's disk the files that belong to no checkpoint; before training, which may save one."""
+        standing = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
+
+        def remove() -> None:
+            if self.disk is None or not self.nodes.leads:
+                return
+            try:
+                self.disk.remove([step for step in self.disk.steps() if step not in standing])
+            except OSError as error:
+                log.warning("%s: not tidied (%s)", self.disk.root, describe(error))
+
+        self.agreement.patiently(remove)
 
     def finish(self) -> None:
         """Upload the last checkpoint whatever its step, and wait until all files are where they go, for as long as the
@@ -225,6 +224,7 @@ class Tiers:
         The small files, and without ``checkpoint.local`` all, in its folder ``path``; the others on some node's disk.
         """
         own, away = self.agreement.first(lambda: self._away(path, manifest))
+        self._holders = None
         here = {name: record for name, record in manifest.files.items() if name not in away}
         there = {name: record for name, record in manifest.files.items() if name in away}
         problems = self._whole(self._shared, path, manifest.step if own else None, here, hashes).missing(here)
@@ -233,7 +233,8 @@ class Tiers:
                 what = "of checkpoint.local" if own else "of another run; `quern checkpoint fetch` brings them together"
                 return [Problem(path, f"its tensor files are on the disks of nodes (places.json), {what}")]
             folder = self.disk.folder(manifest.step)
-            problems = self._whole(self._sites, folder, manifest.step, there, hashes).missing(there)
+            found = self._whole(self._sites, folder, manifest.step, there, hashes)
+            problems, self._holders = found.missing(there), found.holders
         return problems
 
     def _away(self, path: str, manifest: Manifest) -> tuple[bool, frozenset[str]]:
@@ -286,7 +287,7 @@ class Tiers:
             problems = self._whole(self._shared, staged, step, small, True).missing(small)
             if not problems:
                 found = self._whole(self._sites, self.disk.folder(step), step, tensors, True)
-                problems = found.missing(tensors)
+                problems, self._holders = found.missing(tensors), found.holders
                 places = self.agreement.gather(
                     self.place(step, [name for name, site in found.holders.items() if site == self.nodes.mine])
                 )
