@@ -1,29 +1,30 @@
-"""``quern checkpoint``: look at a run's checkpoints, prove them whole, take them elsewhere."""
+"""``quern checkpoint``: look at a run's checkpoints, prove them whole, take them elsewhere.
+
+Listing, verifying and fetching stand in :mod:`quern.cli.checkpoint_look`, comparing, rewriting and pruning in
+:mod:`quern.cli.checkpoint_tools`.
+"""
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
-from quern.errors import InputError, QuernError
-from quern.train.branch import abandoned_in
-from quern.train.checkpoint.manifest import (
-    MANIFEST_FILE,
-    METADATA_FILE,
-    Checkpoint,
-    check_files,
-    list_checkpoints,
-    read_manifest,
-)
+from quern.cli import checkpoint_look, checkpoint_tools
+from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
 
 # torch is imported by the commands that need it: it takes seconds
 
-app = typer.Typer(help="List, verify, export, import and sample checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, verify, fetch, compare, rewrite, prune, export, import and sample checkpoints.", no_args_is_help=True
+)
+app.command("list")(checkpoint_look.list_command)
+app.command("verify")(checkpoint_look.verify)
+app.command("fetch")(checkpoint_look.fetch)
+app.command("diff")(checkpoint_tools.diff)
+app.command("reshard")(checkpoint_tools.reshard)
+app.command("prune")(checkpoint_tools.prune)
 
 RunOrCheckpoint = Annotated[
     str,
@@ -36,105 +37,6 @@ class Dtype(StrEnum):
 
     bf16 = "bf16"
     fp32 = "fp32"
-
-
-@app.command("list")
-@reports_errors
-def list_command(
-    run: Annotated[str, typer.Argument(help="A training run.", metavar="TRAIN_RUN")], json: bool = JSON
-) -> None:
-    """The checkpoints of a run. Valid: manifest whole, all files there in their sizes; verify compares checksums.
-    Abandoned: the run went back behind it."""
-    if not os.path.isdir(run):
-        raise InputError(f"{run}: no such folder; expected a training run")
-    rows = [_row(run, checkpoint) for checkpoint in list_checkpoints(run)]
-    with json_stdout(json) as emit:
-        emit({"run": run, "checkpoints": rows})
-        if not json:
-            _print_rows(run, rows)
-
-
-def _row(run: str, checkpoint: Checkpoint) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": checkpoint.step, "path": checkpoint.path, "data_step": None, "tokens": None,
-                           "bytes": None, "optimizer": None, "abandoned": None}  # fmt: skip
-    try:
-        manifest = read_manifest(checkpoint.path)
-    except InputError as error:
-        return row | {"valid": False, "problems": [str(error)]}
-    problems = [str(problem) for problem in check_files(checkpoint.path, manifest, hashes=False)]
-    try:
-        left = abandoned_in(run, manifest)
-    except QuernError as error:  # the ledger has lost lines
-        left = None
-        problems.append(str(error))
-    return row | {
-        "data_step": manifest.data_step,
-        "tokens": manifest.tokens,
-        "bytes": sum(record.size for record in manifest.files.values()),
-        "optimizer": manifest.optimizer,
-        "abandoned": left,
-        "valid": not problems,
-        "problems": problems,
-    }
-
-
-def _print_rows(run: str, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        err_console().print(f"{plain(run)}: no checkpoints", markup=False)
-        return
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "data step", "tokens", "size"):
-        table.add_column(name, justify="right")
-    table.add_column("valid")
-    for row in rows:
-        numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
-        size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] is not None else ""
-        valid = ("yes" if row["valid"] else "no") + (", abandoned" if row["abandoned"] else "")
-        table.add_row(*numbers, size, valid)
-    out_console().print(table)
-    for row in rows:
-        for problem in row["problems"]:
-            err_console().print(plain(problem), markup=False, soft_wrap=True)
-
-
-@app.command()
-@reports_errors
-def verify(
-    paths: Annotated[
-        list[str],
-        typer.Argument(help="Checkpoints, or training runs: all of theirs.", metavar="TRAIN_RUN_OR_CHECKPOINT…"),
-    ],
-    json: bool = JSON,
-) -> None:
-    """Compare every file's SHA-256 with the manifest; exit code 1 when one differs."""
-    from quern.train.checkpoint import reader
-
-    rows: list[dict[str, Any]] = []
-    for path in [found for given in paths for found in _checkpoints(given)]:
-        try:
-            problems = [str(problem) for problem in reader.verify(path)]
-        except QuernError as error:
-            problems = [str(error)]
-        rows.append({"path": path, "valid": not problems, "problems": problems})
-    damaged = sum(not row["valid"] for row in rows)
-    with json_stdout(json) as emit:
-        emit({"checkpoints": rows, "valid": not damaged})
-        for row in rows if not json else ():
-            out_console().print(f"{plain(row['path'])}: {'valid' if row['valid'] else 'damaged'}", markup=False)
-            for problem in row["problems"]:
-                out_console().print(f"  {plain(problem)}", markup=False)
-    if damaged:
-        raise QuernError(f"{damaged} of {len(rows)} checkpoints damaged")
-
-
-def _checkpoints(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        raise InputError(f"{path}: no such folder; expected a checkpoint or a training run")
-    if found := [checkpoint.path for checkpoint in list_checkpoints(path)]:
-        return found
-    if not any(os.path.exists(os.path.join(path, name)) for name in (MANIFEST_FILE, METADATA_FILE)):
-        raise InputError(f"{path}: expected a checkpoint, or a training run that has one")
-    return [path]  # one without a manifest is a damaged one
 
 
 @app.command("export-hf")

@@ -94,6 +94,7 @@ def _train_until_killed(
 ) -> int:
     """Kill the run a few steps after a checkpoint in its second half, as a power cut would; returns the last step."""
     interval = resolved.checkpoint.interval
+    assert isinstance(interval, int)
     wanted = resolved.steps // 2 // interval * interval + interval // 4
     process = _start(config, overrides)
     try:

@@ -31,6 +31,7 @@ Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it
 
 def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
+    logging.getLogger("quern").setLevel(logging.INFO)  # how often it saves, what has been uploaded
     from quern.train.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 

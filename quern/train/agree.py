@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,9 @@ from quern.errors import InputError, QuernError
 __all__ = ["Agreement", "describe"]
 
 T = TypeVar("T")
+
+#: Seconds after which a rank that is still at work says so: a process group gives up on one that is silent.
+_SIGN_OF_LIFE_S = 30.0
 
 
 def describe(error: BaseException) -> str:
@@ -43,6 +47,32 @@ class Agreement:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def collect(self, value: T) -> list[T]:
+        """Each rank's ``value``, on rank 0; elsewhere nothing."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(value, found, dst=self._first, group=self.group)
+        return found or []
+
+    def deal(self, action: Callable[[], list[T]]) -> T:
+        """This rank's of the results of ``action``, one a rank, which only rank 0 runs; if it fails, all raise."""
+        values, error = _attempt(action) if self.rank == 0 else (None, None)
+        failure = _portable(error)
+        shares: list[Any] | None = None
+        if self.rank == 0:
+            shares = [(None, failure)] * self.world if values is None else [(value, None) for value in values]
+        if self.world == 1:
+            assert shares is not None
+            box: list[Any] = shares
+        else:
+            box = [None]
+            dist.scatter_object_list(box, shares, src=self._first, group=self.group)
+        value, failure = box[0]
+        if failure is not None:
+            self._fail(0, failure, error)
+        return value
+
     def own(self, action: Callable[[], T]) -> T:
         """This rank's result of ``action``, which every rank runs; if it fails on one, all raise."""
         value, error = _attempt(action)
@@ -50,6 +80,24 @@ class Agreement:
             if failure is not None:
                 self._fail(rank, failure, error)
         return value  # type: ignore[return-value]
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """:meth:`own` for what may take longer than the process group's time limit; ``action`` runs in a thread."""
+        outcome: list[tuple[T | None, Exception | None]] = []
+        thread = threading.Thread(target=lambda: outcome.append(_attempt(action)), daemon=True)
+        thread.start()
+        working = True
+        while working:
+            thread.join(_SIGN_OF_LIFE_S)
+            working = any(self.gather(thread.is_alive()))
+        value, error = outcome[0] if outcome else (None, QuernError("was ended"))
+
+        def result() -> T:
+            if error is not None:
+                raise error
+            return value  # type: ignore[return-value]
+
+        return self.own(result)
 
     def every(self, action: Callable[[], T]) -> list[T]:
         """Each rank's result of ``action``, on all ranks; if it fails on one, all raise."""
@@ -60,12 +108,15 @@ class Agreement:
         value, error = _attempt(action) if self.rank == 0 else (None, None)
         box: list[Any] = [(value, _portable(error))]
         if self.world > 1:
-            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            dist.broadcast_object_list(box, src=source, group=self.group)
+            dist.broadcast_object_list(box, src=self._first, group=self.group)
         value, failure = box[0]
         if failure is not None:
             self._fail(0, failure, error)
         return value
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     def _fail(self, rank: int, failure: tuple[type[QuernError], str], own: Exception | None) -> None:
         kind, text = failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
 from quern.train.agree import Agreement
 from quern.train.branch import LEDGER_FILE, abandoned
-from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.manager import CheckpointManager, Refusal
 from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
 from quern.train.checkpoint.state import check_shape
 from quern.train.config import TrainConfig
@@ -21,8 +22,11 @@ from quern.train.ledger import MOVES, Ledger, latest_order, skips_before, surviv
 from quern.train.ledger import data_step as data_step_of
 from quern.train.mixture import Mixture, carry_on, plan_mixture
 from quern.train.ranks import Ranks
+from quern.train.resilience.good import last_good, why_none
 
 __all__ = ["LEDGER_FILE", "Start", "abandoned", "begin"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ def begin(
     """Decide where to go on, and append it to the ledger (rank 0's; None on the others). Collective.
 
     Raises:
-        InputError: ``resume.step`` has no usable checkpoint, or the config does not continue what the ledger says.
+        InputError: ``resume.step`` has no usable checkpoint, or is ``good`` and none is; or the config does not
+            continue what the ledger says.
         QuernError: no checkpoint is whole, or the ledger's rules forbid the move.
     """
     together = Agreement(ranks.rank, ranks.world)
@@ -61,19 +66,52 @@ def begin(
         return abandoned(manifest, path, entries)
 
     moves = [entry for entry in entries if entry["kind"] in MOVES]
-    asked = None
-    if config.resume.step is not None:
-        asked = {"step": config.resume.step, "data_skip": config.data_skip}
-    if asked is None or (moves and moves[-1].get("asked") == asked):
+    wanted, asked = config.resume.step, None
+    if wanted is not None:
+        asked = {"step": wanted, "data_skip": config.data_skip}
+    if wanted is None or (moves and moves[-1].get("asked") == asked):
         checkpoint = manager.latest_valid(refuse)  # the rollback asked for was done by the start before this one
         kind = "resume" if moves else "start"
+    elif wanted == "good":
+        checkpoint, kind = _last_good(config, manager, entries, refuse, together), "rollback"
     else:
-        checkpoint, kind = manager.at(asked["step"], refuse), "rollback"
+        checkpoint, kind = manager.at(wanted, refuse), "rollback"
     spec, source_map, step, data_step, tokens = together.first(
         lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked)
     )
     mixture = Mixture(Order.from_dict(spec), source_map)
     return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
+
+
+def _last_good(
+    config: TrainConfig,
+    manager: CheckpointManager,
+    entries: Sequence[Mapping[str, Any]],
+    refuse: Refusal,
+    together: Agreement,
+) -> Checkpoint:
+    """The newest good checkpoint that is whole; what is wrong with newer ones is logged. Collective.
+
+    Raises:
+        InputError: there is none; what the newest checkpoint lacks is named.
+    """
+    window = config.guard.health_window
+    steps = set(manager.steps())
+    damage = None
+    while (step := last_good(entries, steps, window)) is not None:
+        try:
+            return manager.at(step, refuse)
+        except InputError as error:  # the same on every rank
+            damage = damage or error
+            steps.remove(step)
+            if together.rank == 0:
+                log.warning("%s; an older good checkpoint is tried", error)
+    if damage is not None:
+        raise InputError(f"{config.run_dir}: resume.step: no good checkpoint is whole; {damage}")
+    raise InputError(
+        f"{config.run_dir}: resume.step: no checkpoint is good yet; {why_none(entries, steps, window)} "
+        f"(guard.health_window). Give a number, or a shorter window"
+    )
 
 
 def _ledger(ledger: Ledger | None) -> Ledger:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import os
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
@@ -143,6 +145,8 @@ class GuardConfig(Section):
     max_skips: Count = 100
     """The run fails after this many skipped steps in a row: what is skipped does not enter the history, so a lasting
     change would be skipped for ever."""
+    health_window: Count = 100
+    """Steps after a checkpoint that have to be finite, applied and no spike before it is *good*."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -154,20 +158,74 @@ class GuardConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are saved and which are kept."""
 
-    interval: NonNegative = 1000
-    """Steps between saves; the last step is always saved; 0 = only the last."""
+    interval: NonNegative | Literal["auto"] = 1000
+    """Steps between saves; the last step is always saved; 0 = only the last; auto = what wastes least, by what saves
+    cost and how often the run fails."""
+    mtbf_hours: Annotated[float, Field(gt=0)] | None = None
+    """Mean time between failures of the whole run, for auto; null = by what the ledger has seen, and Llama 3's."""
+    max_interval_s: Annotated[float, Field(gt=0)] = 3600.0
+    """The longest that auto chooses."""
     keep_last: Count = 3
     keep_every: Count | None = None
     """Steps whose multiples are kept for ever."""
     verify: bool = True
     """Compare every file's SHA-256 before a resume."""
+    mode: Literal["sync", "thread", "process"] = "thread"
+    """Who writes: the training loop itself, while it stands still; a thread of each rank; a process beside each rank.
+    The last two write from a copy in memory, as large as what a rank saves."""
+    overlap: bool = True
+    """Copy beside the next forward and backward instead of before them; not with sync."""
+    max_failures: Count = 3
+    """The run fails when so many saves in a row have failed, or its last one."""
+    local: str | None = None
+    """A folder on each node's own disk for the tensor files, absolute; ``{node}`` is the node's number. Null = they lie
+    in run_dir, which all nodes share. The small files always do."""
+    partner: bool | None = None
+    """Mirror a node's files to the disk of the next node; null = where there is local."""
+    store: str | None = None
+    """Where checkpoints are uploaded behind the training, as s3://bucket/run; any URL that fsspec knows. A store
+    belongs to one run."""
+    store_every: Count | None = None
+    """Upload those whose step is a multiple of this, and the last; null = each."""
+    store_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Of each node's upload at most; null = no limit."""
+    upload_wait_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long a run that ends waits for its uploads; the next start takes them up again."""
+
+    @field_validator("local")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not os.path.isabs(value):
+            raise ValueError(f"expected an absolute path on each node's own disk, got {value!r}")
+        if value is not None and set(re.findall(r"{[^}]*}?|}", value)) - {"{node}"}:
+            raise ValueError(f"expected {{node}} and no other braces, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if self.partner and self.local is None:
+            raise ValueError("partner: expected with local only; without it all nodes share the files")
+        for name in ("store_every", "store_bytes_per_s"):
+            if self.store is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected with store only")
+        return self
 
 
 class ResumeConfig(Section):
     """Where to go on."""
 
-    step: NonNegative | None = None
-    """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger."""
+    step: NonNegative | Literal["good"] | None = None
+    """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger; good does
+    the same with the last good checkpoint (``guard.health_window``)."""
+    from_store: bool = False
+    """A run_dir without a checkpoint goes on from those in checkpoint.store, instead of refusing to mix with them."""
+
+    @field_validator("step", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        if value is None or value == "good" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError(f"expected an integer ≥ 0, good or null, got {value!r}")
 
 
 class ValidationConfig(Section):
@@ -265,6 +323,8 @@ class TrainConfig(Section):
                 "guard.non_finite: expected skip with precision fp16, whose loss scale grows until gradients overflow, "
                 "got continue"
             )
+        if self.resume.from_store and self.checkpoint.store is None:
+            raise ValueError("resume.from_store: expected only together with checkpoint.store")
         if self.data_skip and self.resume.step is None:
             raise ValueError("data_skip: expected only together with resume.step")
         return self

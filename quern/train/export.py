@@ -30,6 +30,7 @@ from quern.train.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
+from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 
 __all__ = ["Exported", "export_hf", "find_checkpoint", "import_hf", "load_model", "read_encoding"]
@@ -80,11 +81,13 @@ def export_hf(
     ``dtype`` of the weights, None = as stored. Memory: one shard of at most ``max_shard_bytes``.
 
     Raises:
-        InputError: ``source`` is no checkpoint, ``out`` is there, or the model has no counterpart in transformers.
+        InputError: ``source`` is no checkpoint or its files of tensors are elsewhere, ``out`` is there, or the model
+            has no counterpart in transformers.
         QuernError: the checkpoint is damaged.
     """
     path = find_checkpoint(source)
     _check_free(out)
+    check_together(path)
     manifest = read_manifest(path)
     problems = verify(path)
     if problems:

@@ -15,9 +15,13 @@ ascending, and the newest order alone explains every surviving step:
 - L3: the order gives the same samples as the one before it on all data steps before ``data_step``.
 
 Other lines are facts: ``order {hash, spec}``; ``skipped {step, data_step, reason}``, a step whose data was read and
-whose update was not applied; ``spike``; ``checkpoint {step, data_step, name}``, appended before the checkpoint is
-published, so that what can be resumed is always known to be reached; ``end {step}``; ``stopped {step, signal}``. Facts
-of an attempt stand before the line that opens the next one.
+whose update was not applied; ``spike {step, data_step, …}``; ``non_finite {step, data_step, …}``, a step whose loss or
+gradient norm was NaN or infinite and whose update was applied all the same; ``checkpoint {step, data_step, name}``,
+appended before the checkpoint is published, so that what can be resumed is always known to be reached;
+``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
+name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.resilience.good`); ``end {step}``;
+``stopped {step, signal}``. Facts of an attempt stand before the line that opens the next one. A healthy step leaves no
+line.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ from quern.errors import QuernError
 from quern.mixtures.order import Order
 
 __all__ = [
-    "MOVES", "Exposure", "Ledger", "Range", "check_append", "data_end", "data_step", "exposures", "latest_order",
-    "model_step", "reached", "read_ledger", "skips_before", "surviving",
+    "MOVES", "UNHEALTHY", "Exposure", "Ledger", "Range", "check_append", "data_end", "data_step", "exposures",
+    "latest_order", "model_step", "reached", "read_ledger", "skips_before", "surviving",
 ]  # fmt: skip
 
 Entry = Mapping[str, Any]
@@ -45,8 +49,11 @@ Entry = Mapping[str, Any]
 #: The kinds of line that relate model steps to data steps.
 MOVES = ("start", "resume", "rollback")
 
+#: The kinds of line that say of a step that it was not as it should be.
+UNHEALTHY = ("skipped", "spike", "non_finite")
+
 #: The kinds of line that prove progress, and how many steps beyond ``step`` are complete by them.
-_PROGRESS = {"checkpoint": 0, "end": 0, "stopped": 0, "skipped": 1, "spike": 1}
+_PROGRESS = {"checkpoint": 0, "end": 0, "stopped": 0} | dict.fromkeys(UNHEALTHY, 1)
 
 
 @dataclass(frozen=True)
@@ -271,10 +278,12 @@ def _parse(path: str, data: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 _NUMBERS = {
-    **dict.fromkeys((*MOVES, "skipped", "checkpoint"), ("step", "data_step")),
-    **dict.fromkeys(("spike", "end", "stopped"), ("step",)),
+    **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint"), ("step", "data_step")),
+    **dict.fromkeys(("spike", "checkpoint_failed", "good", "end", "stopped"), ("step",)),
 }
-_TEXTS = {**dict.fromkeys(MOVES, ("order",)), "order": ("hash",)}
+_TEXTS = {
+    **dict.fromkeys(MOVES, ("order",)), "order": ("hash",), **dict.fromkeys(("checkpoint", "good"), ("name",))
+}  # fmt: skip
 
 
 def _check_entry(path: str, number: int, entry: Entry) -> None:

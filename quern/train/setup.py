@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -130,7 +130,14 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
     _deterministic(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
-            CheckpointManager(config.run_dir, config.checkpoint, ranks.rank, ranks.world, None)
+            CheckpointManager(
+                config.run_dir,
+                config.checkpoint,
+                ranks.rank,
+                ranks.world,
+                device=ranks.device,
+                from_store=config.resume.from_store,
+            )
         )
         cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:
@@ -141,6 +148,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         if ledger is not None:
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
+        checkpoints.take_up(start.checkpoint)
         mesh = build_mesh(plan, ranks.device.type)
         layout = Layout(
             compute_dtype=precision.compute,
@@ -161,7 +169,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, plan))
-        _restore(config, start, checkpoints, state, guard, loss_scale)
+        scalars = _restore(config, start, checkpoints, state, guard, loss_scale)
         loader = together.own(
             lambda: Loader(
                 corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
@@ -192,6 +200,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
             ledger=ledger, metrics=metrics,
         )  # fmt: skip
         with trainer:
+            trainer.saves.restore(scalars)
             yield trainer
 
 
@@ -229,9 +238,12 @@ def _restore(
     state: TrainState,
     guard: Guard,
     loss_scale: LossScale,
-) -> None:
+) -> Mapping[str, object]:
+    """Returns the scalars of the checkpoint the run goes on from."""
+    scalars: Mapping[str, object] = {}
     if start.checkpoint is not None:
-        extra = checkpoints.load(start.checkpoint.path, state).extra
+        loaded = checkpoints.load(start.checkpoint.path, state)
+        extra, scalars = loaded.extra, loaded.manifest.scalars
         device = next(iter(state.model.parameters())).device
         part = {name: value.to(device) for name, value in extra.items()}
         guard.load_state_dict({n.removeprefix("guard."): v for n, v in part.items() if n.startswith("guard.")})
@@ -246,6 +258,7 @@ def _restore(
         for slots in state.optimizer.state.values():  # a full checkpoint brings moments; a fresh run begins without
             for value in slots.values():
                 value.zero_()
+    return scalars
 
 
 def _facts(config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan) -> RunFacts:

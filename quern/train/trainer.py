@@ -15,9 +15,10 @@ from torch import nn
 
 from quern.errors import QuernError
 from quern.parallel.apply import Parallel
-from quern.train.begin import Start, abandoned
+from quern.train.begin import Start
 from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import Manifest, Position
+from quern.train.checkpoint.manifest import Position
+from quern.train.checkpoint.saving import Progress
 from quern.train.checkpoint.state import TrainState
 from quern.train.config import TrainConfig
 from quern.train.feed import Feed, StepInputs
@@ -27,7 +28,9 @@ from quern.train.optimizer import step as update
 from quern.train.precision import LossScale, precision_of
 from quern.train.profile import Profiler
 from quern.train.ranks import Ranks
+from quern.train.resilience.good import Watch
 from quern.train.resilience.guard import Guard, Health
+from quern.train.saves import Saves
 from quern.train.schedule import learning_rate
 from quern.train.validation import Validator
 
@@ -43,7 +46,7 @@ class _Pending:
     valid_tokens: int
     values: torch.Tensor
     """Loss, gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale, asked to stop,
-    what the z-loss adds."""
+    what the z-loss adds, ranks that have written their part of a checkpoint, whether it is published."""
     lr: float
     tokens: int
     wait_s: float
@@ -79,13 +82,19 @@ class Trainer:
     _pending: list[_Pending] = field(default_factory=list)
     _signal: int = 0
     _tokens: int = 0
+    saves: Saves = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
 
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
-        self._done = self._saved = self.start.step
+        self._done = self.start.step
         self._skips = self.start.skips
+        entries = [] if self.ledger is None else self.ledger.entries
+        watch = Watch.from_ledger(entries, self.config.guard.health_window)
+        self.saves = Saves(
+            self.config.checkpoint, self.checkpoints, watch, self.ledger, self.ranks.world, self.start.step
+        )
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
     def __enter__(self) -> Self:
@@ -99,6 +108,7 @@ class Trainer:
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
+        self.saves.prepare(self._everything())
         self._mark = Mark(self.ranks.device)
         with _listening(self), self.profiler:
             for step in self.steps():
@@ -134,9 +144,11 @@ class Trainer:
 
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh)
         self.parallel.gradients.finish()
-        mine = torch.zeros(3, dtype=self._master, device=self.ranks.device)
+        mine = torch.zeros(5, dtype=self._master, device=self.ranks.device)
         mine[:2] = sums / batch.valid_tokens
-        mine[2] = self._signal  # travels with the loss, so that all ranks end at the same step
+        save = self.saves.progress()
+        for place, value in enumerate((self._signal, save.ended, save.published), start=2):
+            mine[place] = value  # travels with the loss, so that all ranks know it at the same step
         self._summed = self.ranks.sum(mine)
         return self._summed[1]
 
@@ -153,6 +165,7 @@ class Trainer:
 
     def update(self, step: int, health: Health) -> None:
         """One optimizer step, or none where the guard says so; the host does not know which."""
+        self.saves.copied()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip)
         self._tokens += self._sequences(step) * self.config.seq_len
@@ -163,6 +176,7 @@ class Trainer:
         figures = (
             loss, norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z,
             health.norm_z, self.loss_scale.scale, self._summed[2], self._summed[0] - self._summed[1],
+            self._summed[3], self._summed[4],
         )  # fmt: skip
         values = torch.stack([figure.to(self._master) for figure in figures]).to("cpu", non_blocking=True)
         self._pending.append(
@@ -179,6 +193,7 @@ class Trainer:
             pending = self._pending.pop(0)
             pending.ended.wait()
             self._read(pending)
+            self.saves.heard(Progress(*map(int, pending.values[-2:].tolist())))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
@@ -188,9 +203,8 @@ class Trainer:
                 )
 
     def _read(self, pending: _Pending) -> None:
-        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop, z_loss = (
-            pending.values.tolist()
-        )
+        figures = pending.values.tolist()
+        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop, z_loss = figures[:11]
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
@@ -200,8 +214,11 @@ class Trainer:
         where = {"step": pending.step, "data_step": pending.data_step}
         if skipped:
             self.ledger.append("skipped", **where, reason="non_finite" if non_finite else "spike")
+        elif non_finite:
+            self.ledger.append("non_finite", **where, loss=loss, grad_norm=norm)
         if loss_spike or norm_spike:
             self.ledger.append("spike", **where, loss=loss, grad_norm=norm, loss_z=loss_z, grad_norm_z=norm_z)
+        self.saves.step(pending.step, not (non_finite or loss_spike or norm_spike or skipped), seconds)
         speed = self._sequences(pending.step) * self.config.seq_len / seconds
         row = {
             **where, "attempt": self.start.attempt, "loss": loss, "grad_norm": norm, "lr": pending.lr,
@@ -216,29 +233,26 @@ class Trainer:
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
         done = step + 1
-        interval = self.config.checkpoint.interval
-        due = done == self.config.steps or self.stopped_by is not None or (interval and done % interval == 0)
-        if not due or self._saved == done:
+        if not (self.saves.due(done) or (self._last(done) and self.saves.saved != done)):
             return
         self.settle()  # what the ledger has to say of these weights is written before they are published
-        data_step = self.data_step(step) + 1
-        offset = 0
-        if self.ledger is not None:
-            self.ledger.append("checkpoint", step=done, data_step=data_step, name=f"step_{done:08d}")
-            offset = self.ledger.offset
-        order = self.start.mixture.order.hash
-        extra = {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
-        extra |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
-        state = TrainState(self.model, self.optimizer, self.state.facts, extra)
-        self.checkpoints.save(done, state, Position(data_step, self._tokens, order, offset))
-        self._saved = done
-        self.checkpoints.prune(self._left)
+        last = self._last(done)  # what was settled may have said so
+        data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
+
+        def position(offset: int) -> Position:
+            return Position(data_step, tokens, order, offset, self.saves.scalars())
+
+        self.saves.save(done, data_step, self._everything, position, last)
         self._mark = Mark(self.ranks.device)  # saving is no step's time
 
-    def _left(self, manifest: Manifest) -> str | None:
-        """Checkpoints of a branch the run has left are none to go on from."""
-        assert self.ledger is not None  # only rank 0 prunes
-        return abandoned(manifest, self.ledger.path, self.ledger.entries)
+    def _last(self, done: int) -> bool:
+        return done == self.config.steps or self.stopped_by is not None
+
+    def _everything(self) -> TrainState:
+        """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
+        extra = {f"guard.{name}": value.clone() for name, value in self.guard.state_dict().items()}
+        extra |= {f"loss_scale.{name}": value.clone() for name, value in self.loss_scale.state_dict().items()}
+        return TrainState(self.model, self.optimizer, self.state.facts, extra)
 
     def validate_if_due(self, step: int) -> None:
         """Held-out loss every ``validation.interval`` steps and after the last."""
@@ -260,6 +274,7 @@ class Trainer:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
+        self.checkpoints.finish_moving()
         self.ranks.barrier()
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def damage(checkpoint: Path, *, length: int | None = None) -> Path:
 
 def test_list_shows_what_is_there(run: Path) -> None:
     lines = invoke("list", run).stdout.splitlines()
-    assert lines[0].split() == ["step", "data", "step", "tokens", "size", "valid"]
+    assert lines[0].split() == ["step", "data", "step", "tokens", "size", "tensors", "valid"]
     assert [line.split()[:3] for line in lines[1:]] == [
         ["1,000", "1,003", "4,096,000"],
         ["2,000", "2,003", "8,192,000"],
@@ -235,5 +235,5 @@ def test_a_seed_says_the_same_twice_and_another_something_else(run: Path) -> Non
 
 def test_help_names_every_command() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"list", "verify", "export-hf", "import-hf", "sample"}
+    assert set(commands) == {"list", "verify", "export-hf", "import-hf", "sample", "diff", "reshard", "prune", "fetch"}
     assert all(command.help for command in commands.values())

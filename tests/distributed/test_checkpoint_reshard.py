@@ -393,19 +393,19 @@ def test_one_rank_that_cannot_write_stops_all_and_publishes_nothing(run_ranks, t
 
 def unshared(folder: str) -> str:
     """A rank whose files rank 0 does not see: it writes to a folder of its own."""
-    from quern.train.checkpoint import manager as module
+    from quern.train.checkpoint import work as module
 
     state = make(folder, MeshPlan(*(1, 2)), 128)
     CASE.fill(state, 1)
     if dist.get_rank() == 1:
-        real = module.save_tensors
+        real = module.write_files
 
         def elsewhere(staged, *arguments, **options):
             other = f"{folder}/node1"
             os.makedirs(other, exist_ok=True)
             return real(other, *arguments, **options)
 
-        module.save_tensors = elsewhere
+        module.write_files = elsewhere
     with manager(f"{folder}/run") as checkpoints:
         try:
             checkpoints.save(1, state, CASE.position(1))

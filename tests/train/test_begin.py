@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 import run_case as case
 
+from quern.config import load_config
 from quern.errors import InputError, QuernError
+from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.config import TrainConfig
 from quern.train.ledger import data_step, skips_before
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
+#: No chance spike.
+CALM = {"loss_z": 1e9, "grad_norm_z": 1e9}
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +145,10 @@ def test_data_that_was_skipped_is_not_read_for_want_of_a_checkpoint(config, run)
 def test_pruning_counts_the_own_branch_only(config, run):
     """With two to keep, 4 of the left branch does not take the place of 2 beside the new 5."""
     keep = {"interval": 5, "keep_last": 2}
-    case.live(config(resume={"step": 2}, data_skip=3, checkpoint=keep), kill_at=6)
+    guard = {"health_window": 1, **CALM}  # none is kept for want of healthy steps
+    case.live(config(resume={"step": 2}, data_skip=3, checkpoint=keep, guard=guard), kill_at=6)
     assert names(run) == [2, 5, 6]  # 6 waits until the run passes it
-    left = case.live(config(checkpoint=keep))
+    left = case.live(config(checkpoint=keep, guard=guard))
     assert where(left) == ("resume", 5, 8)
     assert names(run) == [5, STEPS]
 
@@ -229,3 +235,139 @@ def line(kind: str, step: int, own: int = 0) -> dict:
 )
 def test_skips_before(entries, step, expected):
     assert skips_before(entries, step) == expected
+
+
+# ---- resume.step=good
+
+GOOD = {"health_window": 2, **CALM}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory, old):
+    """A run to its end with a checkpoint after every second of nine steps; step 6 is skipped: 2 and 4 are good."""
+    folder = tmp_path_factory.mktemp("healthy") / "run"
+    config = case.settings(folder, old[1], guard=GOOD, checkpoint={"interval": 2, "mode": "sync"})
+    case.live(config, factor=lambda data_step: float("nan") if data_step == 6 else 1.0)
+    assert names(folder) == [2, 4, 6, 8, 9]
+    assert [entry["step"] for entry in case.ledger(folder) if entry["kind"] == "good"] == [2, 4]
+    return folder
+
+
+@pytest.fixture
+def copies(tmp_path, healthy, old):
+    """Makes copies of that run: (its folder, what makes a config for it)."""
+
+    def copied(name: str):
+        run = shutil.copytree(healthy, tmp_path / name)
+
+        def make(**changes):
+            base = {"guard": GOOD, "checkpoint": {"interval": 2, "mode": "sync"}}
+            return case.settings(run, old[1], **(base | changes))
+
+        return run, make
+
+    return copied
+
+
+def without(entries: list[dict], *fields: str) -> list[dict]:
+    return [{name: value for name, value in entry.items() if name not in fields} for entry in entries]
+
+
+@pytest.mark.parametrize("skip", [0, 3])
+def test_good_goes_back_as_a_number_does(copies, skip):
+    """Same lines but for what was asked, same data, same bits."""
+    run, config = copies("good")
+    left = case.live(config(resume={"step": "good"}, data_skip=skip))
+    assert where(left) == ("rollback", 4, 4 + skip)
+    other, config = copies("number")
+    told = case.live(config(resume={"step": 4}, data_skip=skip))
+    assert left.complete
+    assert left.samples == told.samples
+    assert case.differences(left.state, told.state) == []
+    assert case.rows(run) == case.rows(other)
+    assert without(case.ledger(run), "time", "asked") == without(case.ledger(other), "time", "asked")
+    (line,) = [entry for entry in case.ledger(run) if entry["kind"] == "rollback"]
+    assert line["asked"] == {"step": "good", "data_skip": skip}
+    assert line["checkpoint"] == "step_00000004"
+    assert [entry["step"] for entry in case.ledger(run) if entry["kind"] == "good"] == [2, 4, 6]
+
+
+def test_a_launcher_that_asks_for_good_again_goes_on(copies):
+    """Though a newer one has become good since: it is the same rollback, until another start comes between."""
+    run, config = copies("again")
+    back = config(resume={"step": "good"}, data_skip=3)
+    assert where(case.live(back, kill_at=8)) == ("rollback", 4, 7)
+    assert names(run) == [2, 4, 6, 8, 9]  # 9 is of the branch that was left
+    assert where(case.live(back, kill_at=8)) == ("resume", 8, 11)
+    assert where(case.live(config(), kill_at=8)) == ("resume", 8, 11)
+    assert where(case.live(back)) == ("rollback", 6, 12)
+    assert moves(run)[1:] == [("rollback", 4, 7), ("resume", 8, 11), ("resume", 8, 11), ("rollback", 6, 12)]
+
+
+def test_the_newest_checkpoint_may_be_the_good_one(copies):
+    run, config = copies("newest")
+    for step in (6, 8, 9):
+        shutil.rmtree(run / "checkpoints" / f"step_{step:08d}")
+    assert where(case.live(config(resume={"step": "good"}), kill_at=5)) == ("rollback", 4, 4)
+
+
+def test_a_good_checkpoint_that_is_damaged_or_of_a_left_branch(copies, caplog):
+    run, config = copies("damaged")
+    damage(run, 4)
+    assert where(case.live(config(resume={"step": "good"}), kill_at=3)) == ("rollback", 2, 2)
+    assert "step_00000004" in caplog.text
+    assert "an older good checkpoint is tried" in caplog.text
+    before = moves(run)
+    damage(run, 2)
+    with pytest.raises(InputError, match=r"resume\.step: no good checkpoint is whole; .*step_00000002/"):
+        case.live(config(resume={"step": "good"}, data_skip=1))  # 4 lies on the branch that was left
+    assert moves(run) == before
+
+
+def test_where_none_is_good_the_newest_is_named(config, run):
+    before = (run / "ledger.jsonl").read_bytes()
+    message = (
+        r"resume\.step: no checkpoint is good yet; the newest, step_00000006, has 0 of the 100 healthy steps it needs "
+        r"after it \(guard\.health_window\)\. Give a number"
+    )
+    with pytest.raises(InputError, match=message):
+        case.live(config(resume={"step": "good"}))
+    assert (run / "ledger.jsonl").read_bytes() == before
+    # a shorter window needs no new steps: the ledger proves six
+    left = case.live(config(resume={"step": "good"}, guard=GOOD), kill_at=5)
+    assert where(left) == ("rollback", 4, 4)
+
+
+def test_good_in_a_run_that_has_nothing(tmp_path, old):
+    with pytest.raises(InputError, match=r"resume\.step: no checkpoint is good yet; the run has no checkpoint"):
+        case.live(case.settings(tmp_path / "fresh", old[1], resume={"step": "good"}))
+
+
+@pytest.mark.parametrize("value", ["bad", -1, 1.5, True])
+def test_what_resume_step_may_be(value):
+    with pytest.raises(InputError, match=r"resume\.step: expected an integer ≥ 0, good or null, got"):
+        load_config(None, TrainConfig, ["run_dir=x", "data.0.path=y", "steps=3", f"resume.step={value}"])
+
+
+def on_a_rank(config, kill_at):
+    try:
+        left = case.live(config, kill_at=kill_at)
+    except InputError as error:
+        return str(error)
+    return where(left)
+
+
+def test_all_ranks_go_back_to_the_same_checkpoint(copies):
+    """Only the first has the ledger."""
+    run, config = copies("ranks")
+    damage(run, 4)
+    here = Path(__file__)
+    files = {"run_case": str(here.with_name("run_case.py")), on_a_rank.__module__: str(here)}
+    two = {"parallel": {"dp_shard": 2}, "micro_batch": 1, "resume": {"step": "good"}}
+    with LocalRanks(2, files=files, preload=("hypothesis", "pydantic", "pytest", "yaml")) as ranks:
+        assert ranks.call(on_a_rank, config(**two), 4) == [("rollback", 2, 2)] * 2
+    damage(run, 2)
+    with LocalRanks(2, files=files, preload=("hypothesis", "pydantic", "pytest", "yaml")) as ranks:
+        refused = ranks.call(on_a_rank, config(**two, data_skip=1), 4)
+    assert "no good checkpoint is whole" in refused[0]
+    assert refused[0] == refused[1]

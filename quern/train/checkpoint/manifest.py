@@ -1,8 +1,9 @@
 """What a checkpoint says of itself: ``manifest.json``. Imports no torch: listing and verifying stay cheap.
 
-A checkpoint is a folder ``RUN/checkpoints/step_00001000/`` with one DCP file a rank, DCP's ``.metadata``, the resolved
-``config.yaml``, the encoding's ranks file and the manifest, which is written last and names every other file with its
-SHA-256 and size. ``step`` counts completed optimizer steps.
+A checkpoint is a folder ``RUN/checkpoints/step_00001000/`` with DCP's files of tensors (or ``places.json``, which says
+on which nodes they are), DCP's ``.metadata``, the resolved ``config.yaml``, the encoding's ranks file, the run's ledger
+so far and the manifest, which is written last and names every other file with its SHA-256 and size. ``step`` counts
+completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,31 +25,18 @@ from quern.errors import InputError
 from quern.model.config import ModelShape
 
 __all__ = [
-    "CONFIG_FILE",
-    "ENCODING_FILE",
-    "MANIFEST_FILE",
-    "METADATA_FILE",
-    "SCHEMA",
-    "Checkpoint",
-    "EncodingInfo",
-    "FileRecord",
-    "Manifest",
-    "Position",
-    "Problem",
-    "RunFacts",
-    "check_files",
-    "checkpoint_name",
-    "checkpoints_folder",
-    "list_checkpoints",
-    "read_manifest",
-    "sha256_of",
-]
+    "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "SCHEMA", "Checkpoint",
+    "EncodingInfo", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "check_file", "check_files",
+    "checkpoint_name", "checkpoints_folder", "is_tensor_file", "list_checkpoints", "read_manifest", "sha256_of",
+]  # fmt: skip
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
 CONFIG_FILE = "config.yaml"
 ENCODING_FILE = "encoding.tiktoken"
+HISTORY_FILE = "ledger.jsonl"
+"""The run's ledger up to the checkpoint."""
 
 _NAME = re.compile(r"step_(\d{8,})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -100,24 +88,31 @@ def check_files(
 
     ``hashes`` compares SHA-256 besides presence and size; ``mine`` selects the files to look at.
     """
-    problems = []
-    for name, record in manifest.files.items():
-        if not mine(name):
-            continue
-        file = os.path.join(path, name)
-        try:
-            size = os.stat(file).st_size
-            if not os.path.isfile(file):
-                problems.append(Problem(file, "not a file"))
-            elif size != record.size:
-                problems.append(Problem(file, f"expected {record.size} bytes, has {size}"))
-            elif hashes and (sha256 := storage.sha256(file)) != record.sha256:
-                problems.append(Problem(file, f"expected SHA-256 {record.sha256}, has {sha256}"))
-        except FileNotFoundError:
-            problems.append(Problem(file, "missing"))
-        except OSError as error:
-            problems.append(Problem(file, f"cannot be read ({error.strerror or error})"))
-    return problems
+    looks = (check_file(path, name, record, hashes=hashes) for name, record in manifest.files.items() if mine(name))
+    return [problem for problem in looks if problem is not None]
+
+
+def is_tensor_file(name: str) -> bool:
+    """Whether a file of a checkpoint is one of those that ranks write, ``__<rank>_<number>.distcp``."""
+    return name.endswith(".distcp")
+
+
+def check_file(folder: str, name: str, record: FileRecord, *, hashes: bool) -> Problem | None:
+    """What is wrong with one file, if anything."""
+    file = os.path.join(folder, name)
+    try:
+        size = os.stat(file).st_size
+        if not os.path.isfile(file):
+            return Problem(file, "not a file")
+        if size != record.size:
+            return Problem(file, f"expected {record.size} bytes, has {size}")
+        if hashes and (sha256 := storage.sha256(file)) != record.sha256:
+            return Problem(file, f"expected SHA-256 {record.sha256}, has {sha256}")
+    except FileNotFoundError:
+        return Problem(file, "missing")
+    except OSError as error:
+        return Problem(file, f"cannot be read ({error.strerror or error})")
+    return None
 
 
 @dataclass(frozen=True)
@@ -221,12 +216,15 @@ class Manifest:
     written_by: Mapping[str, str]
     """Versions of the software."""
     files: Mapping[str, FileRecord]
+    run: str = ""
+    """Of which run, by its random id; empty: not a run's."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, with a checksum over itself: a digit that flips is found."""
         encoding = self.encoding
         plain = {
             "schema": SCHEMA,
+            "run": self.run,
             "step": self.step,
             "data_step": self.data_step,
             "tokens": self.tokens,
@@ -278,6 +276,7 @@ class Manifest:
             scalars=fields.child("scalars").scalars(),
             written_by=fields.child("written_by").texts(),
             files=fields.child("files").files(),
+            run=fields.text("run"),
         )
         checksum = fields.text("checksum")
         expected = digest({key: value for key, value in data.items() if key != "checksum"})

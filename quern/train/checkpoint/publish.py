@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -26,9 +26,14 @@ def read_ranks(path: str, encoding: EncodingInfo) -> bytes:
     return data
 
 
-def complete_folder(staged: str, manifest: Manifest, documents: Mapping[str, bytes]) -> Manifest:
-    """Write the small files and, last, the manifest into a staging folder whose tensors are written."""
+def complete_folder(
+    staged: str, manifest: Manifest, documents: Mapping[str, bytes], away: Collection[str] = ()
+) -> Manifest:
+    """Write the small files and, last, the manifest into a staging folder whose tensors are written, but for those
+    ``away`` on other disks."""
     for name, record in manifest.files.items():
+        if name in away:
+            continue
         try:
             size = os.stat(os.path.join(staged, name)).st_size
         except OSError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,14 +23,20 @@ from quern.train.checkpoint.manifest import (
     EncodingInfo,
     Manifest,
     Problem,
+    check_file,
     check_files,
     read_manifest,
 )
 from quern.train.checkpoint.metadata import read_metadata
+from quern.train.checkpoint.places import Place, check_together, elsewhere, in_order, read_places
 from quern.train.checkpoint.publish import complete_folder, read_ranks, written_by
 from quern.train.checkpoint.state import weight_sizes
+from quern.train.checkpoint.tiers.retry import StoreError
+from quern.train.checkpoint.tiers.store import Store
 
-__all__ = ["iter_weights", "read_manifest", "verify", "weight_sizes", "write_weights"]
+__all__ = [
+    "Verified", "inspect", "inspect_stored", "iter_weights", "read_manifest", "verify", "weight_sizes", "write_weights",
+]  # fmt: skip
 
 
 def iter_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,9 +45,10 @@ def iter_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     Only one tensor is held; moments are not read. Checksums are :func:`verify`'s.
 
     Raises:
-        InputError: the manifest or the metadata is missing, damaged or foreign.
+        InputError: the manifest or the metadata is missing, damaged or foreign, or files of tensors are elsewhere.
         QuernError: a file could not be read.
     """
+    check_together(path)
     metadata = read_metadata(path, read_manifest(path).files)
     for name, stored in sorted(metadata.state_dict_metadata.items()):
         if name.startswith("model.") and isinstance(stored, TensorStorageMetadata):
@@ -92,7 +101,7 @@ def write_weights(
     os.makedirs(staged)
     try:
         described = {f"model.{name}": torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()}
-        files = save_tensors(staged, described, {}, group=None, alone=True, fetch=fetch)
+        files = save_tensors(staged, described, fetch)
         manifest = Manifest(
             step=0,
             data_step=0,
@@ -120,22 +129,99 @@ def write_weights(
     return manifest
 
 
-def verify(path: str) -> list[Problem]:
-    """Everything wrong with the checkpoint at ``path``; empty when it can be relied on.
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`inspect` found."""
+
+    problems: tuple[Problem, ...]
+    """What is damaged, or missing where it should be."""
+    absent: tuple[Problem, ...] = ()
+    """Files that are on the disks of nodes, and on none that this machine has: nothing is known of them."""
+
+
+def inspect(path: str) -> Verified:
+    """Look at the checkpoint at ``path``.
 
     Looked at are the manifest, presence, size and SHA-256 of every file, DCP's metadata, and whether the model's
-    tensors are all there in the sizes of the manifest's shape.
+    tensors are all there in the sizes of the manifest's shape. Of files that are on nodes' disks every copy is looked
+    at that this machine has.
     """
     try:
         manifest = read_manifest(path)
     except InputError as error:
-        return [Problem(path, str(error))]
-    problems = check_files(path, manifest, hashes=True)
+        return Verified((Problem(path, str(error)),))
+    try:
+        places = read_places(path) or ()
+    except InputError as error:
+        return Verified((Problem(path, str(error)), *check_files(path, manifest, hashes=True)))
+    away = elsewhere(path)
+    problems = check_files(path, manifest, hashes=True, mine=lambda name: name not in away)
+    absent = []
+    for name, record in manifest.files.items():
+        if name in away:
+            copies = _copies(path, name, places)
+            looks = (check_file(folder, name, record, hashes=True) for folder in copies)
+            problems += [problem for problem in looks if problem is not None]
+            if not copies:
+                nodes = ", ".join(f"node {place.host}, {place.folder}" for place in places if name in place.files)
+                absent.append(Problem(os.path.join(path, name), f"not on this machine ({nodes})"))
+    return Verified((*problems, *_check_metadata(path, manifest)), tuple(absent))
+
+
+def _copies(path: str, name: str, places: Sequence[Place]) -> list[str]:
+    """The folders on this machine that have a file."""
+    folders = [path, *(place.folder for place in in_order(places, name))]
+    return [folder for folder in dict.fromkeys(folders) if os.path.lexists(os.path.join(folder, name))]
+
+
+def inspect_stored(store: Store, step: int) -> Verified:
+    """:func:`inspect` for a checkpoint in a store: every file is fetched to a temporary folder, one at a time.
+
+    Raises:
+        StoreError: the store cannot be reached.
+        QuernError: the temporary folder cannot be written.
+    """
+    try:
+        manifest = store.manifest(step)
+    except InputError as error:
+        return Verified((Problem(store.address(step), str(error)),))
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="quern-verify-") as folder:
+        for name, record in manifest.files.items():
+            try:
+                path = store.fetch(step, name, record, folder)
+            except StoreError as error:
+                if error.transient:
+                    raise
+                problems.append(_told_by_store(error, store.address(step, name)))
+                continue
+            if name != METADATA_FILE:
+                os.unlink(path)
+        if os.path.exists(os.path.join(folder, METADATA_FILE)):
+            problems += [
+                Problem(store.address(step, METADATA_FILE), problem.what)
+                for problem in _check_metadata(folder, manifest)
+            ]
+    return Verified(tuple(problems))
+
+
+def _told_by_store(error: StoreError, address: str) -> Problem:
+    return Problem(address, str(error).removeprefix(f"{address}: "))
+
+
+def verify(path: str) -> list[Problem]:
+    """Everything :func:`inspect` finds; empty when the checkpoint can be relied on."""
+    found = inspect(path)
+    return [*found.problems, *found.absent]
+
+
+def _check_metadata(path: str, manifest: Manifest) -> list[Problem]:
     file = os.path.join(path, METADATA_FILE)
     try:
         stored = read_metadata(path, manifest.files).state_dict_metadata
     except InputError as error:
-        return [*problems, Problem(file, str(error))]
+        return [Problem(file, str(error))]
+    problems = []
     for name, size in weight_sizes(manifest.model).items():
         found = stored.get(f"model.{name}")
         if not isinstance(found, TensorStorageMetadata):

@@ -10,8 +10,7 @@ model's shape. Tied embeddings that a pipeline has twice are stored once, as ``e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,10 +134,11 @@ def view_tensors(state: TrainState) -> TensorView:
     """
     weights: Mapping[str, Any] = get_model_state_dict(state.model)
     tensors: dict[str, torch.Tensor] = {f"model.{name}": value for name, value in weights.items()}
-    with _moments_exist(state.optimizer):
-        flat = get_optimizer_state_dict(
-            state.model, state.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
+    if not state.optimizer.state:
+        _make_moments(state.optimizer)
+    flat = get_optimizer_state_dict(
+        state.model, state.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
     counters: dict[str, torch.Tensor] = {}
     for name, value in flat.items():
         if not name.startswith("state."):
@@ -168,23 +168,17 @@ def _one_step(counters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return steps[0].clone()
 
 
-@contextmanager
-def _moments_exist(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """torch makes missing moments by a step with zero gradients, which counts; here it does not, and gradients stay."""
-    if optimizer.state:
-        yield
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-    for slots in optimizer.state.values():
-        slots["step"].zero_()
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Zeros at step 0, as AdamW makes them in its first step. torch would take such a step, with a gradient for every
+    parameter: memory that a load has no other use for."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
 
 def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 __all__ = ["PADDED", "UnpaddedLoadPlanner", "UnpaddedSavePlanner"]
 
@@ -90,6 +90,3 @@ class UnpaddedLoadPlanner(DefaultLoadPlanner):
             if isinstance(stored, TensorStorageMetadata) and held is not None and stored.size[0] == rows:
                 tensors[name] = replace(stored, size=held.size())
         super().set_up_planner(state_dict, replace(metadata, state_dict_metadata=tensors), is_coordinator)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise TypeError(f"{read_item.dest_index.fqn}: expected a tensor; nothing else is read from a checkpoint")

@@ -1,0 +1,240 @@
+"""What happens to a checkpoint after it is published, on each node and behind the training: its files go to the next
+node's disk and into the store, and old files go from the disk.
+
+One thread a node asks two processes (:mod:`.upload`) and listens to them. Nothing here can hold up or fail the run;
+what cannot be done is logged and tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quern.errors import InputError
+from quern.train.agree import describe
+from quern.train.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    is_tensor_file,
+    read_manifest,
+    sha256_of,
+)
+from quern.train.checkpoint.tiers.disk import Disk
+from quern.train.checkpoint.tiers.peers import ServerProcess
+from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Uploaded, Uploader, Waiting
+
+__all__ = ["Behind"]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+#: A file system may show a new file late on other machines.
+_MANIFEST_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class _Published:
+    step: int
+    path: str
+    names: tuple[str, ...] | None
+    """The files that are this node's to move; None: those it wrote."""
+    mirror: bool
+    store: bool
+
+
+class Behind:
+    """The work of one node; used by one thread of its first rank.
+
+    Args:
+        writes: whether a file was written by a rank of this node.
+        first: whether rank 0 is on this node, which also uploads the small files and, last, the manifest.
+        disk: the node's own disk; None: the files are in the run's folder.
+        server: makes the server of this node's files again when it has died.
+    """
+
+    def __init__(
+        self,
+        writes: Callable[[str], bool],
+        first: bool,
+        disk: Disk | None,
+        mirror: Uploader | None,
+        store: Uploader | None,
+        server: Callable[[], ServerProcess] | None = None,
+    ) -> None:
+        self._writes, self._first, self._disk = writes, first, disk
+        self._mirror, self._store = mirror, store
+        self._server = server
+        self._serving = None if server is None else server()
+        self._asked: queue.SimpleQueue[_Published | list[int] | None] = queue.SimpleQueue()
+        self._said: set[str] = set()
+        self._unasked = 0
+        self._changed = threading.Condition()
+        self._unfinished: list[str] = []
+        self._moving: int | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint mover", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int | None:
+        """Where this node's files are served."""
+        return None if self._serving is None else self._serving.port
+
+    def mirror_to(self, mirror: Uploader) -> None:
+        """Where files are mirrored from now on; before the first checkpoint."""
+        self._mirror = mirror
+
+    def published(
+        self, step: int, path: str, *, store: bool, names: Iterable[str] | None = None, mirror: bool = True
+    ) -> None:
+        """A checkpoint stands. ``store``: upload it. ``names``: the files this node is to move, instead of those it
+        wrote."""
+        with self._changed:
+            self._unasked += 1
+        self._asked.put(_Published(step, path, None if names is None else tuple(names), mirror, store))
+
+    def remove(self, steps: Iterable[int]) -> None:
+        """Remove the files of these steps, which no manifest names any more."""
+        if gone := list(steps):
+            self._asked.put(gone)
+
+    def unfinished(self) -> list[str]:
+        """What is still to be moved, for people to read."""
+        with self._changed:
+            return [*self._unfinished, *(["a checkpoint"] if self._unasked else [])]
+
+    def moving(self) -> set[int]:
+        """The step whose upload is under way, or waits for other nodes'."""
+        with self._changed:
+            return set() if self._moving is None else {self._moving}
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all is moved, within so many seconds."""
+        end = time.monotonic() + seconds
+        while self.unfinished():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(min(0.1, max(0.0, end - time.monotonic())))
+        return True
+
+    def close(self) -> None:
+        """End; what is not moved stays for the next start."""
+        self._asked.put(None)
+        self._thread.join(30)
+        for uploader in (self._mirror, self._store):
+            if uploader is not None:
+                uploader.close()
+        if self._serving is not None:
+            self._serving.close()
+
+    def _run(self) -> None:
+        while True:
+            asked: _Published | list[int] | None = []
+            with suppress(queue.Empty):
+                asked = self._asked.get(timeout=_POLL_S)
+            if asked is None:
+                return
+            try:
+                if isinstance(asked, _Published):
+                    self._move(asked)
+                elif asked:
+                    self._remove(asked)
+                self._listen()
+            except Exception as error:  # the training does not end for this
+                self._warn(f"moving checkpoints: {describe(error)}")
+
+    def _move(self, asked: _Published) -> None:
+        try:
+            manifest, data = self._read(asked.path)
+            names = [name for name in manifest.files if self._writes(name)] if asked.names is None else asked.names
+            tensors = {name: manifest.files[name] for name in names if is_tensor_file(name)}
+            away = self._disk is not None and any(
+                not os.path.lexists(os.path.join(asked.path, name)) for name in tensors
+            )
+            folder = self._disk.folder(asked.step) if self._disk is not None and away else asked.path
+            if self._mirror is not None and asked.mirror and away:
+                self._mirror.upload(asked.step, folder, tensors)
+            if self._store is not None and asked.store:
+                if tensors:
+                    self._store.upload(asked.step, folder, tensors)
+                if self._first:
+                    small = {name: record for name, record in manifest.files.items() if not is_tensor_file(name)}
+                    last = {MANIFEST_FILE: FileRecord(sha256_of(data), len(data))}
+                    self._store.upload(asked.step, asked.path, small, last)
+        finally:
+            self._look()  # first: at no moment all seems to be done
+            with self._changed:
+                self._unasked -= 1
+
+    @staticmethod
+    def _read(path: str) -> tuple[Manifest, bytes]:
+        end = time.monotonic() + _MANIFEST_PATIENCE_S
+        while True:
+            try:
+                manifest = read_manifest(path)
+                with open(os.path.join(path, MANIFEST_FILE), "rb") as file:
+                    return manifest, file.read()
+            except (InputError, OSError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
+
+    def _remove(self, steps: list[int]) -> None:
+        for uploader in (self._mirror, self._store):
+            if uploader is not None:
+                waiting = {step for step, _ in uploader.unfinished}
+                for step in waiting.intersection(steps):
+                    self._warn(f"the checkpoint after step {step} was removed before it was moved everywhere")
+                    uploader.cancel(step)
+        if self._disk is not None:
+            self._disk.remove(steps)
+
+    def _listen(self) -> None:
+        for uploader, where in ((self._mirror, "the next node's disk"), (self._store, "the store")):
+            for event in uploader.poll() if uploader is not None else ():
+                self._tell(event, where)
+        self._look()
+        if self._serving is not None and self._server is not None and not self._serving.alive():
+            self._warn("the server of this node's checkpoint files has died; it is started again")
+            self._serving = self._server()
+
+    def _look(self) -> None:
+        with self._changed:
+            left = [
+                f"step {step} to {where}"
+                for uploader, where in ((self._mirror, "the next node's disk"), (self._store, "the store"))
+                for step, _ in (uploader.unfinished if uploader is not None else ())
+            ]
+            self._unfinished = list(dict.fromkeys(left))
+            if self._store is None or self._moving not in {step for step, _ in self._store.unfinished}:
+                self._moving = None
+
+    def _tell(self, event: Event, where: str) -> None:
+        match event:
+            case Uploaded(step=step, last=last, num_bytes=num_bytes, seconds=seconds):
+                self._said.clear()
+                if last:
+                    log.info("checkpoint after step %d is whole in %s", step, where)
+                else:
+                    rate = num_bytes / 1e9, seconds
+                    log.debug("checkpoint after step %d: moved to %s, %.3g GB in %.3g s", step, where, *rate)
+            case Failed(step=step, why=why, dropped=dropped):
+                then = "it is not moved" if dropped else "tried again later"
+                self._warn(f"checkpoint after step {step}: {why}; {then}")
+            case Progress(step=step) | Waiting(step=step) if where == "the store":
+                with self._changed:
+                    self._moving = step
+            case Died(why=why):
+                self._warn(f"{why}; it is started again")
+
+    def _warn(self, text: str) -> None:
+        """Once until something goes well."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)

@@ -1,0 +1,80 @@
+"""A transfer in pieces of bounded size: of a local file, checked while it is read, and several under way at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.tiers.retry import SourceError
+
+__all__ = ["PART_BYTES", "FilePieces", "Rate", "in_order"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+PART_BYTES = 8 << 20
+"""Bytes a request carries. S3 takes parts of 5 MiB to 5 GiB, and at most 10,000 of them."""
+_MAX_PARTS = 10_000
+
+
+class Rate(Protocol):
+    """A limit on bytes per second."""
+
+    def take(self, n: int, /) -> object:
+        """Wait until ``n`` more bytes may go."""
+
+
+class FilePieces:
+    """A local file in pieces of bounded size. After the last one the iteration fails if the bytes are not those of
+    ``record``, so a consumer that commits after the end commits nothing wrong."""
+
+    def __init__(self, path: str, record: FileRecord, rate: Rate | None, progress: Callable[[int], object]) -> None:
+        self.path, self.record, self.rate, self.progress = path, record, rate, progress
+
+    def __iter__(self) -> Iterator[bytes]:
+        length = max(PART_BYTES, -(-self.record.size // _MAX_PARTS))
+        state, size = hashlib.sha256(), 0
+        try:
+            with open(self.path, "rb") as file:
+                while data := file.read(length):
+                    size += len(data)
+                    if size > self.record.size:
+                        break
+                    state.update(data)
+                    self.progress(len(data))
+                    if self.rate is not None:
+                        self.rate.take(len(data))
+                    yield data
+        except OSError as error:
+            raise SourceError(f"{self.path}: cannot be read ({error.strerror or error}); not uploaded") from None
+        if size != self.record.size:
+            more = "more" if size > self.record.size else f"{size}"
+            raise SourceError(f"{self.path}: expected {self.record.size} bytes, as saved, has {more}; not uploaded")
+        if state.hexdigest() != self.record.sha256:
+            raise SourceError(
+                f"{self.path}: expected SHA-256 {self.record.sha256}, as saved, has {state.hexdigest()}; not uploaded"
+            )
+
+
+def in_order(action: Callable[[S, Callable[[], bool]], T], items: Iterable[S], width: int) -> Iterator[T]:
+    """Results of ``action`` for each item in turn, with up to ``width`` under way; after a failure none goes on."""
+    stop = threading.Event()
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(width, thread_name_prefix="store") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(action, item, stop.is_set))
+                del item  # its bytes live no longer than its request
+                if len(waiting) == width:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            stop.set()
+            for future in waiting:
+                future.cancel()

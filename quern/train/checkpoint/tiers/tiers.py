@@ -1,0 +1,366 @@
+"""Where a run's checkpoint files are, and how they get to where they are needed: the nodes' own disks, then the store.
+
+The run's folder, which all nodes share, always has the small files and decides what exists. The files of tensors are
+there too, or with ``checkpoint.local`` on the disk of the node that wrote them, mirrored on the next node's. Behind
+both is the store. What a load needs is first brought to the node's disk, each file from the first place that has it
+whole: this disk, another node's, the store. DCP then reads local files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from quern.errors import QuernError
+from quern.train.agree import Agreement, describe
+from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
+from quern.train.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Checkpoint,
+    FileRecord,
+    Manifest,
+    Problem,
+    check_file,
+    checkpoint_name,
+    checkpoints_folder,
+    is_tensor_file,
+    list_checkpoints,
+)
+from quern.train.checkpoint.places import PLACES_FILE, Place, elsewhere, places_to_bytes
+from quern.train.checkpoint.tiers.behind import Behind
+from quern.train.checkpoint.tiers.disk import Disk
+from quern.train.checkpoint.tiers.identity import identify
+from quern.train.checkpoint.tiers.nodes import find_nodes, reachable_address
+from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of
+from quern.train.checkpoint.tiers.retry import Backoff, StoreError
+from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.tiers.upload import Uploader
+from quern.train.checkpoint.tiers.whole import Found, Sites, find_whole
+from quern.train.config import CheckpointConfig
+
+__all__ = ["Tiers"]
+
+log = logging.getLogger(__name__)
+
+#: For which a request to the store is repeated while the run waits for the answer.
+_START_BUDGET_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Of one node's server."""
+
+    host: str
+    port: int | None
+
+
+class Tiers:
+    """The tiers of one run; all methods but :meth:`close` are collective. Opened after the run's lock is taken.
+
+    Raises:
+        InputError: the store is another run's.
+        QuernError: a node's disk cannot be used, or its server does not start.
+    """
+
+    def __init__(self, run_dir: str, config: CheckpointConfig, agreement: Agreement, from_store: bool = False) -> None:
+        self.run_dir, self.config, self.agreement = run_dir, config, agreement
+        self.root = checkpoints_folder(run_dir)
+        self.nodes = find_nodes(agreement)
+        self.disk: Disk | None = None
+        """This node's, with ``checkpoint.local``."""
+        self._behind: Behind | None = None
+        self._unstored: Checkpoint | None = None
+        """The last one, if ``store_every`` leaves it out."""
+        self._peers: dict[int, Peer] = {}
+        self._holders: dict[str, int] | None = None
+        """Node with a whole copy by tensor file, of the checkpoint that was found last, if they are on nodes' disks."""
+        identity = agreement.first(lambda: identify(run_dir, self._store if config.store else None, from_store))
+        self.run, self._stored = identity.run, set(identity.stored)
+        everyone = (tuple(range(agreement.world)),)
+        self._shared = self._sites = Sites(everyone, 0)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @cached_property
+    def _store(self) -> Store:
+        """Made where it is used: its libraries are large."""
+        assert self.config.store is not None
+        return Store(self.config.store, backoff=Backoff(budget_s=_START_BUDGET_S))
+
+    def _open(self) -> None:
+        config, nodes = self.config, self.nodes
+        if config.local is not None:
+            self.disk = Disk(os.path.join(config.local.replace("{node}", str(nodes.mine)), self.run))
+            self._sites = Sites(tuple(nodes.ranks(node) for node in range(len(nodes.hosts))), nodes.mine)
+            self.agreement.own(self.disk.open if nodes.leads else lambda: None)
+        token = self.agreement.first(new_token)
+        address = reachable_address(self.agreement, nodes)
+        self.agreement.own(lambda: self._start(token, address) if nodes.leads else None)
+        port = None if self._behind is None else self._behind.port
+        found = self.agreement.gather(_Addresses(address, port))
+        for node in range(len(nodes.hosts)):
+            server = found[nodes.ranks(node)[0]]
+            if server.port is not None and node != nodes.mine:
+                self._peers[node] = Peer(server.host, server.port, token)
+        partner = partner_of(nodes.mine, len(nodes.hosts))
+        if self._behind is not None and self.disk is not None and partner is not None and config.partner is not False:
+            self._behind.mirror_to(Uploader(f"peer://{self._peers[partner]}", environment={"QUERN_PEER_TOKEN": token}))
+
+    def _start(self, token: str, address: str) -> None:
+        """What a node's first rank runs."""
+        disk, config = self.disk, self.config
+        several = len(self.nodes.hosts) > 1
+        if config.store is None and disk is None:
+            return
+        store = None if config.store is None else Uploader(config.store, bytes_per_s=config.store_bytes_per_s)
+        ports = [0]
+
+        def serve() -> ServerProcess:
+            assert disk is not None
+            server = ServerProcess(disk.root, address, token, port=ports[0])
+            ports[0] = server.port
+            return server
+
+        self._behind = Behind(
+            self._writes, self.nodes.mine == 0, disk, None, store, serve if disk is not None and several else None
+        )
+
+    def _writes(self, name: str) -> bool:
+        """Whether a rank of this node writes files of this name."""
+        everyone = Sites(tuple(self.nodes.ranks(node) for node in range(len(self.nodes.hosts))), self.nodes.mine)
+        return everyone.of(everyone.writer(name)) == self.nodes.mine
+
+    def place(self, step: int, names: Iterable[str]) -> Place | None:
+        """Where this rank's files of a step are, for ``places.json``; None: in the checkpoint's folder."""
+        if self.disk is None:
+            return None
+        return Place(socket.gethostname(), os.path.abspath(self.disk.folder(step)), tuple(names))
+
+    # --- behind the training
+
+    def published(self, checkpoint: Checkpoint, removed: Collection[str]) -> None:
+        """A checkpoint stands, others are removed. Not collective; on every rank."""
+        if self._behind is None:
+            return
+        every = self.config.store_every
+        store = self.config.store is not None and (every is None or checkpoint.step % every == 0)
+        self._behind.published(checkpoint.step, checkpoint.path, store=store)
+        self._unstored = None if store else checkpoint
+        self._behind.remove(int(name.removeprefix("step_")) for name in removed)
+
+    def take_up(self, checkpoint: Checkpoint | None) -> None:
+        """Go on with what the last start left: move the files of the checkpoint the run goes on from to where they are
+        missing, and remove from the nodes' disks those that belong to no checkpoint."""
+        self._tidy()
+        if self._behind is not None and checkpoint is not None:
+            # also one that the store has: it may be another of the same step, of a branch that was left
+            store = self.config.store is not None
+            self._behind.published(checkpoint.step, checkpoint.path, store=store, names=self._share())
+
+    def _share(self) -> list[str] | None:
+        """The tensor files that this node is to move of the checkpoint that was found last: those of which its copy is
+        known to be whole. None: as if it had just been saved."""
+        if self._holders is None:
+            return None
+        return sorted(name for name, site in self._holders.items() if site == self.nodes.mine)
+
+    def _tidy(self) -> None:
+        """Remove from this node's disk the files that belong to no checkpoint; before training, which may save one."""
+        standing = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
+
+        def remove() -> None:
+            if self.disk is None or not self.nodes.leads:
+                return
+            try:
+                self.disk.remove([step for step in self.disk.steps() if step not in standing])
+            except OSError as error:
+                log.warning("%s: not tidied (%s)", self.disk.root, describe(error))
+
+        self.agreement.patiently(remove)
+
+    def finish(self) -> None:
+        """Upload the last checkpoint whatever its step, and wait until all files are where they go, for as long as the
+        config says; say what is left."""
+        if self.config.store is None and self.disk is None:
+            return
+        behind, limit = self._behind, self.config.upload_wait_s
+        if behind is not None and self.config.store is not None and self._unstored is not None:
+            behind.published(self._unstored.step, self._unstored.path, store=True, mirror=False)
+            self._unstored = None
+        self.agreement.patiently(lambda: None if behind is None else behind.wait(limit))
+        left = [] if behind is None else behind.unfinished()
+        if left:
+            log.warning("not moved yet: %s; the next start goes on with it", ", ".join(left))
+
+    def close(self) -> None:
+        """End threads and processes."""
+        if self._behind is not None:
+            self._behind.close()
+            self._behind = None
+
+    def moving(self) -> set[int]:
+        """The step that this node uploads, if it does: its files are to stay. Not collective."""
+        return set() if self._behind is None else self._behind.moving()
+
+    # --- finding and bringing
+
+    def steps(self) -> set[int]:
+        """Steps of which the store has a checkpoint."""
+        return set(self._stored)
+
+    def find(self, path: str, manifest: Manifest, *, hashes: bool) -> list[Problem]:
+        """Have every file of a checkpoint of this run whole somewhere; returns what is wrong with those that cannot be.
+
+        The small files, and without ``checkpoint.local`` all, in its folder ``path``; the others on some node's disk.
+        """
+        own, away = self.agreement.first(lambda: self._away(path, manifest))
+        self._holders = None
+        here = {name: record for name, record in manifest.files.items() if name not in away}
+        there = {name: record for name, record in manifest.files.items() if name in away}
+        problems = self._whole(self._shared, path, manifest.step if own else None, here, hashes).missing(here)
+        if there and not problems:
+            if self.disk is None or not own:
+                what = "of checkpoint.local" if own else "of another run; `quern checkpoint fetch` brings them together"
+                return [Problem(path, f"its tensor files are on the disks of nodes (places.json), {what}")]
+            folder = self.disk.folder(manifest.step)
+            found = self._whole(self._sites, folder, manifest.step, there, hashes)
+            problems, self._holders = found.missing(there), found.holders
+        return problems
+
+    def _away(self, path: str, manifest: Manifest) -> tuple[bool, frozenset[str]]:
+        """Whether a checkpoint is this run's, and which of its files are on nodes' disks: where the run has those, all
+        tensor files that are not in the folder; ``places.json`` may be damaged."""
+        own = os.path.dirname(os.path.abspath(path)) == os.path.abspath(self.root)
+        if self.disk is None or not own:
+            return own, elsewhere(path)
+        return own, frozenset(
+            name for name in manifest.files
+            if is_tensor_file(name) and not os.path.lexists(os.path.join(path, name))
+        )  # fmt: skip
+
+    def _whole(
+        self, sites: Sites, folder: str, step: int | None, records: Mapping[str, FileRecord], hashes: bool
+    ) -> Found:
+        """``step``: of the store's checkpoint from which to take what is nowhere whole."""
+
+        def fetch(name: str, record: FileRecord, into: str) -> None:
+            assert step is not None
+            os.makedirs(into, exist_ok=True)
+            self._store.fetch(step, name, record, into)
+
+        return find_whole(
+            self.agreement, sites, folder, records, hashes=hashes, fetch=fetch if step in self._stored else None
+        )
+
+    def stored_manifest(self, step: int) -> Manifest:
+        """That of the checkpoint in the store.
+
+        Raises:
+            InputError: it is damaged, or gone.
+            StoreError: it cannot be read.
+        """
+        return self.agreement.first(lambda: self._store.manifest(step))
+
+    def restore(self, manifest: Manifest) -> list[Problem]:
+        """Put a checkpoint that only the store has back into the run's folder, and its tensor files onto disks.
+
+        Returns what is wrong, and leaves nothing, when a file is not whole there either.
+        """
+        step, final = manifest.step, os.path.join(self.root, checkpoint_name(manifest.step))
+        token = self.agreement.first(lambda: self._make_folder(final))
+        staged = staging_path(final, token)
+        tensors = {name: record for name, record in manifest.files.items() if is_tensor_file(name)}
+        if self.disk is None:
+            problems = self._whole(self._shared, staged, step, manifest.files, True).missing(manifest.files)
+        else:
+            small = {name: record for name, record in manifest.files.items() if name not in tensors}
+            problems = self._whole(self._shared, staged, step, small, True).missing(small)
+            if not problems:
+                found = self._whole(self._sites, self.disk.folder(step), step, tensors, True)
+                problems, self._holders = found.missing(tensors), found.holders
+                places = self.agreement.gather(
+                    self.place(step, [name for name, site in found.holders.items() if site == self.nodes.mine])
+                )
+                self.agreement.first(lambda: write_file(os.path.join(staged, PLACES_FILE), _to_bytes(places)))
+
+        def end() -> None:
+            if problems:
+                shutil.rmtree(staged, ignore_errors=True)
+                return
+            write_file(os.path.join(staged, MANIFEST_FILE), manifest.to_bytes())
+            publish_folder(staged, final, token, replace=False)
+
+        self.agreement.first(end)
+        return problems
+
+    @staticmethod
+    def _make_folder(final: str) -> str:
+        token = uuid.uuid4().hex
+        os.mkdir(staging_path(final, token))
+        return token
+
+    def bring(self, path: str, manifest: Manifest, needed: Collection[str]) -> str:
+        """Have the files from which this rank reads on this node's disk; returns the folder to read them from.
+
+        Raises:
+            QuernError: on every rank, naming the file and every place that was tried.
+        """
+        _, away = self.agreement.first(lambda: self._away(path, manifest))
+        if not away or self.disk is None:
+            return path
+        folder, step = self.disk.folder(manifest.step), manifest.step
+        everyones = self.agreement.gather(sorted(set(needed) & away))
+        ranks = self.nodes.ranks(self.nodes.mine)
+        wanted = sorted({name for rank in ranks for name in everyones[rank]})
+        mine = wanted[ranks.index(self.nodes.rank) :: len(ranks)]
+
+        def bring() -> None:
+            for name in mine:
+                self._bring(folder, step, name, manifest.files[name])
+
+        self.agreement.patiently(bring)
+        return folder
+
+    def _bring(self, folder: str, step: int, name: str, record: FileRecord) -> None:
+        problem = check_file(folder, name, record, hashes=self.config.verify)
+        if problem is None:
+            return
+        tried = [str(problem)]
+        os.makedirs(folder, exist_ok=True)
+        # the writer's node first: it has it, unless it is gone
+        order = sorted(self._peers, key=lambda node: node != self._sites.of(self._sites.writer(name)))
+        for node in order:
+            peer = self._peers[node]
+            try:
+                if peer.files(checkpoint_name(step)).get(name) == record.size:
+                    peer.fetch(checkpoint_name(step), name, record, folder)
+                    # another layout asks for files that were never here
+                    level = logging.INFO if problem.what == "missing" else logging.WARNING
+                    log.log(level, "%s; put back from %s", problem, peer)
+                    return
+                tried.append(f"{self.nodes.hosts[node]} does not have it")
+            except PeerError as error:
+                tried.append(f"{self.nodes.hosts[node]}: {error}")
+        if step in self._stored:
+            try:
+                self._store.fetch(step, name, record, folder)
+                return
+            except StoreError as error:
+                tried.append(str(error))
+        raise QuernError("; ".join(tried))
+
+
+def _to_bytes(places: Iterable[Place | None]) -> bytes:
+    with suppress(ValueError):
+        return places_to_bytes([place for place in places if place is not None])
+    raise QuernError("checkpoint.local: the nodes' folders cannot be written down")

@@ -1,0 +1,319 @@
+"""The trainer's handle of the process that moves its checkpoint files away: :mod:`.mover`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from quern.errors import InputError, QuernError
+from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
+
+__all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A request is done: all its files are there."""
+
+    step: int
+    last: bool
+    """Whether it was the request with the manifest."""
+    num_bytes: int
+    """Sent; what was there already does not count."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A try failed. Unless ``dropped``, the request is tried again."""
+
+    step: int
+    last: bool
+    why: str
+    permanent: bool
+    """Somebody has to act."""
+    dropped: bool
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The manifest waits for files of other nodes, and is tried again soon: nothing is wrong with that."""
+
+    step: int
+    last: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Bytes of a request's files that are there or sent, of all."""
+
+    step: int
+    num_bytes: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """What was asked for a step before this is forgotten, and no longer worked on; files of it that were moved already
+    stay there."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process ended by itself or was killed; it is started again with what is not finished."""
+
+    why: str
+
+
+Event = Uploaded | Failed | Waiting | Progress | Cancelled | Died
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked and is not finished."""
+
+    number: int
+    key: tuple[int, bool]
+    message: str
+
+
+class Uploader:
+    """The trainer's handle of the process. No method waits for the store; one thread uses it.
+
+    Args:
+        url: the store, or another node's server as ``peer://HOST:PORT``; the token for that is QUERN_PEER_TOKEN of
+            ``environment``.
+        bytes_per_s: limit of the bandwidth; None for none.
+        retry_after_s: seconds until what failed is tried again.
+        timeout_s: limit of one request to the store.
+        budget_s: seconds for which a request to the store is repeated before the try counts as failed.
+        restarts_per_minute: how often a process that died is started again.
+        environment: variables of the process besides the trainer's.
+
+    Raises:
+        InputError: there is no such kind of store, or no node or token of this form.
+        QuernError: no process could be started.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        bytes_per_s: float | None = None,
+        retry_after_s: float = 60.0,
+        timeout_s: float = 120.0,
+        budget_s: float = 300.0,
+        restarts_per_minute: int = 3,
+        environment: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._environment = {**os.environ, **(environment or {})}
+        target = open_target(url, token=self._environment.get(TOKEN_VARIABLE, ""))  # what is none is refused here
+        self._url, self._takes_manifests = url, target.takes_manifests
+        self._command = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", url]
+        self._command += ["--retry-after-s", str(retry_after_s), "--timeout-s", str(timeout_s)]
+        self._command += ["--budget-s", str(budget_s), "--parent", str(os.getpid())]
+        if bytes_per_s is not None:
+            self._command += ["--bytes-per-s", str(bytes_per_s)]
+        self._restarts, self._clock = restarts_per_minute, clock
+        self._starts: deque[float] = deque(maxlen=restarts_per_minute)
+        self._unfinished: list[_Request] = []
+        self._asked = 0
+        self._closed = False
+        self._process: _Process | None = _Process(self._command, self._environment)
+
+    @property
+    def pid(self) -> int | None:
+        """The process, if one lives."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def unfinished(self) -> list[tuple[int, bool]]:
+        """Step, and whether it is the request with the manifest, of what is neither done nor dropped, as asked. What
+        :meth:`poll` has not told of is among it: when this is empty, all is done."""
+        return [request.key for request in self._unfinished]
+
+    def upload(
+        self,
+        step: int,
+        folder: str,
+        files: Mapping[str, FileRecord],
+        last: Mapping[str, FileRecord] | None = None,
+    ) -> None:
+        """Ask for ``files`` of ``folder``, and then ``last``, to be moved; returns at once.
+
+        The files stay as they are until this is done or cancelled. A request of the same step, with ``last`` as this
+        one or without as this one, that is not finished is replaced: no event tells of it any more.
+
+        Raises:
+            InputError: ``last`` is asked of another node's disk.
+        """
+        if last and not self._takes_manifests:
+            raise InputError(f"{self._url}: {', '.join(last)}: another node's disk keeps no manifests")
+        self._asked += 1
+        key = (step, bool(last))
+        plain = [{name: dict(vars(record)) for name, record in named.items()} for named in (files, last or {})]
+        asked = {"number": self._asked, "step": step, "folder": os.path.abspath(folder)}
+        message = json.dumps({"upload": {**asked, "files": plain[0], "last": plain[1] or None}})
+        self._unfinished = [request for request in self._unfinished if request.key != key]
+        self._unfinished.append(_Request(self._asked, key, message))
+        if self._process is not None:
+            self._process.send(self._unfinished[-1].message)
+
+    def cancel(self, step: int) -> None:
+        """Forget what was asked for ``step``."""
+        self._unfinished = [request for request in self._unfinished if request.key[0] != step]
+        if self._process is not None:
+            self._process.send(json.dumps({"cancel": step}))
+
+    def poll(self) -> list[Event]:
+        """What happened since the last call. Starts a process that died again, with what is not finished."""
+        events: list[Event] = []
+        if self._process is not None:
+            ended = self._process.ended()  # before its last words are read
+            for line in self._process.lines():
+                found = _event(line)
+                if found is None:
+                    log.warning("the uploader said %.200r", line)
+                elif self._note(*found):
+                    events.append(found[1])
+            if ended is not None:
+                self._process.close()
+                self._process = None
+                events.append(Died(ended))
+        if self._process is None and not self._closed:
+            self._restart()
+        return events
+
+    def _note(self, number: int | None, event: Event) -> bool:
+        """Whether ``event`` is to be told: not of a request that was replaced or cancelled meanwhile."""
+        if number is None:
+            return True
+        known = any(request.number == number for request in self._unfinished)
+        if isinstance(event, Uploaded) or (isinstance(event, Failed) and event.dropped):
+            self._unfinished = [request for request in self._unfinished if request.number != number]
+        return known
+
+    def _restart(self) -> None:
+        now = self._clock()
+        if len(self._starts) == self._restarts and now - self._starts[0] < 60:
+            return
+        self._starts.append(now)
+        try:
+            self._process = _Process(self._command, self._environment)
+        except QuernError as error:
+            log.warning("%s", error)
+            return
+        for request in self._unfinished:
+            self._process.send(request.message)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the process; what is not finished stays so. Takes at most ``timeout_s`` seconds, and a moment."""
+        if self._process is not None:
+            self._process.end(timeout_s)
+            self._process = None
+        self._closed = True
+
+
+class _Process:
+    """A process that reads and writes lines; two threads keep the caller from waiting for it."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                env=dict(environment),
+                start_new_session=True,  # an interrupt from the terminal is the trainer's to handle
+            )
+        except OSError as error:
+            raise QuernError(f"the uploader cannot be started ({error.strerror or error})") from None
+        self.pid = self._popen.pid
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._to_say: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._listener = threading.Thread(target=self._listen, args=(self._popen.stdout,), daemon=True)
+        self._speaker = threading.Thread(target=self._speak, args=(self._popen.stdin,), daemon=True)
+        self._listener.start()
+        self._speaker.start()
+
+    def _listen(self, stream: IO[str]) -> None:
+        with suppress(OSError, ValueError), stream:
+            for line in stream:
+                self._said.put(line)
+
+    def _speak(self, stream: IO[str]) -> None:
+        with suppress(OSError, ValueError), stream:
+            while (line := self._to_say.get()) is not None:
+                stream.write(line + "\n")
+                stream.flush()
+
+    def send(self, line: str) -> None:
+        self._to_say.put(line)
+
+    def lines(self) -> list[str]:
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._said.get_nowait())
+        return found
+
+    def ended(self) -> str | None:
+        """How it ended, once it has and all it said has been taken in; else None."""
+        status = self._popen.poll()
+        if status is None or self._listener.is_alive():
+            return None
+        return f"the uploader was killed by signal {-status}" if status < 0 else f"the uploader ended with {status}"
+
+    def close(self) -> None:
+        self._to_say.put(None)
+
+    def end(self, timeout_s: float) -> None:
+        self._to_say.put(None)
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            with suppress(subprocess.TimeoutExpired):  # in a system call that cannot be interrupted
+                self._popen.wait(1.0)
+        self._listener.join(1.0)
+        self._speaker.join(1.0)
+
+
+def _event(line: str) -> tuple[int | None, Event] | None:
+    """The number of the request, if it is of one, and what happened; None if ``line`` is no answer."""
+    try:
+        said = json.loads(line)
+        if "cancelled" in said:
+            return None, Cancelled(said["cancelled"])
+        number = said["number"]
+        if "uploaded" in said:
+            return number, Uploaded(said["uploaded"], said["last"], said["bytes"], said["seconds"])
+        if "failed" in said:
+            return number, Failed(said["failed"], said["last"], said["why"], said["permanent"], said["dropped"])
+        if "waiting" in said:
+            return number, Waiting(said["waiting"], said["last"], said["why"])
+        return number, Progress(said["progress"], said["bytes"], said["total"])
+    except (ValueError, KeyError, TypeError):
+        return None

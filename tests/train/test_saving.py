@@ -1,0 +1,369 @@
+"""Saves beside training: what is in a checkpoint, when it exists, and what is left of one that fails.
+
+The oracle of content is ``checkpoint_case``'s numbers by name, from NumPy alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.train.agree import Agreement
+from quern.train.checkpoint.background import Process
+from quern.train.checkpoint.files import FILE_BYTES, deal_files
+from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.checkpoint.reader import verify
+from quern.train.checkpoint.saving import Progress
+from quern.train.config import CheckpointConfig
+
+CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
+WAIT_S = 120.0
+
+
+def manager(run: Path, mode: str, **config) -> CheckpointManager:
+    return CheckpointManager(str(run), CheckpointConfig(mode=mode, **config))
+
+
+def steps(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
+
+
+def wait_for(what) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def content(run: Path, step: int, folder: Path) -> types.SimpleNamespace:
+    """A state loaded from a checkpoint, whose files have been verified."""
+    state = CASE.make(folder)
+    CASE.fill(state, 0)
+    path = run / "checkpoints" / f"step_{step:08d}"
+    assert verify(str(path)) == []
+    with manager(run, "sync") as checkpoints:
+        checkpoints.load(str(path), state)
+    return state
+
+
+@pytest.fixture(params=["sync", "thread", pytest.param("process", marks=pytest.mark.slow)])
+def mode(request):
+    return request.param
+
+
+def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    with manager(run, mode) as checkpoints:
+        for step in (1, 2):  # the second goes into memory that holds the first
+            CASE.fill(state, step)
+            checkpoints.begin(step, state, CASE.position(step))
+            checkpoints.copied()
+            CASE.fill(state, 100 + step)
+            outcome = checkpoints.finish()
+            assert outcome is not None
+            assert outcome.error is None
+            assert outcome.checkpoint.step == step
+            assert checkpoints.finish() is None
+    for step in (1, 2):
+        assert CASE.differences(content(run, step, tmp_path), step) == []
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["snapshot", "trainer"])
+def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, monkeypatch):
+    """Two threads copy; one is held amid its first tensor while the other copies all else. Nothing is written yet."""
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+    copy = torch.Tensor.copy_
+
+    def held(self, *arguments, **options):
+        if threading.current_thread().name == who and not begun.is_set():
+            begun.set()
+            assert go.wait(WAIT_S)
+        else:
+            assert begun.wait(WAIT_S)
+        return copy(self, *arguments, **options)
+
+    def wait(checkpoints) -> None:
+        checkpoints.copied()
+        done.set()
+
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, mode) as checkpoints:
+        checkpoints.prepare(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", held)
+            checkpoints.begin(1, state, CASE.position(1))
+            trainer = threading.Thread(target=wait, args=(checkpoints,), name="trainer")
+            trainer.start()
+            assert begun.wait(WAIT_S)
+            early, progress = done.wait(0.3), checkpoints.progress()
+            go.set()
+            trainer.join(WAIT_S)
+            assert not early
+            assert progress == Progress()
+        CASE.fill(state, 101)
+        outcome = checkpoints.finish()
+        assert outcome is not None
+        assert outcome.error is None
+    assert CASE.differences(content(run, 1, tmp_path), 1) == []
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["snapshot", "MainThread"])
+def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode, who, monkeypatch):
+    """In the thread that copies, or in the trainer's, which helps; the next save is a sound one."""
+    met = threading.Barrier(2)
+    copy = torch.Tensor.copy_
+    failed = []
+
+    def failing(self, *arguments, **options):
+        name = threading.current_thread().name
+        if name not in failed:
+            failed.append(name)
+            met.wait(WAIT_S)  # both are amid a copy
+            if name == who:
+                raise RuntimeError("no such page")
+        return copy(self, *arguments, **options)
+
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, mode) as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        CASE.fill(state, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", failing)
+            checkpoints.begin(2, state, CASE.position(2))
+            checkpoints.copied()
+        assert checkpoints.progress() == Progress(ended=1)
+        assert checkpoints.heard(Progress()) is None
+        outcome = checkpoints.heard(Progress(ended=1))
+        assert outcome is not None
+        assert "no such page" in str(outcome.error)
+        assert not checkpoints.in_flight
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+        CASE.fill(state, 3)
+        checkpoints.save(3, state, CASE.position(3))
+    assert CASE.differences(content(run, 3, tmp_path), 3) == []
+
+
+def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
+    """Counted with itself; a newer one, of a branch that was left, waits."""
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    with manager(run, mode, keep_last=1) as checkpoints:
+        for step, stand in ((1, [1]), (2, [1, 2]), (9, [1, 9]), (3, [1, 3, 9]), (4, [1, 4, 9])):
+            CASE.fill(state, step)
+            checkpoints.begin(step, state, CASE.position(step), checkpoints.keep([1]))
+            checkpoints.copied()
+            outcome = checkpoints.finish()
+            assert outcome is not None
+            assert outcome.error is None
+            assert steps(run) == stand
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path, mode):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 3)
+    with manager(run, mode) as checkpoints:
+        assert checkpoints.progress() == Progress()
+        checkpoints.begin(3, state, CASE.position(3))
+        checkpoints.copied()
+        assert checkpoints.heard(Progress()) is None
+        wait_for(lambda: checkpoints.progress() == Progress(ended=1))
+        assert steps(run) == []  # written, and nobody has gathered the checksums
+        assert checkpoints.heard(Progress()) is None
+        assert steps(run) == []
+        assert checkpoints.heard(Progress(ended=1)) is None
+        assert checkpoints.heard(Progress(ended=1)) is None  # said a step ago, of the same
+        wait_for(lambda: checkpoints.progress() == Progress(published=1))
+        assert steps(run) == [3]
+        outcome = checkpoints.heard(Progress(published=1))
+        assert outcome is not None
+        assert outcome.error is None
+        assert checkpoints.progress() == Progress()
+        assert checkpoints.heard(Progress(ended=1, published=1)) is None
+    assert CASE.differences(content(run, 3, tmp_path), 3) == []
+
+
+def test_closing_loses_the_save_in_flight_and_nothing_else(tmp_path, mode):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, mode) as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        checkpoints.begin(2, state, CASE.position(2))
+        checkpoints.copied()
+    assert steps(run) == [1]
+    with manager(run, "sync"):
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+
+
+def process_of(checkpoints: CheckpointManager) -> subprocess.Popen[bytes]:
+    background = checkpoints._background
+    assert isinstance(background, Process)
+    assert background._process is not None
+    return background._process
+
+
+def writer_of(checkpoints: CheckpointManager) -> int:
+    return process_of(checkpoints).pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "writing", "written", "publishing"])
+def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, "process", keep_last=5) as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        writer = writer_of(checkpoints)
+        if moment == "before":
+            process_of(checkpoints).kill()
+            process_of(checkpoints).wait()
+        elif moment in ("writing", "publishing"):
+            os.kill(writer, signal.SIGSTOP)  # it gets the request and does not act
+        if moment == "publishing":
+            os.kill(writer, signal.SIGCONT)
+        checkpoints.begin(2, state, CASE.position(2))
+        checkpoints.copied()
+        if moment in ("written", "publishing"):
+            wait_for(lambda: checkpoints.progress() == Progress(ended=1))
+        if moment == "publishing":
+            os.kill(writer, signal.SIGSTOP)
+            assert checkpoints.heard(Progress(ended=1)) is None
+        if moment != "before":
+            process = process_of(checkpoints)
+            process.kill()
+            process.wait()
+        outcome = checkpoints.finish()
+        assert outcome is not None
+        if moment in ("before", "written"):  # it had nothing in work: another was started
+            assert outcome.error is None
+            assert steps(run) == [1, 2]
+        else:
+            assert f"process {writer}) ended with code -9" in str(outcome.error)
+            assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+        CASE.fill(state, 3)
+        assert checkpoints.save(3, state, CASE.position(3)).step == 3
+        assert writer_of(checkpoints) != writer
+    assert CASE.differences(content(run, 1, tmp_path), 1) == []
+    assert CASE.differences(content(run, 3, tmp_path), 3) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+
+    def fails(*arguments, **options):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with manager(run, "process", keep_last=5) as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        process_of(checkpoints).kill()
+        process_of(checkpoints).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", fails)
+            checkpoints.begin(2, state, CASE.position(2))
+            checkpoints.copied()
+            wait_for(lambda: checkpoints.progress() == Progress(ended=1))
+            outcome = checkpoints.finish()
+        assert outcome is not None
+        assert "Resource temporarily unavailable" in str(outcome.error)
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+        CASE.fill(state, 3)
+        assert checkpoints.save(3, state, CASE.position(3)).step == 3
+    assert CASE.differences(content(run, 3, tmp_path), 3) == []
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_the_save_and_leaves_what_stood(tmp_path):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(run, "process") as checkpoints:
+        checkpoints.save(1, state, CASE.position(1))
+        limits = resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE)
+        resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE, (5000, limits[1]))
+        checkpoints.begin(2, state, CASE.position(2))
+        checkpoints.copied()
+        outcome = checkpoints.finish()
+        assert outcome is not None
+        assert "File too large" in str(outcome.error)
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
+        resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE, limits)
+        assert checkpoints.save(3, state, CASE.position(3)).step == 3
+    assert CASE.differences(content(run, 1, tmp_path), 1) == []
+
+
+@pytest.mark.slow
+def test_the_writer_ends_with_its_trainer(tmp_path):
+    reader, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        checkpoints = manager(tmp_path / "run", "process")
+        os.write(told, str(writer_of(checkpoints)).encode())
+        time.sleep(600)
+    os.close(told)
+    writer = int(os.read(reader, 100))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
+
+
+def test_planning_happens_once_and_again_when_sizes_change(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    planned = []
+    deal = Agreement.deal
+    monkeypatch.setattr(Agreement, "deal", lambda self, action: planned.append(1) or deal(self, action))
+    with manager(run, "thread") as checkpoints:
+        for step in (1, 2, 3):
+            CASE.fill(state, step)
+            checkpoints.save(step, state, CASE.position(step))
+        assert len(planned) == 1
+        other = types.SimpleNamespace(**{**vars(state), "extra": {"guard.losses": torch.arange(5.0)}})
+        checkpoints.save(4, type(state)(**vars(other)), CASE.position(4))
+        assert len(planned) == 2
+        CASE.fill(state, 5)
+        checkpoints.save(5, state, CASE.position(5))
+    for step in (1, 2, 3, 5):
+        assert CASE.differences(content(run, step, tmp_path), step) == []
+
+
+def test_files_are_bounded():
+    kinds = [("float32", (2, 3)), ("bfloat16", (5,)), ("float64", ()), ("float32", (100,)), ("float32", (1,))]
+    files = deal_files(7, kinds, limit=34)
+    assert [[tensor.sizes for tensor in file.tensors] for file in files] == [[(2, 3), (5,)], [()], [(100,)], [(1,)]]
+    assert [file.name for file in files] == [f"__7_{number}.distcp" for number in range(4)]
+    stored = [tensor for file in files for tensor in file.tensors]
+    assert [tensor.num_bytes for tensor in stored] == [24, 10, 8, 400, 4]
+    for before, after in itertools.pairwise(stored):
+        assert before.offset + before.num_bytes <= after.offset
+        assert after.offset % 64 == 0
+    assert len(deal_files(0, kinds, FILE_BYTES)) == 1
+    assert deal_files(0, []) == []

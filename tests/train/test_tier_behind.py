@@ -1,0 +1,399 @@
+"""What a node asks its two movers for after a checkpoint, and that nothing they do can end or hold up the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_case import MINE, PATIENCE_S, SMALL, Mover, Server, check, checkpoint, until
+
+from quern.errors import QuernError
+from quern.train.checkpoint.tiers import behind as module
+from quern.train.checkpoint.tiers.behind import Behind
+from quern.train.checkpoint.tiers.disk import Disk
+from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Waiting
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "_POLL_S", 0.005)
+    monkeypatch.setattr(module, "_MANIFEST_PATIENCE_S", 0.0)
+
+
+@pytest.fixture
+def start():
+    """Makes nodes' work of node 0 or 1, and ends it."""
+    started = []
+
+    def make(*, first=True, disk=None, mirror=None, store=None, server=None, writes=MINE.__contains__):
+        found = Behind(lambda name: name in SMALL or writes(name), first, disk, mirror, store, server)
+        started.append(found)
+        return found
+
+    yield make
+    for found in started:
+        found.close()
+
+
+# --- what is asked for
+
+
+def test_the_first_node_uploads_its_tensors_then_the_small_files_and_the_manifest_last(tmp_path, start):
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    start(store=store).published(4, path, store=True)
+    until(lambda: len(store.asked) == 2)
+    check(store.asked[0], 4, path, MINE)
+    check(store.asked[1], 4, path, SMALL, {"manifest.json"})
+
+
+def test_another_node_uploads_its_tensors_alone(tmp_path, start):
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    behind = start(store=store, first=False)
+    behind.published(4, path, store=True)
+    until(lambda: behind.unfinished() == ["step 4 to the store"])
+    (asked,) = store.asked
+    check(asked, 4, path, MINE)
+
+
+def test_a_node_that_wrote_nothing_uploads_nothing(tmp_path, start):
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    behind = start(store=store, first=False, writes=lambda name: False)
+    behind.published(4, path, store=True)
+    assert behind.wait(PATIENCE_S)
+    assert store.asked == []
+
+
+def test_tensors_come_from_the_node_s_disk_and_small_files_from_the_run(tmp_path, start):
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    path = checkpoint(tmp_path, 4, tensors=nvme)
+    start(disk=Disk(str(nvme)), mirror=mirror, store=store).published(4, path, store=True)
+    until(lambda: len(store.asked) == 2)
+    folder = str(nvme / "step_00000004")
+    (mirrored,) = mirror.asked
+    check(mirrored, 4, folder, MINE)
+    check(store.asked[0], 4, folder, MINE)
+    check(store.asked[1], 4, path, SMALL, {"manifest.json"})
+
+
+def test_what_lies_in_the_run_s_folder_is_not_mirrored(tmp_path, start):
+    """The run had no disks of nodes when it was saved."""
+    mirror, store, path = Mover(), Mover(), checkpoint(tmp_path, 4)
+    disk = Disk(str(tmp_path / "nvme"))
+    disk.open()
+    start(disk=disk, mirror=mirror, store=store).published(4, path, store=True)
+    until(lambda: len(store.asked) == 2)
+    check(store.asked[0], 4, path, MINE)
+    assert mirror.asked == []
+
+
+def test_the_files_that_are_named_are_moved_instead_of_those_that_were_written(tmp_path, start):
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    path = checkpoint(tmp_path, 4, tensors=nvme)
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store, first=False)
+    names = ["__3_1.distcp", "__0_0.distcp"]
+    behind.published(4, path, store=True, names=names)
+    until(lambda: store.asked)
+    check(store.asked[0], 4, str(nvme / "step_00000004"), set(names))
+    check(mirror.asked[0], 4, str(nvme / "step_00000004"), set(names))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_no_files_are_named(tmp_path, start, first):
+    """Another node has them all; the small ones are the first node's all the same."""
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    path = checkpoint(tmp_path, 4, tensors=nvme)
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store, first=first)
+    behind.published(4, path, store=True, names=[])
+    until(lambda: behind.unfinished() == ["step 4 to the store"] * first)
+    assert mirror.asked == []
+    assert len(store.asked) == first
+    if first:
+        check(store.asked[0], 4, path, SMALL, {"manifest.json"})
+
+
+@pytest.mark.parametrize(("to_store", "to_mirror"), [(False, True), (True, False), (False, False)])
+def test_only_where_it_is_to_go(tmp_path, start, to_store, to_mirror):
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    path = checkpoint(tmp_path, 4, tensors=nvme)
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    behind.published(4, path, store=to_store, mirror=to_mirror)
+    until(lambda: "a checkpoint" not in behind.unfinished())
+    assert (len(store.asked), len(mirror.asked)) == (2 * to_store, to_mirror)
+
+
+def test_a_mirror_that_is_given_later(tmp_path, start):
+    mirror, nvme = Mover(), tmp_path / "nvme"
+    behind = start(disk=Disk(str(nvme)))
+    behind.mirror_to(mirror)
+    behind.published(4, checkpoint(tmp_path, 4, tensors=nvme), store=False)
+    until(lambda: mirror.asked)
+
+
+def test_a_manifest_that_another_machine_shows_late(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(module, "_MANIFEST_PATIENCE_S", PATIENCE_S)
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    late = Path(path, "manifest.json").rename(tmp_path / "late")
+    looked = threading.Event()
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: looked.set() or threading.Event().wait(0.002))
+    behind = start(store=store)
+    behind.published(4, path, store=True)
+    assert looked.wait(PATIENCE_S)
+    assert behind.unfinished() == ["a checkpoint"]
+    late.rename(Path(path, "manifest.json"))
+    until(lambda: len(store.asked) == 2)
+
+
+# --- removed steps
+
+
+def test_removed_steps_are_no_longer_moved_and_leave_the_disk(tmp_path, start, caplog):
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    paths = {step: checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4, 6)}
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    for step, path in paths.items():
+        behind.published(step, path, store=True)
+    until(lambda: len(store.asked) == 6)
+    mirror.done(2)
+    store.done(4)
+    store.done(4, last=True)
+    until(lambda: len(mirror.unfinished) == 2 and len(store.unfinished) == 4)
+    behind.remove(iter([2, 4]))
+    until(lambda: os.listdir(nvme) == ["step_00000006"])
+    assert (mirror.cancelled, store.cancelled) == ([4], [2])
+    assert caplog.messages.count("the checkpoint after step 2 was removed before it was moved everywhere") == 1
+    assert caplog.messages.count("the checkpoint after step 4 was removed before it was moved everywhere") == 1
+    until(lambda: behind.unfinished() == ["step 6 to the next node's disk", "step 6 to the store"])
+
+
+def test_what_is_removed_right_after_it_was_published_is_asked_for_and_cancelled(tmp_path, start):
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    behind = start(store=store)
+    behind.published(4, path, store=True)
+    behind.remove([4])
+    until(lambda: store.cancelled == [4])
+    assert len(store.asked) == 2
+    assert behind.wait(PATIENCE_S)
+
+
+# --- done, or not
+
+
+def test_it_is_not_finished_before_it_is_done(tmp_path, start):
+    """Looked at within every call to a mover, and all the time from another thread."""
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    path = checkpoint(tmp_path, 4, tensors=nvme)
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    seen: list[list[str]] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        seen.append(behind.unfinished())
+
+    def watch() -> None:
+        while not stop.wait(0.0002):
+            look()
+
+    for mover in (mirror, store):
+        mover.on_upload = mover.on_poll = look
+    behind.published(4, path, store=True)
+    look()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    until(lambda: len(store.asked) == 2 and "a checkpoint" not in behind.unfinished())
+    assert set(behind.unfinished()) == {"step 4 to the next node's disk", "step 4 to the store"}
+    mirror.done(4)
+    until(lambda: behind.unfinished() == ["step 4 to the store"])
+    store.done(4)
+    until(lambda: len(store.unfinished) == 1)
+    turns = len(seen)
+    until(lambda: len(seen) > turns + 50)
+    assert not behind.wait(0.0)
+    assert not behind.wait(0.02)
+    stop.set()
+    watcher.join()
+    assert all(seen)
+    store.done(4, last=True)
+    assert behind.wait(PATIENCE_S)
+
+
+def test_it_is_not_finished_when_only_a_part_could_be_asked_for(tmp_path, start):
+    """The mirror was asked, the store's mover failed: the mirror's files are still on their way."""
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    path = checkpoint(tmp_path, 4, tensors=nvme)
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    seen: list[list[str]] = []
+    store.on_upload = lambda: 1 // 0
+
+    def look() -> None:
+        if mirror.asked:
+            seen.append(behind.unfinished())
+
+    mirror.on_poll = look
+    behind.published(4, path, store=True)
+    until(lambda: len(seen) > 3)
+    assert all("step 4 to the next node's disk" in left for left in seen)
+
+
+def test_several_at_once(tmp_path, start):
+    store = Mover()
+    behind = start(store=store)
+    paths = {step: checkpoint(tmp_path, step) for step in (2, 4, 6)}
+    for step, path in paths.items():
+        behind.published(step, path, store=True)
+    assert behind.unfinished() != []
+    until(lambda: behind.unfinished() == [f"step {step} to the store" for step in (2, 4, 6)])
+    for step in paths:
+        for last in (False, True):
+            assert not behind.wait(0.0)
+            store.done(step, last)
+    assert behind.wait(PATIENCE_S)
+
+
+def test_what_is_dropped_is_no_longer_waited_for(tmp_path, start):
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    behind = start(store=store, first=False)
+    behind.published(4, path, store=True)
+    until(lambda: store.asked)
+    store.say(Failed(4, False, "x: is no longer there", permanent=True, dropped=True))
+    assert behind.wait(PATIENCE_S)
+
+
+def test_a_step_whose_upload_is_under_way_is_told(tmp_path, start):
+    """Its files are to stay until it is whole in the store; a mirror's are not waited for."""
+    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    for step in (2, 4):
+        behind.published(step, checkpoint(tmp_path, step, tensors=nvme), store=True)
+    until(lambda: len(store.asked) == 4)
+    mirror.say(Progress(2, 1, 10))
+    store.say(Progress(4, 1, 10))
+    until(lambda: behind.moving() == {4})
+    store.say(Waiting(4, True, "the manifest waits"))
+    store.done(4)
+    until(lambda: (4, False) not in store.unfinished)
+    assert behind.moving() == {4}
+    store.done(4, last=True)
+    until(lambda: behind.moving() == set())
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize("what", ["upload", "poll", "writes", "manifest", "disk"])
+def test_no_error_ends_the_thread(tmp_path, start, caplog, monkeypatch, what):
+    store, nvme = Mover(), tmp_path / "nvme"
+    broken, whole = (checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4))
+    wrong = threading.Event()
+    wrong.set()
+
+    def fail(*args: Any) -> Any:
+        if wrong.is_set():
+            raise ZeroDivisionError("quite unexpected")
+
+    disk = Disk(str(nvme))
+    if what == "manifest":
+        Path(broken, "manifest.json").write_bytes(b"{")
+    elif what == "disk":
+        monkeypatch.setattr(disk, "remove", fail)
+    elif what != "writes":
+        setattr(store, f"on_{what}", fail)
+    behind = start(disk=disk, store=store, writes=(lambda name: fail() or name in MINE) if what == "writes" else
+                   MINE.__contains__)  # fmt: skip
+    behind.published(2, broken, store=True)
+    behind.remove([0])
+    until(lambda: any("moving checkpoints: " in message for message in caplog.messages))
+    told = next(message for message in caplog.messages if "moving checkpoints: " in message)
+    assert ("manifest.json" in told) if what == "manifest" else ("quite unexpected" in told)
+    wrong.clear()
+    behind.published(4, whole, store=True)
+    until(lambda: [asked[0] for asked in store.asked].count(4) == 2)
+    for step, last in list(store.unfinished):
+        store.done(step, last)
+    assert behind.wait(PATIENCE_S)
+
+
+def test_a_warning_comes_once_until_something_goes_well(tmp_path, start, caplog):
+    caplog.set_level(logging.INFO)
+    store, polls = Mover(), []
+    store.on_poll = lambda: polls.append(None)
+    behind = start(store=store)
+    for step in (2, 4):
+        behind.published(step, checkpoint(tmp_path, step), store=True)
+    until(lambda: len(store.asked) == 4)
+    failed = Failed(2, False, "bucket/x: AccessDenied", permanent=True, dropped=False)
+    text = "checkpoint after step 2: bucket/x: AccessDenied; tried again later"
+
+    def say(*events: Event) -> None:
+        store.say(*events)
+        seen = len(polls)
+        until(lambda: len(polls) > seen + 1)  # it has been listened to
+
+    say(failed, failed)
+    say(failed)
+    assert caplog.messages.count(text) == 1
+    say(Failed(4, False, "bucket/x: AccessDenied", permanent=True, dropped=True))
+    assert caplog.messages.count("checkpoint after step 4: bucket/x: AccessDenied; it is not moved") == 1
+    say(Died("the uploader was killed by signal 9"))
+    say(Died("the uploader was killed by signal 9"))
+    assert caplog.messages.count("the uploader was killed by signal 9; it is started again") == 1
+    say(Waiting(2, True, "the manifest waits"), Progress(2, 1, 10))
+    say(failed)
+    assert caplog.messages.count(text) == 1
+    store.done(2)
+    say()
+    say(failed)
+    assert caplog.messages.count(text) == 2
+    store.done(2, last=True)
+    say()
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        "checkpoint after step 2 is whole in the store"
+    ]
+
+
+# --- the server of the node's files
+
+
+def test_a_server_that_died_is_started_again(start, caplog):
+    servers = [Server(7001), Server(7002)]
+    left = iter(servers)
+    behind = start(server=lambda: next(left))
+    assert behind.port == 7001
+    servers[0].dead = True
+    until(lambda: behind.port == 7002)
+    assert "the server of this node's checkpoint files has died; it is started again" in caplog.text
+    behind.close()
+    assert servers[1].closed == 1
+
+
+def test_a_server_that_does_not_start_again_holds_up_nothing(tmp_path, start, caplog):
+    store, first, tries = Mover(), Server(7001), []
+
+    def server() -> Server:
+        tries.append(None)
+        if len(tries) == 1:
+            return first
+        raise QuernError("the server of this node's checkpoint files did not start")
+
+    behind = start(store=store, server=server, first=False)
+    first.dead = True
+    until(lambda: len(tries) > 2)
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    until(lambda: behind.unfinished() == ["step 4 to the store"])
+    assert caplog.text.count("did not start") == 1
+    store.done(4)
+    assert behind.wait(PATIENCE_S)
+
+
+def test_close_ends_the_movers_and_the_server_and_leaves_what_is_unfinished(tmp_path, start):
+    mirror, store, server = Mover(), Mover(), Server(7001)
+    behind = start(mirror=mirror, store=store, server=lambda: server)
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    until(lambda: len(store.asked) == 2)
+    behind.close()
+    assert (mirror.closed, store.closed, server.closed) == (1, 1, 1)
+    assert store.cancelled == []
+    assert not any(thread.name == "checkpoint mover" and thread.is_alive() for thread in threading.enumerate())
