@@ -75,7 +75,7 @@ def straight(tmp_path_factory, paths):
 def begun(tmp_path_factory, paths, run_ranks):
     """A run on two nodes of two ranks, stopped after step 6 with all of its files where they go."""
     folder = tmp_path_factory.mktemp("begun")
-    tiers = {"local": str(folder / "nvme{node}"), "store": f"file://{folder}/store"}
+    tiers = {"local": str(folder / "nvme{node}"), "store": f"file://{folder}/store", "store_every": 1}
     lives = run_ranks(live, 4, str(folder / "run"), paths, BEFORE, tiers, 4, 2, timeout_s=240)
     assert not any(life["complete"] for life in lives)
     return folder
