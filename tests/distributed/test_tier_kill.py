@@ -24,7 +24,7 @@ import pytest
 
 from quern.parallel.local import LocalRanks, RankError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py")))
 

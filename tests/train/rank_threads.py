@@ -17,8 +17,8 @@ PATIENCE_S = 60.0
 
 
 class Meeting:
-    """Where ``world`` ranks exchange values; ``steps`` counts how often they did, ``sizes`` has the bytes of each rank's
-    value each time."""
+    """Where ``world`` ranks exchange values; ``steps`` counts how often they did,
+    ``sizes`` has the bytes of each rank's value each time."""
 
     def __init__(self, world: int) -> None:
         self.world, self.steps = world, 0

@@ -209,13 +209,30 @@ def test_removed_steps_are_no_longer_moved_and_leave_the_disk(tmp_path, start, c
     until(lambda: behind.unfinished() == ["step 6 to the next node's disk", "step 6 to the store"])
 
 
-def test_what_is_removed_right_after_it_was_published_is_asked_for_and_cancelled(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
+def test_what_is_removed_before_its_turn_is_not_asked_for(tmp_path, start):
+    store, held, gate = Mover(), threading.Event(), threading.Event()
+    store.on_upload = lambda: (held.set(), gate.wait(5))
     behind = start(store=store)
-    behind.published(4, path, store=True)
+    behind.published(2, checkpoint(tmp_path, 2), store=True)
+    until(held.is_set)
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    behind.remove([4])
+    assert behind.storing() == {2}
+    gate.set()
+    store.on_upload = lambda: None
+    behind.published(6, checkpoint(tmp_path, 6), store=True)
+    until(lambda: {asked[0] for asked in store.asked} == {2, 6})
+    until(lambda: not behind._queue)
+    assert {asked[0] for asked in store.asked} == {2, 6}
+
+
+def test_what_is_removed_after_it_was_asked_for_is_cancelled(tmp_path, start):
+    store = Mover()
+    behind = start(store=store)
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    until(lambda: len(store.asked) == 2)
     behind.remove([4])
     until(lambda: store.cancelled == [4])
-    assert len(store.asked) == 2
     assert behind.wait(PATIENCE_S)
 
 
@@ -535,3 +552,34 @@ def test_close_ends_the_movers_and_the_server_and_leaves_what_is_unfinished(tmp_
     assert (mirror.closed, store.closed, server.closed) == (1, 1, 1)
     assert store.cancelled == []
     assert not any(thread.name == "checkpoint mover" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_two_that_are_due_together_are_both_tried_again(tmp_path, start, clock):
+    store = Mover()
+    ways = {step: unreadable(tmp_path, step) for step in (2, 4)}
+    behind = start(store=store)
+    for step, (path, _, _) in ways.items():
+        behind.published(step, path, store=True)
+    until(lambda: len(behind._again) == 2)
+    clock.now += 60.0
+    until(lambda: all(again > clock.now for again, _ in behind._again))
+    for _, file, good in ways.values():
+        file.write_bytes(good)
+    clock.now += 60.0
+    until(lambda: {asked[0] for asked in store.asked} == {2, 4})
+
+
+def test_a_step_that_is_saved_again_right_after_it_was_removed_stays_in_the_queue(tmp_path, start, monkeypatch):
+    store, held, gate, seen = Mover(), threading.Event(), threading.Event(), []
+    disk = Disk(str(tmp_path / "nvme"))
+    disk.open()
+    behind = start(store=store, disk=disk)
+    monkeypatch.setattr(disk, "remove", lambda steps: seen.append((behind.unfinished(), behind.storing())))
+    store.on_upload = lambda: (held.set(), gate.wait(5))
+    behind.published(2, checkpoint(tmp_path, 2), store=True)
+    until(held.is_set)
+    behind.remove([4])
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    gate.set()
+    until(lambda: seen)
+    assert seen == [(["step 2 to the store", "step 4"], {2, 4})]

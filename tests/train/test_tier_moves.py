@@ -21,6 +21,7 @@ from tier_case import manifest
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import Checkpoint, FileRecord, check_file, read_manifest
 from quern.train.checkpoint.tiers import tiers as module
+from quern.train.checkpoint.tiers import whole
 from quern.train.checkpoint.tiers.nodes import Nodes
 from quern.train.checkpoint.tiers.peers import PeerError
 from quern.train.checkpoint.tiers.tiers import Tiers
@@ -369,7 +370,9 @@ def test_one_in_fifty_is_uploaded_beside_what_hangs(tmp_path):
     assert on_nodes(tmp_path, [0], config, call) == [[1, 40, 90, 140, 190, 240]]
 
 
-@pytest.mark.parametrize(("limit", "hurry", "expected"), [(600, False, 600), (600, True, 10), (3, True, 3), (0, True, 0)])
+@pytest.mark.parametrize(
+    ("limit", "hurry", "expected"), [(600, False, 600), (600, True, 10), (3, True, 3), (0, True, 0)]
+)
 def test_who_asks_a_run_to_stop_does_not_wait_for_long(tmp_path, limit, hurry, expected):
     """What the run ends with is asked for all the same."""
 
@@ -421,7 +424,9 @@ def test_the_end_waits_on_all_ranks_for_the_nodes_that_move(tmp_path, caplog):
     config = CheckpointConfig(store=f"file://{tmp_path}/store")
     assert on_nodes(tmp_path, [0, 1, 1], config, call) == [True] * 3
     assert left == [False]
-    assert caplog.messages == ["not moved yet: step 6 to the store; the next start goes on with it"]
+    assert caplog.messages == [
+        "not moved yet: step 6 to the store; the next start moves the checkpoint it goes on from"
+    ]
 
 
 def test_a_run_without_tiers_moves_nothing(tmp_path):
@@ -455,6 +460,9 @@ class Nearby:
     asked: list[tuple[str, int, str]]
     """By which thread, of which node, and a file's name, "" for the list of a folder."""
 
+    gone: frozenset[tuple[int, str]] = frozenset()
+    """Nodes, and files that they show nobody any more."""
+
     def __init__(self, host: str, port: int, token: str) -> None:
         self.node = int(host.rpartition(".")[2])
 
@@ -467,8 +475,8 @@ class Nearby:
 
     def files(self, folder: str) -> dict[str, int]:
         self.asked.append((threading.current_thread().name, self.node, ""))
-        found = self.folder(folder)
-        return {path.name: path.stat().st_size for path in found.iterdir()} if found.is_dir() else {}
+        found = self.folder(folder).glob("*")
+        return {path.name: path.stat().st_size for path in found if (self.node, path.name) not in self.gone}
 
     def fetch(self, folder: str, name: str, record: FileRecord, into: str) -> None:
         self.asked.append((threading.current_thread().name, self.node, name))
@@ -521,16 +529,16 @@ def bring(root: Path, node_of: list[int], copies: dict[str, dict[int, str]], los
 def test_who_is_known_to_have_a_file_is_asked_first(tmp_path, nearby):
     """Nobody asks the node whose copy is damaged, nor the file's writer, whose copy is gone."""
     outcomes = bring(tmp_path, [0, 1, 2, 3], {"__0_0.distcp": {1: "damaged", 3: "whole"}})
-    whole = ([], {"__0_0.distcp": 3}, {"__0_0.distcp": bytes(5)})
-    assert outcomes == [whole] * 4
+    assert outcomes == [([], {"__0_0.distcp": 3}, {"__0_0.distcp": bytes(5)})] * 4
     assert sorted(nearby) == [
         asked for rank in (0, 1, 2) for asked in [(f"rank {rank}", 3, ""), (f"rank {rank}", 3, "__0_0.distcp")]
     ]  # fmt: skip
 
 
-def test_others_are_asked_when_it_has_it_no_more(tmp_path, nearby):
+def test_others_are_asked_when_it_has_it_no_more(tmp_path, nearby, monkeypatch):
+    monkeypatch.setattr(Nearby, "gone", {(2, "__2_0.distcp")})
     copies = {"__2_0.distcp": {1: "whole", 2: "whole"}}
-    outcomes = bring(tmp_path, [0, 1, 2], copies, lost=[("__2_0.distcp", 2)])
+    outcomes = bring(tmp_path, [0, 1, 2], copies)
     assert outcomes == [([], {"__2_0.distcp": 2}, {"__2_0.distcp": bytes(5)})] * 3
     assert [(node, name) for rank, node, name in nearby if rank == "rank 0"] == [
         (2, ""), (1, ""), (1, "__2_0.distcp"),
@@ -554,23 +562,21 @@ def test_a_copy_is_hashed_once(tmp_path, nearby, monkeypatch, verify):
     hashed: list[tuple[int, str]] = []
 
     def compare(folder, name, record, *, hashes):
-        if hashes:
+        if hashes and name in copies and os.path.exists(os.path.join(folder, name)):
             hashed.append((int(Path(folder).parent.parent.name.removeprefix("nvme")), name))
         return check_file(folder, name, record, hashes=hashes)
 
-    for place in (module, module.find_whole):
-        target = place if place is module else __import__(place.__module__, fromlist=["check_file"])
-        monkeypatch.setattr(target, "check_file", compare)
+    for place in (module, whole):
+        monkeypatch.setattr(place, "check_file", compare)
     copies = {
-        "__0_0.distcp": {0: "whole", 1: "whole"}, "__1_0.distcp": {0: "whole", 1: "whole"}, "__2_0.distcp": {2: "whole"},
-        "__2_1.distcp": {0: "whole", 1: "damaged", 2: "whole"},
+        "__0_0.distcp": {0: "whole", 1: "whole"}, "__1_0.distcp": {0: "whole", 1: "whole"},
+        "__2_0.distcp": {2: "whole"}, "__2_1.distcp": {0: "whole", 1: "damaged", 2: "whole"},
     }  # fmt: skip
     outcomes = bring(tmp_path, [0, 1, 2], copies, verify=verify)
     holders = {"__0_0.distcp": 0, "__1_0.distcp": 1, "__2_0.distcp": 2, "__2_1.distcp": 2}
     assert [found for _, found, _ in outcomes] == [holders] * 3
-    pairs = [(node, name) for node in range(3) for name in copies]
-    tensors = [pair for pair in hashed if pair[1] in copies]
-    assert Counter(tensors) == (dict.fromkeys(pairs, 1) if verify else {})
+    there = [(node, name) for name, at in copies.items() for node in at]
+    assert Counter(hashed) == (dict.fromkeys(there, 1) if verify else {})
     damaged = bytes(5) if verify else b"abcde"
     assert [files["__2_1.distcp"] for _, _, files in outcomes] == [bytes(5), damaged, bytes(5)]
 
@@ -593,17 +599,29 @@ def test_the_nodes_begin_at_different_files(tmp_path, nearby):
 # --- whose it is
 
 
-@pytest.mark.parametrize("run", ["../../elsewhere", "/etc", "0" * 31, "0" * 33, "G" * 32, "A" * 32, "0" * 32 + "\n", "."])
+@pytest.mark.parametrize(
+    "run", ["../../elsewhere", "/etc", "0" * 31, "0" * 33, "G" * 32, "A" * 32, "0" * 32 + "\n", "."]
+)
 def test_a_run_in_a_manifest_is_an_id(tmp_path, run):
     """A folder on the nodes' disks is named by it, and a store's is foreign."""
     folder = tmp_path / "store" / "step_00000004"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_bytes(manifest(4, {}, run=run).to_bytes())
+    (folder / "manifest.json").write_bytes(manifest(4, {".metadata": FileRecord("0" * 64, 3)}, run=run).to_bytes())
     with pytest.raises(InputError, match="run: expected 32 hex digits, got"):
         read_manifest(str(folder))
 
 
 @pytest.mark.parametrize("run", ["", "0123456789abcdef" * 2])
 def test_a_manifest_may_name_no_run(tmp_path, run):
-    (tmp_path / "manifest.json").write_bytes(manifest(4, {}, run=run).to_bytes())
+    (tmp_path / "manifest.json").write_bytes(manifest(4, {".metadata": FileRecord("0" * 64, 3)}, run=run).to_bytes())
     assert read_manifest(str(tmp_path)).run == run
+
+
+def test_the_fiftieth_is_not_said_to_be_left_out(tmp_path, no_processes, caplog):
+    def call(tiers, behind):
+        behind.under_way = {2}
+        return [step for step in range(1, 51) if save(tiers, step)]
+
+    config = CheckpointConfig(store=f"file://{tmp_path}/store")
+    assert on_nodes(tmp_path, [0], config, call) == [[50]]
+    assert not any(text.startswith("checkpoint after step 50 is not uploaded") for text in caplog.messages)

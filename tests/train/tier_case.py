@@ -14,7 +14,7 @@ from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
 from quern.train.checkpoint.tiers.upload import Event, Failed, Uploaded
 
 SHA = "0123456789abcdef" * 4
-PATIENCE_S = 8.0
+PATIENCE_S = 30.0
 SMALL = {".metadata", "config.yaml", "ledger.jsonl"}
 TENSORS = {f"__{rank}_{n}.distcp" for rank in range(4) for n in range(2)}
 MINE = {name for name in TENSORS if name[2] in "01"}

@@ -112,6 +112,8 @@ class Behind:
     def remove(self, steps: Iterable[int]) -> None:
         """Remove the files of these steps, which no manifest names any more."""
         if gone := list(steps):
+            with self._changed:  # now: a step may be saved again before they are removed
+                self._queue = [waiting for waiting in self._queue if waiting.step not in gone]
             self._asked.put(gone)
 
     def unfinished(self) -> list[str]:
@@ -155,15 +157,16 @@ class Behind:
                     self._try(asked)
                 elif asked:
                     self._remove(asked)
-                due = [waiting for waiting in self._again if waiting[0] <= time.monotonic()]
-                self._again = [waiting for waiting in self._again if waiting not in due]
-                for _, published in due:
-                    self._try(published)
+                for waiting in [waiting for waiting in self._again if waiting[0] <= time.monotonic()]:
+                    self._again.remove(waiting)
+                    self._try(waiting[1])
                 self._listen()
             except Exception as error:  # the training does not end for this
                 self._warn(f"moving checkpoints: {describe(error)}")
 
     def _try(self, asked: _Published) -> None:
+        if not any(waiting is asked for waiting in self._queue):
+            return  # removed since
         try:
             self._move(asked)
         except Exception:
@@ -207,9 +210,8 @@ class Behind:
                 time.sleep(1.0)
 
     def _remove(self, steps: list[int]) -> None:
-        self._again = [waiting for waiting in self._again if waiting[1].step not in steps]
         with self._changed:
-            self._queue = [waiting for waiting in self._queue if waiting.step not in steps]
+            self._again = [waiting for waiting in self._again if waiting[1] in self._queue]
         for uploader in (self._mirror, self._store):
             if uploader is not None:
                 waiting = {step for step, _ in uploader.unfinished}

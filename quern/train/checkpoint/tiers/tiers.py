@@ -23,6 +23,7 @@ from quern.train.agree import Agreement, describe
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
+    MISSING,
     Checkpoint,
     FileRecord,
     Manifest,
@@ -182,9 +183,11 @@ class Tiers:
         self._passed_over = self._passed_over + 1 if under_way else 0
         if not under_way:
             return True
+        if self._passed_over % _PATIENCE == 0:
+            return True
         before = ", ".join(map(str, sorted(under_way)))
         log.warning("checkpoint after step %d is not uploaded: that of %s is still under way", step, before)
-        return self._passed_over % _PATIENCE == 0
+        return False
 
     def published(self, checkpoint: Checkpoint, removed: Collection[str], store: bool) -> None:
         """A checkpoint stands, others are removed; ``store``: what :meth:`stores` said on rank 0. Not collective; on
@@ -386,7 +389,7 @@ class Tiers:
                 if peer.files(checkpoint_name(step)).get(name) == record.size:
                     peer.fetch(checkpoint_name(step), name, record, folder)
                     # another layout asks for files that were never here
-                    level = logging.INFO if problem.what == "missing" else logging.WARNING
+                    level = logging.INFO if problem.what == MISSING else logging.WARNING
                     log.log(level, "%s; put back from %s", problem, peer)
                     return
                 tried.append(f"{self.nodes.hosts[node]} does not have it")
