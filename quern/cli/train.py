@@ -123,13 +123,15 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     print(dump_yaml(config), end="")
     console = err_console()
     parameters, memory, order = summary["parameters"], summary["state_memory_gib"], summary["order"]
-    layout = summary["layout"]
+    layout, checkpoint = summary["layout"], summary["checkpoint"]
     axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
     rows = [
         ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
         ("layout", "1 rank" if layout["ranks"] == 1 else f"{layout['ranks']:,} ranks: {axes}"),
         ("model state", f"{memory['sixteen_bytes']:.2f} GiB at 16 bytes a parameter, "
                         f"{memory['sixteen_bytes_per_rank']:.2f} a rank; held here: {memory['rank']:.2f} a rank"),
+        ("a checkpoint", f"{checkpoint['bytes'] / 1e9:.2f} GB; to copy it, {checkpoint['copy_gib_per_rank']:.2f} GiB "
+                         "of the host's memory a rank"),
         ("a token costs", f"{summary['flops_per_token']['full']:.3g} FLOP (full attention), "
                           f"{summary['flops_per_token']['causal']:.3g} (causal half)"),
         ("reads", f"{order['samples']:,} sequences, {order['planned_tokens']:,} tokens in {order['steps']:,} steps"),

@@ -31,7 +31,8 @@ Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it
 
 def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
-    logging.getLogger("quern").setLevel(logging.INFO)  # how often it saves, what has been uploaded
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("quern").setLevel(logging.INFO)  # where it goes on, how often it saves, what has been uploaded
     from quern.train.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
@@ -45,7 +46,6 @@ def train(config: TrainConfig) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """What ``python -m quern.train`` does with its arguments."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2

@@ -80,6 +80,10 @@ def begin(
         lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked)
     )
     mixture = Mixture(Order.from_dict(spec), source_map)
+    if ranks.first:
+        log.info(
+            "%s at step %d, data step %d%s", kind, step, data_step, f", from {checkpoint.path}" if checkpoint else ""
+        )
     return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
 
 

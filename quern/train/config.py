@@ -166,6 +166,7 @@ class CheckpointConfig(Section):
     max_interval_s: Annotated[float, Field(gt=0)] = 3600.0
     """The longest that auto chooses."""
     keep_last: Count = 3
+    """Newest checkpoints that stay, of the branch the run is on; more stay where they are needed."""
     keep_every: Count | None = None
     """Steps whose multiples are kept for ever."""
     verify: bool = True
@@ -186,11 +187,27 @@ class CheckpointConfig(Section):
     """Where checkpoints are uploaded behind the training, as s3://bucket/run; any URL that fsspec knows. A store
     belongs to one run."""
     store_every: Count | None = None
-    """Upload those whose step is a multiple of this, and the last; null = each."""
+    """Upload those whose step is a multiple of this, and the last, and keep each until it is there; null = each that
+    comes when no other upload is under way, and the last."""
     store_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     """Of each node's upload at most; null = no limit."""
     upload_wait_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long a run that ends waits for its uploads; the next start takes them up again."""
+    """How long a run that ends waits for its uploads, at most 10 s after a signal; the next start takes up the one it
+    goes on from."""
+
+    @field_validator("interval", mode="before")
+    @classmethod
+    def _interval(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError(f"expected an integer ≥ 0 or auto, got {value!r}")
+
+    @field_validator("store")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError(f"expected a URL, as s3://bucket/run or file:///folder, got {value!r}")
+        return value
 
     @field_validator("local")
     @classmethod
@@ -203,6 +220,8 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
+        if self.local is not None and self.keep_last < 2:
+            raise ValueError("keep_last: expected at least 2 with local: the newest may not be mirrored yet")
         if self.partner and self.local is None:
             raise ValueError("partner: expected with local only; without it all nodes share the files")
         for name in ("store_every", "store_bytes_per_s"):

@@ -82,8 +82,12 @@ class Saves:
     def _plan_next(self) -> None:
         wanted = self.config.interval
         interval = self.checkpoints.agreement.first(self._decide) if wanted == "auto" else wanted
-        # multiples, so that a resumed run saves where it would have
-        self._next = None if interval == 0 else (self.saved // interval + 1) * interval
+        if interval == 0:
+            self._next = None
+        elif wanted == "auto":
+            self._next = self.saved + interval
+        else:  # multiples, so that a resumed run saves where it would have
+            self._next = (self.saved // interval + 1) * interval
 
     def _decide(self) -> int:
         assert self._cadence is not None
@@ -138,13 +142,8 @@ class Saves:
         Raises:
             QuernError: too many saves have failed, or the last one.
         """
-        self._ended(self._finish())
-        offset, kept = 0, set[int]()
-        if self.ledger is not None:
-            self.ledger.append("checkpoint", step=done, data_step=data_step, name=checkpoint_name(done))
-            offset = self.ledger.offset
-            standing = {found.step for found in list_checkpoints(self.checkpoints.run_dir)} | {done}
-            kept = protected(self.ledger.entries, standing, self.watch.window)
+        self._ended(self._finish(), counts=not last)  # the last one is tried whatever became of those before
+        offset, kept = self.checkpoints.agreement.first(lambda: self._announce(done, data_step))
         self.saved = done
         self._began, self._stall_s = time.perf_counter(), 0.0
         error = None
@@ -160,6 +159,13 @@ class Saves:
         elif last or self.config.mode == "sync":
             self._ended(self._finish(), last)
         self._plan_next()
+
+    def _announce(self, done: int, data_step: int) -> tuple[int, set[int]]:
+        """Write a save down before it begins; the ledger's size, and the steps that are not to be pruned for it."""
+        assert self.ledger is not None, "rank 0 has the ledger"
+        self.ledger.append("checkpoint", step=done, data_step=data_step, name=checkpoint_name(done))
+        standing = {found.step for found in list_checkpoints(self.checkpoints.run_dir)} | {done}
+        return self.ledger.offset, protected(self.ledger.entries, standing, self.watch.window)
 
     def _finish(self) -> Outcome | None:
         with self._stalls():
@@ -178,7 +184,7 @@ class Saves:
         finally:
             self._stall_s += time.perf_counter() - began
 
-    def _ended(self, outcome: Outcome | None, last: bool = False) -> None:
+    def _ended(self, outcome: Outcome | None, last: bool = False, counts: bool = True) -> None:
         """A save has ended, if it has: say so, and go on without one that failed unless too many have."""
         if outcome is None:
             return
@@ -193,7 +199,7 @@ class Saves:
             log.warning("the checkpoint after step %d was not saved: %s", step, error)
             self.ledger.append("checkpoint_failed", step=step, why=str(error))
             self.watch.failed(step)
-        if error is not None and (last or self._failures >= self.config.max_failures):
+        if error is not None and (last or (counts and self._failures >= self.config.max_failures)):
             raise error
 
     def _observe(self) -> None:

@@ -16,7 +16,7 @@ from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
 
-__all__ = ["communication", "layout", "pipeline", "state_memory", "step_of", "summarise"]
+__all__ = ["checkpoint_size", "communication", "layout", "pipeline", "state_memory", "step_of", "summarise"]
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
 #: mixed precision makes 16 (Rajbhandari et al. 2020, section 3.1); FP32 has no second copy of the weights.
@@ -68,6 +68,14 @@ def state_memory(step: Step, precision: str) -> dict[str, float]:
         "compute_copy": copy * parameters / gib,
         "rank": 4 * master * most / gib,
     }
+
+
+def checkpoint_size(step: Step, config: TrainConfig) -> dict[str, float]:
+    """Bytes of the weights and moments that a save writes, and the GiB of the host's memory that a rank's part, copied,
+    takes from save to save: on the average of all ranks, and none where the loop writes itself."""
+    written = 3 * _MASTER[config.precision] * step.shape.num_parameters
+    copied = 0 if config.checkpoint.mode == "sync" else written
+    return {"bytes": written, "copy_gib_per_rank": copied / step.plan.world_size / 2**30}
 
 
 def layout(plan: MeshPlan) -> dict[str, Any]:
@@ -146,6 +154,7 @@ def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, 
         "pipeline": pipeline(step),
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config.precision),
+        "checkpoint": checkpoint_size(step, config),
         "flops_per_token": {
             "full": shape.flops_per_token(config.seq_len, causal=False),
             "causal": shape.flops_per_token(config.seq_len, causal=True),

@@ -274,7 +274,7 @@ class Trainer:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
-        self.checkpoints.finish_moving()
+        self.checkpoints.finish_moving(hurry=self.stopped_by is not None)
         self.ranks.barrier()
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
+from quern.train.checkpoint.metadata import read_metadata
 from quern.train.ledger import read_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,6 +220,12 @@ def test_two_processes_train_what_one_does(config: Path) -> None:
 
     assert losses("one") == pytest.approx(losses("two"), rel=1e-5)
     assert len(losses("two")) == 6
+    planned = json.loads(quern("train", config, "--dry-run", "--json", "--nproc", 2).stdout)["checkpoint"]
+    *_, checkpoint = list_checkpoints(str(config.parent / "two"))
+    held = read_metadata(checkpoint.path, read_manifest(checkpoint.path).files).state_dict_metadata
+    sizes = [tensor.size.numel() * tensor.properties.dtype.itemsize for name, tensor in held.items()
+             if name.startswith(("model.", "optimizer.state."))]  # fmt: skip
+    assert planned == {"bytes": sum(sizes), "copy_gib_per_rank": sum(sizes) / 2 / 2**30}
 
 
 @pytest.mark.slow

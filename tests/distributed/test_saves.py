@@ -67,7 +67,7 @@ def whole(tmp_path_factory):
     return folder / "run", paths, CASE.live(config_for(str(folder / "run"), paths, {}, mode="sync"), factor=nan_at_5)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.long), False])
 def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(run_ranks, tmp_path, whole, overlap):
     """A signal to one rank ends the first life after six steps; step 5 is skipped by then."""
     straight, paths, expected = whole
@@ -158,6 +158,51 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all(run_ranks, tmp_path, pat
     assert [e["step"] for e in CASE.ledger(ends) if e["kind"] == "checkpoint_failed"] == [4, 6]
 
 
+def announced(run: str, paths: list[str], full: bool) -> tuple[str, list[Any]]:
+    """What this rank's run ends with, and what it was told at each save: the step, the ledger's size, what is to stay.
+
+    ``full``: the ledger takes no line of the save after step 4.
+    """
+    from quern.train.checkpoint.manager import CheckpointManager
+    from quern.train.ledger import Ledger
+
+    begin, append = CheckpointManager.begin, Ledger.append
+    begun: list[Any] = []
+
+    def begins(self: CheckpointManager, step: int, state: Any, position: Any, keep: Any = None) -> None:
+        begun.append((step, position.ledger_offset, sorted(keep.steps)))
+        begin(self, step, state, position, keep)
+
+    def refuse(self: Ledger, kind: str, **said: Any) -> None:
+        if full and kind == "checkpoint" and said["step"] == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, kind, **said)
+
+    CheckpointManager.begin = begins  # type: ignore[method-assign]
+    Ledger.append = refuse  # type: ignore[method-assign]
+    try:
+        CASE.live(config_for(run, paths, FSDP2, mode="thread"))
+        return "", begun
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", begun
+    finally:
+        CheckpointManager.begin, Ledger.append = begin, append  # type: ignore[method-assign]
+
+
+def test_rank_0_announces_a_save_for_all(run_ranks, tmp_path, paths):
+    """It alone has the ledger: the others are told its size and what is not to be pruned, or why it takes no line."""
+    (_, first), (_, second) = run_ranks(announced, 2, str(tmp_path / "run"), paths, False, timeout_s=120)
+    assert first == second
+    assert [step for step, _, _ in first] == [2, 4, 6, 8, 9]
+    assert all(steps for _, _, steps in first)
+    ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    for step, offset, _ in first:
+        line = json.loads(ledger[:offset].splitlines()[-1])
+        assert (line["kind"], line["step"]) == ("checkpoint", step)
+    found = run_ranks(announced, 2, str(tmp_path / "full"), paths, True, timeout_s=120)
+    assert [why for why, _ in found] == ["QuernError: rank 0: No space left on device"] * 2
+
+
 def chosen(run: str, paths: list[str]) -> list[int]:
     """After which steps this rank's loop has begun a save. On rank 0 a save takes 20 s and a step 4 s; on the other, by
     its own clock, a thousandth of that."""
@@ -203,7 +248,7 @@ def test_ranks_follow_the_interval_that_rank_0_has_chosen(run_ranks, tmp_path, p
     interval = min(range(1, 31), key=lambda steps: math.expm1((4 * steps + 20) / 70) / steps)
     assert 5 < interval < 15
     found = run_ranks(chosen, 2, str(tmp_path / "run"), paths, timeout_s=120)
-    expected = [1, *range(interval, 30, interval), 30]
+    expected = [1, *range(1 + interval, 30, interval), 30]
     assert found == [expected] * 2
     newest = tmp_path / "run" / "checkpoints" / "step_00000030" / "manifest.json"
     scalars = json.loads(newest.read_text())["scalars"]

@@ -82,7 +82,11 @@ def open_manager(folder: str, store: bool) -> Any:
     rank = int(os.environ["RANK"])
     os.environ["GROUP_RANK"] = str(rank // 2)
     config = CheckpointConfig(
-        mode="sync", keep_last=20, local=f"{folder}/nvme{{node}}", store=f"file://{folder}/store" if store else None
+        mode="sync",
+        keep_last=20,
+        local=f"{folder}/nvme{{node}}",
+        store=f"file://{folder}/store" if store else None,
+        store_every=1 if store else None,
     )
     return CheckpointManager(f"{folder}/run", config, rank, WORLD)
 
@@ -229,7 +233,7 @@ def test_damage(begun, tmp_path, nodes, row):
     lives = nodes.call(start, str(folder), row.store)
     assert {life["step"] for life in lives} == {row.loads}
     assert [life["wrong"] for life in lives] == [[]] * WORLD
-    said = sorted({line for life in lives for line in life["said"]})
+    said = sorted({line for life in lives for line in life["said"] if "all nodes are on" not in line})  # one machine
     if row.says:
         assert [line for line in said if all(part in line for part in row.says)], said
     else:

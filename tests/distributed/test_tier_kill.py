@@ -24,7 +24,7 @@ import pytest
 
 from quern.parallel.local import LocalRanks, RankError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py")))
 
@@ -199,7 +199,7 @@ def live(
     CASE.fill(state, 99)
     config = CheckpointConfig(
         mode="sync", keep_last=keep_last, verify=not bare, local=f"{folder}/nvme{{node}}",
-        store=None if bare else f"file://{folder}/store",
+        store=None if bare else f"file://{folder}/store", store_every=None if bare else 1,
     )  # fmt: skip
     at, key, wrong = 0, 0, []
     with CheckpointManager(f"{folder}/run", config, rank, WORLD) as checkpoints:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from quern.train.checkpoint.tiers import tiers as wiring
+
 pytestmark = pytest.mark.slow
 
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
@@ -45,6 +47,7 @@ def live(
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     os.environ.update(AWS_ENDPOINT_URL=NOBODY, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_REGION="us-east-1")
     os.environ["GROUP_RANK"] = str(rank * nodes // world)
+    wiring._START_BUDGET_S = 3  # how long a store that does not answer is waited for
     left = CASE.live(config_for(run, paths, parallel, **checkpoint), stop_at=stop_at if rank == 0 else None)
     return {"start": left.start.step, "state": left.state, "complete": left.complete}
 
@@ -72,7 +75,7 @@ def straight(tmp_path_factory, paths):
 def begun(tmp_path_factory, paths, run_ranks):
     """A run on two nodes of two ranks, stopped after step 6 with all of its files where they go."""
     folder = tmp_path_factory.mktemp("begun")
-    tiers = {"local": str(folder / "nvme{node}"), "store": f"file://{folder}/store"}
+    tiers = {"local": str(folder / "nvme{node}"), "store": f"file://{folder}/store", "store_every": 1}
     lives = run_ranks(live, 4, str(folder / "run"), paths, BEFORE, tiers, 4, 2, timeout_s=240)
     assert not any(life["complete"] for life in lives)
     return folder

@@ -17,15 +17,19 @@ PATIENCE_S = 60.0
 
 
 class Meeting:
-    """Where ``world`` ranks exchange values; ``steps`` counts how often they did."""
+    """Where ``world`` ranks exchange values; ``steps`` counts how often they did,
+    ``sizes`` has the bytes of each rank's value each time."""
 
     def __init__(self, world: int) -> None:
         self.world, self.steps = world, 0
+        self.sizes: list[list[int]] = []
         self._said: list[bytes] = [b""] * world
         self._barrier = threading.Barrier(world, action=self._count, timeout=PATIENCE_S)
 
     def _count(self) -> None:
         self.steps += 1  # one arrival and one departure a step
+        if self.steps % 2:
+            self.sizes.append([len(said) for said in self._said])
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self._said[rank] = pickle.dumps(value)
@@ -60,9 +64,11 @@ class ThreadAgreement(Agreement):
         return self.own(action) if self._inline else super().patiently(action)
 
 
-def run_all(world: int, call: Callable[[ThreadAgreement], Any], *, inline: bool = True) -> list[Any]:
+def run_all(
+    world: int, call: Callable[[ThreadAgreement], Any], *, inline: bool = True, meeting: Meeting | None = None
+) -> list[Any]:
     """What ``call`` returns on each rank, or the exception it raises there. Threads are named ``rank N``."""
-    meeting = Meeting(world)
+    meeting = meeting or Meeting(world)
     outcomes: list[Any] = [None] * world
 
     def run(rank: int) -> None:

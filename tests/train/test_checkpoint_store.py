@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from s3_server import Fault
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.tiers import connection
+from quern.train.checkpoint.tiers import connection, pieces
 from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, SourceError, StoreError
 from quern.train.checkpoint.tiers.store import Store, prune_store
 
@@ -210,6 +211,44 @@ def test_a_manifest_of_another_step_or_none_is_not_put(place, disk):
         put(store, disk, "manifest.json", manifest({".metadata": b""}, STEP + 1))
     with pytest.raises(InputError, match=r"manifest\.json: not valid JSON"):
         put(store, disk, "manifest.json", b"{")
+    assert place.contents() == {}
+
+
+@pytest.mark.parametrize("size", [1000, 2 * PART + 5])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_a_local_file_that_cannot_be_read_now_may_be_read_later(place, disk, monkeypatch, size, number):
+    """In its midst, as from a shared file system whose server is gone for a while."""
+    store, data = place.store(backoff=Backoff(budget_s=0.0)), content(size)
+    (disk / "a").write_bytes(data)
+
+    class Broken(io.BytesIO):
+        def read(self, length: int | None = -1, /) -> bytes:
+            if self.tell():
+                raise OSError(number, os.strerror(number))
+            return super().read(500)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "open", lambda path, mode: Broken(data), raising=False)
+        with pytest.raises(StoreError) as caught:
+            store.put(STEP, "a", str(disk / "a"), record(data))
+    assert caught.value.transient
+    assert str(caught.value).startswith(f"{disk}/a: cannot be read ({os.strerror(number)}); not uploaded")
+    assert place.contents() == {}
+    assert place.server is None or place.server.uploads() == []
+    store.put(STEP, "a", str(disk / "a"), record(data))
+    assert place.contents() == {f"{FOLDER}/a": data}
+
+
+@pytest.mark.parametrize("there", ["a folder", "a file on the way"])
+def test_a_local_file_that_is_something_else_is_missing(place, disk, there):
+    path = disk / "a"
+    if there == "a folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"")
+        path /= "b"
+    with pytest.raises(SourceError, match=r"cannot be read \((Is|Not) a directory\)"):
+        place.store().put(STEP, "b", str(path), record(b"x"))
     assert place.contents() == {}
 
 

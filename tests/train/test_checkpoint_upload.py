@@ -5,6 +5,7 @@ The store is an S3 server on loopback behind a proxy that breaks things; what is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ from s3_server import Fault
 
 from quern.errors import InputError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
+from quern.train.checkpoint.tiers import pieces
 from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, StoreError
 from quern.train.checkpoint.tiers.store import Store
@@ -170,7 +172,7 @@ def test_a_request_is_replaced_by_the_next_of_its_kind(server, start, tmp_path):
     uploader.upload(10, str(tmp_path / "new"), records(new))
     uploader.upload(10, str(tmp_path / "new"), {}, records(new, last=True))
     assert uploader.unfinished == [(10, False), (10, True)]
-    seen = until(uploader, Uploaded, count=2)
+    seen = [event for event in until(uploader, Uploaded, count=2) if not isinstance(event, Waiting)]
     assert [(event.last, event.num_bytes) for event in seen] == [(False, 5007), (True, len(new["manifest.json"]))]
     assert server.read("step_00000010/a") == new["a"]
     assert server.read("step_00000010/manifest.json") == new["manifest.json"]
@@ -434,6 +436,23 @@ def test_it_ends_with_its_input_in_the_middle_of_a_transfer(server, start, tmp_p
     assert [line for line in out.splitlines() if "progress" not in line] == []
 
 
+def test_a_signal_does_not_end_it_and_the_end_of_its_input_does(server, tmp_path):
+    """What a scheduler sends to all processes of a job; the trainer saves once more then, and that is to be moved."""
+    files = checkpoint(tmp_path, 10, {"a": 5000})
+    plain = {name: vars(found) for name, found in records(files).items()}
+    code = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", server.url]
+    process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    answers = (json.loads(line) for line in process.stdout)
+    for number, step in enumerate((10, 20, 30)):
+        asked = {"number": number, "step": step, "folder": str(tmp_path), "files": plain, "last": None}
+        process.stdin.write(json.dumps({"upload": asked}) + "\n")
+        process.stdin.flush()
+        assert next(answer for answer in answers if "progress" not in answer).get("uploaded") == step
+        process.send_signal((signal.SIGTERM, signal.SIGINT)[number % 2])
+    process.communicate(timeout=LIMIT_S)  # closes the input
+    assert process.returncode == 0
+
+
 def test_it_ends_with_its_parent(server, tmp_path):
     code = textwrap.dedent("""
         import os, sys, time
@@ -484,7 +503,7 @@ def test_a_url_that_is_no_store_is_refused_at_the_start():
         Uploader("nostore://x")
 
 
-# -- One request at a time, the newest first; in this process, in memory.
+# -- One request at a time, manifests first, then the newest; in this process, in memory.
 
 
 class Bench:
@@ -533,6 +552,63 @@ def test_the_newest_goes_first(bench):
     assert bench.objects() == names | {"step_00000040/b"}
 
 
+def test_a_manifest_that_is_due_goes_before_newer_files(bench):
+    """Or it would never go where checkpoints come faster than they are moved."""
+    bench.ask(10, "m", last=True)
+    for step in (20, 30):
+        bench.ask(step)
+    bench.ask(20, "m", last=True)
+    for _ in range(4):
+        bench.mover.work()
+    assert [(said["uploaded"], said["last"]) for said in bench.said] == [
+        (20, True), (10, True), (30, False), (20, False),
+    ]  # fmt: skip
+
+
+def test_a_manifest_that_is_not_due_keeps_nothing_waiting(bench, monkeypatch):
+    put, refused = Store.put, []
+
+    def refuse(store, step, name, *arguments):
+        if name == "m" and not refused:
+            refused.append(step)
+            raise IncompleteError("not yet")
+        put(store, step, name, *arguments)
+
+    monkeypatch.setattr(Store, "put", refuse)
+    bench.ask(10, "m", last=True)
+    bench.ask(20)
+    bench.mover.work()
+    bench.mover.work()
+    assert bench.said[-1]["uploaded"] == 20
+    bench.ask(30)
+    bench.now = 5.0
+    bench.mover.work()
+    assert bench.said[-1]["uploaded"] == 10
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_local_read_that_fails_is_tried_again_and_a_missing_file_is_not(bench, monkeypatch, number):
+    def broken(path, mode):
+        raise OSError(number, os.strerror(number), path)
+
+    bench.ask(10)
+    bench.ask(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "open", broken, raising=False)
+        bench.mover.work()
+    why = f"{bench.folder}/20/a: cannot be read ({os.strerror(number)}); not uploaded"
+    answer = {"failed": 20, "number": 2, "last": False, "why": why, "permanent": False, "dropped": False}
+    assert bench.said == [answer]
+    (bench.folder / "10" / "a").unlink()
+    bench.mover.work()
+    assert (bench.said[1]["failed"], bench.said[1]["dropped"]) == (10, True)
+    assert [job.step for job in bench.mover._waiting] == [20]
+    bench.now = 60.0
+    bench.mover.work()
+    assert bench.said[2]["uploaded"] == 20
+    assert bench.objects() == {"step_00000020/a"}
+
+
 def test_what_waits_is_cancelled_and_never_begun(bench):
     for step in (10, 20):
         bench.ask(step)
@@ -550,7 +626,7 @@ def test_what_waits_is_replaced_and_never_begun(bench):
     bench.ask(10, "c", last=True)
     for _ in range(2):
         bench.mover.work()
-    assert [(said["uploaded"], said["number"], said["last"]) for said in bench.said] == [(10, 2, False), (10, 3, True)]
+    assert [(said["uploaded"], said["number"], said["last"]) for said in bench.said] == [(10, 3, True), (10, 2, False)]
     assert bench.objects() == {"step_00000010/b", "step_00000010/c"}
     assert bench.mover._waiting == []
 
@@ -568,7 +644,7 @@ def test_what_is_under_way_is_replaced_without_a_word(bench, monkeypatch):
     bench.ask(10, "a", size=2 * PART)
     for _ in range(3):
         bench.mover.work()
-    assert [said["number"] for said in bench.said] == [2, 3]
+    assert [said["number"] for said in bench.said] == [3, 2]
     assert bench.objects() == {"step_00000010/b", "step_00000010/c"}
 
 

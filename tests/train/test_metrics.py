@@ -155,7 +155,7 @@ def test_memory_is_that_of_the_process():
     )
     assert before >= 0.99 * resident / 2**20
     held = torch.ones(2**27)  # half a GiB, every page written
-    assert memory_gib(CPU) > max(before, resident / 2**20 + 0.45)
+    assert memory_gib(CPU) >= max(before, resident / 2**20 + 0.45)  # the most so far may be of before
     del held
 
 

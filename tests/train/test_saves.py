@@ -19,7 +19,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +130,13 @@ def best(cost: float, step: float, mtbf: float, limit_s: float = math.inf) -> in
     return min(fits, key=lambda steps: math.expm1((steps * step + cost) / mtbf) / steps)
 
 
-def multiples(intervals: Iterable[int], done: int, steps: int) -> list[int]:
+def ahead(intervals: Iterable[int], done: int, steps: int) -> list[int]:
     """After which steps a run saves that was at ``done``, when each of ``intervals`` holds up to the next save."""
     found = []
-    for interval in intervals:
-        done = next(step for step in range(done + 1, done + interval + 1) if step % interval == 0)
-        if done >= steps:
+    for due in accumulate(intervals, initial=done):
+        if due >= steps:
             return [*found, steps]
-        found.append(done)
+        found.append(due)
     raise AssertionError
 
 
@@ -166,7 +165,7 @@ def test_an_interval_that_is_chosen_is_followed(tmp_path, paths, monkeypatch, ca
     assert len(set(known)) == len(known)
     config = case.settings(tmp_path / "run", paths, steps=23, checkpoint={**AUTO, "mode": mode})
     assert case.live(config, factor=clock.step).complete
-    expected = multiples(chain(known, repeat(known[-1])), 0, 23)
+    expected = ahead(chain(known, repeat(known[-1])), 0, 23)[1:]
     assert told(tmp_path / "run", "checkpoint") == steps_of(tmp_path / "run") == expected
     assert intervals(caplog)[: len(known) + 1] == [*known, known[-1]]
     assert all("mtbf 70 s (configured)" in line for line in decisions(caplog))
@@ -181,8 +180,9 @@ def test_what_saves_cost_outlives_a_run(tmp_path, paths, monkeypatch, caplog):
     clock = Clock().install(monkeypatch)
     interval = best(3, 4, MTBF_S)
     config = case.settings(tmp_path / "run", paths, steps=40, checkpoint={**AUTO, "mode": "thread"})
-    case.live(config, kill_at=4 * interval + 4, factor=clock.step)
-    at = 4 * interval
+    at = ahead(chain([best(10, 60, MTBF_S), best(10, 4, MTBF_S)], repeat(interval)), 0, 40)[4]
+    assert at % interval != 0  # where the next save is due tells from what it is counted
+    case.live(config, kill_at=at + interval - 1, factor=clock.step)
     assert steps_of(tmp_path / "run")[-1] == at
     manifest = json.loads(Path(list_checkpoints(config.run_dir)[-1].path, "manifest.json").read_text())
     scalars = {name: value for name, value in manifest["scalars"].items() if name.startswith("cadence.")}
@@ -209,13 +209,13 @@ def test_the_longest_interval_and_failures_are_heeded(tmp_path, paths, monkeypat
     clock = Clock().install(monkeypatch)
     config = case.settings(tmp_path / "run", paths, checkpoint={"interval": "auto", "max_interval_s": 13.0})
     case.live(config, kill_at=7, factor=clock.step)
-    assert steps_of(tmp_path / "run") == multiples(chain([1], repeat(3)), 0, 100)[:3] == [1, 3, 6]
+    assert steps_of(tmp_path / "run") == [1, 4, 7]
     assert intervals(caplog) == [1, 3, 3, 3]
     assert all("bounded by max_interval_s 13 s" in line for line in decisions(caplog))
     assert all("(assumed; 0 failures in " in line for line in decisions(caplog))
     caplog.clear()
     assert case.live(config, factor=clock.step).complete
-    assert steps_of(tmp_path / "run") == [1, 3, 6, 9]
+    assert steps_of(tmp_path / "run") == [1, 4, 7, 9]
     assert all("(observed; 1 failure in " in line for line in decisions(caplog))
 
 
@@ -380,25 +380,79 @@ def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path, paths, monk
         assert steps_of(run) == list(range(2, last, 2))
 
 
+def finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save takes longer than it is to the next: how it ended is known when that one begins."""
+    monkeypatch.setattr(CheckpointManager, "progress", lambda self: Progress())
+
+
+@pytest.mark.parametrize("stop_at", [None, 3])
+def test_the_last_save_is_tried_though_the_one_before_has_failed(tmp_path, paths, monkeypatch, stop_at):
+    """With one failure allowed too few: the run has nothing to lose any more, and its end is in the last one."""
+    finished_by_the_next(monkeypatch)
+    last, before = (case.STEPS, case.STEPS - 1) if stop_at is None else (6, 4)
+    failing(monkeypatch, "writing", {before})
+    run = tmp_path / "run"
+    left = case.live(
+        case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "max_failures": 1}), stop_at=stop_at
+    )
+    assert (left.complete, left.stopped_by) == ((True, None) if stop_at is None else (False, "SIGTERM"))
+    assert told(run, "checkpoint_failed") == [before]
+    assert told(run, "end", "stopped") == [last]
+    assert steps_of(run) == [*range(2, before, 2), last]
+    assert verify(list_checkpoints(str(run))[-1].path) == []
+
+
+@pytest.mark.parametrize(("failed", "told_of"), [({6}, [6]), ({8, 9}, [8, 9])])
+def test_a_failure_in_flight_ends_the_run_where_the_next_is_not_the_last_or_fails_too(
+    tmp_path, paths, monkeypatch, failed, told_of
+):
+    finished_by_the_next(monkeypatch)
+    failing(monkeypatch, "writing", failed)
+    run = tmp_path / "run"
+    config = case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "max_failures": 1})
+    with pytest.raises(QuernError, match="No space left on device"):
+        case.live(config)
+    assert told(run, "checkpoint_failed") == told_of
+    assert told(run, "end", "stopped") == []
+    assert steps_of(run) == list(range(2, min(failed), 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, mode):
-    """The system itself refuses: no file of the process, or of its writer, may grow beyond 50 kB."""
+def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole, mode):
+    """The system itself refuses: no file of the process, or of its writer, may grow as long as that of the tensors."""
     run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 1, "mode": mode, "max_failures": 2})
-    done = subprocess.run(
-        [sys.executable, "-m", "quern.train", *command(config, tmp_path)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY)),
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=WAIT_S,
-    )  # fmt: skip
+    done = run_within(max(os.path.getsize(file) for file in whole[0].rglob("*.distcp")) - 1, command(config, tmp_path))
     assert done.returncode == 1, done.stderr
-    *warnings, error = done.stderr.splitlines()
+    *warnings, error = (line for line in done.stderr.splitlines() if not line.startswith("INFO "))
     assert [re.search(r"the checkpoint after step (\d) was not saved: .*File too large$", w)[1] for w in warnings] == [
         "1", "2",
     ]  # fmt: skip
     assert re.fullmatch(r"error: .*File too large", error)
     assert folders(run) == []
+
+
+@pytest.mark.slow
+def test_memory_that_cannot_be_had_ends_a_process_before_its_first_step(tmp_path, paths):
+    """The snapshot's memory is a file that the writer has too."""
+    run = tmp_path / "run"
+    config = case.settings(run, paths, checkpoint={"interval": 1, "mode": "process", "max_failures": 99})
+    done = run_within(50_000, command(config, tmp_path))
+    said = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
+    assert (done.returncode, said) == (1, ["error: File too large"])
+    assert told(run, "checkpoint", "end") == []
+    assert folders(run) == []
+
+
+def run_within(limit: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The run as a process of which no file may be longer than ``limit`` bytes."""
+    return subprocess.run(
+        [sys.executable, "-m", "quern.train", *arguments],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
 
 
 # ---- who writes, and when, changes nothing

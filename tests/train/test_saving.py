@@ -20,13 +20,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from quern.train import agree
 from quern.train.agree import Agreement
-from quern.train.checkpoint.background import Process
+from quern.train.checkpoint import manager as manager_module
+from quern.train.checkpoint.background import Process, Thread
 from quern.train.checkpoint.files import FILE_BYTES, deal_files
+from quern.train.checkpoint.folder import FolderLock
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.checkpoint.reader import verify
-from quern.train.checkpoint.saving import Progress
+from quern.train.checkpoint.saving import Progress, Saving
+from quern.train.checkpoint.tiers.tiers import Tiers
+from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
 
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
@@ -229,7 +234,9 @@ def writer_of(checkpoints: CheckpointManager) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before", "writing", "written", "publishing"])
+@pytest.mark.parametrize(
+    "moment", ["publishing", *(pytest.param(name, marks=pytest.mark.long) for name in ("before", "writing", "written"))]
+)
 def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
@@ -332,6 +339,118 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
+
+
+@pytest.mark.slow
+def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path):
+    """What a scheduler sends to all processes of a job; the trainer saves once more then."""
+    run = tmp_path / "run"
+    state = CASE.make(tmp_path)
+    with manager(run, "process", keep_last=5) as checkpoints:
+        process = process_of(checkpoints)
+        for step, number in ((1, signal.SIGTERM), (2, signal.SIGINT), (3, signal.SIGTERM)):
+            CASE.fill(state, step)
+            checkpoints.begin(step, state, CASE.position(step))
+            checkpoints.copied()
+            if step == 2:
+                process.send_signal(signal.SIGTERM)  # it writes
+            outcome = checkpoints.finish()
+            assert outcome is not None
+            assert outcome.error is None
+            process.send_signal(number)
+        assert process_of(checkpoints) is process
+    assert process.returncode == 0
+    for step in (1, 2, 3):
+        assert CASE.differences(content(run, step, tmp_path), step) == []
+
+
+@pytest.mark.parametrize("where", ["write", "_publish"])
+def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, monkeypatch, where):
+    """Else the process group would give up on all. The work goes on when they have done so for some time."""
+    finishing, signs = threading.Event(), threading.Semaphore(0)
+    gather, action = Agreement.gather, getattr(Work, where)
+
+    def heard(self, value):
+        if finishing.is_set():
+            signs.release()
+        return gather(self, value)
+
+    def slow(self, *arguments):
+        assert finishing.wait(WAIT_S)
+        assert all(signs.acquire(timeout=10.0) for _ in range(20)), "nobody gives a sign"
+        return action(self, *arguments)
+
+    monkeypatch.setattr(agree, "_SIGN_OF_LIFE_S", 0.01)
+    monkeypatch.setattr(Agreement, "gather", heard)
+    monkeypatch.setattr(Work, where, slow)
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 1)
+    with manager(tmp_path / "run", "thread") as checkpoints:
+        checkpoints.begin(1, state, CASE.position(1))
+        checkpoints.copied()
+        finishing.set()
+        outcome = checkpoints.finish()
+        assert outcome is not None
+        assert outcome.error is None
+    assert CASE.differences(content(tmp_path / "run", 1, tmp_path), 1) == []
+
+
+def test_an_outcome_says_whether_it_is_uploaded(tmp_path):
+    state = CASE.make(tmp_path)
+    for name, config, stored in (
+        ("none", {}, [False, False, False]),
+        ("every", {"store": f"file://{tmp_path}/store", "store_every": 2}, [False, True, False]),
+    ):
+        with manager(tmp_path / name, "sync", **config) as checkpoints:
+            found = []
+            for step in (1, 2, 3):
+                CASE.fill(state, step)
+                checkpoints.begin(step, state, CASE.position(step))
+                checkpoints.copied()
+                outcome = checkpoints.finish()
+                assert outcome is not None
+                assert outcome.error is None
+                found.append(outcome.stored)
+        assert found == stored
+
+
+def test_each_part_is_closed_whatever_the_others_do_and_the_lock_last(tmp_path, monkeypatch):
+    closed = []
+
+    def fails(name, close):
+        def closes(self):
+            close(self)
+            closed.append(name)
+            raise RuntimeError(name)
+
+        return closes
+
+    checkpoints = manager(tmp_path / "run", "thread")
+    with monkeypatch.context() as patch:
+        for owner in (Saving, Tiers, FolderLock):
+            patch.setattr(owner, "close", fails(owner.__name__, owner.close))
+        with pytest.raises(RuntimeError):
+            checkpoints.close()
+        assert closed == ["Saving", "Tiers", "FolderLock"]
+        checkpoints.close()
+        assert len(closed) == 3
+    manager(tmp_path / "run", "thread").close()  # the lock is free
+
+
+def test_a_manager_that_cannot_be_opened_closes_what_it_has(tmp_path, monkeypatch):
+    closed = []
+    close = Thread.close
+
+    def fails(*arguments):
+        raise RuntimeError("no saves")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "close", lambda self: closed.append("background") or close(self))
+        patch.setattr(manager_module, "Saving", fails)
+        with pytest.raises(RuntimeError, match="no saves"):
+            manager(tmp_path / "run", "thread")
+    assert closed == ["background"]
+    manager(tmp_path / "run", "thread").close()
 
 
 def test_planning_happens_once_and_again_when_sizes_change(tmp_path, monkeypatch):

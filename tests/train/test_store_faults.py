@@ -81,7 +81,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(run: Path, paths: list[str], store: str, **changes: Any) -> Any:
-    checkpoint = {"interval": 2, "mode": "thread", "store": store} | changes.pop("checkpoint", {})
+    checkpoint = {"interval": 2, "mode": "thread", "store": store, "store_every": 1} | changes.pop("checkpoint", {})
     return run_case.settings(run, paths, steps=changes.pop("steps", STEPS), checkpoint=checkpoint, **changes)
 
 
@@ -151,7 +151,7 @@ def test_the_next_start_uploads_what_was_left(tmp_path, paths, server, caplog, w
     config = settings(run, paths, server.url, checkpoint={"upload_wait_s": 0, "interval": 0})
     assert run_case.live(config, factor=fail).complete
     assert not any(name.endswith("manifest.json") for name in server.objects())
-    assert said(caplog, "not moved yet: ", "the next start goes on with it")
+    assert said(caplog, "not moved yet: ", "the next start moves the checkpoint it goes on from")
     server.proxy.faults = []
     again = run_case.live(settings(run, paths, server.url, checkpoint={"interval": 0}))
     assert (again.start.step, again.complete) == (6, True)

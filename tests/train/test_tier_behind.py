@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,34 @@ from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, W
 def quick(monkeypatch):
     monkeypatch.setattr(module, "_POLL_S", 0.005)
     monkeypatch.setattr(module, "_MANIFEST_PATIENCE_S", 0.0)
+
+
+class Clock:
+    """In place of the module's ``time``: seconds pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        threading.Event().wait(0.002)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(module, "_MANIFEST_PATIENCE_S", -1.0)
+    return found
+
+
+def turns(mover: Mover, count: int = 3) -> None:
+    """Wait until the node's thread has gone round so many times."""
+    seen: list[None] = []
+    mover.on_poll = lambda: seen.append(None)
+    until(lambda: len(seen) > count)
 
 
 @pytest.fixture
@@ -121,7 +150,7 @@ def test_only_where_it_is_to_go(tmp_path, start, to_store, to_mirror):
     path = checkpoint(tmp_path, 4, tensors=nvme)
     behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
     behind.published(4, path, store=to_store, mirror=to_mirror)
-    until(lambda: "a checkpoint" not in behind.unfinished())
+    until(lambda: "step 4" not in behind.unfinished())
     assert (len(store.asked), len(mirror.asked)) == (2 * to_store, to_mirror)
 
 
@@ -133,6 +162,17 @@ def test_a_mirror_that_is_given_later(tmp_path, start):
     until(lambda: mirror.asked)
 
 
+def test_a_store_that_is_given_later(tmp_path, start):
+    store, path = Mover(), checkpoint(tmp_path, 4)
+    behind = start()
+    behind.store_in(store)
+    behind.published(4, path, store=True)
+    until(lambda: len(store.asked) == 2)
+    assert behind.storing() == {4}
+    behind.close()
+    assert store.closed == 1
+
+
 def test_a_manifest_that_another_machine_shows_late(tmp_path, start, monkeypatch):
     monkeypatch.setattr(module, "_MANIFEST_PATIENCE_S", PATIENCE_S)
     store, path = Mover(), checkpoint(tmp_path, 4)
@@ -142,7 +182,7 @@ def test_a_manifest_that_another_machine_shows_late(tmp_path, start, monkeypatch
     behind = start(store=store)
     behind.published(4, path, store=True)
     assert looked.wait(PATIENCE_S)
-    assert behind.unfinished() == ["a checkpoint"]
+    assert behind.unfinished() == ["step 4"]
     late.rename(Path(path, "manifest.json"))
     until(lambda: len(store.asked) == 2)
 
@@ -169,13 +209,30 @@ def test_removed_steps_are_no_longer_moved_and_leave_the_disk(tmp_path, start, c
     until(lambda: behind.unfinished() == ["step 6 to the next node's disk", "step 6 to the store"])
 
 
-def test_what_is_removed_right_after_it_was_published_is_asked_for_and_cancelled(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
+def test_what_is_removed_before_its_turn_is_not_asked_for(tmp_path, start):
+    store, held, gate = Mover(), threading.Event(), threading.Event()
+    store.on_upload = lambda: (held.set(), gate.wait(5))
     behind = start(store=store)
-    behind.published(4, path, store=True)
+    behind.published(2, checkpoint(tmp_path, 2), store=True)
+    until(held.is_set)
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    behind.remove([4])
+    assert behind.storing() == {2}
+    gate.set()
+    store.on_upload = lambda: None
+    behind.published(6, checkpoint(tmp_path, 6), store=True)
+    until(lambda: {asked[0] for asked in store.asked} == {2, 6})
+    until(lambda: not behind._queue)
+    assert {asked[0] for asked in store.asked} == {2, 6}
+
+
+def test_what_is_removed_after_it_was_asked_for_is_cancelled(tmp_path, start):
+    store = Mover()
+    behind = start(store=store)
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    until(lambda: len(store.asked) == 2)
     behind.remove([4])
     until(lambda: store.cancelled == [4])
-    assert len(store.asked) == 2
     assert behind.wait(PATIENCE_S)
 
 
@@ -203,7 +260,7 @@ def test_it_is_not_finished_before_it_is_done(tmp_path, start):
     look()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    until(lambda: len(store.asked) == 2 and "a checkpoint" not in behind.unfinished())
+    until(lambda: len(store.asked) == 2 and "step 4" not in behind.unfinished())
     assert set(behind.unfinished()) == {"step 4 to the next node's disk", "step 4 to the store"}
     mirror.done(4)
     until(lambda: behind.unfinished() == ["step 4 to the store"])
@@ -262,22 +319,103 @@ def test_what_is_dropped_is_no_longer_waited_for(tmp_path, start):
     assert behind.wait(PATIENCE_S)
 
 
-def test_a_step_whose_upload_is_under_way_is_told(tmp_path, start):
-    """Its files are to stay until it is whole in the store; a mirror's are not waited for."""
+def test_steps_that_are_to_be_stored_are_told_until_they_are(tmp_path, start):
+    """From the call on, and at every moment until the store has all: their files are to stay. A mirror's are not
+    waited for."""
     mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    paths = {step: checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4, 6)}
     behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
-    for step in (2, 4):
-        behind.published(step, checkpoint(tmp_path, step, tensors=nvme), store=True)
-    until(lambda: len(store.asked) == 4)
-    mirror.say(Progress(2, 1, 10))
-    store.say(Progress(4, 1, 10))
-    until(lambda: behind.moving() == {4})
-    store.say(Waiting(4, True, "the manifest waits"))
+    gate, seen = threading.Event(), []
+
+    def hold() -> None:
+        seen.append(behind.storing())
+        gate.wait(PATIENCE_S)
+
+    store.on_upload = hold
+    behind.published(2, paths[2], store=True)
+    until(lambda: seen)
+    behind.published(4, paths[4], store=True)
+    behind.published(6, paths[6], store=False)
+    assert behind.storing() == {2, 4}
+    assert behind.unfinished() == ["step 2", "step 4", "step 6"]
+    gate.set()
+    until(lambda: len(store.asked) == 4 and behind.unfinished()[-1:] == ["step 4 to the store"])
+    assert [2 in steps for steps in seen] == [True] * 4
+    assert [4 in steps for steps in seen[2:]] == [True] * 2
+    assert behind.storing() == {2, 4}
+    store.say(Progress(4, 1, 10), Waiting(4, True, "the manifest waits"))
     store.done(4)
     until(lambda: (4, False) not in store.unfinished)
-    assert behind.moving() == {4}
+    assert behind.storing() == {2, 4}
     store.done(4, last=True)
-    until(lambda: behind.moving() == set())
+    until(lambda: behind.storing() == {2})
+    store.say(*(Failed(2, last, "x: is no longer there", permanent=True, dropped=True) for last in (False, True)))
+    until(lambda: behind.storing() == set())
+    assert len(mirror.unfinished) == 3
+
+
+def test_without_a_store_nothing_is_to_be_stored(tmp_path, start):
+    mirror, nvme = Mover(), tmp_path / "nvme"
+    behind = start(disk=Disk(str(nvme)), mirror=mirror)
+    behind.published(4, checkpoint(tmp_path, 4, tensors=nvme), store=False)
+    assert behind.storing() == set()
+    until(lambda: behind.unfinished() == ["step 4 to the next node's disk"])
+    assert behind.storing() == set()
+
+
+# --- what could not be asked for
+
+
+def unreadable(tmp_path: Path, step: int) -> tuple[str, Path, bytes]:
+    """A checkpoint whose manifest is damaged, the manifest, and what it should be."""
+    path = checkpoint(tmp_path, step)
+    file = Path(path, "manifest.json")
+    good = file.read_bytes()
+    file.write_bytes(b"{")
+    return path, file, good
+
+
+def test_what_could_not_be_asked_for_is_tried_again_after_a_minute(tmp_path, start, caplog, clock):
+    store = Mover()
+    path, file, good = unreadable(tmp_path, 4)
+    behind = start(store=store)
+    behind.published(4, path, store=True)
+    for minute in range(3):
+        clock.now = 1000.0 + 60 * minute
+        until(lambda: [again for again, _ in behind._again] == [clock.now + 60.0])
+        turns(store)
+        assert behind.unfinished() == ["step 4"]
+        assert behind.storing() == {4}
+        assert not behind.wait(0.0)
+    file.write_bytes(good)
+    clock.now += 59.0
+    turns(store)
+    assert store.asked == []
+    clock.now += 1.0
+    until(lambda: behind.unfinished() == ["step 4 to the store"])
+    assert [asked[0] for asked in store.asked] == [4, 4]
+    assert sum("manifest.json" in message for message in caplog.messages) == 1
+    clock.now += 3600.0
+    turns(store)
+    assert len(store.asked) == 2
+
+
+def test_what_could_not_be_asked_for_and_is_removed_is_forgotten(tmp_path, start, clock):
+    store = Mover()
+    ways = {step: unreadable(tmp_path, step) for step in (2, 4)}
+    behind = start(store=store)
+    for step, (path, _, _) in ways.items():
+        behind.published(step, path, store=True)
+    until(lambda: len(behind._again) == 2)
+    behind.remove([2])
+    until(lambda: behind.unfinished() == ["step 4"])
+    assert behind.storing() == {4}
+    for _, file, good in ways.values():
+        file.write_bytes(good)
+    clock.now += 60.0
+    until(lambda: len(store.asked) == 2)
+    turns(store)
+    assert [asked[0] for asked in store.asked] == [4, 4]
 
 
 # --- what goes wrong
@@ -285,6 +423,8 @@ def test_a_step_whose_upload_is_under_way_is_told(tmp_path, start):
 
 @pytest.mark.parametrize("what", ["upload", "poll", "writes", "manifest", "disk"])
 def test_no_error_ends_the_thread(tmp_path, start, caplog, monkeypatch, what):
+    """What it met is done in the end."""
+    monkeypatch.setattr(module, "_AGAIN_S", 0.05)
     store, nvme = Mover(), tmp_path / "nvme"
     broken, whole = (checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4))
     wrong = threading.Event()
@@ -295,8 +435,10 @@ def test_no_error_ends_the_thread(tmp_path, start, caplog, monkeypatch, what):
             raise ZeroDivisionError("quite unexpected")
 
     disk = Disk(str(nvme))
+    file = Path(broken, "manifest.json")
+    good = file.read_bytes()
     if what == "manifest":
-        Path(broken, "manifest.json").write_bytes(b"{")
+        file.write_bytes(b"{")
     elif what == "disk":
         monkeypatch.setattr(disk, "remove", fail)
     elif what != "writes":
@@ -309,8 +451,9 @@ def test_no_error_ends_the_thread(tmp_path, start, caplog, monkeypatch, what):
     told = next(message for message in caplog.messages if "moving checkpoints: " in message)
     assert ("manifest.json" in told) if what == "manifest" else ("quite unexpected" in told)
     wrong.clear()
+    file.write_bytes(good)
     behind.published(4, whole, store=True)
-    until(lambda: [asked[0] for asked in store.asked].count(4) == 2)
+    until(lambda: Counter(asked[0] for asked in store.asked) == {2: 2, 4: 2})
     for step, last in list(store.unfinished):
         store.done(step, last)
     assert behind.wait(PATIENCE_S)
@@ -369,21 +512,33 @@ def test_a_server_that_died_is_started_again(start, caplog):
     assert servers[1].closed == 1
 
 
-def test_a_server_that_does_not_start_again_holds_up_nothing(tmp_path, start, caplog):
-    store, first, tries = Mover(), Server(7001), []
+def test_a_server_that_does_not_start_again_holds_up_nothing(tmp_path, start, caplog, clock):
+    """It is tried again, at most once a minute."""
+    store, first, last, tries = Mover(), Server(7001), Server(7003), []
 
     def server() -> Server:
-        tries.append(None)
+        tries.append(clock.now)
         if len(tries) == 1:
             return first
-        raise QuernError("the server of this node's checkpoint files did not start")
+        if len(tries) < 4:
+            raise QuernError("the server of this node's checkpoint files did not start")
+        return last
 
     behind = start(store=store, server=server, first=False)
     first.dead = True
-    until(lambda: len(tries) > 2)
+    until(lambda: len(tries) == 2)
+    assert first.closed
     behind.published(4, checkpoint(tmp_path, 4), store=True)
     until(lambda: behind.unfinished() == ["step 4 to the store"])
     assert caplog.text.count("did not start") == 1
+    for passed in (59.0, 1.0, 59.0, 1.0):
+        turns(store)
+        clock.now += passed
+    until(lambda: behind.port == 7003)
+    last.dead = True
+    turns(store)
+    assert last.closed
+    assert tries == [1000.0, 1000.0, 1060.0, 1120.0]
     store.done(4)
     assert behind.wait(PATIENCE_S)
 
@@ -397,3 +552,34 @@ def test_close_ends_the_movers_and_the_server_and_leaves_what_is_unfinished(tmp_
     assert (mirror.closed, store.closed, server.closed) == (1, 1, 1)
     assert store.cancelled == []
     assert not any(thread.name == "checkpoint mover" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_two_that_are_due_together_are_both_tried_again(tmp_path, start, clock):
+    store = Mover()
+    ways = {step: unreadable(tmp_path, step) for step in (2, 4)}
+    behind = start(store=store)
+    for step, (path, _, _) in ways.items():
+        behind.published(step, path, store=True)
+    until(lambda: len(behind._again) == 2)
+    clock.now += 60.0
+    until(lambda: all(again > clock.now for again, _ in behind._again))
+    for _, file, good in ways.values():
+        file.write_bytes(good)
+    clock.now += 60.0
+    until(lambda: {asked[0] for asked in store.asked} == {2, 4})
+
+
+def test_a_step_that_is_saved_again_right_after_it_was_removed_stays_in_the_queue(tmp_path, start, monkeypatch):
+    store, held, gate, seen = Mover(), threading.Event(), threading.Event(), []
+    disk = Disk(str(tmp_path / "nvme"))
+    disk.open()
+    behind = start(store=store, disk=disk)
+    monkeypatch.setattr(disk, "remove", lambda steps: seen.append((behind.unfinished(), behind.storing())))
+    store.on_upload = lambda: (held.set(), gate.wait(5))
+    behind.published(2, checkpoint(tmp_path, 2), store=True)
+    until(held.is_set)
+    behind.remove([4])
+    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    gate.set()
+    until(lambda: seen)
+    assert seen == [(["step 2 to the store", "step 4"], {2, 4})]

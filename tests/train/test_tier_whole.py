@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_threads import results, run_all
+from rank_threads import Meeting, results, run_all
 
 from quern.errors import QuernError
 from quern.train.checkpoint.manifest import FileRecord, check_file
@@ -74,7 +74,7 @@ class World:
         match = re.fullmatch(r"__([0-9]+)_[0-9]+\.distcp", name)
         return int(match[1]) % self.world if match else 0
 
-    def find(self, *, hashes: bool, fetches: dict[str, str] | None = None) -> list:
+    def find(self, *, hashes: bool, fetches: dict[str, str] | None = None, meeting: Meeting | None = None) -> list:
         """Every rank's ``Found``."""
 
         def compare(folder, name, record, **options):
@@ -110,7 +110,7 @@ class World:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(whole, "check_file", compare)
-            return results(run_all(self.world, call))
+            return results(run_all(self.world, call, meeting=meeting))
 
 
 @st.composite
@@ -160,12 +160,15 @@ def test_by_brute_force(case):
 
 
 def check_problems(world, name, states, found, good, fetches):
-    """Each bad copy is named once, by its path; of a file that is held those that were looked at."""
+    """Each bad copy that is there is named once, by its path; of a file that is held those that were looked at. A file
+    that nobody has is missing where its writer would have it, and nowhere else."""
     files = Counter(problem.file for problem in found.problems.get(name, []))
-    bad = {str(world.folders[site] / name) for site in range(world.num_sites) if site not in good}
-    by_look = {
-        str(world.folders[site] / name) for site, state in enumerate(states) if state in ("absent", "short", "folder")
-    }
+    paths = [str(world.folders[site] / name) for site in range(world.num_sites)]
+    bad = {path for site, path in enumerate(paths) if site not in good and states[site] != "absent"}
+    by_look = {path for path, state in zip(paths, states, strict=True) if state in ("short", "folder")}
+    nobody = {paths[world.site_of[world.writer(name)]]} if set(states) == {"absent"} else set()
+    assert {problem.file for problem in found.problems.get(name, []) if problem.what == "missing"} == nobody
+    bad |= nobody
     failed = {name} if fetches and not good and fetches[name] == "fails" else set()
     assert max(files.values(), default=1) == 1
     if good:
@@ -189,6 +192,21 @@ def check_hashes(world, name, states, hashes):
     assert not any(whole for _, _, whole in compared[:-1])
     if not hashes:
         assert compared == []
+
+
+def test_a_site_says_nothing_of_what_it_does_not_have(tmp_path):
+    """Between a thousand nodes each of which has its own thousandth, the rest is nearly all."""
+    said = {}
+    for count in (3, 300):
+        (root := tmp_path / str(count)).mkdir()
+        sizes = {f"__0_{number}.distcp": 3 for number in range(count)}
+        world = equal_world(root, [0, 1, 2], sizes, absent={(name, site) for name in sizes for site in (1, 2)})
+        meeting = Meeting(world.world)
+        world.find(hashes=True, meeting=meeting)
+        said[count] = [[sizes[rank] for sizes in meeting.sizes] for rank in range(3)]
+    assert max(said[300][0]) > 10 * max(said[3][0])
+    for rank in (1, 2):
+        assert max(said[300][rank]) <= max(said[3][rank]) + 2  # the folder's name is longer
 
 
 def equal_world(root: Path, site_of: list[int], sizes: dict[str, int], absent: set[tuple[str, int]] = frozenset()):

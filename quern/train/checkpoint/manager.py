@@ -7,6 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -114,6 +115,7 @@ class CheckpointManager:
         self._lock: FolderLock | None = None
         self._published: str | None = None
         self._background: Background | None = None
+        self._saves: Saving | None = None
         self.tiers: Tiers | None = None
         try:
             probe = self.agreement.first(self._open)
@@ -121,9 +123,7 @@ class CheckpointManager:
             self.agreement.first(lambda: os.rmdir(probe))
             self.tiers = Tiers(self.run_dir, config, self.agreement, from_store)
             self._background = self.agreement.own(BACKGROUNDS[config.mode])
-            self._saving = Saving(
-                self.root, self.agreement, self._background, device or torch.device("cpu"), self.tiers
-            )
+            self._saves = Saving(self.root, self.agreement, self._background, device or torch.device("cpu"), self.tiers)
         except BaseException:
             self.close()
             raise
@@ -146,15 +146,14 @@ class CheckpointManager:
 
     def close(self) -> None:
         """End the background, and let the run's lock go. A save in flight is lost; the next trainer tidies it away."""
-        if self._background is not None:
-            self._saving.close()
-            self._background = None
-        if self.tiers is not None:
-            self.tiers.close()
-            self.tiers = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        with ExitStack() as closing:  # each, whatever the others do; the lock last
+            if self._lock is not None:
+                closing.callback(self._lock.close)
+            if self.tiers is not None:
+                closing.callback(self.tiers.close)
+            if self._background is not None:
+                closing.callback(self._background.close if self._saves is None else self._saves.close)
+            self._background = self.tiers = self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +202,7 @@ class CheckpointManager:
     def _remember(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None and outcome.error is None:
             self._published = outcome.checkpoint.path
-            self._tiers.published(outcome.checkpoint, outcome.removed)
+            self._tiers.published(outcome.checkpoint, outcome.removed, outcome.stored)
         return outcome
 
     def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
@@ -220,6 +219,11 @@ class CheckpointManager:
         if outcome.error is not None:
             raise outcome.error
         return outcome.checkpoint
+
+    @property
+    def _saving(self) -> Saving:
+        assert self._saves is not None, "the manager is open"
+        return self._saves
 
     @property
     def _tiers(self) -> Tiers:
@@ -344,13 +348,13 @@ class CheckpointManager:
         """Go on with what the last start left to be moved; ``checkpoint``: where the run goes on from."""
         self._tiers.take_up(checkpoint)
 
-    def finish_moving(self) -> None:
+    def finish_moving(self, hurry: bool = False) -> None:
         """Wait until the checkpoints are where they go, the next node's disk and the store, or the time is up."""
-        self._tiers.finish()
+        self._tiers.finish(hurry)
 
     def keep(self, steps: Iterable[int] = ()) -> Keep:
-        """What the config says is kept, ``steps``, and what is being uploaded."""
-        stay = tuple(sorted({*steps, *self._tiers.moving()}))
+        """What the config says is kept, ``steps``, and what is yet to be uploaded."""
+        stay = tuple(sorted({*steps, *self._tiers.storing()}))
         return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self._published, stay)
 
     def prune(self, steps: Iterable[int] = ()) -> list[str]:

@@ -25,7 +25,7 @@ from quern.errors import InputError
 from quern.model.config import ModelShape
 
 __all__ = [
-    "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "SCHEMA", "Checkpoint",
+    "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "MISSING", "SCHEMA", "Checkpoint",
     "EncodingInfo", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "check_file", "check_files",
     "checkpoint_name", "checkpoints_folder", "is_tensor_file", "list_checkpoints", "read_manifest", "sha256_of",
 ]  # fmt: skip
@@ -33,6 +33,7 @@ __all__ = [
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
+MISSING = "missing"
 CONFIG_FILE = "config.yaml"
 ENCODING_FILE = "encoding.tiktoken"
 HISTORY_FILE = "ledger.jsonl"
@@ -109,7 +110,7 @@ def check_file(folder: str, name: str, record: FileRecord, *, hashes: bool) -> P
         if hashes and (sha256 := storage.sha256(file)) != record.sha256:
             return Problem(file, f"expected SHA-256 {record.sha256}, has {sha256}")
     except FileNotFoundError:
-        return Problem(file, "missing")
+        return Problem(file, MISSING)
     except OSError as error:
         return Problem(file, f"cannot be read ({error.strerror or error})")
     return None
@@ -276,7 +277,7 @@ class Manifest:
             scalars=fields.child("scalars").scalars(),
             written_by=fields.child("written_by").texts(),
             files=fields.child("files").files(),
-            run=fields.text("run"),
+            run=fields.run(),
         )
         checksum = fields.text("checksum")
         expected = digest({key: value for key, value in data.items() if key != "checksum"})
@@ -325,6 +326,12 @@ class _Fields:
         if not isinstance(value, str):
             raise self.wrong(key, "a text", value)
         return value
+
+    def run(self) -> str:
+        run = self.text("run")
+        if run and not re.fullmatch("[0-9a-f]{32}", run):
+            raise self.wrong("run", "32 hex digits", run)
+        return run
 
     def flag(self, key: str) -> bool:
         value = self.value(key)

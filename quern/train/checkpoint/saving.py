@@ -65,6 +65,8 @@ class Outcome:
     """None: it is published."""
     removed: tuple[str, ...] = ()
     """Names of the checkpoints that were removed then."""
+    stored: bool = False
+    """Whether it is to be uploaded."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,14 @@ class Saving:
     def _plan_for(self, view: TensorView) -> Plan:
         plan = self._planner.plan(view.tensors, view.rows)
         if plan is not self._plan:
-            self._agreement.own(lambda: self._background.lay_out(plan.files))
+            self._agreement.own(lambda: self._lay_out(plan))
             self._plan = plan
         return plan
+
+    def _lay_out(self, plan: Plan) -> None:
+        self._background.lay_out(plan.files)
+        if self._snapshot is not None:
+            self._snapshot.prepare([tensor for file in plan.files for tensor in file.tensors])
 
     def begin(self, step: int, state: TrainState, position: Position, keep: Keep | None = None) -> None:
         """Begin to save the state after ``step`` optimizer steps; nothing of it may change before :meth:`copied`.
@@ -243,7 +250,7 @@ class Saving:
         """All ranks have written: gather what, and begin to publish."""
         now = self._now
         assert now is not None
-        written = self._agreement.own(self._written)
+        written = self._agreement.patiently(self._written)
         records = {name: file.record for name, file in written.items()}
         if self._disk is not None:
             self._settle(now, self._disk, written)
@@ -322,9 +329,11 @@ class Saving:
     def _end(self) -> Outcome:
         now = self._now
         assert now is not None
-        removed: list[str] = self._agreement.first(self._background.result)
+        mine = self._agreement.patiently(self._background.result if self._agreement.rank == 0 else list)
+        tiers = self._tiers
+        removed, stored = self._agreement.first(lambda: (mine, tiers is not None and tiers.stores(now.step)))
         self._now = None
-        return Outcome(Checkpoint(now.step, now.final), None, tuple(removed))
+        return Outcome(Checkpoint(now.step, now.final), None, tuple(removed), stored)
 
     def close(self) -> None:
         """End the background; a save in flight is lost, and tidied away by the next trainer."""

@@ -39,12 +39,12 @@ class Memory:
         return 0 if self._map is None else len(self._map)
 
     def grow(self, size: int, *, pin: bool = False) -> None:
-        """Have at least ``size`` bytes; what was in them is of no more use.
+        """Have at least ``size`` bytes, registered with CUDA for ``pin``; what was in them is of no more use.
 
         Raises:
             OSError: there is not so much memory, or CUDA does not take it.
         """
-        if self.size >= size:
+        if self.size >= size and (self._pinned is not None or not pin or not size):
             return
         self._drop()
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -57,9 +57,9 @@ class Memory:
             self._pinned = whole
 
     def touch(self) -> None:
-        """Have the system give every page now, and leave what is in them: the first copy is then as fast as any, and
-        memory that is not there is an OSError, not a signal."""
-        if self.descriptor is not None and hasattr(os, "posix_fallocate"):
+        """Have the system give every page of shared memory now, and leave what is in them: the first copy is then as
+        fast as any, and memory that is not there is an OSError, not a signal."""
+        if self.size and self.descriptor is not None and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self.descriptor, 0, self.size)
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
@@ -79,8 +79,8 @@ class Memory:
             self.descriptor = None
 
     def _drop(self) -> None:
-        if self._pinned is not None:
-            _check(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
+        if self._pinned is not None:  # after an error of the device it fails too, and hides that one if it is raised
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
         self._map, self._pinned = None, None
 
 
@@ -108,11 +108,15 @@ class Snapshot:
         self._copies = _Copies([])
         self._thread: threading.Thread | None = None
 
+    def prepare(self, places: Sequence[StoredTensor]) -> None:
+        """Have the memory for ``places``, and on CUDA pinned, before the first copy."""
+        self._memory.grow(max((place.end for place in places), default=0), pin=self._stream is not None)
+
     def start(self, tensors: Sequence[torch.Tensor], places: Sequence[StoredTensor], then: Callable[[], None]) -> None:
         """Begin to copy ``tensors`` to ``places``, in turn. ``then`` is called by another thread when all are copied,
         and not at all if that failed, which :meth:`wait` says."""
         assert self._thread is None, "one snapshot at a time"
-        self._memory.grow(max((place.end for place in places), default=0), pin=self._stream is not None)
+        self.prepare(places)
         pairs = [(self._memory.tensor(place), tensor.detach()) for place, tensor in zip(places, tensors, strict=True)]
         copies = self._copies = _Copies(pairs)
         if self._stream is not None:
@@ -196,7 +200,10 @@ class _Copies:
 def _hand_on(copies: _Copies, copied: torch.cuda.Event | None, then: Callable[[], None]) -> None:
     copies.help()
     copies.finished.wait()
-    if copied is not None:
-        copied.synchronize()
+    try:
+        if copied is not None:
+            copied.synchronize()
+    except Exception as error:
+        copies.error = copies.error or error
     if copies.error is None:
         then()

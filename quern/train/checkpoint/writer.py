@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from typing import Any
@@ -25,7 +26,10 @@ __all__ = ["main"]
 
 
 def main(descriptor: int) -> None:
-    """Serve until standard input ends, and the process with it."""
+    """Serve until standard input ends, and the process with it. A signal to all processes is the trainer's, which saves
+    once more."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -28,13 +28,14 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.checkpoint.tiers.disk import Disk
 from quern.train.checkpoint.tiers.peers import ServerProcess
-from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Uploaded, Uploader, Waiting
+from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Uploaded, Uploader
 
 __all__ = ["Behind"]
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_AGAIN_S = 60.0
 #: A file system may show a new file late on other machines.
 _MANIFEST_PATIENCE_S = 120.0
 
@@ -72,12 +73,16 @@ class Behind:
         self._mirror, self._store = mirror, store
         self._server = server
         self._serving = None if server is None else server()
+        self._serve_after = 0.0
         self._asked: queue.SimpleQueue[_Published | list[int] | None] = queue.SimpleQueue()
         self._said: set[str] = set()
-        self._unasked = 0
+        self._queue: list[_Published] = []
+        """What stands and nobody has been asked to move yet."""
+        self._again: list[tuple[float, _Published]] = []
+        """Of these, what could not be read, and when it is tried again."""
         self._changed = threading.Condition()
         self._unfinished: list[str] = []
-        self._moving: int | None = None
+        self._storing: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="checkpoint mover", daemon=True)
         self._thread.start()
 
@@ -90,29 +95,36 @@ class Behind:
         """Where files are mirrored from now on; before the first checkpoint."""
         self._mirror = mirror
 
+    def store_in(self, store: Uploader) -> None:
+        """Where files are uploaded from now on; before the first checkpoint."""
+        self._store = store
+
     def published(
         self, step: int, path: str, *, store: bool, names: Iterable[str] | None = None, mirror: bool = True
     ) -> None:
         """A checkpoint stands. ``store``: upload it. ``names``: the files this node is to move, instead of those it
         wrote."""
+        asked = _Published(step, path, None if names is None else tuple(names), mirror, store)
         with self._changed:
-            self._unasked += 1
-        self._asked.put(_Published(step, path, None if names is None else tuple(names), mirror, store))
+            self._queue.append(asked)
+        self._asked.put(asked)
 
     def remove(self, steps: Iterable[int]) -> None:
         """Remove the files of these steps, which no manifest names any more."""
         if gone := list(steps):
+            with self._changed:  # now: a step may be saved again before they are removed
+                self._queue = [waiting for waiting in self._queue if waiting.step not in gone]
             self._asked.put(gone)
 
     def unfinished(self) -> list[str]:
         """What is still to be moved, for people to read."""
         with self._changed:
-            return [*self._unfinished, *(["a checkpoint"] if self._unasked else [])]
+            return list(dict.fromkeys([*self._unfinished, *(f"step {asked.step}" for asked in self._queue)]))
 
-    def moving(self) -> set[int]:
-        """The step whose upload is under way, or waits for other nodes'."""
+    def storing(self) -> set[int]:
+        """Steps that are to be uploaded and are not in the store yet; of rank 0's node, also for the others' files."""
         with self._changed:
-            return set() if self._moving is None else {self._moving}
+            return self._storing | {asked.step for asked in self._queue if asked.store}
 
     def wait(self, seconds: float) -> bool:
         """Whether all is moved, within so many seconds."""
@@ -142,12 +154,26 @@ class Behind:
                 return
             try:
                 if isinstance(asked, _Published):
-                    self._move(asked)
+                    self._try(asked)
                 elif asked:
                     self._remove(asked)
+                for waiting in [waiting for waiting in self._again if waiting[0] <= time.monotonic()]:
+                    self._again.remove(waiting)
+                    self._try(waiting[1])
                 self._listen()
             except Exception as error:  # the training does not end for this
                 self._warn(f"moving checkpoints: {describe(error)}")
+
+    def _try(self, asked: _Published) -> None:
+        if not any(waiting is asked for waiting in self._queue):
+            return  # removed since
+        try:
+            self._move(asked)
+        except Exception:
+            self._again.append((time.monotonic() + _AGAIN_S, asked))
+            raise
+        with self._changed:
+            self._queue = [waiting for waiting in self._queue if waiting is not asked]
 
     def _move(self, asked: _Published) -> None:
         try:
@@ -168,9 +194,7 @@ class Behind:
                     last = {MANIFEST_FILE: FileRecord(sha256_of(data), len(data))}
                     self._store.upload(asked.step, asked.path, small, last)
         finally:
-            self._look()  # first: at no moment all seems to be done
-            with self._changed:
-                self._unasked -= 1
+            self._look()  # before it leaves the queue: at no moment all seems to be done
 
     @staticmethod
     def _read(path: str) -> tuple[Manifest, bytes]:
@@ -186,6 +210,8 @@ class Behind:
                 time.sleep(1.0)
 
     def _remove(self, steps: list[int]) -> None:
+        with self._changed:
+            self._again = [waiting for waiting in self._again if waiting[1] in self._queue]
         for uploader in (self._mirror, self._store):
             if uploader is not None:
                 waiting = {step for step, _ in uploader.unfinished}
@@ -202,7 +228,10 @@ class Behind:
         self._look()
         if self._serving is not None and self._server is not None and not self._serving.alive():
             self._warn("the server of this node's checkpoint files has died; it is started again")
-            self._serving = self._server()
+            self._serving.close()
+            if time.monotonic() >= self._serve_after:
+                self._serve_after = time.monotonic() + _AGAIN_S
+                self._serving = self._server()
 
     def _look(self) -> None:
         with self._changed:
@@ -212,8 +241,7 @@ class Behind:
                 for step, _ in (uploader.unfinished if uploader is not None else ())
             ]
             self._unfinished = list(dict.fromkeys(left))
-            if self._store is None or self._moving not in {step for step, _ in self._store.unfinished}:
-                self._moving = None
+            self._storing = set() if self._store is None else {step for step, _ in self._store.unfinished}
 
     def _tell(self, event: Event, where: str) -> None:
         match event:
@@ -227,9 +255,6 @@ class Behind:
             case Failed(step=step, why=why, dropped=dropped):
                 then = "it is not moved" if dropped else "tried again later"
                 self._warn(f"checkpoint after step {step}: {why}; {then}")
-            case Progress(step=step) | Waiting(step=step) if where == "the store":
-                with self._changed:
-                    self._moving = step
             case Died(why=why):
                 self._warn(f"{why}; it is started again")
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -189,7 +190,7 @@ class Mover:
                 now = self._clock()
                 due = [job for job in self._waiting if job.not_before <= now]
                 if due:
-                    job = max(due, key=lambda job: (job.step, -job.place))
+                    job = max(due, key=lambda job: (bool(job.last), job.step, -job.place))
                     self._waiting.remove(job)
                     self._current = job
                     return job
@@ -238,7 +239,7 @@ class Mover:
                 self._check()
                 of_file = 0
                 if not self._target.has(job.step, name, record):
-                    if not os.path.isdir(job.folder):
+                    if not os.path.lexists(job.folder):
                         raise SourceError(f"{job.folder}: is no longer there; {name} was not moved and never will be")
                     self._target.put(job.step, name, os.path.join(job.folder, name), record, self._rate, progress)
                 done += record.size
@@ -263,7 +264,9 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read requests until the input ends."""
+    """Read requests until the input ends. A signal to a whole group of processes is the trainer's."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(
         prog="python -m quern.train.checkpoint.tiers.mover",
         description="Moves checkpoint files to a store or another node.",

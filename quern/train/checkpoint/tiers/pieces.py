@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.tiers.retry import SourceError
+from quern.train.checkpoint.tiers.retry import SourceError, StoreError
 
 __all__ = ["PART_BYTES", "FilePieces", "Rate", "in_order"]
 
@@ -50,8 +50,11 @@ class FilePieces:
                     if self.rate is not None:
                         self.rate.take(len(data))
                     yield data
-        except OSError as error:
-            raise SourceError(f"{self.path}: cannot be read ({error.strerror or error}); not uploaded") from None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise SourceError(f"{self.path}: cannot be read ({error.strerror}); not uploaded") from None
+        except OSError as error:  # a shared file system's, which may pass
+            message = f"{self.path}: cannot be read ({error.strerror or error}); not uploaded"
+            raise StoreError(message, transient=True) from None
         if size != self.record.size:
             more = "more" if size > self.record.size else f"{size}"
             raise SourceError(f"{self.path}: expected {self.record.size} bytes, as saved, has {more}; not uploaded")

@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 from quern.train.agree import Agreement, describe
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
+    MISSING,
     Checkpoint,
     FileRecord,
     Manifest,
@@ -38,7 +39,7 @@ from quern.train.checkpoint.tiers.behind import Behind
 from quern.train.checkpoint.tiers.disk import Disk
 from quern.train.checkpoint.tiers.identity import identify
 from quern.train.checkpoint.tiers.nodes import find_nodes, reachable_address
-from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of
+from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token
 from quern.train.checkpoint.tiers.retry import Backoff, StoreError
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
@@ -51,6 +52,10 @@ log = logging.getLogger(__name__)
 
 #: For which a request to the store is repeated while the run waits for the answer.
 _START_BUDGET_S = 30.0
+#: How long a run that was asked to stop waits for its uploads: whoever asked may not wait for long.
+_HURRY_S = 10.0
+#: After so many checkpoints that were not uploaded, one is, beside what hangs.
+_PATIENCE = 50
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class Tiers:
         """This node's, with ``checkpoint.local``."""
         self._behind: Behind | None = None
         self._unstored: Checkpoint | None = None
-        """The last one, if ``store_every`` leaves it out."""
+        """The last one, if it is not uploaded."""
+        self._passed_over = 0
+        """Checkpoints in a row that were not uploaded."""
         self._peers: dict[int, Peer] = {}
         self._holders: dict[str, int] | None = None
         """Node with a whole copy by tensor file, of the checkpoint that was found last, if they are on nodes' disks."""
@@ -102,7 +109,7 @@ class Tiers:
         if config.local is not None:
             self.disk = Disk(os.path.join(config.local.replace("{node}", str(nodes.mine)), self.run))
             self._sites = Sites(tuple(nodes.ranks(node) for node in range(len(nodes.hosts))), nodes.mine)
-            self.agreement.own(self.disk.open if nodes.leads else lambda: None)
+            self.agreement.own(self._open_disk if nodes.leads else lambda: None)
         token = self.agreement.first(new_token)
         address = reachable_address(self.agreement, nodes)
         self.agreement.own(lambda: self._start(token, address) if nodes.leads else None)
@@ -112,17 +119,33 @@ class Tiers:
             server = found[nodes.ranks(node)[0]]
             if server.port is not None and node != nodes.mine:
                 self._peers[node] = Peer(server.host, server.port, token)
-        partner = partner_of(nodes.mine, len(nodes.hosts))
-        if self._behind is not None and self.disk is not None and partner is not None and config.partner is not False:
-            self._behind.mirror_to(Uploader(f"peer://{self._peers[partner]}", environment={"QUERN_PEER_TOKEN": token}))
+        self.agreement.own(lambda: self._mirror(token))
+
+    def _open_disk(self) -> None:
+        assert self.disk is not None
+        try:
+            self.disk.open()
+        except OSError as error:
+            host = self.nodes.hosts[self.nodes.mine]
+            raise InputError(f"checkpoint.local: {host}: {self.disk.root}: {error.strerror or error}") from None
+
+    def _mirror(self, token: str) -> None:
+        """Begin to mirror this node's files on another machine's disk; on another node's, where there is but one."""
+        nodes = self.nodes
+        ring = [(nodes.mine + step) % len(nodes.hosts) for step in range(1, len(nodes.hosts))]
+        if self._behind is None or self.disk is None or not ring or self.config.partner is False:
+            return
+        elsewhere = [node for node in ring if nodes.hosts[node] != nodes.hosts[nodes.mine]]
+        if not elsewhere:
+            log.warning("checkpoint.local: all nodes are on %s; losing it loses the mirrors too", nodes.hosts[0])
+        partner = self._peers[(elsewhere or ring)[0]]
+        self._behind.mirror_to(Uploader(f"peer://{partner}", environment={"QUERN_PEER_TOKEN": token}))
 
     def _start(self, token: str, address: str) -> None:
         """What a node's first rank runs."""
         disk, config = self.disk, self.config
-        several = len(self.nodes.hosts) > 1
         if config.store is None and disk is None:
             return
-        store = None if config.store is None else Uploader(config.store, bytes_per_s=config.store_bytes_per_s)
         ports = [0]
 
         def serve() -> ServerProcess:
@@ -131,14 +154,15 @@ class Tiers:
             ports[0] = server.port
             return server
 
-        self._behind = Behind(
-            self._writes, self.nodes.mine == 0, disk, None, store, serve if disk is not None and several else None
-        )
+        several = disk is not None and len(self.nodes.hosts) > 1
+        behind = Behind(self._writes, self.nodes.mine == 0, disk, None, None, serve if several else None)
+        self._behind = behind  # closed with this, whatever comes
+        if config.store is not None:
+            behind.store_in(Uploader(config.store, bytes_per_s=config.store_bytes_per_s))
 
     def _writes(self, name: str) -> bool:
         """Whether a rank of this node writes files of this name."""
-        everyone = Sites(tuple(self.nodes.ranks(node) for node in range(len(self.nodes.hosts))), self.nodes.mine)
-        return everyone.of(everyone.writer(name)) == self.nodes.mine
+        return self.nodes.of_rank[self._shared.writer(name)] == self.nodes.mine
 
     def place(self, step: int, names: Iterable[str]) -> Place | None:
         """Where this rank's files of a step are, for ``places.json``; None: in the checkpoint's folder."""
@@ -148,12 +172,28 @@ class Tiers:
 
     # --- behind the training
 
-    def published(self, checkpoint: Checkpoint, removed: Collection[str]) -> None:
-        """A checkpoint stands, others are removed. Not collective; on every rank."""
+    def stores(self, step: int) -> bool:
+        """Whether the checkpoint of a step, just published, is to be uploaded; rank 0 decides for all. Without
+        ``store_every`` one upload is under way at a time, so that each becomes whole however slow the store is."""
+        if self.config.store is None or self._behind is None:
+            return False
+        if self.config.store_every is not None:
+            return step % self.config.store_every == 0
+        under_way = self._behind.storing()
+        self._passed_over = self._passed_over + 1 if under_way else 0
+        if not under_way:
+            return True
+        if self._passed_over % _PATIENCE == 0:
+            return True
+        before = ", ".join(map(str, sorted(under_way)))
+        log.warning("checkpoint after step %d is not uploaded: that of %s is still under way", step, before)
+        return False
+
+    def published(self, checkpoint: Checkpoint, removed: Collection[str], store: bool) -> None:
+        """A checkpoint stands, others are removed; ``store``: what :meth:`stores` said on rank 0. Not collective; on
+        every rank."""
         if self._behind is None:
             return
-        every = self.config.store_every
-        store = self.config.store is not None and (every is None or checkpoint.step % every == 0)
         self._behind.published(checkpoint.step, checkpoint.path, store=store)
         self._unstored = None if store else checkpoint
         self._behind.remove(int(name.removeprefix("step_")) for name in removed)
@@ -188,19 +228,20 @@ class Tiers:
 
         self.agreement.patiently(remove)
 
-    def finish(self) -> None:
+    def finish(self, hurry: bool) -> None:
         """Upload the last checkpoint whatever its step, and wait until all files are where they go, for as long as the
-        config says; say what is left."""
+        config says, but for seconds only in a ``hurry``; say what is left."""
         if self.config.store is None and self.disk is None:
             return
-        behind, limit = self._behind, self.config.upload_wait_s
+        limit = self.config.upload_wait_s
+        behind, limit = self._behind, min(limit, _HURRY_S) if hurry else limit
         if behind is not None and self.config.store is not None and self._unstored is not None:
             behind.published(self._unstored.step, self._unstored.path, store=True, mirror=False)
             self._unstored = None
         self.agreement.patiently(lambda: None if behind is None else behind.wait(limit))
         left = [] if behind is None else behind.unfinished()
         if left:
-            log.warning("not moved yet: %s; the next start goes on with it", ", ".join(left))
+            log.warning("not moved yet: %s; the next start moves the checkpoint it goes on from", ", ".join(left))
 
     def close(self) -> None:
         """End threads and processes."""
@@ -208,9 +249,9 @@ class Tiers:
             self._behind.close()
             self._behind = None
 
-    def moving(self) -> set[int]:
-        """The step that this node uploads, if it does: its files are to stay. Not collective."""
-        return set() if self._behind is None else self._behind.moving()
+    def storing(self) -> set[int]:
+        """Steps whose files are to stay until they are in the store; rank 0 knows of all nodes'. Not collective."""
+        return set() if self._behind is None else self._behind.storing()
 
     # --- finding and bringing
 
@@ -230,8 +271,9 @@ class Tiers:
         problems = self._whole(self._shared, path, manifest.step if own else None, here, hashes).missing(here)
         if there and not problems:
             if self.disk is None or not own:
-                what = "of checkpoint.local" if own else "of another run; `quern checkpoint fetch` brings them together"
-                return [Problem(path, f"its tensor files are on the disks of nodes (places.json), {what}")]
+                what = "give the checkpoint.local it was saved with, or bring" if own else "bring"
+                where = "its tensor files are on disks of nodes, which places.json names"
+                return [Problem(path, f"{where}; {what} them together with `quern checkpoint fetch`")]
             folder = self.disk.folder(manifest.step)
             found = self._whole(self._sites, folder, manifest.step, there, hashes)
             problems, self._holders = found.missing(there), found.holders
@@ -323,6 +365,8 @@ class Tiers:
         ranks = self.nodes.ranks(self.nodes.mine)
         wanted = sorted({name for rank in ranks for name in everyones[rank]})
         mine = wanted[ranks.index(self.nodes.rank) :: len(ranks)]
+        turn = len(mine) * self.nodes.mine // len(self.nodes.hosts)  # or all nodes would ask the same one first
+        mine = mine[turn:] + mine[:turn]
 
         def bring() -> None:
             for name in mine:
@@ -332,20 +376,20 @@ class Tiers:
         return folder
 
     def _bring(self, folder: str, step: int, name: str, record: FileRecord) -> None:
-        problem = check_file(folder, name, record, hashes=self.config.verify)
+        holder = (self._holders or {}).get(name)
+        # what is known to be whole here has been hashed
+        problem = check_file(folder, name, record, hashes=self.config.verify and holder != self.nodes.mine)
         if problem is None:
             return
         tried = [str(problem)]
         os.makedirs(folder, exist_ok=True)
-        # the writer's node first: it has it, unless it is gone
-        order = sorted(self._peers, key=lambda node: node != self._sites.of(self._sites.writer(name)))
-        for node in order:
+        for node in sorted(self._peers, key=lambda node: node != holder):
             peer = self._peers[node]
             try:
                 if peer.files(checkpoint_name(step)).get(name) == record.size:
                     peer.fetch(checkpoint_name(step), name, record, folder)
                     # another layout asks for files that were never here
-                    level = logging.INFO if problem.what == "missing" else logging.WARNING
+                    level = logging.INFO if problem.what == MISSING else logging.WARNING
                     log.log(level, "%s; put back from %s", problem, peer)
                     return
                 tried.append(f"{self.nodes.hosts[node]} does not have it")

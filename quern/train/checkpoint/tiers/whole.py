@@ -8,13 +8,15 @@ those of a node its own.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from quern.errors import QuernError
 from quern.train.agree import Agreement
-from quern.train.checkpoint.manifest import FileRecord, Problem, check_file
+from quern.train.checkpoint.manifest import MISSING, FileRecord, Problem, check_file
 
 __all__ = ["Fetch", "Found", "Sites", "find_whole"]
 
@@ -34,15 +36,18 @@ class Sites:
     mine: int
     """The site of this rank."""
 
+    @cached_property
+    def _of(self) -> dict[int, int]:
+        return {rank: site for site, ranks in enumerate(self.ranks) for rank in ranks}
+
     def writer(self, name: str) -> int:
         """The rank that keeps a file, if any copy will do: the one that would write a file of this name."""
         match = _OWN.fullmatch(name)
-        world = sum(map(len, self.ranks))
-        return int(match[1]) % world if match else 0
+        return int(match[1]) % len(self._of) if match else 0
 
     def of(self, rank: int) -> int:
         """The site of a rank."""
-        return next(site for site, ranks in enumerate(self.ranks) if rank in ranks)
+        return self._of[rank]
 
 
 @dataclass
@@ -77,19 +82,25 @@ def find_whole(
     """
     found = Found()
 
-    def present() -> dict[str, Problem | None]:
-        if agreement.rank != sites.ranks[sites.mine][0]:
-            return {}
-        return {name: check_file(folder, name, record, hashes=False) for name, record in records.items()}
+    def present() -> tuple[str, dict[str, Problem | None]]:
+        """Of what is here alone: at a thousand nodes the rest is nearly all."""
+        looks = {}
+        if agreement.rank == sites.ranks[sites.mine][0]:
+            looks = {name: check_file(folder, name, record, hashes=False) for name, record in records.items()}
+        return folder, {name: look for name, look in looks.items() if look is None or look.what != MISSING}
 
     looks = agreement.every(present)
     held: dict[str, list[int]] = {name: [] for name in records}
     for site, ranks in enumerate(sites.ranks):
-        for name, problem in looks[ranks[0]].items():
+        for name, problem in looks[ranks[0]][1].items():
             if problem is None:
                 held[name].append(site)
             else:
                 found.problems.setdefault(name, []).append(problem)
+    for name in records:
+        if not held[name] and name not in found.problems:
+            home = looks[sites.ranks[sites.of(sites.writer(name))][0]][0]
+            found.problems[name] = [Problem(os.path.join(home, name), MISSING)]
     while tasks := _choose(sites, records, {name: at for name, at in held.items() if name not in found.holders and at}):
         mine = [name for name, rank in tasks.items() if rank == agreement.rank]
 
@@ -152,7 +163,7 @@ def _fetch(
             else:
                 found.problems.setdefault(name, []).append(Problem(name, failure))
     if back and agreement.rank == 0:
-        damaged = [problem for name in back for problem in found.problems.get(name, []) if problem.what != "missing"]
+        damaged = [problem for name in back for problem in found.problems.get(name, []) if problem.what != MISSING]
         for problem in damaged:
             log.warning("%s; put back from the store", problem)
-        log.warning("%s: %d of %d files came from the store", folder, len(back), len(records))
+        log.info("%s: %d of %d files came from the store", folder, len(back), len(records))
