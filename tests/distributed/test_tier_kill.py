@@ -198,9 +198,9 @@ def live(
     state = TrainState(model, CASE.groups(model), CASE.facts(Path(folder), of, layout=plan.sizes()), {})
     CASE.fill(state, 99)
     config = CheckpointConfig(
-        mode="sync", keep_last=keep_last, verify=not bare, local=f"{folder}/nvme{{node}}",
+        mode="sync", keep_last=20, verify=not bare, local=f"{folder}/nvme{{node}}",
         store=None if bare else f"file://{folder}/store", store_every=None if bare else 1,
-    )  # fmt: skip
+    ).model_copy(update={"keep_last": keep_last})  # fmt: skip
     at, key, wrong = 0, 0, []
     with CheckpointManager(f"{folder}/run", config, rank, WORLD) as checkpoints:
         found = checkpoints.latest_valid() if back_to is None else checkpoints.at(back_to)
@@ -281,7 +281,7 @@ def check_tidy(folder: Path) -> tuple[dict[int, int], dict[int, int]]:
 
 @pytest.mark.parametrize("strike", [*STRIKES, *REMOVALS], ids=str)
 def test_killed_in_a_save(tmp_path, strike):
-    """Keeps one checkpoint, so that the save of step 4 also removes step 2."""
+    """Keeps one checkpoint, as no config with nodes' disks may, so that the save of step 4 also removes step 2."""
     killed(tmp_path, strike, [(2, 2), (4, 4)], 1)
     at = 4 if strike.published else 2
     then = at + 3

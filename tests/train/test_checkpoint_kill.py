@@ -60,6 +60,7 @@ def kind(path: str) -> str:
     folder = re.fullmatch(r"\.?step_\d+(?:\.[0-9a-f]{32}\.(tmp|replaced))?", name)
     if folder:
         return f"({folder[1] or 'step'})"
+    name = re.sub(r"\A\.(.+)\.[0-9a-f]{32}\.tmp\Z", r"(new)\1", name)
     return "(tensors)" if name.endswith(".distcp") else name
 
 
