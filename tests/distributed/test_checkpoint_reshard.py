@@ -153,7 +153,7 @@ def test_layouts_load_into_each_other(run_ranks, tmp_path):
     check_pairs(run_ranks, str(tmp_path), [MeshPlan(), MeshPlan(dp_shard=3), MeshPlan(2, 2)], MULTIPLES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_layout_loads_into_any_other(run_ranks, tmp_path):
     """7 × 7 layouts, 2 × 2 paddings: weights, moments and counters, on every rank."""
     check_pairs(run_ranks, str(tmp_path), LAYOUTS, MULTIPLES)
@@ -182,8 +182,8 @@ def test_split_tensors_and_stages_load_into_each_other(run_ranks, tmp_path):
     check_pairs(run_ranks, str(tmp_path), BY_HAND, tied=True, ring=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [False, True])
 def test_split_tensors_and_stages_of_many_ranks_load_into_each_other(run_ranks, tmp_path, tied):
     check_pairs(run_ranks, str(tmp_path), BY_HAND_LARGE, tied=tied)
 

@@ -207,7 +207,7 @@ def test_replicas_of_split_tensors(run_ranks: Any) -> None:
     compare(run_ranks, [Case(replicate=2, shard=2, kv_heads=kv, qk_norm=True, accumulate=2) for kv in (4, 1)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_blocks(run_ranks: Any) -> None:
     cases = [
         Case(compile="aot_eager", kv_heads=1, qk_norm=True, rows=1, joined=True),

@@ -223,7 +223,7 @@ def test_four_ranks(run_ranks: Any) -> None:
     compare(run_ranks, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pipelines_of_four_ranks(run_ranks: Any) -> None:
     fsdp = Case(MeshPlan(pp=2, dp_shard=2), reshard=False, micro_batches=4, layers=5, tied=True)
     cases = [replace(fsdp, reshard=how, schedule=name) for how in (True, 2) for name in ("1f1b", "interleaved_1f1b")]
