@@ -15,7 +15,6 @@ import socket
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 
 from quern.errors import InputError, QuernError
@@ -56,14 +55,6 @@ _START_BUDGET_S = 30.0
 _HURRY_S = 10.0
 #: After so many checkpoints that were not uploaded, one is, beside what hangs.
 _PATIENCE = 50
-
-
-@dataclass(frozen=True)
-class _Addresses:
-    """Of one node's server."""
-
-    host: str
-    port: int | None
 
 
 class Tiers:
@@ -114,11 +105,11 @@ class Tiers:
         address = reachable_address(self.agreement, nodes)
         self.agreement.own(lambda: self._start(token, address) if nodes.leads else None)
         port = None if self._behind is None else self._behind.port
-        found = self.agreement.gather(_Addresses(address, port))
+        found = self.agreement.gather((address, port))
         for node in range(len(nodes.hosts)):
-            server = found[nodes.ranks(node)[0]]
-            if server.port is not None and node != nodes.mine:
-                self._peers[node] = Peer(server.host, server.port, token)
+            host, port = found[nodes.ranks(node)[0]]
+            if port is not None and node != nodes.mine:
+                self._peers[node] = Peer(host, port, token)
         self.agreement.own(lambda: self._mirror(token))
 
     def _open_disk(self) -> None:
@@ -169,8 +160,6 @@ class Tiers:
         if self.disk is None:
             return None
         return Place(socket.gethostname(), os.path.abspath(self.disk.folder(step)), tuple(names))
-
-    # --- behind the training
 
     def stores(self, step: int) -> bool:
         """Whether the checkpoint of a step, just published, is to be uploaded; rank 0 decides for all. Without
@@ -252,8 +241,6 @@ class Tiers:
     def storing(self) -> set[int]:
         """Steps whose files are to stay until they are in the store; rank 0 knows of all nodes'. Not collective."""
         return set() if self._behind is None else self._behind.storing()
-
-    # --- finding and bringing
 
     def steps(self) -> set[int]:
         """Steps of which the store has a checkpoint."""
