@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ settings.register_profile("quern", deadline=None, print_blob=True)  # no test de
 settings.load_profile("quern")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Workers take whole files (`--dist loadfile`): these would end alone if they were not begun first.
+LONGEST = ("test_learns.py", "test_parity.py", "test_mutations.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order in which workers take them: the longest first, then those with the most tests."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -tests[item.path], item.path))
 
 
 def shared_folder() -> Path | None:
