@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from quern.train.checkpoint.manifest import (
     Checkpoint,
     Manifest,
     check_files,
+    checkpoints_folder,
     list_checkpoints,
     read_manifest,
 )
@@ -57,6 +58,8 @@ def list_command(
         stored: _Stored | None = _look_into(open_store(source))
     elif not os.path.isdir(run):
         raise InputError(f"{run}: no such folder; expected a training run")
+    elif not any(os.path.exists(path) for path in (checkpoints_folder(run), os.path.join(run, LEDGER_FILE))):
+        raise InputError(f"{run}: expected a training run: it has neither checkpoints/ nor {LEDGER_FILE}")
     else:
         stored = _look_into(store_of(run)) if store else None
     good = set(_good_steps(run)) if run is not None else set()
@@ -171,15 +174,14 @@ def _print_rows(source: str, rows: list[Row], stored: _Stored | None) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("step", "data step", "tokens", "size"):
         table.add_column(name, justify="right")
-    for name in ("tensors", *(["stored"] if stored else []), "valid"):
+    for name in ("tensors", *(["stored"] if stored else []), "valid", "notes"):
         table.add_column(name)
     for row in rows:
         numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
         numbers.append(_size(row["bytes"]) if row["bytes"] is not None else "")
         where = [row["tensors"] or "", *([row["stored"] or "?"] if stored else [])]
-        notes = [] if row["valid"] is None else ["yes" if row["valid"] else "no"]
-        notes += ["abandoned"] if row["abandoned"] else ["good"] if row["good"] else []
-        table.add_row(*numbers, *where, ", ".join(notes))
+        valid = "" if row["valid"] is None else "yes" if row["valid"] else "no"
+        table.add_row(*numbers, *where, valid, "abandoned" if row["abandoned"] else "good" if row["good"] else "")
     out_console().print(table)
     for row in rows:
         for problem in row["problems"]:
@@ -213,6 +215,8 @@ def verify(
             out_console().print(f"{plain(row['path'])}: {row['status']}", markup=False)
             for problem in [*row["problems"], *row["elsewhere"]]:
                 out_console().print(f"  {plain(problem)}", markup=False)
+            for copy in row["spoilt_copies"]:
+                out_console().print(f"  {plain(copy)} (another copy is whole)", markup=False)
     messages = []
     for status, more in ((_DAMAGED, ""), (_ABSENT, " (quern checkpoint fetch brings files together)"), (_UNREAD, "")):
         count = sum(row["status"] == status for row in rows)
@@ -247,12 +251,14 @@ def _verified(source: str) -> Iterator[Row]:
 
 def _verdict(path: str, found: Verified) -> Row:
     status = _DAMAGED if found.problems else _ABSENT if found.absent else _VALID
-    return _row_of(path, status, [str(problem) for problem in found.problems], [str(file) for file in found.absent])
+    problems, absent, spoilt = ([str(file) for file in files] for files in (found.problems, found.absent, found.spoilt))
+    return _row_of(path, status, problems, absent, spoilt)
 
 
-def _row_of(path: str, status: str, problems: list[str], absent: list[str] | None = None) -> Row:
+def _row_of(path: str, status: str, problems: list[str], absent: Sequence[str] = (), spoilt: Sequence[str] = ()) -> Row:
     return {
-        "path": path, "status": status, "valid": status == _VALID, "problems": problems, "elsewhere": absent or [],
+        "path": path, "status": status, "valid": status == _VALID,
+        "problems": problems, "elsewhere": [*absent], "spoilt_copies": [*spoilt],
     }  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def test_list_with_store_says_what_is_stored(run: Path, as_json: Callable[..., A
     assert (found["store"], found["store_error"]) == (f"file://{store}", None)
     result = invoke("list", run, "--store")
     table = [line.split() for line in result.stdout.splitlines()]
-    assert table[0][-3:] == ["tensors", "stored", "valid"]
+    assert table[0][-4:] == ["tensors", "stored", "valid", "notes"]
     assert [line[-1] for line in table[1:]] == ["yes", "yes", "yes", "yes", "no"]
     assert [line[-2:] for line in table[1:3]] == [["begun", "yes"], ["store", "yes"]]
     shutil.rmtree(store)
@@ -206,6 +206,12 @@ def test_verify_tells_what_is_elsewhere_from_damage(run: Path, as_json: Callable
     source = checkpoint(run, 20)
     first, mirror = to_nodes(run, 20, "n0", "n1")
     assert invoke("verify", source).stdout.endswith(": valid\n")
+    flip(first)
+    out = invoke("verify", source).stdout.replace("\n", "")
+    assert f"{source}: valid" in out
+    assert f"{first}: expected SHA-256" in out
+    assert out.endswith("(another copy is whole)")
+    assert len(as_json("verify", source)["checkpoints"][0]["spoilt_copies"]) == 1
     shutil.rmtree(first.parent)
     assert invoke("verify", source).stdout.endswith(": valid\n")
     flip(mirror)
@@ -217,7 +223,8 @@ def test_verify_tells_what_is_elsewhere_from_damage(run: Path, as_json: Callable
     lines = result.stdout.splitlines()
     assert lines == [
         f"{source}: not all on this machine",
-        f"  {source}/__0_0.distcp: not on this machine (node host-n0, {first.parent}, node host-n1, {mirror.parent})",
+        f"  {source}/__0_0.distcp: on no disk that this machine has"
+        f" (node host-n0, {first.parent}, node host-n1, {mirror.parent})",
     ]
     assert result.stderr.startswith("error: 1 of 1 checkpoints not all on this machine (quern checkpoint fetch ")
     assert "damaged" not in result.output
@@ -364,3 +371,9 @@ def test_a_store_is_not_pruned_by_a_run_that_is_not_whole_or_not_its_own(run: Pa
     (folder(store, 40) / "manifest.json").write_bytes(theirs)
     invoke(*options)
     assert steps(store) == [40]
+
+
+def test_list_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    assert "expected a training run: it has neither checkpoints/ nor" in invoke("list", tmp_path, code=2).stderr
+    (tmp_path / "checkpoints").mkdir()
+    assert "no checkpoints" in invoke("list", tmp_path).stderr

@@ -30,6 +30,7 @@ from s3_server import Fault
 
 from quern.errors import InputError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
+from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers import pieces
 from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, StoreError
@@ -441,7 +442,8 @@ def test_a_signal_does_not_end_it_and_the_end_of_its_input_does(server, tmp_path
     files = checkpoint(tmp_path, 10, {"a": 5000})
     plain = {name: vars(found) for name, found in records(files).items()}
     code = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", server.url]
-    process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = spawn(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process.send_signal(signal.SIGTERM)  # before it is more than an interpreter
     answers = (json.loads(line) for line in process.stdout)
     for number, step in enumerate((10, 20, 30)):
         asked = {"number": number, "step": step, "folder": str(tmp_path), "files": plain, "last": None}

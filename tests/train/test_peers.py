@@ -21,6 +21,7 @@ import pytest
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers import peer_files
 from quern.train.checkpoint.tiers.peer_files import mirror_folder
 from quern.train.checkpoint.tiers.peer_server import PeerServer
@@ -925,7 +926,7 @@ def test_a_hash_is_computed_once_and_again_when_the_file_changes(node, monkeypat
 def start_process(root: Path, port: int = 0, **settings) -> tuple[subprocess.Popen, int]:
     command = [sys.executable, "-m", "quern.train.checkpoint.tiers.peer_server"]
     command += ["--root", str(root), "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **settings)
+    process = spawn(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **settings)
     process.stdin.write(f"{TOKEN}\n".encode())
     process.stdin.flush()
     return process, json.loads(process.stdout.readline())["port"]

@@ -26,6 +26,7 @@ from quern.train.agree import describe
 from quern.train.checkpoint.files import TensorFile, Written
 from quern.train.checkpoint.messages import publication_to_json
 from quern.train.checkpoint.snapshot import Memory
+from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.work import Publication, Work
 
 __all__ = ["BACKGROUNDS", "Background", "Inline", "Process", "Thread"]
@@ -145,10 +146,9 @@ class Process:
         assert memory is not None
         assert memory.descriptor is not None
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
+        self._process = spawn(
             [*self._command, str(memory.descriptor)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor], env=environment,
-            start_new_session=True,  # Ctrl-C ends the trainer, which finishes its last save
         )  # fmt: skip
         self._answers, self._informed = queue.SimpleQueue(), False
         threading.Thread(

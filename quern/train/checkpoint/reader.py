@@ -137,6 +137,8 @@ class Verified:
     """What is damaged, or missing where it should be."""
     absent: tuple[Problem, ...] = ()
     """Files that are on the disks of nodes, and on none that this machine has: nothing is known of them."""
+    spoilt: tuple[Problem, ...] = ()
+    """Damaged copies of files that are whole on another disk, from which they are read."""
 
 
 def inspect(path: str) -> Verified:
@@ -156,16 +158,18 @@ def inspect(path: str) -> Verified:
         return Verified((Problem(path, str(error)), *check_files(path, manifest, hashes=True)))
     away = elsewhere(path)
     problems = check_files(path, manifest, hashes=True, mine=lambda name: name not in away)
-    absent = []
+    absent: list[Problem] = []
+    spoilt: list[Problem] = []
     for name, record in manifest.files.items():
         if name in away:
             copies = _copies(path, name, places)
-            looks = (check_file(folder, name, record, hashes=True) for folder in copies)
-            problems += [problem for problem in looks if problem is not None]
+            looks = [check_file(folder, name, record, hashes=True) for folder in copies]
+            whole = None in looks
+            (spoilt if whole else problems).extend(problem for problem in looks if problem is not None)
             if not copies:
                 nodes = ", ".join(f"node {place.host}, {place.folder}" for place in places if name in place.files)
-                absent.append(Problem(os.path.join(path, name), f"not on this machine ({nodes})"))
-    return Verified((*problems, *_check_metadata(path, manifest)), tuple(absent))
+                absent.append(Problem(os.path.join(path, name), f"on no disk that this machine has ({nodes})"))
+    return Verified((*problems, *_check_metadata(path, manifest)), tuple(absent), tuple(spoilt))
 
 
 def _copies(path: str, name: str, places: Sequence[Place]) -> list[str]:

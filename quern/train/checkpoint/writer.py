@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 from typing import Any
@@ -26,10 +25,7 @@ __all__ = ["main"]
 
 
 def main(descriptor: int) -> None:
-    """Serve until standard input ends, and the process with it. A signal to all processes is the trainer's, which saves
-    once more."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Serve until standard input ends, and the process with it."""
     answers = os.dup(1)
     os.dup2(2, 1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -264,9 +263,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read requests until the input ends. A signal to a whole group of processes is the trainer's."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Read requests until the input ends."""
     parser = argparse.ArgumentParser(
         prog="python -m quern.train.checkpoint.tiers.mover",
         description="Moves checkpoint files to a store or another node.",

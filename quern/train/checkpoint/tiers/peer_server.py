@@ -28,7 +28,6 @@ import json
 import os
 import re
 import select
-import signal
 import socket
 import sys
 import threading
@@ -322,8 +321,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="0: any that is free")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds in which every MiB must move")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the trainer still saves a checkpoint when it gets them
-        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     try:
         token = sys.stdin.buffer.readline(256).decode("ascii", "replace").strip()

@@ -27,6 +27,7 @@ from typing import IO, Any, Self, TypeVar
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers.peer_files import CHUNK, FOLDER, SHA256, is_file_name
 from quern.train.checkpoint.tiers.rate import RateLimit
 
@@ -326,7 +327,7 @@ class ServerProcess:
             raise InputError("token: expected 64 hex digits")
         command = [sys.executable, "-m", "quern.train.checkpoint.tiers.peer_server"]
         command += ["--root", root, "--host", host, "--port", str(port)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

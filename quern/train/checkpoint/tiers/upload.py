@@ -18,6 +18,7 @@ from typing import IO
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
 
 __all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
@@ -237,14 +238,13 @@ class _Process:
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         try:
-            self._popen = subprocess.Popen(
+            self._popen = spawn(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="utf-8",
                 env=dict(environment),
-                start_new_session=True,  # an interrupt from the terminal is the trainer's to handle
             )
         except OSError as error:
             raise QuernError(f"the uploader cannot be started ({error.strerror or error})") from None
