@@ -1,0 +1,26 @@
+"""Processes beside a trainer that outlive the signals it gets: it saves once more, and they must still be there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["spawn"]
+
+_TRAINERS = {signal.SIGINT, signal.SIGTERM}
+
+
+def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start ``command`` in a session of its own, with SIGINT and SIGTERM blocked from its first instruction on; both
+    are the trainer's to handle. It ends when its standard input does, or by SIGKILL. ``options`` are Popen's.
+
+    Raises:
+        OSError: it could not be started.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS)
+    try:
+        return subprocess.Popen([*command], start_new_session=True, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
