@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
+from quern.model.wanted import wanted
+
 __all__ = ["SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
 
 #: Before 2.13 a split backward pass hands the gradients of a function's several outputs to the first of them, summed
@@ -93,7 +95,7 @@ class _GatherMultiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, *weights_wanted = _wanted(ctx, first_weight=4)
+        x_wanted, *weights_wanted = wanted(ctx, first_weight=4)
         x_BlD, *weights = ctx.saved_tensors
         if ctx.joined:
             dy = dy[0].split([weight.shape[0] for weight in weights], -1)
@@ -126,7 +128,7 @@ class _MultiplyScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BlD: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, weight_wanted = _wanted(ctx, first_weight=3)
+        x_wanted, weight_wanted = wanted(ctx, first_weight=3)
         x_BLI, weight_DI = ctx.saved_tensors
         batch = dy_BlD.shape[0]
         dy_TD = _gathered(_start_gather(dy_BlD, ctx.group, ctx.size), batch, ctx.size)
@@ -168,26 +170,6 @@ def _to_be_summed(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
         return x_TI @ weight_DI.T
     y_TD = x_TI.new_empty(x_TI.shape[0], weight_DI.shape[0])
     return y_TD if SUMS_KEPT.get() else torch.mm(x_TI, weight_DI.T, out=y_TD)
-
-
-def _wanted(ctx: Any, first_weight: int) -> list[bool]:
-    """Which gradients the engine is going to use: the input's, then each weight's.
-
-    A compiled graph has one backward pass, which computes what the inputs need. ``first_weight``: the weights' place
-    among the arguments; the engine counts tensors only.
-    """
-    if torch.compiler.is_compiling():
-        return [ctx.needs_input_grad[0], *ctx.needs_input_grad[first_weight:]]
-    return [_runs(node) for node, _ in ctx.next_functions]
-
-
-def _runs(node: Any) -> bool:
-    if node is None:
-        return False
-    try:  # private, and the only way to ask; torch.autograd.graph uses it for the same purpose
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
-        return True
 
 
 # Inductor's fusion looks for one row's gather or scatter right beside the product, and for several rows' beside the

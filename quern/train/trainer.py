@@ -107,21 +107,29 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
-        self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
         self.saves.prepare(self._everything())
-        self._mark = Mark(self.ranks.device)
+        self.begin()
         with _listening(self), self.profiler:
             for step in self.steps():
-                batch = self.feed.take(self.data_step(step))
-                loss = self.forward_backward(batch)
-                norm = self.clip(step)
-                health = self.guard.judge(loss, norm)
-                self.update(step, health)
-                self.report(step, batch, loss, norm, health)
+                self.train_step(step)
                 self.validate_if_due(step)
                 self.save_if_due(step)
                 self.profiler.step(step)
             self.finish()
+
+    def begin(self) -> None:
+        """The data from here on, and the clock."""
+        self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
+        self._mark = Mark(self.ranks.device)
+
+    def train_step(self, step: int) -> None:
+        """One step, the whole of it but for what is not done in each: validation, saving, tracing."""
+        batch = self.feed.take(self.data_step(step))
+        loss = self.forward_backward(batch)
+        norm = self.clip(step)
+        health = self.guard.judge(loss, norm)
+        self.update(step, health)
+        self.report(step, batch, loss, norm, health)
 
     def steps(self) -> Iterator[int]:
         """Steps that are left, the first of a run being 0; ends early when all ranks know of a signal."""
