@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from quern import __version__
-from quern.cli import checkpoint, data, demo, mix, selftest, tokens, train
+from quern.cli import bench, checkpoint, data, demo, mix, selftest, tokens, train, train_profile
 
 app = typer.Typer(
     name="quern",
@@ -17,7 +17,9 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(mix.app, name="mix")
-app.command("train")(train.train)
+train.app.command("profile")(train_profile.profile)
+app.add_typer(train.app, name="train")
+app.command("bench", context_settings=bench.CONTEXT)(bench.bench)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("selftest")(selftest.selftest)
 app.command("demo")(demo.demo)

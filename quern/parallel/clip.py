@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,18 @@ def global_grad_norm(
     """
     parameters = list(parameters)
     alike: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
+    layouts: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            groups = _cut_over(parameter.grad, mesh)
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # a model has hundreds of gradients and a handful of layouts
+        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        if layout not in layouts:
+            groups = _cut_over(gradient, mesh)
             name = tuple(group.group_name for group in groups)
-            alike.setdefault(name, (groups, []))[1].append(local_part(parameter.grad))
+            layouts[layout] = alike.setdefault(name, (groups, []))[1]
+        layouts[layout].append(local_part(gradient))
     norms = []
     for ranks, gradients in alike.values():
         norm = get_total_norm(gradients)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,12 @@ class Gradients:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that have a gradient, copies too."""
-        return [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        return [parameter for parameter in self._all if parameter.grad is not None]
+
+    @cached_property
+    def _all(self) -> list[nn.Parameter]:
+        """They stay the same objects, as the optimizer has them too; finding them in a deep model takes a while."""
+        return list(self.model.parameters())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -70,14 +76,15 @@ class Gradients:
             work.wait()
         return theirs
 
+    @torch.no_grad()
     def norm(self) -> torch.Tensor:
         """The 2-norm of all gradients of all stages as one vector: 0-d, the same bits on every rank. Collective."""
         copies = self._copies()
         if copies is None or (copies[1] is None and self.mesh.rank("pp") == 0):
-            counted = list(self.model.parameters())
+            counted = self._all
         else:
             copy = copies[0] if copies[1] is None else copies[1]
-            counted = [parameter for parameter in self.model.parameters() if parameter is not copy]
+            counted = [parameter for parameter in self._all if parameter is not copy]
         return global_grad_norm(counted, self.mesh.pp, self.mesh.device_mesh)
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:

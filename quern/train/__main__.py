@@ -16,7 +16,7 @@ from quern.config import load_config
 from quern.errors import QuernError
 from quern.train.config import TrainConfig
 
-__all__ = ["STOPPED", "main", "train"]
+__all__ = ["STOPPED", "leave", "main", "train"]
 
 STOPPED = 3
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process without ending the interpreter first. gloo's threads let go of the last collective's tensors when
     they get to it, and ask for the interpreter then; one that is ending would end the process with SIGABRT."""
     logging.shutdown()
@@ -68,5 +68,5 @@ def _leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if "RANK" in os.environ:
-        _leave(code)
+        leave(code)
     sys.exit(code)

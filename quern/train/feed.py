@@ -56,7 +56,7 @@ def _bound(batch: MicroBatch) -> int:
 
 def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
+    if device.type != "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
 
@@ -70,6 +70,8 @@ class Feed:
         self._document_mask = document_mask
         self._depth = depth
         self._batches: Iterator[StepBatch] | None = None
+        self.waited_s = 0.0
+        """Time the loop has stood still for all steps so far."""
 
     def start(self, first: int, stop: int) -> None:
         """Begin reading data steps [first, stop)."""
@@ -81,6 +83,7 @@ class Feed:
         began = time.perf_counter()
         batch = next(self._batches)
         wait = time.perf_counter() - began
+        self.waited_s += wait
         assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
         inputs = tuple(to_device(b, self._device, document_mask=self._document_mask) for b in batch.micro_batches)
         return StepInputs(data_step, batch.valid_tokens, inputs, wait)

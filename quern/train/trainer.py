@@ -45,8 +45,8 @@ class _Pending:
     data_step: int
     valid_tokens: int
     values: torch.Tensor
-    """Loss, gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale, asked to stop,
-    what the z-loss adds, ranks that have written their part of a checkpoint, whether it is published."""
+    """Objective, loss, asked to stop, ranks that have written their part of a checkpoint, whether it is published;
+    gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale."""
     lr: float
     tokens: int
     wait_s: float
@@ -129,7 +129,7 @@ class Trainer:
         norm = self.clip(step)
         health = self.guard.judge(loss, norm)
         self.update(step, health)
-        self.report(step, batch, loss, norm, health)
+        self.report(step, batch, norm, health)
 
     def steps(self) -> Iterator[int]:
         """Steps that are left, the first of a run being 0; ends early when all ranks know of a signal."""
@@ -156,7 +156,8 @@ class Trainer:
         mine[:2] = sums / batch.valid_tokens
         save = self.saves.progress()
         for place, value in enumerate((self._signal, save.ended, save.published), start=2):
-            mine[place] = value  # travels with the loss, so that all ranks know it at the same step
+            if value:  # travels with the loss, so that all ranks know it at the same step
+                mine[place] = value
         self._summed = self.ranks.sum(mine)
         return self._summed[1]
 
@@ -179,14 +180,14 @@ class Trainer:
         self._tokens += self._sequences(step) * self.config.seq_len
         self._done = step + 1
 
-    def report(self, step: int, batch: StepInputs, loss: torch.Tensor, norm: torch.Tensor, health: Health) -> None:
+    def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
         """Send the step's figures to the host, and read those of the step before, which have arrived."""
         figures = (
-            loss, norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z,
-            health.norm_z, self.loss_scale.scale, self._summed[2], self._summed[0] - self._summed[1],
-            self._summed[3], self._summed[4],
+            norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z, health.norm_z,
+            self.loss_scale.scale,
         )  # fmt: skip
-        values = torch.stack([figure.to(self._master) for figure in figures]).to("cpu", non_blocking=True)
+        own = torch.stack([figure.to(self._master) for figure in figures])
+        values = torch.cat((self._summed, own)).to("cpu", non_blocking=True)
         self._pending.append(
             _Pending(
                 step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
@@ -200,8 +201,9 @@ class Trainer:
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
             pending.ended.wait()
-            self._read(pending)
-            self.saves.heard(Progress(*map(int, pending.values[-2:].tolist())))
+            figures = pending.values.tolist()
+            self._read(pending, figures)
+            self.saves.heard(Progress(int(figures[3]), int(figures[4])))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
@@ -210,9 +212,9 @@ class Trainer:
                     f"data_skip, or another lr"
                 )
 
-    def _read(self, pending: _Pending) -> None:
-        figures = pending.values.tolist()
-        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop, z_loss = figures[:11]
+    def _read(self, pending: _Pending, figures: list[float]) -> None:
+        objective, loss, stop = figures[:3]
+        norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale = figures[5:]
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
@@ -236,7 +238,7 @@ class Trainer:
             "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike),
         }  # fmt: skip
         row |= {"loss_scale": scale} if self.loss_scale.enabled else {}
-        self.metrics.report(row | ({"z_loss": z_loss} if self.config.z_loss else {}))
+        self.metrics.report(row | ({"z_loss": objective - loss} if self.config.z_loss else {}))
 
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
@@ -260,6 +262,8 @@ class Trainer:
         """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
         extra = {f"guard.{name}": value.clone() for name, value in self.guard.state_dict().items()}
         extra |= {f"loss_scale.{name}": value.clone() for name, value in self.loss_scale.state_dict().items()}
+        if self.parallel.amaxes is not None:
+            extra |= {"float8.history": self.parallel.amaxes.history.clone()}
         return TrainState(self.model, self.optimizer, self.state.facts, extra)
 
     def validate_if_due(self, step: int) -> None:
@@ -270,7 +274,8 @@ class Trainer:
         self.settle()
         if self.stopped_by is not None:
             self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
-        losses = self.validator.run(self.parallel.run)
+        with self.parallel.looking():
+            losses = self.validator.run(self.parallel.run)
         if self.metrics is not None:
             self.metrics.validation(done, losses)
         self._mark = Mark(self.ranks.device)

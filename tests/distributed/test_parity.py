@@ -95,7 +95,7 @@ LONG = [
 def marked() -> dict[Case, Any]:
     """In `make test-fast` the quick set of `quern selftest`, in `make test` the short cases too, then every one."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
-    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED]}
+    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED, *matrix.float8()]}
     return cases | {case: pytest.param(case) for case in matrix.quick()}
 
 

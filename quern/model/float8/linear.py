@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quern.model.float8.delayed import GRADIENT, INPUT, WEIGHT, Delayed
 from quern.model.float8.product import multiply
 from quern.model.float8.quantise import E4M3, E5M2, Quantised, blocks_1x128, blocks_128x128, rowwise, tensorwise
 from quern.model.float8.recipe import Recipe
+from quern.model.float8.weight import Float8Weight, factor
 from quern.model.wanted import wanted
 
 __all__ = ["PLAIN", "Products", "float8_linear", "products"]
@@ -62,6 +64,8 @@ class _Float8:
 
     def weight(self, weight_OK: Tensor) -> Quantised:
         """As a factor of forward; of grad_input too, transposed, but for rowwise."""
+        if isinstance(weight_OK, Float8Weight):
+            return factor(weight_OK)
         return {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blocks_128x128}[self.recipe.scaling](
             weight_OK
         )
@@ -74,7 +78,21 @@ class _Float8:
 
     def _cast(self, x_RS: Tensor, dtype: torch.dtype) -> Quantised:
         how = {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blocks_1x128}[self.recipe.scaling]
-        return how(x_RS.contiguous(), dtype)
+        return how(x_RS, dtype)
+
+
+@dataclass(frozen=True)
+class _Delayed(_Float8):
+    recipe: Delayed
+
+    def weight(self, weight_OK: Tensor) -> Quantised:
+        return factor(weight_OK) if isinstance(weight_OK, Float8Weight) else self.recipe.quantise(weight_OK, WEIGHT)
+
+    def activation(self, x_RS: Tensor) -> Quantised:
+        return self.recipe.quantise(x_RS, INPUT)
+
+    def _cast(self, x_RS: Tensor, dtype: torch.dtype) -> Quantised:
+        return self.recipe.quantise(x_RS, GRADIENT, dtype)
 
 
 PLAIN = _Plain()
@@ -82,14 +100,20 @@ PLAIN = _Plain()
 
 
 def products(recipe: Recipe | None) -> Products:
-    """Of a recipe; None: :data:`PLAIN`."""
-    return PLAIN if recipe is None else _Float8(recipe)
+    """Of a recipe; None: :data:`PLAIN`. With delayed scaling it is a layer's own, of an
+    :class:`~quern.model.float8.delayed.Amaxes`."""
+    if recipe is None:
+        return PLAIN
+    if isinstance(recipe, Delayed):
+        return _Delayed(recipe)
+    assert not recipe.delayed, "delayed scaling needs a history: Amaxes.of"
+    return _Float8(recipe)
 
 
 def float8_linear(x: Tensor, weight_OK: Tensor, recipe: Recipe) -> Tensor:
     """``x Wᵀ`` [..., O] of ``x`` [..., K], gradients too in FP8; the weight's has the weight's dtype."""
-    out: Tensor = _Linear.apply(x.flatten(0, -2), recipe, weight_OK)
-    return out.unflatten(0, x.shape[:-1])
+    out_TO: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), recipe, weight_OK)
+    return out_TO.view(*x.shape[:-1], weight_OK.shape[0])
 
 
 class _Linear(torch.autograd.Function):

@@ -25,6 +25,12 @@ class Recipe:
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """Format of the gradient of the output; everything else is E4M3."""
+    delayed: bool = False
+    """Of ``tensorwise``: scales from the steps before (:mod:`quern.model.float8.delayed`)."""
+
+    def __post_init__(self) -> None:
+        if self.delayed and self.scaling != "tensorwise":
+            raise ValueError(f"delayed scaling is of tensorwise, not of {self.scaling}")
 
     @property
     def multiple(self) -> int:
