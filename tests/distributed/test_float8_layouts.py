@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from quern.model.config import ModelConfig
 from quern.model.float8.linear import products
 from quern.model.float8.recipe import Recipe
+from quern.model.init import initialise
+from quern.model.transformer import Transformer
 from quern.parallel import collectives
+from quern.parallel.apply import Layout, parallelize
 from quern.parallel.collectives import Ranks, gather_multiply
 from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.train.parity.corpus import write_corpus
@@ -131,3 +135,20 @@ def test_a_resumed_run_goes_on_with_the_history(run_ranks: Any, tmp_path: Path) 
         assert len(at_once) == 4
         assert all(map(math.isfinite, at_once))
         assert at_once[-1] < at_once[0]
+
+
+def test_what_is_only_looked_at_leaves_no_trace_in_the_history() -> None:
+    shape = ModelConfig(num_layers=1, dim=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_dim=64).shape(50)
+    with torch.device("meta"):
+        model = Transformer(shape, compute_dtype=torch.bfloat16)
+    layout = Layout(compute_dtype=torch.bfloat16, float8=Recipe("tensorwise", delayed=True))
+    parallel = parallelize(model, build_mesh(MeshPlan(), "cpu"), layout)
+    initialise(parallel.model, 1)
+    tokens_BL = torch.zeros(1, 16, dtype=torch.int64)
+    assert parallel.amaxes is not None
+    with torch.no_grad():
+        with parallel.looking():
+            parallel.model(tokens_BL)
+        assert not parallel.amaxes.current.any()
+        parallel.model(tokens_BL)
+    assert (parallel.amaxes.current[:, :2] > 0).all()
