@@ -10,6 +10,7 @@ from torch import nn
 
 from quern.model.float8.delayed import Amaxes
 from quern.model.float8.recipe import Recipe
+from quern.model.float8.torchao import Torchao
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
@@ -74,17 +75,19 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     the mesh's kind.
     """
     device = device or torch.device(mesh.device_type)
-    amaxes = None
-    if layout.float8 is not None and layout.float8.delayed:
-        amaxes = Amaxes(layers_in_float8(model.shape, mesh.plan.tp, layout.float8), device)
+    float8, amaxes = layout.float8, None
+    if float8 is not None and float8.implementation == "torchao":
+        float8 = Torchao.of(float8)
+    if float8 is not None and float8.delayed:
+        amaxes = Amaxes(layers_in_float8(model.shape, mesh.plan.tp, float8), device)
     stages = my_stages(model.shape, mesh, layout)
     parts = [model] if stages is None else [model.stretch(stage.layers) for stage in stages]  # first: the rest is local
     wrapped: list[nn.Module] = []
     for part in parts:
         if mesh.tp is not None:
             split_tensors(part, mesh.tp, async_tp=layout.async_tp)  # before all that must see local shapes
-        if layout.float8 is not None:
-            use_float8(part, layout.float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
+        if float8 is not None:
+            use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())
         checkpoint_blocks(blocks, layout.activation_checkpointing)  # what is compiled must contain the recomputation
         if layout.compile_backend is not None:

@@ -152,6 +152,16 @@ def _float8(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task, rec
             f"float8.recipe: {recipe.scaling} takes matrices whose sizes are multiples of {recipe.multiple}, and no "
             f"layer has such on a rank ({sizes}); expected other sizes of the model or tp, or null"
         )
+    if recipe.implementation == "torchao" and plan.tp > 1:
+        raise InputError(
+            f"float8.implementation: torchao's layers are not split over ranks; expected quern with parallel.tp "
+            f"{plan.tp}, or tp 1"
+        )
+    if recipe.implementation == "torchao" and plan.pp > 1 and SCHEDULES[keys.scheduling].splits_backward:
+        raise InputError(
+            f"float8.implementation: schedule {keys.scheduling} computes gradients of inputs and of weights apart, and "
+            f"torchao both together, each time; expected quern, or schedule {_whole_backward()}"
+        )
     tokens = task.seq_len * task.micro_batch
     if tokens % 16:
         raise InputError(

@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
-from quern.model.float8.recipe import Recipe, Scaling
 from quern.parallel.schedules import Schedule
+from quern.train.float8 import Float8Config
 
 __all__ = [
     "CheckpointConfig", "CompileConfig", "DataConfig", "Float8Config", "GuardConfig", "MetricsConfig",
@@ -128,48 +128,6 @@ class CompileConfig(Section):
 
     enabled: bool = False
     backend: str = "inductor"
-
-
-class Float8Config(Section):
-    """FP8 for the products of the blocks' seven matrices, where their sizes on a rank are multiples of 16 (blockwise:
-    of 128); embedding, head and norms stay in ``precision``, and so do masters and moments."""
-
-    recipe: Scaling | None = None
-    """Which values share a scale: tensorwise a matrix, rowwise a row, blockwise 1×128 of activations and gradients and
-    128×128 of weights (DeepSeek-V3, section 3.3). Null = no FP8."""
-    gradients: Literal["e4m3", "e5m2"] | None = None
-    """Format of the gradients of outputs; null = e4m3."""
-    delayed: bool = False
-    """Of tensorwise: scales from the largest values of the 16 steps before, the same on every rank; else from each
-    matrix itself."""
-    all_gather: bool = False
-    """FSDP2 gathers in FP8 what these products take, half the bytes of bf16 (tensorwise and blockwise). The bits are
-    the same."""
-
-    @model_validator(mode="after")
-    def _of_a_recipe(self) -> Self:
-        if self.recipe is None:
-            given = {"gradients": self.gradients, "delayed": self.delayed, "all_gather": self.all_gather}
-            for name, value in given.items():
-                if value:
-                    raise ValueError(
-                        f"{name}: changes nothing without recipe, which is null; expected a recipe with it"
-                    )
-        if self.delayed and self.recipe != "tensorwise":
-            raise ValueError(f"delayed: is of recipe tensorwise; expected false with {self.recipe}")
-        if self.delayed and self.all_gather:
-            raise ValueError("all_gather: takes scales from the weights themselves; expected false with delayed")
-        if self.all_gather and self.recipe == "rowwise":
-            raise ValueError(
-                "all_gather: rowwise quantises a weight along its rows for forward and along its columns for backward, "
-                "and one gather brings one of them; expected false, or recipe tensorwise or blockwise"
-            )
-        return self
-
-    @property
-    def products(self) -> Recipe | None:
-        """How they are computed; None = not in FP8."""
-        return None if self.recipe is None else Recipe(self.recipe, self.gradients or "e4m3", self.delayed)
 
 
 class GuardConfig(Section):
@@ -388,6 +346,8 @@ class TrainConfig(Section):
             )
         if self.precision == "fp16" and self.float8.recipe is not None:
             raise ValueError(f"float8.recipe: expected null with precision fp16, or bf16, got {self.float8.recipe}")
+        if self.precision == "fp64" and self.float8.implementation == "torchao":
+            raise ValueError("float8.implementation: torchao sums in float32; expected quern with precision fp64")
         if self.resume.from_store and self.checkpoint.store is None:
             raise ValueError("resume.from_store: expected only together with checkpoint.store")
         if self.data_skip and self.resume.step is None:

@@ -20,6 +20,7 @@ from quern.model.config import ModelShape
 from quern.model.float8.delayed import Amaxes
 from quern.model.float8.product import available
 from quern.model.float8.recipe import Recipe, Scaling
+from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.apply import Layout, Parallel, parallelize
@@ -80,6 +81,8 @@ def check(config: TrainConfig, world: int) -> Checked:
     backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enabled else []
     if config.compile.enabled and config.compile.backend not in backends:
         raise InputError(f"compile.backend: expected one of torch's, as inductor is, got {config.compile.backend!r}")
+    if config.float8.products is not None and config.float8.implementation == "torchao":
+        Torchao.of(config.float8.products)
     _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     _check_layout(config, corpus.vocab_size, mesh, {f"{where}global_batch": b for where, b in batches.items() if b})

@@ -89,7 +89,8 @@ def float8(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> dict[str, 
     fits = fitting(shape, plan.tp, recipe)
     return {
         "recipe": recipe.scaling, "gradients": recipe.gradients, "delayed": recipe.delayed,
-        "all_gather": config.float8.all_gather, "layers": len(fits) * shape.num_layers,
+        "all_gather": config.float8.all_gather, "implementation": recipe.implementation,
+        "layers": len(fits) * shape.num_layers,
         "left_out": [name for name in LAYERS if name not in fits],
     }  # fmt: skip
 

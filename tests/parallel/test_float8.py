@@ -19,6 +19,7 @@ from quern.parallel.mesh import plan_mesh
 from quern.train.config import Float8Config, ParallelConfig, TrainConfig
 
 BLOCK, WHOLE = Recipe("blockwise"), Recipe("tensorwise")
+THEIRS = {"implementation": "torchao"}
 
 
 def shape(**sizes: Any) -> ModelShape:
@@ -81,6 +82,11 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "fewer ranks what it gathers in FP8"),
     (2, {"async_tp": True, "tp": 2}, {}, {"compiled": True, "cuda": True},
      "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null there"),
+    (2, {"tp": 2}, {}, {"float8": Recipe("rowwise", **THEIRS)},
+     "float8.implementation: torchao's layers are not split over ranks; expected quern with parallel.tp 2, or tp 1"),
+    (2, {"pp": 2, "schedule": "zbv_zero_bubble"}, {}, {"float8": Recipe("rowwise", **THEIRS)},
+     "float8.implementation: schedule zbv_zero_bubble computes gradients of inputs and of weights apart, and torchao "
+     "both together, each time; expected quern, or schedule gpipe, 1f1b, interleaved_1f1b or looped_bfs"),
 ]  # fmt: skip
 
 
@@ -102,6 +108,12 @@ def test_refused_by_layout(world: int, parallel: Any, sizes: Any, task: Any, sai
         ({"recipe": "blockwise", "delayed": True}, "delayed: is of recipe tensorwise"),
         ({"recipe": "tensorwise", "delayed": True, "all_gather": True}, "all_gather: takes scales from the weights"),
         ({"recipe": "columnwise"}, "recipe"),
+        ({"implementation": "torchao"}, "implementation: changes nothing without recipe"),
+        ({"recipe": "blockwise", **THEIRS}, "implementation: torchao has tensorwise and rowwise"),
+        ({"recipe": "rowwise", "gradients": "e5m2", **THEIRS}, "gradients: torchao's rowwise has e4m3"),
+        ({"recipe": "tensorwise", "gradients": "e4m3", **THEIRS}, "gradients: torchao's tensorwise has e5m2"),
+        ({"recipe": "tensorwise", "delayed": True, **THEIRS}, "delayed: is quern's own"),
+        ({"recipe": "tensorwise", "all_gather": True, **THEIRS}, "all_gather: is quern's own"),
     ],
 )
 def test_refused_by_config(given: Any, said: str) -> None:
@@ -114,3 +126,10 @@ def test_fp16_has_no_recipe() -> None:
     with pytest.raises(ValidationError, match=r"float8\.recipe: expected null with precision fp16"):
         TrainConfig.model_validate(given | {"precision": "fp16"})
     assert TrainConfig.model_validate(given).float8.products == WHOLE
+
+
+def test_torchao_computes_nothing_in_float64() -> None:
+    given = {"run_dir": "r", "data": [{"path": "p"}], "steps": 1, "float8": {"recipe": "tensorwise", **THEIRS}}
+    with pytest.raises(ValidationError, match=r"float8\.implementation: torchao sums in float32"):
+        TrainConfig.model_validate(given | {"precision": "fp64"})
+    assert TrainConfig.model_validate(given).float8.products == Recipe("tensorwise", "e5m2", **THEIRS)

@@ -16,6 +16,7 @@ from quern.model.float8.delayed import GRADIENT, INPUT, WEIGHT, Delayed
 from quern.model.float8.product import multiply
 from quern.model.float8.quantise import E4M3, E5M2, Quantised, blocks_1x128, blocks_128x128, rowwise, tensorwise
 from quern.model.float8.recipe import Recipe
+from quern.model.float8.torchao import Torchao
 from quern.model.float8.weight import Float8Weight, factor
 from quern.model.wanted import wanted
 
@@ -107,11 +108,14 @@ def products(recipe: Recipe | None) -> Products:
     if isinstance(recipe, Delayed):
         return _Delayed(recipe)
     assert not recipe.delayed, "delayed scaling needs a history: Amaxes.of"
+    assert recipe.implementation == "quern", "torchao computes whole layers: Torchao.of"
     return _Float8(recipe)
 
 
 def float8_linear(x: Tensor, weight_OK: Tensor, recipe: Recipe) -> Tensor:
     """``x Wᵀ`` [..., O] of ``x`` [..., K], gradients too in FP8; the weight's has the weight's dtype."""
+    if isinstance(recipe, Torchao):
+        return recipe.linear(x, weight_OK)
     out_TO: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), recipe, weight_OK)
     return out_TO.view(*x.shape[:-1], weight_OK.shape[0])
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BLOCK", "Recipe", "Scaling"]
+__all__ = ["BLOCK", "TORCHAO_GRADIENTS", "Gradients", "Recipe", "Scaling"]
 
 Scaling = Literal["tensorwise", "rowwise", "blockwise"]
+Gradients = Literal["e4m3", "e5m2"]
 
 BLOCK = 128
 """Width of a block of ``blockwise`` (DeepSeek-V3, section 3.3.2)."""
+
+TORCHAO_GRADIENTS: dict[Scaling, Gradients] = {"tensorwise": "e5m2", "rowwise": "e4m3"}
+"""torchao's recipes of the same name, each with its format of gradients (``torchao/float8/config.py``, 0.18)."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,12 @@ class Recipe:
     """
 
     scaling: Scaling
-    gradients: Literal["e4m3", "e5m2"] = "e4m3"
+    gradients: Gradients = "e4m3"
     """Format of the gradient of the output; everything else is E4M3."""
     delayed: bool = False
     """Of ``tensorwise``: scales from the steps before (:mod:`quern.model.float8.delayed`)."""
+    implementation: Literal["quern", "torchao"] = "quern"
+    """Whose products (:mod:`quern.model.float8.torchao`)."""
 
     def __post_init__(self) -> None:
         if self.delayed and self.scaling != "tensorwise":
