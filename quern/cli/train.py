@@ -109,7 +109,8 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     ]  # fmt: skip
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
-        rows.insert(2, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{left}"))
+        by = " by torchao" if fp8["implementation"] == "torchao" else ""
+        rows.insert(2, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
     for name, text in rows:
         console.print(f"{name:<15}{text}", markup=False, soft_wrap=True)
     if layout["ranks"] > 1:

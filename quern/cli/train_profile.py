@@ -19,14 +19,15 @@ __all__ = ["profile"]
 
 #: Where a profile goes that is given no place.
 _OUT = "quern-profile"
+_STEPS = _WARM_UP = 3
 
 
 @reports_errors
 def profile(
     config: Annotated[str | None, typer.Argument(help="A YAML file of quern train.", metavar="CONFIG")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: model.preset=125M")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are traced.")] = 3,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before them.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are traced.")] = _STEPS,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before them.")] = _WARM_UP,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks: as many processes on this machine.")] = 1,
     out: Annotated[str, typer.Option("--out", help="A folder for the traces and profile.json.")] = _OUT,
     trace: Annotated[
@@ -38,6 +39,8 @@ def profile(
     """Train CONFIG for a few steps, without saves and beside its run_dir, and say where each step's time went."""
     if trace and (config or overrides):
         raise InputError(f"--trace: expected no CONFIG beside it, got {config!r}")
+    if trace and (steps, warm_up, nproc, out) != (_STEPS, _WARM_UP, 1, _OUT):
+        raise InputError("--trace: trains nothing; expected no --steps, --warm-up, --nproc or --out beside it")
     if not trace and config is None:
         raise InputError("CONFIG: expected the YAML file of a training run, or --trace FILE")
     with json_stdout(json) as emit:

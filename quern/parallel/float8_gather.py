@@ -121,7 +121,9 @@ class Float8Gather:
         """The scales of the weights as they are now. After each change of them. Collective."""
         for rows in self._rows:
             rows.measure()
-        # as integers: they have the order of the numbers, which are not negative, and NaN is above them all
+        # as integers: they have the order of the numbers, which are not negative, and NaN is above them all once it
+        # has no sign either, which casts may give it
+        self._amax.abs_()
         whole = self._amax.view(torch.int64 if self._amax.dtype == torch.float64 else torch.int32)
         dist.all_reduce(whole, dist.ReduceOp.MAX, group=self._group)
         self._scale.copy_(scale_of(self._amax, E4M3))

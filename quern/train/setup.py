@@ -235,7 +235,7 @@ def _follow_updates(parallel: Parallel, optimizer: torch.optim.Optimizer) -> Non
         optimizer.register_step_post_hook(lambda *_: gather.update())
     if amaxes is not None:
         reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if dist.is_initialized() else None
-        optimizer.register_step_post_hook(lambda *_: amaxes.roll(reduce))
+        optimizer.register_step_post_hook(lambda own, *_: amaxes.roll(reduce, own.found_inf))
 
 
 def _check_kernels(config: TrainConfig, precision: Precision, device: torch.device) -> None:
@@ -299,7 +299,9 @@ def _restore(
         )
         history = part.get("float8.history")
         if amaxes is not None and history is not None and history.shape == amaxes.history.shape:
-            amaxes.load_state_dict({"names": amaxes.names, "history": history})  # else scales begin without one
+            amaxes.load_state_dict({"names": amaxes.names, "history": history})
+        elif amaxes is not None:
+            log.info("float8.delayed: the checkpoint has no history of these layers; scales begin without one")
     elif config.init_from is not None:
         given = Checkpoint(0, config.init_from)
         if problems := checkpoints.problems(given):

@@ -188,21 +188,24 @@ def test_weights_without_scales_give_no_number(run_ranks: Any) -> None:
         assert after == after
 
 
-def spoilt(case: Case) -> float:
-    """The loss where one rank holds a weight that is not a number."""
+def spoilt(case: Case) -> tuple[float, bool]:
+    """The loss where one rank holds a weight that is not a number, its sign bit set; whether a scale is none here."""
     parallel = build(case, True)
     if torch.distributed.get_rank() == 1:
-        local(parallel.model.blocks["1"].ffn.w2.weight)[0, 0] = torch.nan
+        local(parallel.model.blocks["1"].ffn.w2.weight)[0, 0] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
     assert parallel.float8_gather is not None
     parallel.float8_gather.update()
     tokens_BL = torch.zeros(1, 16, dtype=torch.int64)
     with torch.no_grad():
-        return parallel.model(tokens_BL, tokens_BL)[0].item()
+        loss = parallel.model(tokens_BL, tokens_BL)[0].item()
+    return loss, bool(parallel.float8_gather._scale.isnan().any())
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
 def test_a_weight_that_is_no_number_is_seen_by_every_rank(run_ranks: Any, scaling: Any) -> None:
-    assert all(loss != loss for loss in run_ranks(spoilt, 2, Case(Recipe(scaling), MeshPlan(dp_shard=2))))
+    for loss, is_none in run_ranks(spoilt, 2, Case(Recipe(scaling), MeshPlan(dp_shard=2))):
+        assert loss != loss
+        assert is_none
 
 
 def test_what_fsdp2_asks_a_local_tensor_for_is_what_it_is_given() -> None:

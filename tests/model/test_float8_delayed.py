@@ -114,6 +114,19 @@ def test_what_is_not_finite_arrives_and_leaves_the_history_alone(bad, which):
     assert torch.equal(amaxes.history[..., :-1], before[..., 1:])
 
 
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_what_a_skipped_step_has_seen_stays_out_of_the_history(skipped):
+    amaxes = Amaxes(["a"])
+    layer = amaxes.of("a", RECIPE)
+    gradients(by(layer), *case(0))
+    amaxes.roll()
+    before = amaxes.history.clone()
+    gradients(by(layer), *(1e6 * matrix for matrix in case(1)))
+    amaxes.roll(skip=torch.tensor(skipped))
+    assert torch.equal(amaxes.history, before) == bool(skipped)
+    assert not amaxes.current.any()
+
+
 def test_ranks_with_parts_of_the_tokens_and_layers_keep_one_history():
     """Two ranks share a layer's tokens, each holds a layer that the other does not: MAX makes both one process's."""
     names = ["shared", "first's", "second's"]

@@ -73,16 +73,18 @@ class Amaxes:
         """[layers, 3]: what this rank has seen since the last :meth:`roll`."""
         return torch.stack(self._seen) if self._seen else self._known.clone()
 
-    def roll(self, reduce: Callable[[Tensor], object] | None = None) -> None:
+    def roll(self, reduce: Callable[[Tensor], object] | None = None, skip: Tensor | None = None) -> None:
         """After each step, once on every rank: what was seen goes into the history, the oldest step out of it.
 
         ``reduce``: makes of [layers, 3], in place, the maximum over all ranks. What was not finite is left out.
+        ``skip``: 0-d, not zero where the step was skipped; what it has seen then stays out of the history.
         """
         seen = self.current
         seen = torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
         if reduce is not None:
             reduce(seen)
-        self._set(torch.cat([self.history[:, :, 1:], seen[:, :, None]], 2))
+        rolled = torch.cat([self.history[:, :, 1:], seen[:, :, None]], 2)
+        self._set(rolled if skip is None else torch.where(skip > 0, self.history, rolled))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -111,5 +113,5 @@ class Amaxes:
     def _set(self, history: Tensor) -> None:
         self.history.copy_(history)
         self._known.copy_(history.amax(2))
-        for seen in self._seen:
-            seen.zero_()
+        if self._seen:
+            torch._foreach_zero_(self._seen)

@@ -14,7 +14,7 @@ from quern.model.config import PRESETS
 from quern.model.float8.recipe import Scaling
 from quern.train.config import ParallelConfig
 
-__all__ = ["CHECKPOINTING", "PRECISIONS", "Options", "parse"]
+__all__ = ["CHECKPOINTING", "PRECISIONS", "Options", "pairs", "parse"]
 
 #: What each name says of a config: its ``precision``, and its ``float8.recipe``.
 PRECISIONS: dict[str, tuple[str, str | None]] = {
@@ -159,10 +159,15 @@ def _one_of(known: Collection[str]) -> Callable[[str], str]:
 
 def _layout(text: str) -> str:
     """``key=value`` pairs, one space between them."""
-    pairs = re.split(r"[\s,]+(?=[a-z_]+=)", text.strip()) if text.strip() else []
-    for pair in pairs:
+    given = pairs(text)
+    for pair in given:
         key, sign, _ = pair.partition("=")
         if not sign or key not in ParallelConfig.model_fields:
             known = ", ".join(ParallelConfig.model_fields)
             raise argparse.ArgumentTypeError(f"expected key=value of the section parallel ({known}), got {pair!r}")
-    return " ".join(pairs)
+    return " ".join(given)
+
+
+def pairs(text: str) -> list[str]:
+    """The ``key=value`` of a layout or a variant; a value may be a list: ``pp=2 stage_layers=[1, 2]``."""
+    return re.split(r"[\s,]+(?=[a-z_][a-z0-9_.]*=)", text.strip()) if text.strip() else []

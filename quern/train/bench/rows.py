@@ -12,7 +12,7 @@ from quern.config import load_config
 from quern.errors import InputError
 from quern.parallel.mesh import plan_mesh
 from quern.tokenize.shards import ShardReader
-from quern.train.bench.options import PRECISIONS, Options
+from quern.train.bench.options import PRECISIONS, Options, pairs
 from quern.train.config import TrainConfig
 
 __all__ = ["MOST_TOKENS", "VOCABULARIES", "Row", "configure", "rows", "tokens_needed", "vocab_size_of"]
@@ -57,14 +57,19 @@ def rows(options: Options) -> list[Row]:
     Raises:
         InputError: a key is the benchmark's own, or is given as an option too.
     """
-    for text in (*options.overrides, *(pair for variant in options.variant for pair in variant.split())):
+    for text in (*options.overrides, *(pair for variant in options.variant for pair in pairs(variant))):
         _check_key(text, options)
     axes = (
         (*options.model, *options.configs), options.layout or (None,), options.precision or (None,),
         options.checkpointing or (None,), options.variant or ("",),
     )  # fmt: skip
     found = [Row(*values) for values in product(*axes)]
-    return [row for row in found if not ("float8" in row.variant and _not_float8(row.precision))]
+    found = [row for row in found if not ("float8" in row.variant and _not_float8(row.precision))]
+    if not found:
+        raise InputError(
+            "--variant: a key of float8 is of FP8 rows alone; expected one of fp8-… in --precision, or none"
+        )
+    return found
 
 
 def configure(
@@ -128,11 +133,11 @@ def _settings(row: Row, options: Options, micro_batch: int | None, cuda: Callabl
         yield from (f"model.preset={row.model}", f"seq_len={SEQ_LEN}")
         compiled = cuda() if compiled is None else compiled
     if row.layout is not None:
-        yield from ("parallel={}", *(f"parallel.{pair}" for pair in row.layout.split()))
+        yield from ("parallel={}", *(f"parallel.{pair}" for pair in pairs(row.layout)))
     if row.precision is not None:
         compute, recipe = PRECISIONS[row.precision]
         yield from (f"precision={compute}", "float8={}" if recipe is None else f"float8.recipe={recipe}")
-    for pair in (*options.overrides, *row.variant.split()):
+    for pair in (*options.overrides, *pairs(row.variant)):
         if not (pair.startswith("float8") and _not_float8(row.precision)):
             yield pair
     given = {

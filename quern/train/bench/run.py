@@ -44,6 +44,7 @@ def bench(options: Options, command: Sequence[str], tell: Callable[[str], None])
             "mean_document": options.mean_document, "software": software() if first else None, "machine": None,
             "rows": [],
         }  # fmt: skip
+        crew.together.first(lambda: _check_out(options.out, document))
         data = _Data(scratch, options.mean_document)
         for number, row in enumerate(wanted):
             if first:
@@ -57,6 +58,12 @@ def bench(options: Options, command: Sequence[str], tell: Callable[[str], None])
                 if options.out is not None:
                     storage.write_json(options.out, document)
     return document, first
+
+
+def _check_out(path: str | None, document: Mapping[str, Any]) -> None:
+    """A place that cannot be written to is known before the first row."""
+    if path is not None and not os.path.isfile(path):
+        storage.write_json(path, document)
 
 
 @contextmanager

@@ -82,7 +82,8 @@ def shape_of(operator: Event) -> Shape | None:
     if len(sizes) < first + 2 or len(types) <= first:
         return None
     a, b = _size(sizes[first], operator), _size(sizes[first + 1], operator)
-    dtype = _DTYPES.get(types[first], str(types[first]))
+    named = str(types[first])
+    dtype = _DTYPES.get(named, named)
     scaling = _scaling(sizes, operator) if name.startswith("_scaled") else None
     if name == "mkldnn::_linear_pointwise":
         a, b = [math.prod(a[:-1]), *a[-1:]], b[::-1]
@@ -98,7 +99,9 @@ def shape_of(operator: Event) -> Shape | None:
 
 
 def _size(value: Any, operator: Event) -> list[int]:
-    if isinstance(value, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in value):
+    if isinstance(value, list) and all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 63 for size in value
+    ):
         return value
     raise InputError(f"{operator.where}.args.Input Dims: expected lists of integers, got {value!r:.80}")
 
