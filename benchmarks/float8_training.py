@@ -11,9 +11,10 @@ trained at a time, of one thread each. DIR/report.json and DIR/report.md are of 
 
 The default is 1.35 M tokens a run: a decoder of 3 layers with matrices whose sizes are multiples of 128, so that every
 recipe takes each of them. Embedding and head are not tied: where they are, so small a model stays for a while at the
-frequencies of single tokens, and any rounding decides when it leaves; pairs then differ by two percent. The held-out loss is over all held-out documents of the sources, in the precision
-of the run; the training loss is the mean of the last tenth of the steps. On a CPU the FP8 products are emulated: the
-same roundings to FP8 as a GPU makes, sums in float32.
+frequencies of single tokens, and any rounding decides when it leaves; pairs then differ by two percent. The held-out
+loss is over all held-out documents of the sources, in the precision of the run; the training loss is the mean of the
+last tenth of the steps. On a CPU the FP8 products are emulated: the same roundings to FP8 as a GPU makes, sums in
+float32.
 
 A precision passes if its mean loss is at most 0.5 % above BF16's, or at most one standard error of BF16's mean over
 seeds; both losses have to. Exit code 1 if a run failed, 3 if a signal ended it, 4 if a precision did not pass.
