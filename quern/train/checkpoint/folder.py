@@ -15,14 +15,14 @@ import os
 import re
 import shutil
 import socket
+import uuid
 from contextlib import suppress
 
 from quern import storage
 from quern.errors import InputError, QuernError
 
 __all__ = [
-    "FolderLock", "publish_folder", "recover", "remove_folder", "staging_path",
-    "write_file",
+    "FolderLock", "make_staging_folder", "publish_folder", "recover", "remove_folder", "staging_path", "write_file",
 ]  # fmt: skip
 
 _LEFTOVER = re.compile(r"\.(?P<name>step_\d{8,})\.[0-9a-f]{32}\.(?P<kind>tmp|replaced)")
@@ -31,6 +31,13 @@ _LEFTOVER = re.compile(r"\.(?P<name>step_\d{8,})\.[0-9a-f]{32}\.(?P<kind>tmp|rep
 def staging_path(final: str, token: str) -> str:
     """Where the folder ``final`` is written before it is published; ``token`` is 32 hex digits."""
     return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.{token}.tmp")
+
+
+def make_staging_folder(final: str) -> str:
+    """Make the folder in which ``final`` is written, under a random name; returns the name's token."""
+    token = uuid.uuid4().hex
+    os.mkdir(staging_path(final, token))
+    return token
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -21,7 +21,7 @@ from quern.errors import InputError, QuernError
 from quern.train.agree import Agreement
 from quern.train.checkpoint.background import BACKGROUNDS, Background
 from quern.train.checkpoint.dcp import load_tensors, needed_files
-from quern.train.checkpoint.folder import FolderLock, recover, staging_path
+from quern.train.checkpoint.folder import FolderLock, make_staging_folder, recover, staging_path
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -36,7 +36,7 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.checkpoint.metadata import read_metadata
 from quern.train.checkpoint.prune import Keep, prune
-from quern.train.checkpoint.saving import Outcome, Progress, Saving, make_staging_folder
+from quern.train.checkpoint.saving import Outcome, Progress, Saving
 from quern.train.checkpoint.state import (
     TensorView,
     TrainState,

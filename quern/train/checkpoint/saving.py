@@ -30,7 +30,7 @@ from quern.train.agree import Agreement
 from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.background import Background
 from quern.train.checkpoint.files import Written
-from quern.train.checkpoint.folder import remove_folder, staging_path
+from quern.train.checkpoint.folder import make_staging_folder, remove_folder, staging_path
 from quern.train.checkpoint.manifest import (
     METADATA_FILE,
     Checkpoint,
@@ -341,13 +341,6 @@ class Saving:
             with suppress(Exception):
                 self._snapshot.join()
         self._background.close()
-
-
-def make_staging_folder(final: str) -> str:
-    """A folder in which ``final`` is written, under a random name; returns the name's token."""
-    token = uuid.uuid4().hex
-    os.mkdir(staging_path(final, token))
-    return token
 
 
 def _check_steps(counts: Sequence[int]) -> None:

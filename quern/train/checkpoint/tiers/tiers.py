@@ -12,14 +12,13 @@ import logging
 import os
 import shutil
 import socket
-import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 
 from quern.errors import InputError, QuernError
 from quern.train.agree import Agreement, describe
-from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
+from quern.train.checkpoint.folder import make_staging_folder, publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
     MISSING,
@@ -306,7 +305,7 @@ class Tiers:
         Returns what is wrong, and leaves nothing, when a file is not whole there either.
         """
         step, final = manifest.step, os.path.join(self.root, checkpoint_name(manifest.step))
-        token = self.agreement.first(lambda: self._make_folder(final))
+        token = self.agreement.first(lambda: make_staging_folder(final))
         staged = staging_path(final, token)
         tensors = {name: record for name, record in manifest.files.items() if is_tensor_file(name)}
         if self.disk is None:
@@ -331,12 +330,6 @@ class Tiers:
 
         self.agreement.first(end)
         return problems
-
-    @staticmethod
-    def _make_folder(final: str) -> str:
-        token = uuid.uuid4().hex
-        os.mkdir(staging_path(final, token))
-        return token
 
     def bring(self, path: str, manifest: Manifest, needed: Collection[str]) -> str:
         """Have the files from which this rank reads on this node's disk; returns the folder to read them from.
