@@ -102,7 +102,9 @@ def settings(folder: Path, source: str) -> PipelineConfig:
             "sources": [{"name": "s", "kind": "jsonl", "paths": source}],
             "language": {"keep": None, "threshold": 0, "pre_skip": False},
             "quality": {"order": []},
-            "isolation": {"page_timeout_s": 4},
+            "isolation": {
+                "page_timeout_s": 10
+            },  # a crash writes its stack down first, which takes seconds on a busy machine,
         }
     )
 

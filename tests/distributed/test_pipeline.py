@@ -282,7 +282,7 @@ def test_two_ranks_are_one_process(run_ranks: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
 def test_every_schedule_over_two_ranks(run_ranks: Any, tied: bool) -> None:
     cases = [replace(takes(schedule, 2), tied=tied, documents=tied) for schedule in SCHEDULES]
     cases.append(Case("interleaved_1f1b", stages_per_rank=3, micro_batches=(1, 6, 3), tied=tied))
@@ -290,7 +290,7 @@ def test_every_schedule_over_two_ranks(run_ranks: Any, tied: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
 def test_every_schedule_over_four_ranks(run_ranks: Any, tied: bool) -> None:
     check(run_ranks, [replace(takes(schedule, 4), tied=tied, documents=not tied) for schedule in SCHEDULES])
 
