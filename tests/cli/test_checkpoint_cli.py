@@ -98,7 +98,7 @@ def damage(checkpoint: Path, *, length: int | None = None) -> Path:
 
 def test_list_shows_what_is_there(run: Path) -> None:
     lines = invoke("list", run).stdout.splitlines()
-    assert lines[0].split() == ["step", "data", "step", "tokens", "size", "tensors", "valid"]
+    assert lines[0].split() == ["step", "data", "step", "tokens", "size", "tensors", "valid", "notes"]
     assert [line.split()[:3] for line in lines[1:]] == [
         ["1,000", "1,003", "4,096,000"],
         ["2,000", "2,003", "8,192,000"],
@@ -143,6 +143,7 @@ def test_list_labels_what_a_rollback_has_left(run: Path, as_json: Callable[..., 
 
 
 def test_a_run_without_checkpoints_lists_none(tmp_path: Path, as_json: Callable[..., Any]) -> None:
+    (tmp_path / "ledger.jsonl").touch()
     assert as_json("list", tmp_path)["checkpoints"] == []
     assert "no checkpoints" in invoke("list", tmp_path).stderr
     assert f"{tmp_path}/none: no such folder" in invoke("list", f"{tmp_path}/none", code=2).stderr
