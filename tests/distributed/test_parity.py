@@ -93,10 +93,12 @@ LONG = [
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` the quick set of `quern selftest`, in `make test` the short cases too, then every one."""
+    """In `make test-fast` the quick set of `quern selftest` on up to 2 ranks, in `make test` all of that and the short
+    cases too, then every one."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED, *matrix.float8()]}
-    return cases | {case: pytest.param(case) for case in matrix.quick()}
+    slow = {case: pytest.mark.slow if case.on.world > 2 else () for case in matrix.quick()}
+    return cases | {case: pytest.param(case, marks=marks) for case, marks in slow.items()}
 
 
 CASES = marked()

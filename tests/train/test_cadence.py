@@ -355,6 +355,7 @@ def test_a_line_without_a_time_is_named(value):
         observed_failures(entries)
 
 
+@pytest.mark.slow
 def test_failures_of_a_trainer(tmp_path):
     """Lines as the trainer writes them: a fresh run killed; rolled back; killed; resumed and stopped; resumed."""
     run = tmp_path / "run"
