@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from quern import __version__
-from quern.cli import bench, checkpoint, data, demo, mix, selftest, tokens, train, train_profile
+from quern.cli import bench, checkpoint, data, demo, lineage, mix, selftest, tokens, train, train_profile
 
 app = typer.Typer(
     name="quern",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.add_typer(tokens.app, name="tokens")
+app.add_typer(lineage.app, name="lineage")
 app.add_typer(mix.app, name="mix")
 train.app.command("profile")(train_profile.profile)
 app.add_typer(train.app, name="train")
