@@ -25,7 +25,7 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.checks import Task, check_layout
-from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
+from quern.parallel.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
 from quern.train.agree import Agreement
 from quern.train.assignment import check_divides
 from quern.train.begin import LEDGER_FILE, Start, begin
@@ -44,6 +44,7 @@ from quern.train.optimizer import build_optimizer
 from quern.train.precision import LossScale, Precision, precision_of
 from quern.train.profile import Profiler
 from quern.train.ranks import Ranks
+from quern.train.resilience.forensics import Facts, Forensics
 from quern.train.resilience.guard import Guard
 from quern.train.schedule import check_schedule
 from quern.train.summary import float8
@@ -214,10 +215,11 @@ def open_trainer(
             return Metrics(config.run_dir, config.metrics, config.steps)
 
         metrics = together.own(written_once)
+        forensics = _forensics(config, start, mesh, parallel, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
-            feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard, loss_scale=loss_scale,
-            checkpoints=checkpoints, state=state, validator=validator,
+            feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
+            forensics=forensics, loss_scale=loss_scale, checkpoints=checkpoints, state=state, validator=validator,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
             ledger=ledger, metrics=metrics,
         )  # fmt: skip
@@ -236,6 +238,26 @@ def _follow_updates(parallel: Parallel, optimizer: torch.optim.Optimizer) -> Non
     if amaxes is not None:
         reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if dist.is_initialized() else None
         optimizer.register_step_post_hook(lambda own, *_: amaxes.roll(reduce, own.found_inf))
+
+
+def _forensics(
+    config: TrainConfig, start: Start, mesh: Mesh, parallel: Parallel, loss_scale: LossScale, together: Agreement
+) -> Forensics:
+    order = start.mixture.order
+    facts = Facts(
+        attempt=start.attempt,
+        order=order.hash,
+        sources=order.ids,
+        policy=config.guard.model_dump(mode="json"),
+        layout={
+            **mesh.plan.sizes(), "micro_batch": config.micro_batch, "seq_len": config.seq_len,
+            "document_mask": config.document_mask,
+        },
+        dp_rank=mesh.dp_rank,
+        loss_scaled=loss_scale.enabled,
+    )  # fmt: skip
+    gradients, counts = parallel.gradients, parallel.run.counts
+    return Forensics(config.forensics, config.run_dir, facts, gradients.squares, counts, together)
 
 
 def _check_kernels(config: TrainConfig, precision: Precision, device: torch.device) -> None:

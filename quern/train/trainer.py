@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from quern.train.optimizer import step as update
 from quern.train.precision import LossScale, precision_of
 from quern.train.profile import Profiler
 from quern.train.ranks import Ranks
+from quern.train.resilience.forensics import Forensics, Seen
 from quern.train.resilience.good import Watch
 from quern.train.resilience.guard import Guard, Health
 from quern.train.saves import Saves
@@ -45,8 +46,8 @@ class _Pending:
     data_step: int
     valid_tokens: int
     values: torch.Tensor
-    """Objective, loss, asked to stop, ranks that have written their part of a checkpoint, whether it is published;
-    gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale."""
+    """Objective, loss, asked to stop, ranks that have written their part of a checkpoint, whether it is published,
+    asked for forensics; gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale."""
     lr: float
     tokens: int
     wait_s: float
@@ -64,6 +65,7 @@ class Trainer:
     optimizer: torch.optim.AdamW
     feed: Feed
     guard: Guard
+    forensics: Forensics
     loss_scale: LossScale
     checkpoints: CheckpointManager
     state: TrainState
@@ -150,12 +152,14 @@ class Trainer:
         def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
             return self.loss_scale.scaled(loss_sum / batch.valid_tokens)
 
-        sums = self.parallel.run.forward_backward(batch.micro_batches, weigh)
+        losses = self.forensics.losses()
+        sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
+        self.forensics.keep(batch, losses)
         self.parallel.gradients.finish()
-        mine = torch.zeros(5, dtype=self._master, device=self.ranks.device)
+        mine = torch.zeros(6, dtype=self._master, device=self.ranks.device)
         mine[:2] = sums / batch.valid_tokens
-        save = self.saves.progress()
-        for place, value in enumerate((self._signal, save.ended, save.published), start=2):
+        save, asked = self.saves.progress(), self.forensics.take_request()
+        for place, value in enumerate((self._signal, save.ended, save.published, asked), start=2):
             if value:  # travels with the loss, so that all ranks know it at the same step
                 mine[place] = value
         self._summed = self.ranks.sum(mine)
@@ -167,7 +171,7 @@ class Trainer:
         self.loss_scale.unscale_(gradients.parameters)
         if self.on_gradients is not None:
             self.on_gradients(self, step)
-        norm = gradients.norm()
+        norm = gradients.norm(self.forensics.norms)
         if self.config.optimizer.clip is not None:
             gradients.clip(self.config.optimizer.clip, norm)
         return norm
@@ -202,7 +206,7 @@ class Trainer:
             pending = self._pending.pop(0)
             pending.ended.wait()
             figures = pending.values.tolist()
-            self._read(pending, figures)
+            self.forensics.settle(self._read(pending, figures))
             self.saves.heard(Progress(int(figures[3]), int(figures[4])))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
@@ -212,16 +216,23 @@ class Trainer:
                     f"data_skip, or another lr"
                 )
 
-    def _read(self, pending: _Pending, figures: list[float]) -> None:
-        objective, loss, stop = figures[:3]
-        norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale = figures[5:]
+    def _read(self, pending: _Pending, figures: list[float]) -> Seen:
+        objective, loss, stop, _, _, asked = figures[:6]
+        norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale = figures[6:]
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
         self._skips = self._skips + 1 if skipped else 0
-        if self.ledger is None or self.metrics is None:
-            return
         where = {"step": pending.step, "data_step": pending.data_step}
+        flags = {
+            "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike), "non_finite": bool(non_finite),
+            "skipped": bool(skipped),
+        }  # fmt: skip
+        seen = Seen(
+            pending.step, pending.data_step, loss, norm, loss_z, norm_z, **flags, requested=bool(asked)
+        )  # fmt: skip
+        if self.ledger is None or self.metrics is None:
+            return seen
         if skipped:
             self.ledger.append("skipped", **where, reason="non_finite" if non_finite else "spike")
         elif non_finite:
@@ -234,11 +245,11 @@ class Trainer:
             **where, "attempt": self.start.attempt, "loss": loss, "grad_norm": norm, "lr": pending.lr,
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
-            **self.utilisation.of(speed), "skipped": bool(skipped), "non_finite": bool(non_finite),
-            "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike),
+            **self.utilisation.of(speed), **flags,
         }  # fmt: skip
         row |= {"loss_scale": scale} if self.loss_scale.enabled else {}
         self.metrics.report(row | ({"z_loss": objective - loss} if self.config.z_loss else {}))
+        return seen
 
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
@@ -322,7 +333,8 @@ class Trainer:
 
 @contextmanager
 def _listening(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own."""
+    """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for forensics of
+    a step, unless somebody else listens to it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -331,7 +343,9 @@ def _listening(trainer: Trainer) -> Iterator[None]:
         trainer.asked_to_stop(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: trainer.forensics.request())
     try:
         yield
     finally:
