@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import typer
 
@@ -19,7 +20,11 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 @reports_errors
 def bench(context: typer.Context) -> None:
     """Measure the trainer over random tokens: tokens a second, MFU, step time, memory; a row a combination."""
-    code = main(context.args)
+    try:
+        code = main(context.args)
+    except KeyboardInterrupt:  # nothing goes on where it was
+        print("interrupted", file=sys.stderr)
+        code = 130
     if "RANK" in os.environ:
         leave(code)
     raise typer.Exit(code)

@@ -5,7 +5,8 @@ calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of 
 & Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M.
 
 Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
-whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags.
+whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, and the
+three largest values of a layer whose history delayed FP8 scaling keeps.
 """
 
 from __future__ import annotations

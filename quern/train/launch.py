@@ -8,13 +8,14 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["GRACE_S", "Worker", "environments", "free_port", "send", "started", "wait"]
+__all__ = ["GRACE_S", "Worker", "environments", "free_port", "leaving", "send", "started", "wait"]
 
 GRACE_S = 20.0
 """After one process has failed, the others have this long to notice before they are killed."""
@@ -69,6 +70,23 @@ def started(
                 with suppress(ProcessLookupError):
                     os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
             worker.wait()
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """A SIGTERM in the block unwinds it, so that what it has made for a while goes with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def heard(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, heard)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -> int | None:

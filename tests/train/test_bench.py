@@ -22,7 +22,7 @@ from quern.train.bench.corpus import write_random
 from quern.train.bench.crew import Crew
 from quern.train.bench.figures import figures, interval
 from quern.train.bench.measure import draw_on_device
-from quern.train.bench.options import Options, parse
+from quern.train.bench.options import Options, pairs, parse
 from quern.train.bench.rows import Row, configure, rows, tokens_needed, vocab_size_of
 from quern.train.bench.run import bench
 from quern.train.bench.table import table
@@ -314,6 +314,35 @@ def test_a_row_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp
     assert len([line for line in said if line.startswith("    ")]) == 4
     (kept,) = (tmp_path / "s").iterdir()
     assert [path.name for path in kept.iterdir()] == ["row-000"]  # logs of what failed; no data
+
+
+def test_what_cannot_be_written_is_known_before_the_first_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def results(config: TrainConfig) -> list[dict[str, Any]]:
+        raise AssertionError("a row was run")
+
+    options = Options(model=("debug",), seq_len=32, steps=1, out=str(tmp_path), scratch=str(tmp_path / "s"))
+    with pytest.raises(InputError, match=r"--out: .* is a folder"):
+        benched(monkeypatch, options, results)
+    assert list((tmp_path / "s").iterdir()) == []
+
+
+def test_a_variant_of_float8_needs_a_row_in_float8() -> None:
+    with pytest.raises(InputError, match="--variant: a key of float8 is of FP8 rows alone"):
+        rows(Options(model=("debug",), precision=("bf16",), variant=("float8.gradients=e5m2",)))
+
+
+def test_a_value_of_a_layout_may_be_a_list() -> None:
+    assert pairs("pp=2 stage_layers=[1, 2], tp=1") == ["pp=2", "stage_layers=[1, 2]", "tp=1"]
+    assert pairs(" ") == []
+    (row,) = rows(Options(model=("debug",), layout=("pp=2 stage_layers=[1, 2]",), layers=3))
+    assert config_of(row, Options(model=("debug",), layers=3), world=2).parallel.stage_layers == (1, 2)
+
+
+def test_the_precision_says_who_multiplies() -> None:
+    own = TrainConfig.model_validate({"run_dir": "r", "data": [{"path": "p"}], "model": {"preset": "debug"}, "steps": 1,
+                                      "seq_len": 8, "global_batch": 1, "schedule": {"warmup": 0},
+                                      "float8": {"recipe": "tensorwise", "implementation": "torchao"}})  # fmt: skip
+    assert run_module._known(own)["precision"] == "fp8-tensorwise (torchao)"
 
 
 def test_of_several_micro_batches_the_first_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

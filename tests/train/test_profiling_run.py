@@ -70,6 +70,10 @@ def test_a_second_profile_replaces_the_first(config, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "trace_rank7.json").write_text("of a larger world")
+    with pytest.raises(InputError, match="holds traces of something else"):  # of a run, say
+        profile(config, str(out), steps=1, warm_up=1)
+    assert (out / "trace_rank7.json").exists()
+    (out / "profile.json").write_text("{}")
     profile(config, str(out), steps=1, warm_up=1)
     assert sorted(path.name for path in out.iterdir()) == ["profile.json", "trace_rank0.json"]
 

@@ -15,9 +15,36 @@ import trace_case as case
 
 from quern.errors import InputError
 from quern.train.profiling.account import account
+from quern.train.profiling.report import report
+from quern.train.profiling.result import of_traces
 from quern.train.profiling.trace import read_trace
 
 GOOD = case.op("aten::mul", 0, 3)
+
+
+ODD = [None, True, -1, 2**62, 10**400, 1.5, float("nan"), "", "\x1b[31m", [], [[]], [1], ["a"], [[-1, -2], [3, 4]],
+       [[10**400, 3], [3, 4]], {}, {"a": 1}]  # fmt: skip
+
+
+@pytest.mark.long
+def test_an_odd_value_anywhere_is_read_or_refused_by_name(tmp_path):
+    """Every field of a few events takes every odd value: an account, or one error, never another exception."""
+    path = str(tmp_path / "t.json")
+    refused = read = 0
+    for number in range(len(case.on_a_gpu())):
+        for name in [*case.on_a_gpu()[number], "Input Dims", "Input type", "correlation", "stream"]:
+            for value in ODD:
+                events = json.loads(json.dumps(case.on_a_gpu()))
+                where = events[number] if name in events[number] else events[number].setdefault("args", {})
+                where[name] = value
+                case.write(Path(path), events)
+                try:
+                    report(of_traces([account(read_trace(path))]))
+                    read += 1
+                except InputError:
+                    refused += 1
+    assert read > 100
+    assert refused > 100
 
 
 @pytest.mark.parametrize(

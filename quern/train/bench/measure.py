@@ -78,7 +78,8 @@ def measure(config: TrainConfig, warm_up: int) -> dict[str, Any]:
 @torch.no_grad()
 def draw_on_device(model: Transformer, seed: int) -> None:
     """Matrices from one normal distribution, norms 1, by the device's own generator: no run's weights, but as large,
-    and in no time. The same seed on every rank, so that copies are equal."""
+    and in no time. Every rank draws its own part from the same seed, so that replicas are equal; the two copies of an
+    embedding that is tied across a pipeline are not."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():

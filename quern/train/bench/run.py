@@ -36,7 +36,7 @@ def bench(options: Options, command: Sequence[str], tell: Callable[[str], None])
         InputError: options that fit no row; what does not fit a row is that row's error.
     """
     wanted = rows(options)
-    with open_crew(options.nproc) as crew, _scratch(options, crew) as scratch:
+    with launch.leaving(), open_crew(options.nproc) as crew, _scratch(options, crew) as scratch:
         first = crew.together.rank == 0
         document: dict[str, Any] = {
             "kind": "quern bench", "format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -62,6 +62,8 @@ def bench(options: Options, command: Sequence[str], tell: Callable[[str], None])
 
 def _check_out(path: str | None, document: Mapping[str, Any]) -> None:
     """A place that cannot be written to is known before the first row."""
+    if path is not None and os.path.isdir(path):
+        raise InputError(f"--out: {path}: is a folder; expected a file")
     if path is not None and not os.path.isfile(path):
         storage.write_json(path, document)
 
@@ -169,6 +171,7 @@ def _known(config: TrainConfig) -> dict[str, Any]:
     precision: str = config.precision
     if config.float8.recipe is not None:
         precision = f"fp8-{config.float8.recipe}" + ("" if precision == "bf16" else f" in {precision}")
+        precision += " (torchao)" if config.float8.implementation == "torchao" else ""
     return {
         "precision": precision,
         "checkpointing": config.activation_checkpointing,

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from quern import __version__, storage
 from quern.errors import InputError
+from quern.train import launch
 from quern.train.agree import Agreement
 from quern.train.config import (
     CheckpointConfig,
@@ -101,7 +102,7 @@ def profile(config: TrainConfig, out: str, *, steps: int, warm_up: int) -> dict[
         InputError: the config cannot be trained, or has too few steps.
     """
     check_steps(config, steps, warm_up)
-    with open_ranks(config.device) as ranks:
+    with launch.leaving(), open_ranks(config.device) as ranks:
         together = Agreement(ranks.rank, ranks.world)
         with _folder(out, ranks, together) as folder:
             traced = _trace(alone(config, folder), ranks, out, steps, warm_up)
@@ -116,7 +117,10 @@ def _folder(out: str, ranks: Ranks, together: Agreement) -> Iterator[str]:
 
     def prepared() -> str:
         os.makedirs(out, exist_ok=True)
-        for path in glob.glob(os.path.join(glob.escape(out), "trace_rank*.json")):
+        earlier = glob.glob(os.path.join(glob.escape(out), "trace_rank*.json"))
+        if earlier and not os.path.isfile(os.path.join(out, RESULT_FILE)):
+            raise InputError(f"--out: {out}: holds traces of something else ({earlier[0]}); give another folder")
+        for path in earlier:
             os.unlink(path)
         return opened.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=out, ignore_cleanup_errors=True))
 
