@@ -94,8 +94,8 @@ def real(folder: Path, shared: Path, **encoding: Any) -> tuple[dict[str, Any], l
     texts = {}
     for name, documents in (("papers", 400), ("wikipedia", 3)):
         texts[name] = str(folder / f"{name}.jsonl")
-        with gzip.open(shared / "data" / "text" / f"{name}.jsonl.gz", "rt") as file:
-            Path(texts[name]).write_text("".join(file.readlines()[:documents]))
+        with gzip.open(shared / "data" / "text" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+            Path(texts[name]).write_text("".join(file.readlines()[:documents]), encoding="utf-8")
     tokens = {**encoding, "shard_tokens": 100_000, "validation": 0.05}
     language = {"keep": ["en"], "threshold": 0.5}
     config = data_config(folder / "run", warcs, texts, tokenize=tokens, language=language)
