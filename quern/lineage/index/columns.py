@@ -155,6 +155,16 @@ class Column:
             self._check(np.arange(start // self._per_block, (stop - 1) // self._per_block + 1))
         return self.items[start:stop]
 
+    def check_between(self, starts: I64, stops: I64) -> None:
+        """Compare the checksums of what stands in [start, stop), of many ranges at once."""
+        some = stops > starts
+        first, last = starts[some] // self._per_block, (stops[some] - 1) // self._per_block
+        counts = last - first + 1
+        ends = np.cumsum(counts)
+        blocks = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
+        if len(blocks) and not self._checked[blocks].all():
+            self._check(np.unique(blocks))
+
     def take(self, indices: I64) -> NDArray[Any]:
         """The items at ``indices``."""
         blocks = indices // self._per_block

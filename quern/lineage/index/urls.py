@@ -1,30 +1,29 @@
 """The URLs of a segment in their order, and how they are found: blocks of 64 documents, each compressed on its own.
 
-A block holds three texts a document: its SURT (documents are ordered by it), its URL as the crawl gave it, its host.
+A block holds three texts a document, each kind compressed apart, for most questions are of one: its SURT (documents are
+ordered by it), its URL as the crawl gave it, its host.
 Documents without a SURT come last, by URL; those without a URL at the very end.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError
 
-__all__ = ["Texts", "Urls", "write_urls"]
+__all__ = ["Urls", "write_urls"]
 
 BLOCK = 64
 _NULL = 0xFFFFFFFF
 _CHUNK_BLOCKS = 256
-_CACHED_BLOCKS = 64
-
-Texts = tuple[list[bytes | None], list[bytes | None], list[bytes | None]]
-"""SURTs, URLs and hosts of a block, in UTF-8."""
+_CACHED_BLOCKS = 128
+_HEAD = np.dtype(("<u4", (3, 2)))
+"""Of a block: raw and compressed bytes of each kind of text."""
 
 
 def _codec() -> pa.Codec:
@@ -44,13 +43,13 @@ def write_urls(folder: str, columns: tuple[pa.Array, pa.Array, pa.Array], order:
             parts = [_lengths_and_bytes(column.take(rows)) for column in columns]
             compressed = []
             for first in range(0, len(rows), BLOCK):
-                pieces: list[bytes | memoryview] = []
-                for lengths, _, _ in parts:
-                    pieces.append(lengths[first : first + BLOCK].tobytes())
-                for _, ends, data in parts:
-                    pieces.append(data[ends[first] : ends[min(first + BLOCK, len(rows))]])
-                block = b"".join(pieces)
-                compressed.append(len(block).to_bytes(4, "little") + codec.compress(block, asbytes=True))
+                frames, sizes = [], np.empty((3, 2), "<u4")
+                for kind, (lengths, ends, data) in enumerate(parts):
+                    texts = data[ends[first] : ends[min(first + BLOCK, len(rows))]]
+                    raw = b"".join((lengths[first : first + BLOCK].tobytes(), texts))
+                    frames.append(codec.compress(raw, asbytes=True))
+                    sizes[kind] = len(raw), len(frames[-1])
+                compressed.append(b"".join((sizes.tobytes(), *frames)))
             base = blocks.count
             blocks.append(b"".join(compressed))
             offsets.append(base + np.cumsum([len(block) for block in compressed]))
@@ -63,6 +62,17 @@ def _lengths_and_bytes(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, memoryv
     lengths = np.diff(ends).astype("<u4")
     lengths[texts.is_null().to_numpy(zero_copy_only=False)] = _NULL
     return lengths, ends, memoryview(buffers[2] if buffers[2] is not None else b"")
+
+
+Block = tuple[bytes, list[int], list[bool] | None]
+"""One kind of text of a block: its bytes behind the lengths, where each text ends, and which are null."""
+
+
+def _text(block: Block, row: int) -> bytes | None:
+    raw, ends, null = block
+    if null is not None and null[row]:
+        return None
+    return raw[ends[row - 1] if row else 4 * len(ends) : ends[row]]
 
 
 class Urls:
@@ -79,40 +89,56 @@ class Urls:
         if len(self._offsets) != -(-documents // BLOCK) + 1:
             raise DamagedIndexError(self._offsets.path, f"has {len(self._offsets)} items for {documents} documents")
         self._codec = _codec()
-        self.block = functools.lru_cache(_CACHED_BLOCKS)(self._read)
+        self._block = functools.lru_cache(_CACHED_BLOCKS)(self._read)
 
     def check(self) -> None:
         """Compare every checksum."""
         self._data.check()
         self._offsets.check()
 
-    def _read(self, number: int) -> Texts:
+    def _read(self, number: int, which: int) -> Block:
         start, stop = self._offsets.slice(number, number + 2).tolist()
-        raw = self._data.slice(start, stop).tobytes()
-        block = self._codec.decompress(raw[4:], int.from_bytes(raw[:4], "little"), asbytes=True)
+        return self._decoded(self._data.slice(start, stop), number, which)
+
+    def _decoded(self, data: NDArray[np.uint8], number: int, which: int) -> Block:
+        """One kind of text of block ``number``, given the block's bytes."""
+        sizes = np.frombuffer(data, "<u4", 6).tolist()
+        start = _HEAD.itemsize + sum(sizes[1 : 2 * which : 2])
+        frame = data[start : start + sizes[2 * which + 1]].tobytes()
+        raw = self._codec.decompress(frame, sizes[2 * which], asbytes=True)
         size = min(BLOCK, self.documents - number * BLOCK)
-        lengths = np.frombuffer(block, "<u4", 3 * size).astype(np.int64)
+        lengths = np.frombuffer(raw, "<u4", size)
         null = lengths == _NULL
-        ends = 12 * size + np.cumsum(np.where(null, 0, lengths))
-        bounds = [12 * size, *ends.tolist()]
-        texts: list[Any] = [block[a:b] for a, b in itertools.pairwise(bounds)]
-        for index in np.flatnonzero(null).tolist():
-            texts[index] = None
-        return texts[:size], texts[size : 2 * size], texts[2 * size :]
+        ends = np.cumsum(np.where(null, 0, lengths), dtype=np.int64) + 4 * size
+        return raw, ends.tolist(), null.tolist() if null.any() else None
+
+    def text(self, number: int, which: int) -> bytes | None:
+        """The SURT (0), URL (1) or host (2) of a document."""
+        return _text(self._block(number // BLOCK, which), number % BLOCK)
 
     def texts(self, numbers: I64, which: int) -> list[bytes | None]:
-        """The SURTs (0), URLs (1) or hosts (2) of documents."""
+        """Those of many documents; each block is read once."""
         texts: list[bytes | None] = [None] * len(numbers)
-        order = np.argsort(numbers, kind="stable")  # each block is read once, however few are kept
-        for index, number in zip(order.tolist(), numbers[order].tolist(), strict=True):
-            texts[index] = self.block(number // BLOCK)[which][number % BLOCK]
+        order = np.argsort(numbers, kind="stable")
+        ordered = numbers[order]
+        blocks, firsts = np.unique(ordered // BLOCK, return_index=True)
+        starts, stops = self._offsets.take(blocks), self._offsets.take(blocks + 1)
+        self._data.check_between(starts, stops)
+        places, rows = order.tolist(), (ordered % BLOCK).tolist()
+        edges = [*firsts.tolist(), len(rows)]
+        for index, (number, start, stop) in enumerate(
+            zip(blocks.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        ):
+            block = self._decoded(self._data.items[start:stop], number, which)
+            for place in range(edges[index], edges[index + 1]):
+                texts[places[place]] = _text(block, rows[place])
         return texts
 
     def _first(self, low: int, high: int, which: int, reached: Callable[[bytes], bool]) -> int:
         """The first document of [low, high) whose text satisfies what all later ones do too; ``high`` if none."""
 
         def at(number: int) -> bool:
-            text = self.block(number // BLOCK)[which][number % BLOCK]
+            text = self.text(number, which)
             if text is None:
                 raise DamagedIndexError(self._data.path, f"document {number} has no text, expected one")
             return reached(text)
