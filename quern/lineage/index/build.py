@@ -34,7 +34,7 @@ __all__ = ["FOLDER", "Built", "State", "discard", "open_index", "survey"]
 FOLDER = "lineage"
 INDEX = "index.json"
 #: Raised whenever other files would be written from the same run.
-FORMAT = 2
+FORMAT = 3
 _OURS = re.compile(r"(segment|spans|duplicates)_[0-9a-f]{32}|\.building-.*")
 _ATTEMPTS = 3
 

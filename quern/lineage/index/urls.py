@@ -8,22 +8,23 @@ Documents without a SURT come last, by URL; those without a URL at the very end.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError
 
 __all__ = ["Urls", "write_urls"]
 
 BLOCK = 64
-_NULL = 0xFFFFFFFF
+_NULL = 1 << 31
 _CHUNK_BLOCKS = 256
 _CACHED_BLOCKS = 128
-_HEAD = np.dtype(("<u4", (3, 2)))
-"""Of a block: raw and compressed bytes of each kind of text."""
+_HEAD = struct.Struct("<6I")
+"""Of a block: raw and compressed bytes of each kind of text in turn."""
+_TWO = struct.Struct("<2I")
 
 
 def _codec() -> pa.Codec:
@@ -40,39 +41,38 @@ def write_urls(folder: str, columns: tuple[pa.Array, pa.Array, pa.Array], order:
         offsets.append(np.zeros(1, np.int64))
         for start in range(0, len(order), BLOCK * _CHUNK_BLOCKS):
             rows = pa.array(order[start : start + BLOCK * _CHUNK_BLOCKS])
-            parts = [_lengths_and_bytes(column.take(rows)) for column in columns]
+            parts = [_ends_and_bytes(column.take(rows)) for column in columns]
             compressed = []
             for first in range(0, len(rows), BLOCK):
-                frames, sizes = [], np.empty((3, 2), "<u4")
-                for kind, (lengths, ends, data) in enumerate(parts):
-                    texts = data[ends[first] : ends[min(first + BLOCK, len(rows))]]
-                    raw = b"".join((lengths[first : first + BLOCK].tobytes(), texts))
+                frames: list[bytes] = []
+                sizes: list[int] = []
+                stop = min(first + BLOCK, len(rows))
+                for ends, nulls, data in parts:
+                    own = (ends[first : stop + 1] - ends[first]).astype("<u4")
+                    own[1:] |= nulls[first:stop]
+                    raw = b"".join((own.tobytes(), data[ends[first] : ends[stop]]))
                     frames.append(codec.compress(raw, asbytes=True))
-                    sizes[kind] = len(raw), len(frames[-1])
-                compressed.append(b"".join((sizes.tobytes(), *frames)))
+                    sizes += [len(raw), len(frames[-1])]
+                compressed.append(b"".join((_HEAD.pack(*sizes), *frames)))
             base = blocks.count
             blocks.append(b"".join(compressed))
             offsets.append(base + np.cumsum([len(block) for block in compressed]))
 
 
-def _lengths_and_bytes(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, memoryview]:
-    """uint32[n] lengths (:data:`_NULL` for null), int64[n + 1] where each starts, and the bytes of a large_string."""
+def _ends_and_bytes(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, memoryview]:
+    """int64[n + 1] where each starts, uint32[n] :data:`_NULL` for null, else 0, and the bytes of a large_string."""
     buffers = texts.buffers()
     ends = np.frombuffer(buffers[1], np.int64, len(texts) + 1, 8 * texts.offset)
-    lengths = np.diff(ends).astype("<u4")
-    lengths[texts.is_null().to_numpy(zero_copy_only=False)] = _NULL
-    return lengths, ends, memoryview(buffers[2] if buffers[2] is not None else b"")
+    nulls = texts.is_null().to_numpy(zero_copy_only=False).astype("<u4") * np.uint32(_NULL)
+    return ends, nulls, memoryview(buffers[2] if buffers[2] is not None else b"")
 
 
-Block = tuple[bytes, list[int], list[bool] | None]
-"""One kind of text of a block: its bytes behind the lengths, where each text ends, and which are null."""
-
-
-def _text(block: Block, row: int) -> bytes | None:
-    raw, ends, null = block
-    if null is not None and null[row]:
+def _text(raw: bytes, row: int, base: int) -> bytes | None:
+    """Text ``row`` of one kind of a block, whose texts begin at ``base``: before them stand their ends, from 0 on."""
+    start, stop = _TWO.unpack_from(raw, 4 * row)
+    if stop & _NULL:
         return None
-    return raw[ends[row - 1] if row else 4 * len(ends) : ends[row]]
+    return raw[base + (start & ~_NULL) : base + stop]
 
 
 class Urls:
@@ -96,25 +96,24 @@ class Urls:
         self._data.check()
         self._offsets.check()
 
-    def _read(self, number: int, which: int) -> Block:
+    def _read(self, number: int, which: int) -> bytes:
         start, stop = self._offsets.slice(number, number + 2).tolist()
-        return self._decoded(self._data.slice(start, stop), number, which)
+        return self._decoded(self._data.slice(start, stop).tobytes(), which)
 
-    def _decoded(self, data: NDArray[np.uint8], number: int, which: int) -> Block:
-        """One kind of text of block ``number``, given the block's bytes."""
-        sizes = np.frombuffer(data, "<u4", 6).tolist()
-        start = _HEAD.itemsize + sum(sizes[1 : 2 * which : 2])
-        frame = data[start : start + sizes[2 * which + 1]].tobytes()
-        raw = self._codec.decompress(frame, sizes[2 * which], asbytes=True)
-        size = min(BLOCK, self.documents - number * BLOCK)
-        lengths = np.frombuffer(raw, "<u4", size)
-        null = lengths == _NULL
-        ends = np.cumsum(np.where(null, 0, lengths), dtype=np.int64) + 4 * size
-        return raw, ends.tolist(), null.tolist() if null.any() else None
+    def _decoded(self, data: bytes, which: int) -> bytes:
+        """One kind of text of a block, given the block's bytes."""
+        sizes = _HEAD.unpack_from(data)
+        start = _HEAD.size + sum(sizes[1 : 2 * which : 2])
+        raw: bytes = self._codec.decompress(data[start : start + sizes[2 * which + 1]], sizes[2 * which], asbytes=True)
+        return raw
+
+    def _base(self, number: int) -> int:
+        """Where the texts of block ``number`` begin."""
+        return 4 * (min(BLOCK, self.documents - number * BLOCK) + 1)
 
     def text(self, number: int, which: int) -> bytes | None:
         """The SURT (0), URL (1) or host (2) of a document."""
-        return _text(self._block(number // BLOCK, which), number % BLOCK)
+        return _text(self._block(number // BLOCK, which), number % BLOCK, self._base(number // BLOCK))
 
     def texts(self, numbers: I64, which: int) -> list[bytes | None]:
         """Those of many documents; each block is read once."""
@@ -129,9 +128,9 @@ class Urls:
         for index, (number, start, stop) in enumerate(
             zip(blocks.tolist(), starts.tolist(), stops.tolist(), strict=True)
         ):
-            block = self._decoded(self._data.items[start:stop], number, which)
+            block, base = self._decoded(self._data.items[start:stop].tobytes(), which), self._base(number)
             for place in range(edges[index], edges[index + 1]):
-                texts[places[place]] = _text(block, rows[place])
+                texts[places[place]] = _text(block, rows[place], base)
         return texts
 
     def _first(self, low: int, high: int, which: int, reached: Callable[[bytes], bool]) -> int:
