@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _selections(run: TrainingRun, given: Mapping[str, str], unknown: Mapping[str
             selections.append(select(lineage, lineage.find(**{kind: text})))
     if kind != "match" and not any(selection.asked for selection in selections):
         runs = ", ".join(lineage.run for lineage in lineages)
-        raise InputError(f"{runs}: has no document with {kind} {_line(text)}")
+        raise InputError(f"{runs}: has no document with {kind} {one_line(text)}")
     return selections
 
 
@@ -263,11 +263,7 @@ def _print_rows(answer: Row, all_: bool) -> None:
         notes += ["purged"] if row["purged"] else []
         notes += [f"abandoned, attempt {row['attempt']}"] if not row["surviving"] else []
         told = f"  ({', '.join(notes)})" if notes else ""
-        name = _line(row["url"]) if row["url"] is not None else row["doc_id"]
+        name = one_line(row["url"]) if row["url"] is not None else row["doc_id"]
         print(f"step {row['step']:,}  sequence {row['sequence']}  epoch {row['epoch']}  {part}{told}  {name}")
     if answer["rows_left_out"]:
         print(f"and {_count(answer['rows_left_out'], 'exposure')} more (--limit)")
-
-
-def _line(text: str) -> str:
-    return plain(text.replace("\n", "\\n").replace("\t", "\\t"))

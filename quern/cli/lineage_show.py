@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.lineage_sql import table_console
-from quern.cli.output import JSON, json_stdout, plain, reports_errors
+from quern.cli.output import JSON, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
 
 __all__ = ["show"]
@@ -77,16 +77,14 @@ def _find(lineage: Any, url: str | None, doc: str | None, place: tuple[Any, Any,
         number, position = find_at(lineage, *place)
         return np.array([number]), position
     except InputError as error:
-        raise InputError(_line(str(error), None)) from None
-
-
-def _line(text: str, chars: int | None = _FIELD_CHARS) -> str:
-    """One line without anything that would move a cursor, of bounded length."""
-    cut = text if chars is None or len(text) <= chars else f"{text[:chars]}…"
-    return plain(cut.replace("\n", "\\n").replace("\t", "\\t"))
+        raise InputError(one_line(str(error))) from None
 
 
 # ---- the terminal
+
+
+def _short(text: str) -> str:
+    return one_line(text, _FIELD_CHARS)
 
 
 def _print_several(console: Console, found: int, listed: list[dict[str, Any]]) -> None:
@@ -95,7 +93,7 @@ def _print_several(console: Console, found: int, listed: list[dict[str, Any]]) -
     table = _table("doc_id", "fetched", "outcome", "source", "url")
     for row in listed:
         cells = (row["doc_id"], row["fetched_at"], row["outcome"], row["source"], row["url"])
-        table.add_row(*(Text(_line(str(cell or "–"))) for cell in cells))
+        table.add_row(*(Text(_short(str(cell or "–"))) for cell in cells))
     console.print(table)
     if found > len(listed):
         console.print(Text(f"and {found - len(listed):,} more"))
@@ -111,7 +109,7 @@ def _table(*names: str) -> Table:
 def _print(console: Console, life: Row, position: int | None) -> None:
     for name, value in _facts(life, position):
         if value is not None:
-            console.print(Text.assemble((f"{name:<11}", "bold"), _line(str(value))))
+            console.print(Text.assemble((f"{name:<11}", "bold"), _short(str(value))))
     _print_measures(console, life["measures"])
     _print_duplicates(console, life["duplicates"])
     _print_text(console, life["text"])
@@ -159,7 +157,7 @@ def _print_measures(console: Console, measures: list[dict[str, Any]]) -> None:
     for measure in measures:
         value = "–" if measure["value"] is None else f"{measure['value']:.6g}"
         cells = (measure["name"], value, _limit(measure["limit"]), "failed" if measure["failed"] else "")
-        table.add_row(*map(Text, map(_line, cells)), style="bold red" if measure["failed"] else "")
+        table.add_row(*map(Text, (_short(cell) for cell in cells)), style="bold red" if measure["failed"] else "")
     console.print(table)
 
 
@@ -179,13 +177,13 @@ def _print_duplicates(console: Console, duplicates: Row) -> None:
     if decision is not None:
         survivor = decision["survivor"]
         console.print(Text(f"removed: {_evidence(decision)} duplicate of {survivor['doc_id']}"))
-        console.print(Text(f"  {_line(survivor['url'] or '–')}"))
+        console.print(Text(f"  {_short(survivor['url'] or '–')}"))
         _print_difference(console, decision["difference"])
     if duplicates["removed_count"]:
         count = duplicates["removed_count"]
         console.print(Text(f"in its favour {count:,} document{'' if count == 1 else 's'} went:"))
     for other in removed:
-        console.print(Text(f"- {other['doc_id']}  {_evidence(other)}  {_line(other['url'] or '–')}"))
+        console.print(Text(f"- {other['doc_id']}  {_evidence(other)}  {_short(other['url'] or '–')}"))
         _print_difference(console, other["difference"])
     if duplicates["removed_count"] > len(removed):
         console.print(Text(f"and {duplicates['removed_count'] - len(removed):,} more"))
@@ -195,7 +193,7 @@ def _evidence(decision: Row) -> str:
     facts = [str(decision["kind"])]
     facts += [f"similarity {decision['similarity']:.3f}"] if decision["similarity"] is not None else []
     facts += [f"band {decision['band']}"] if decision["band"] is not None else []
-    return _line(", ".join(facts))
+    return _short(", ".join(facts))
 
 
 def _print_difference(console: Console, difference: Row | None) -> None:
@@ -214,7 +212,7 @@ def _print_difference(console: Console, difference: Row | None) -> None:
     line = Text("  ")
     for piece in difference["pieces"][:_CHANGES]:
         marks = {"removed": ("[-", "-] "), "kept": ("{+", "+} "), "same": ("", " ")}[piece["kind"]]
-        line.append(marks[0] + _line(piece["text"]) + marks[1], _STYLES[piece["kind"]])
+        line.append(marks[0] + _short(piece["text"]) + marks[1], _STYLES[piece["kind"]])
     if len(difference["pieces"]) > _CHANGES:
         line.append("…", "dim")
     console.print(line)

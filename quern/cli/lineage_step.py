@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
 
 if TYPE_CHECKING:
     from quern.lineage.steps import StepRead
@@ -128,7 +128,7 @@ def _print(read: StepRead, path: str, sequences: Iterator[Row]) -> None:
             print("  documents not known")
         for document in row["documents"]:
             note = "  (purged)" if document["purged"] else ""
-            text = _line(document["url"]) if document["url"] is not None else "no url"
+            text = one_line(document["url"]) if document["url"] is not None else "no url"
             print(f"  {_positions(document)}  {document['doc_id']}  {text}{note}")
     sys.stdout.flush()
 
@@ -140,7 +140,3 @@ def _positions(document: Row) -> str:
         start, stop = document["targets"]
         return f"{f'→ {start}–{stop - 1}':>14}"
     return f"{f'{found[0]}–{found[1] - 1}':>14}"
-
-
-def _line(text: str) -> str:
-    return plain(text.replace("\n", "\\n").replace("\t", "\\t"))
