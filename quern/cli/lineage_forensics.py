@@ -41,12 +41,19 @@ def forensics(
     with json_stdout(json) as emit:
         run = TrainingRun(train_run)
         found = explain(run, step, attempt)
-        page = html or f"{os.path.splitext(found['file'])[0]}.html"
-        publish_bytes(page, render(found, run.path).encode())
-        emit(found | {"page": page})
+        path = html or f"{os.path.splitext(found['file'])[0]}.html"
+        try:
+            publish_bytes(path, render(found, run.path).encode())
+        except OSError as error:
+            if html is not None:
+                raise
+            written, note = None, f"{path}: cannot be written ({error.strerror}); give --html FILE for the page"
+        else:
+            written, note = path, f"page: {path}"
+        emit(found | {"page": written})
         if not json:
             _print(found)
-            err_console().print(f"page: {plain(page)}", markup=False)
+        err_console().print(plain(note), markup=False)
 
 
 def _print(found: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern.errors import InputError, QuernError
-from quern.lineage.forensics_file import StepRecord, read_record
+from quern.lineage.forensics_file import Record, StepRecord, read_record
 from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
@@ -107,7 +107,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
         "documents_before": [_document_row(z, own, usual, held[:-1], steps[:-1], None) for z, own in before[:5]],
         "broad": broad,
         "unknown": unknown,
-        "commands": _commands(run, last, record.attempt, record.decision, reads[-1]),
+        "commands": _commands(run, record, last, reads[-1]),
     }  # fmt: skip
     found["findings"] = list(_findings(found, z_S, excess_S))
     return found
@@ -340,7 +340,7 @@ def _sequences(
     return rows
 
 
-def _commands(run: TrainingRun, last: StepRecord, attempt: int, decision: str, read: StepRead) -> list[dict[str, str]]:
+def _commands(run: TrainingRun, record: Record, last: StepRecord, read: StepRead) -> list[dict[str, str]]:
     """What can be done about it."""
     from quern.train.checkpoint.manifest import read_manifest
 
@@ -361,17 +361,20 @@ def _commands(run: TrainingRun, last: StepRecord, attempt: int, decision: str, r
                     "command": f"quern train {config} resume.step={newest.step} data_skip={skip}",
                 }
             )
-    if decision == "continued":
-        found.append(
-            {
-                "what": "from now on leave weights alone where the loss or the gradient norm spikes",
-                "command": f"quern train {config} guard.spike=skip",
-            }
-        )
+    if record.decision == "continued":
+        advice = [
+            ("where the loss or the gradient norm spikes", "spike", {"loss_spike", "grad_norm_spike"}),
+            ("where the loss or the gradient norm is not finite", "non_finite", {"non_finite"}),
+        ]
+        found += [
+            {"what": f"from now on leave weights alone {where}", "command": f"quern train {config} guard.{key}=skip"}
+            for where, key, kinds in advice
+            if kinds & {*record.reasons}
+        ]
     found.append(
         {
             "what": "every sequence of the step",
-            "command": f"quern lineage step {shlex.quote(run.path)} {last.step} --attempt {attempt}",
+            "command": f"quern lineage step {shlex.quote(run.path)} {last.step} --attempt {record.attempt}",
         }
     )
     return found

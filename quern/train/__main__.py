@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -36,6 +37,8 @@ def train(config: TrainConfig) -> int:
     from quern.train.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
     with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
         trainer.fit()
         if trainer.stopped_by is None or trainer.complete:

@@ -51,7 +51,7 @@ def announce(train_run: str, order: str, paths: Mapping[str, str]) -> None:
         line = {"time": time, "train_run": os.path.abspath(train_run), "order": order, "identities": identities}
         file = os.path.join(run, CONSUMERS_FILE)
         try:
-            _append(file, json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            _append(file, json.dumps(line).encode() + b"\n")
         except OSError as error:
             log.warning(
                 "%s: cannot be written (%s); the data run does not know that %s reads from it",

@@ -49,14 +49,16 @@ def started(
     """``command`` once for every environment, each in a session of its own: Ctrl-C at the terminal reaches a worker
     once, through us. Whatever happens in the block, no process is left over after it.
 
-    ``on_signal``: what is done with a SIGTERM or SIGINT to this process. ``options``: Popen's, by rank.
+    ``on_signal``: what is done with a SIGTERM or SIGINT to this process; a SIGUSR1 goes on to the workers.
+    ``options``: Popen's, by rank.
     """
     workers: list[Worker] = []
 
     def heard(number: int, frame: FrameType | None) -> None:
         on_signal(workers, number)
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: send(workers, number))
     try:
         for number, environment in enumerate(environments):
             how = options[number] if options else {}

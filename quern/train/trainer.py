@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from quern.train.schedule import learning_rate
 from quern.train.validation import Validator
 
 __all__ = ["Trainer"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -294,6 +297,8 @@ class Trainer:
     def finish(self) -> None:
         """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""
         self.settle()
+        if self.forensics.take_request():
+            log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
         if self.ledger is not None and not self.complete:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:
@@ -334,7 +339,7 @@ class Trainer:
 @contextmanager
 def _listening(trainer: Trainer) -> Iterator[None]:
     """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for forensics of
-    a step, unless somebody else listens to it."""
+    a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is replaced)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -344,7 +349,7 @@ def _listening(trainer: Trainer) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before: dict[int, Any] = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+    if trainer.config.forensics.window and signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: trainer.forensics.request())
     try:
         yield

@@ -222,6 +222,32 @@ def test_no_more_files_than_asked_for_and_it_is_said_once(tmp_path: Path, caplog
 
 
 @pytest.mark.slow
+def test_a_streak_is_written_down_once_and_a_step_that_is_asked_for_all_the_same(tmp_path: Path) -> None:
+    """One bad stretch must not use up the files of a whole run."""
+
+    def spoil(trainer: Trainer, step: int) -> None:
+        if step in (2, 3, 4, 7):
+            next(iter(trainer.model.parameters())).grad.fill_(math.nan)
+
+    config = settings(tmp_path / "run", write_corpus(tmp_path / "data"), **QUIET, forensics={"steps": [4]}, steps=10)
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        trainer.on_gradients = spoil
+        trainer.fit()
+    reasons = {file["step"]: file["reasons"] for file in files(tmp_path / "run").values()}
+    assert reasons == {2: ["non_finite"], 4: ["non_finite", "configured"], 7: ["non_finite"]}
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_step_is_not_lost_without_a_word(tmp_path: Path, caplog: Any) -> None:
+    config = settings(tmp_path / "run", write_corpus(tmp_path / "data"), **QUIET, steps=3)
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        trainer.on_gradients = lambda trainer, step: os.kill(os.getpid(), signal.SIGUSR1) if step == 2 else None
+        trainer.fit()
+    assert files(tmp_path / "run") == {}
+    assert any("SIGUSR1" in record.message for record in caplog.records)
+
+
+@pytest.mark.slow
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = write_corpus(tmp_path / "data")
     (tmp_path / "run").mkdir()

@@ -85,6 +85,25 @@ def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_request_goes_on_to_the_workers_and_ends_nobody(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').close(); time.sleep(600)"
+    )
+
+    def send() -> None:
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert started(program, 2, tmp_path) == 0
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
 def test_a_rank_of_a_benchmark_ends_with_its_input(tmp_path: Path) -> None:
     """So that none outlives a parent that was killed."""
     (tmp_path / "spec.json").write_text("{}")

@@ -142,6 +142,8 @@ class Forensics:
         self._num_files = together.first(self._count) if config.window else 0
         self._full = False
         self._requested = False
+        self._wrong: int | None = None
+        """The last step that was not as it should be."""
 
     # ---- in every step
 
@@ -180,7 +182,12 @@ class Forensics:
             return
         kept.seen = seen
         reasons = self._reasons(seen)
-        if not reasons or self._is_full():
+        if not reasons:
+            return
+        streak = self._wrong is not None and seen.step == self._wrong + 1
+        asked = {"requested", "configured"} & {*reasons}
+        self._wrong = seen.step if {*reasons} - asked else self._wrong
+        if (streak and not asked) or self._is_full():  # of a streak, the first step says where it came from
             return
         self._num_files += 1
         steps = [kept for kept in self._kept if kept.seen is not None][-self._config.window :]
