@@ -247,7 +247,8 @@ def _print_checkpoints(answer: Row) -> None:
         left = "  (abandoned branch)" if row["abandoned"] else ""
         print(f"  step {row['step']:,}  first at step {row['first_step']:,}{left}  {plain(row['path'])}")
     clean = answer["last_clean"]
-    print("last clean   " + ("none" if clean is None else f"step {clean['step']:,}  {plain(clean['path'])}"))
+    known = "" if not answer["unknown_sources"] else "  (as far as the sources that can be opened tell)"
+    print("last clean   " + ("none" if clean is None else f"step {clean['step']:,}  {plain(clean['path'])}{known}"))
     if answer["init_from"] is not None:
         print(f"the weights began as {plain(answer['init_from'])}; what they saw before is not known here")
 

@@ -80,7 +80,8 @@ def json_stdout(active: bool) -> Iterator[Callable[[Any], None]]:
     os.dup2(2, 1)
 
     def emit(value: Any) -> None:
-        data = (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n").encode()
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n"
+        data = text.encode("utf-8", "backslashreplace")  # half a character stands as \\udc80, which JSON knows too
         while data:
             data = data[os.write(real, data) :]
 

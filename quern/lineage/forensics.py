@@ -115,7 +115,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
 
 def _read(run: TrainingRun, own: StepRecord, attempt: int, path: str) -> StepRead:
     read = read_step(run, own.step, attempt)
-    same = read.data_step == own.data_step and all(
+    same = (read.data_step, read.global_batch) == (own.data_step, len(own.column("place"))) and all(
         np.array_equal(getattr(read, f"{name}s_G")[own.column("place")], own.column(name))
         for name in ("source", "epoch", "window")
     )

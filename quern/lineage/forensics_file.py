@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -157,6 +158,13 @@ def _read(path: str) -> Record:
         )  # fmt: skip
         for own in steps:
             _check(own, len(record.sources))
+        texts = [record.decision, *record.reasons, *record.sources, *record.parameters]
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise ValueError("decision, reasons, sources or parameters: expected plain text")
+        if not all(_is_figure(value) for value in record.parameters.values()):
+            raise ValueError("parameters: expected numbers")
+        if not (type(record.layout.get("seq_len")) is int and record.layout["seq_len"] >= 1):
+            raise ValueError("layout.seq_len: expected an integer ≥ 1")
         if not steps or steps[-1].step != raw["step"]:
             raise ValueError("steps: expected the step itself as the last")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -179,5 +187,16 @@ def _check(own: StepRecord, num_sources: int) -> None:
     size = int(own.raw["within"]["tokens"])
     if size < 1 or any(len(nats) != len(targets) for nats, targets in own._within.values()):
         raise ValueError(f"step {own.step}: within: expected pieces of 1 token or more, with as many losses as targets")
-    if own.data_step < 0 or not all(v is None or isinstance(v, int | float) for v in own.layers.values()):
+    if own.data_step < 0 or not all(_is_figure(value) for value in own.layers.values()):
         raise ValueError(f"step {own.step}: data_step or layers")
+    for name in ("loss", "loss_z", "grad_norm", "grad_norm_z"):
+        if not _is_figure(own.raw[name]):
+            raise ValueError(f"step {own.step}: {name}: expected a number")
+    for name in ("skipped", "non_finite", "loss_spike", "grad_norm_spike"):
+        if type(own.raw[name]) is not bool:
+            raise ValueError(f"step {own.step}: {name}: expected true or false")
+
+
+def _is_figure(value: Any) -> bool:
+    """A number that JSON can say, or null."""
+    return value is None or (type(value) in (int, float) and math.isfinite(value))

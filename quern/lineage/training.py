@@ -216,7 +216,7 @@ class TrainingRun:
         for line in reversed(lines):
             try:
                 row = json.loads(line)
-            except ValueError:  # torn, or the rest of a line that began before the tail
+            except (ValueError, RecursionError):  # torn, or the rest of a line that began before the tail
                 continue
             if isinstance(row, dict) and row.get("kind") == "step" and type(row.get("step")) is int:
                 return row["step"] + 1 if row.get("attempt") == attempt else 0
@@ -235,16 +235,17 @@ class TrainingRun:
     def find_stream(self, identity: str) -> tuple[Lineage, Stream]:
         """:meth:`stream_of` for a source of any attempt's order."""
         paths = self._candidates(identity)
-        why = "neither the ledger nor the config says where it is"
+        reasons = []
         for path in paths:
             lineage = self._open(os.path.dirname(os.path.dirname(path)))
             if isinstance(lineage, str):
-                why = lineage
+                reasons.append(lineage)
                 continue
             stream = lineage.stream(identity)
             if stream is not None:
                 return lineage, stream
-            why = f"{lineage.run} does not have it (any more): its corpus is at version {lineage.version}"
+            reasons.append(f"{lineage.run} does not have it (any more): its corpus is at version {lineage.version}")
+        why = "; ".join(dict.fromkeys(reasons)) or "neither the ledger nor the config says where it is"
         raise InputError(f"{self.path}: source {identity}: {why}")
 
     def lineages(self) -> list[Lineage]:
@@ -276,8 +277,7 @@ class TrainingRun:
     def _candidates(self, identity: str) -> list[str]:
         """Folders in which the tokens of a source may be, the likeliest first."""
         told = [attempt.paths[identity] for attempt in reversed(self.attempts) if identity in attempt.paths]
-        if not told:
-            told = [os.path.abspath(path) for path in self._configured(identity)]
+        told += [os.path.abspath(path) for path in self._configured(identity)]  # the data run may have moved since
         return list(dict.fromkeys(told))
 
     def _configured(self, identity: str) -> list[str]:

@@ -87,6 +87,8 @@ def _consumers(lines: Iterable[bytes]) -> Iterable[Consumer]:
         time, train_run, order, identities = (row.get(name) for name in ("time", "train_run", "order", "identities"))
         if not (isinstance(time, str) and isinstance(train_run, str) and isinstance(order, str)):
             continue
+        if any("\ud800" <= character <= "\udfff" for character in train_run):
+            continue  # half of a character: no path that was written here
         if isinstance(identities, list) and all(isinstance(identity, str) for identity in identities):
             yield Consumer(time, train_run, order, tuple(identities))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -131,6 +132,14 @@ def test_a_file_that_is_damaged_or_of_another_run_is_named(data: tuple[Path, int
         "sequences.source": changed(lambda r, s: s["source"].__setitem__(0, 9)),
         "layers": changed(lambda r, s: r["steps"][-1].pop("layers")),
         "of another run": changed(lambda r, s: s["window"].__setitem__(0, last["window"][1])),
+        "seq_len: expected": changed(lambda r, s: r.update(layout={})),
+        "reasons": changed(lambda r, s: r.update(reasons=[1])),
+        "plain text": changed(lambda r, s: r.update(decision="\ud800")),
+        "parameters: expected numbers": changed(lambda r, s: r["parameters"].update(a="x")),
+        "skipped": changed(lambda r, s: r["steps"][-1].update(skipped="no")),
+        "loss_z: missing": changed(lambda r, s: r["steps"][-1].pop("loss_z")),
+        "loss: expected a number": changed(lambda r, s: r["steps"][-1].update(loss=math.nan)),
+        "is of another run": changed(lambda r, s: [column.pop() for column in s.values()]),
         "invalid literal": changed(lambda r, s: s["window"].__setitem__(0, "x")),
     }
     try:

@@ -378,6 +378,8 @@ HARM = [
     "WITH a AS (FROM '{secret}') FROM a", "DESCRIBE SELECT * FROM read_text('{secret}')", "SUMMARIZE '{secret}'",
     "FROM json_execute_serialized_sql('{{}}')", "FROM read_json('{secret}')", "FROM read_duckdb('{secret}')",
     "FROM (VALUES (1)) a, LATERAL (FROM read_text('{secret}'))",
+    "FROM '{run}/tokens/VERSION.json' WHERE (WITH \"{run}/tokens/VERSION.json\" AS (SELECT 1) SELECT 1) = 1",
+    "FROM '{run}/verdicts/*/*.parquet' WHERE (WITH \"{run}/verdicts/*/*.parquet\" AS (SELECT 1) SELECT 1) = 1",
     # writes
     "COPY verdicts TO '{folder}/out.csv'", "COPY (SELECT 1) TO '{run}/verdicts/out.csv'",
     "COPY (SELECT 1) TO '{run}/documents/out.parquet'", "EXPORT DATABASE '{folder}/out'",

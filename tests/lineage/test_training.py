@@ -241,6 +241,18 @@ def test_sources_that_are_gone_are_named(tmp_path: Path, data: Path) -> None:
     assert "copy" in run.unknown()[ids[1]]
 
 
+def test_a_data_run_that_has_moved_is_found_where_the_config_says(tmp_path: Path, data: Path) -> None:
+    moved = shutil.copytree(data, tmp_path / "moved")
+    folder, ids = run_over(tmp_path / "train", data, told=True, where=tmp_path / "no longer here")
+    names = [identity.split("/")[1] for identity in ids]
+    assert set(TrainingRun(str(folder)).unknown()) == set(ids)
+    sources = "".join(f"  - path: {moved}/tokens/{name}\n" for name in names)
+    (folder / "config.yaml").write_text(f"run_dir: x\nsteps: 3\ndata:\n{sources}")
+    run = TrainingRun(str(folder))
+    assert run.unknown() == {}
+    assert run.stream_of(0)[0].run == str(moved)
+
+
 @pytest.mark.slow
 def test_no_torch_and_no_ray() -> None:
     program = (

@@ -22,7 +22,7 @@ def read_sealed(path: str) -> dict[str, Any] | None:
             sealed = json.load(file)
         record = sealed["record"]
         return dict(record) if digest([_place(path), record]) == sealed["digest"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
