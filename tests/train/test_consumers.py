@@ -63,7 +63,8 @@ def test_a_torn_line_spoils_neither_the_lines_before_nor_those_after(tmp_path: P
     [
         "[]", "3", "null", "{}", "\x00\x00", "[" * 100_000,
         json.dumps(LINE | {"order": 3}), json.dumps(LINE | {"identities": "r1"}),
-        json.dumps(LINE | {"identities": [1]}), json.dumps(LINE | {"train_run": "/t\ud800"}), json.dumps({k: v for k, v in LINE.items() if k != "time"}),
+        json.dumps(LINE | {"identities": [1]}), json.dumps(LINE | {"train_run": "/t\ud800"}),
+        json.dumps({k: v for k, v in LINE.items() if k != "time"}),
     ],
 )  # fmt: skip
 def test_what_is_no_line_is_left_out(tmp_path: Path, line: str) -> None:
