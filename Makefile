@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-.PHONY: env demo test-fast test test-long test-all lint format clean
+.PHONY: env demo test-fast test test-long test-all test-exhaustive lint format clean
 
 env: $(VENV)/.ready
 
@@ -18,16 +18,19 @@ demo: env
 	$(BIN)/quern demo
 
 test-fast: env
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long and not exhaustive"
 
 test: env
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not exhaustive"
 
 test-long: env
 	$(PYTEST) -m "long"
 
 test-all: env
-	$(PYTEST)
+	$(PYTEST) -m "not exhaustive"
+
+test-exhaustive: env
+	$(PYTEST) -m "exhaustive"
 
 lint: env
 	$(BIN)/ruff format --check .

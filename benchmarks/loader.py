@@ -13,7 +13,6 @@ the rounds, CPU time of one thread; the sides take turns.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shlex
 import sys
@@ -28,53 +27,13 @@ import numpy as np
 import torch
 
 from quern.mixtures.order import Order
-from quern.tokenize.shards import ShardInfo, ShardWriter, version_entry
+from quern.train.bench.corpus import write_random
 from quern.train.boundaries import open_boundaries
 from quern.train.corpus import Corpus
 from quern.train.loader import Loader
 
 GOAL = 50e6
 VOCAB_SIZE = 50_257
-SHARDS = 4
-
-
-def write_corpus(run_dir: Path, sources: int, tokens: int, mean: float, vocab_size: int = VOCAB_SIZE) -> list[str]:
-    """A data run of random tokens; returns the sources' paths."""
-    rng = np.random.default_rng(1)
-    root = run_dir / "tokens"
-    root.mkdir()
-    (run_dir / "run.json").write_text('{"id": "benchmark"}')
-    (root / "encoding.tiktoken").write_bytes(b"")
-    told = {"vocab_size": vocab_size, "dtype": dtype_of(vocab_size), "eot_id": vocab_size - 1}
-    sha256 = hashlib.sha256(b"").hexdigest()
-    entries = {}
-    for name in (f"source{number}" for number in range(sources)):
-        size = tokens // sources // SHARDS
-        infos = [write_shard(root / name, number, size, mean, rng, vocab_size) for number in range(SHARDS)]
-        manifest = {"encoding": "own", "ranks_sha256": sha256, **told, "seed": 1}
-        (root / name / "manifest.json").write_text(json.dumps({**manifest, "shards": [i.to_dict() for i in infos]}))
-        manifest_sha256 = hashlib.sha256((root / name / "manifest.json").read_bytes()).hexdigest()
-        entries[name] = version_entry(name, "manifest.json", manifest_sha256, infos)
-    encoding = {"name": "own", "ranks": "encoding.tiktoken", "sha256": sha256, **told}
-    (root / "VERSION.json").write_text(json.dumps({"version": 1, "encoding": encoding, "sources": entries}))
-    return [str(root / name) for name in entries]
-
-
-def dtype_of(vocab_size: int) -> str:
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def write_shard(
-    folder: Path, number: int, tokens: int, mean: float, rng: np.random.Generator, vocab_size: int
-) -> ShardInfo:
-    lengths = np.maximum(1, rng.lognormal(np.log(mean) - 0.5, 1.0, 2 * int(tokens / mean) + 10)).astype(np.int64)
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
-    folder.mkdir(exist_ok=True)
-    with ShardWriter(str(folder), number, dtype_of(vocab_size)) as writer:
-        writer.add(
-            rng.bytes(16 * len(lengths)), lengths, rng.integers(0, vocab_size, lengths.sum(), dtype_of(vocab_size))
-        )
-        return writer.finish(first_key=0, last_key=2**64 - 1)
 
 
 def sliced_loop(path: str, seq_len: int, micro_batch: int, windows: int) -> Callable[[], None]:
@@ -92,7 +51,7 @@ def sliced_loop(path: str, seq_len: int, micro_batch: int, windows: int) -> Call
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Side → tokens a second; and what quern's time went to."""
-    paths = write_corpus(folder, args.sources, args.tokens * 1_000_000, args.mean_document)
+    paths = write_random(folder, args.tokens * 1_000_000, args.mean_document, VOCAB_SIZE, args.sources)
     corpus = Corpus(paths, args.seq_len)
     began = time.perf_counter()
     boundaries = open_boundaries(corpus.readers, str(folder / "index"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from importlib.resources import as_file, files
 from json import dumps
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from quern import storage
 from quern.cli.data import run_data
 from quern.cli.demo_check import KindResult, Outcome, compare, read_outcomes
+from quern.cli.demo_lineage import walk_lineage
 from quern.cli.demo_train import train_demo
 from quern.cli.output import JSON, json_stdout, out_console, reports_errors
 from quern.config import load_config
@@ -21,8 +22,6 @@ from quern.data_pipeline import report
 from quern.demo import Site, write_site
 from quern.errors import QuernError
 from quern.tokenize.config import DataRun
-from quern.tokenize.inspect import inspect
-from quern.tokenize.shards import ShardReader
 
 __all__ = ["demo"]
 
@@ -34,7 +33,8 @@ def demo(
     json: bool = JSON,
 ) -> None:
     """Write a sample site of 320 pages, grind it into tokens, hold every verdict against what a person expects, and
-    train a small model on them that is killed, goes on, and is held against n-gram models.
+    train a small model on them that is killed, goes on, and is held against n-gram models; then walk a page from its
+    URL to the steps that read it, and back.
     """
     began = time.monotonic()
     with json_stdout(json) as emit:
@@ -50,9 +50,10 @@ def demo(
         if not json:
             report.print_funnel(stats, console)
             _print_kinds(results, console)
-            _print_life(site, run_dir, outcomes, console)
         trained = train_demo(folder, run_dir, seed, None if json else console)
-        emit({"kinds": [vars(result) for result in results], "stats": stats, "training": trained})
+        walked = walk_lineage(run_dir, trained["run"], _pages_to_walk(site, outcomes), None if json else console)
+        kinds = [vars(result) for result in results]
+        emit({"kinds": kinds, "stats": stats, "training": trained, "lineage": walked})
         if not json:
             _print_next(folder, run_dir, time.monotonic() - began, console)
     wrong = [complaint for result in results for complaint in result.wrong]
@@ -92,36 +93,16 @@ def _print_kinds(results: list[KindResult], console: Console) -> None:
     console.print(f"{pages - wrong} of {pages} as expected; * hard cases that must be kept: {hard}\n")
 
 
-def _print_life(site: Site, run_dir: str, outcomes: dict[str, Outcome], console: Console) -> None:
-    """One page from its URL to its tokens."""
-    page = next(p for p in site.pages if p.kind == "control_token" and outcomes[p.record_id].kept)
-    verdict = outcomes[page.record_id].verdict
-    for stream in ("sample", "sample.val"):
-        reader = ShardReader(storage.join(run_dir, "tokens", stream))
-        place = reader.locate_document(verdict["doc_id"])
-        if place is not None:
-            break
-    else:
-        raise QuernError(f"{page.url}: kept, and in no shard")
-    shard = storage.join(run_dir, "tokens", stream, reader.shards[place.shard].bin)
-    found = inspect(shard, place.start, context=12)
-    console.print("One page's life: it spells out <|endoftext|>, which must never become the control token")
-    rows: list[tuple[str, Any]] = [
-        ("url", page.url),
-        ("record", f"{verdict['source_file']} at byte {verdict['record_offset']:,}"),
-        ("document", found.doc_id),
-        ("tokens", f"{found.start:,} to {found.start + found.length:,} of {shard}"),
-        ("begins", repr(found.token_text + found.after)),
-    ]
-    for name, value in rows:
-        console.print(f"  {name:<10}{value}", markup=False)
-    console.print()
+def _pages_to_walk(site: Site, outcomes: dict[str, Outcome]) -> list[str]:
+    return [page.url for page in site.pages if page.kind == "control_token" and outcomes[page.record_id].kept]
 
 
 def _print_next(folder: str, run_dir: str, seconds: float, console: Console) -> None:
     console.print(f"Done in {seconds:.0f} s. Look at")
     console.print(f"  {run_dir}/report.html            the funnel, why pages were dropped, samples of both")
-    console.print(f"  quern tokens inspect {run_dir}/tokens/sample/shard_00000.bin --at 5000")
+    console.print(f"  quern lineage show {run_dir} --shard sample/shard_00000 --token 5000")
+    console.print(f"  quern lineage exposure {folder}/train --domain sample.example")
+    console.print(f"  quern lineage step {folder}/train 100")
     console.print(f"  quern data report {run_dir} --json")
     console.print(f"  quern checkpoint list {folder}/train")
     console.print(f"  quern checkpoint sample {folder}/train --prompt 'The river'")

@@ -1,26 +1,47 @@
-"""``quern``: the command groups."""
+"""``quern``: the command groups. Only the one that is called is imported: the data road's libraries take a second."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import typer
 
 from quern import __version__
-from quern.cli import checkpoint, data, demo, mix, selftest, tokens, train
 
-app = typer.Typer(
-    name="quern",
-    help="Grinds a web crawl into tokens in which every token knows its URL, and tokens into a language model.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(data.app, name="data")
-app.add_typer(tokens.app, name="tokens")
-app.add_typer(mix.app, name="mix")
-app.command("train")(train.train)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.command("selftest")(selftest.selftest)
-app.command("demo")(demo.demo)
+__all__ = ["main"]
+
+
+def _group(app: typer.Typer, name: str) -> None:
+    module = import_module(f"quern.cli.{name}")
+    app.add_typer(module.app, name=name)
+
+
+def _train(app: typer.Typer, name: str) -> None:
+    profile = import_module("quern.cli.train_profile").profile
+    train = import_module("quern.cli.train").app
+    if all(command.name != "profile" for command in train.registered_commands):
+        train.command("profile")(profile)
+    app.add_typer(train, name=name)
+
+
+def _bench(app: typer.Typer, name: str) -> None:
+    bench = import_module("quern.cli.bench")
+    app.command(name, context_settings=bench.CONTEXT)(bench.bench)
+
+
+def _command(app: typer.Typer, name: str) -> None:
+    app.command(name)(getattr(import_module(f"quern.cli.{name}"), name))
+
+
+#: In the order in which help lists them.
+_COMMANDS: dict[str, Callable[[typer.Typer, str], None]] = {
+    "data": _group, "tokens": _group, "lineage": _group, "mix": _group, "train": _train, "bench": _bench,
+    "checkpoint": _group, "selftest": _command, "demo": _command,
+}  # fmt: skip
 
 
 def _version(wanted: bool) -> None:
@@ -29,16 +50,42 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass
 
 
+def _build(names: Iterable[str]) -> typer.Typer:
+    app = typer.Typer(
+        name="quern",
+        help="Grinds a web crawl into tokens in which every token knows its URL, and tokens into a language model.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name in names:
+        _COMMANDS[name](app, name)
+    return app
+
+
+@cache
+def _whole() -> typer.Typer:
+    return _build(_COMMANDS)
+
+
+def __getattr__(name: str) -> Any:
+    """``app``: all groups, for those who do not know which one is asked for."""
+    if name == "app":
+        return _whole()
+    raise AttributeError(name)
+
+
 def main() -> None:
     """The console script."""
-    app()
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    (_build([asked]) if asked in _COMMANDS else _whole())()
 
 
 if __name__ == "__main__":

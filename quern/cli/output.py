@@ -16,7 +16,7 @@ from rich.console import Console
 
 from quern.errors import QuernError
 
-__all__ = ["JSON", "err_console", "json_stdout", "out_console", "plain", "reports_errors"]
+__all__ = ["JSON", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors"]
 
 #: Controls but tab and newline, and what turns the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -37,6 +37,12 @@ def err_console() -> Console:
 def plain(text: str) -> str:
     """Text of a page as a terminal may show it: what would move its cursor or colour it stands as ``\\x1b``."""
     return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str, chars: int | None = None) -> str:
+    """:func:`plain`, in one line, and of at most ``chars`` characters of the text."""
+    cut = text if chars is None or len(text) <= chars else f"{text[:chars]}…"
+    return plain(cut.replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,7 +80,8 @@ def json_stdout(active: bool) -> Iterator[Callable[[Any], None]]:
     os.dup2(2, 1)
 
     def emit(value: Any) -> None:
-        data = (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n").encode()
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n"
+        data = text.encode("utf-8", "backslashreplace")  # half a character stands as \\udc80, which JSON knows too
         while data:
             data = data[os.write(real, data) :]
 

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 
 from quern.cli.output import JSON, err_console, json_stdout, reports_errors
 from quern.config import dump_yaml, load_config
 from quern.errors import InputError
+from quern.train import launch
 from quern.train.config import TrainConfig
 
-__all__ = ["train"]
-
-#: After one process has failed, the others have this long to notice before they are killed.
-_GRACE_S = 20.0
+__all__ = ["app", "train"]
 
 
+class _Group(typer.core.TyperGroup):
+    """Trains where no other command is named: ``quern train CONFIG``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0] == "--help" or args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["run", *args])
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    subcommand_metavar="CONFIG [key=value]... | COMMAND",
+    help="Train CONFIG: shards → steps → checkpoints. quern train CONFIG is quern train run CONFIG.",
+)
+
+
+@app.command("run")
 @reports_errors
 def train(
     config: Annotated[str, typer.Argument(help="A YAML file; configs/ has ready ones.", metavar="CONFIG")],
@@ -72,51 +81,10 @@ def _ranks(config: str, overrides: Sequence[str], nproc: int) -> int:
     """``nproc`` processes on this machine with torchrun's environment. One that fails ends the others; a signal to us
     goes to all. Returns the first code that is not 0.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nproc),
-              "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": threads}  # fmt: skip
     command = [sys.executable, "-m", "quern.train", config, *overrides]
-    workers: list[subprocess.Popen[bytes]] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        _signal(workers, number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for rank in range(nproc):
-            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # a session of its own: Ctrl-C at the terminal reaches a worker once, through us
-            workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        return _wait(workers)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _signal(workers, signal.SIGKILL)
-        for worker in workers:
-            worker.wait()
-
-
-def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int:
-    failed, since = 0, 0.0
-    while any(worker.poll() is None for worker in workers):
-        codes = [worker.poll() for worker in workers]
-        failed = failed or next((code for code in codes if code), 0)
-        since = since or (time.monotonic() if failed else 0.0)
-        if failed and time.monotonic() - since > _GRACE_S:
-            return failed
-        time.sleep(0.1)
-    code = failed or next((worker.returncode for worker in workers if worker.returncode), 0)
+    with launch.started(command, launch.environments(nproc), launch.send) as workers:
+        code = launch.wait(workers) or 0
     return code if code >= 0 else 128 - code  # as a shell shows a death by signal
-
-
-def _signal(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for worker in workers:
-        if worker.poll() is None:
-            with suppress(ProcessLookupError):
-                worker.send_signal(number)
 
 
 def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
@@ -139,6 +107,10 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
           for row in order["sources"]),
         ("order", order["order"]),
     ]  # fmt: skip
+    if (fp8 := summary["float8"]) is not None:
+        left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
+        by = " by torchao" if fp8["implementation"] == "torchao" else ""
+        rows.insert(2, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
     for name, text in rows:
         console.print(f"{name:<15}{text}", markup=False, soft_wrap=True)
     if layout["ranks"] > 1:

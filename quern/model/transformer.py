@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from quern.model.attention import BACKENDS, Documents, attend, attention_mask
 from quern.model.config import ModelShape
+from quern.model.float8.linear import float8_linear
+from quern.model.float8.recipe import Recipe
 from quern.model.loss import chunked_cross_entropy
 from quern.model.rope import Rotation, rotate, rotation
 
@@ -28,13 +30,16 @@ __all__ = ["Attention", "Block", "FeedForward", "Linear", "RMSNorm", "Transforme
 
 
 class Linear(nn.Module):
-    """``x Wᵀ`` without bias, in the dtype of ``x``."""
+    """``x Wᵀ`` without bias, in the dtype of ``x``; its products in FP8 where there is a ``recipe``."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.recipe: Recipe | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recipe is not None:
+            return float8_linear(x, self.weight, self.recipe)
         return F.linear(x, self.weight.to(x.dtype))
 
 

@@ -28,11 +28,14 @@ class Inputs:
 class Runner(Protocol):
     """Takes micro-batches through a model, wherever its layers are. Collective."""
 
-    def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward_backward(
+        self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor], losses: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """Gradients of ``weigh(objective)`` of every micro-batch, summed, in ``.grad``; ``weigh`` is linear.
 
         Returns [2] in at least float32, detached: the sum of the objective, and of the cross-entropy alone, over this
-        rank's targets, unweighed. Zero where another rank has them (``counts`` is False).
+        rank's targets, unweighed. Zero where another rank has them (``counts`` is False). ``losses`` is given every
+        micro-batch's cross-entropies [B, L], detached, by its number, on ranks that compute them.
         """
 
     def forward(self, inputs: Sequence[Inputs]) -> Tensor:
@@ -53,7 +56,9 @@ class Accumulation:
         self._model = model
         self.counts = counts
 
-    def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward_backward(
+        self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor], losses: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """See :class:`Runner`."""
         sums, last = [], len(inputs) - 1
         for number, micro_batch in enumerate(inputs):
@@ -61,6 +66,8 @@ class Accumulation:
                 loss_sum, nll_BL = self._run(micro_batch)
                 weigh(loss_sum).backward()
             sums.append(torch.stack((loss_sum.detach(), nll_BL.sum())))
+            if losses is not None:
+                losses[number] = nll_BL
         return self._counted(sums)
 
     @torch.no_grad()

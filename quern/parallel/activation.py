@@ -12,17 +12,18 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from quern.parallel.collectives import SUMS_KEPT
+from quern.parallel.collectives import KEEPING, SUMS_KEPT
 
 __all__ = ["checkpoint_blocks", "kept_operations"]
 
-MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
+MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_grouped_mm")
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
@@ -55,17 +56,19 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def _selective_contexts() -> Any:
     forward, again = create_selective_checkpoint_contexts(_policy)
-    return forward, again if torch.compiler.is_compiling() else _with_sums(again)  # a graph is not run twice
+    if torch.compiler.is_compiling():  # a graph is not run twice
+        return forward, again
+    return _while(KEEPING, forward), _while(SUMS_KEPT, again)
 
 
 @contextlib.contextmanager
-def _with_sums(again: Any) -> Iterator[None]:
-    token = SUMS_KEPT.set(True)
+def _while(variable: ContextVar[bool], context: Any) -> Iterator[None]:
+    token = variable.set(True)
     try:
-        with again:
+        with context:
             yield
     finally:
-        SUMS_KEPT.reset(token)
+        variable.reset(token)
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from quern.model.float8.delayed import Amaxes
+from quern.model.float8.recipe import Recipe
+from quern.model.float8.torchao import Torchao
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.data import materialise, replicate, shard
+from quern.parallel.float8 import layers_in_float8, use_float8
+from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
 from quern.parallel.mesh import Mesh
 from quern.parallel.pipeline import Pipeline, local_view, my_stages
@@ -29,6 +35,10 @@ class Layout:
     compile_backend: str | None = None
     """Of ``torch.compile``, block by block; None = not compiled."""
     async_tp: bool = False
+    float8: Recipe | None = None
+    """How the blocks' products are computed in FP8; None = in ``compute_dtype``."""
+    float8_all_gather: bool = False
+    """FSDP2 gathers in FP8 what these products take."""
     schedule: str = "1f1b"
     """Of a pipeline; one of :data:`quern.parallel.schedules.SCHEDULES`."""
     stages_per_rank: int | None = None
@@ -46,23 +56,38 @@ class Parallel:
     """This rank's parameters, each under its global name, wrapped by nothing. In a pipeline it is not called."""
     run: Runner
     gradients: Gradients
+    float8_gather: Float8Gather | None = None
+    """To be updated whenever weights have changed, before the next forward; None where none is gathered in FP8."""
+    amaxes: Amaxes | None = None
+    """To be rolled after each step; None without delayed scaling."""
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Around forwards that are no part of a step."""
+        return nullcontext() if self.amaxes is None else self.amaxes.kept()
 
 
 def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> Parallel:
-    """Stages → tensors → checkpointing → compile → shard → memory → replicate. Wrong orders run, and train wrongly or
-    waste memory.
+    """Stages → tensors → FP8 → checkpointing → compile → shard → memory → replicate. Wrong orders run, and train
+    wrongly or waste memory.
 
     ``model`` is whole, and may be on ``meta``: then its weights are allocated here, each rank's share alone, and hold
     nothing until :func:`quern.model.init.initialise` or a checkpoint fills them. ``device``: None = the current one of
     the mesh's kind.
     """
     device = device or torch.device(mesh.device_type)
+    float8, amaxes = layout.float8, None
+    if float8 is not None and float8.implementation == "torchao":
+        float8 = Torchao.of(float8)
+    if float8 is not None and float8.delayed:
+        amaxes = Amaxes(layers_in_float8(model.shape, mesh.plan.tp, float8), device)
     stages = my_stages(model.shape, mesh, layout)
     parts = [model] if stages is None else [model.stretch(stage.layers) for stage in stages]  # first: the rest is local
     wrapped: list[nn.Module] = []
     for part in parts:
         if mesh.tp is not None:
             split_tensors(part, mesh.tp, async_tp=layout.async_tp)  # before all that must see local shapes
+        if float8 is not None:
+            use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())
         checkpoint_blocks(blocks, layout.activation_checkpointing)  # what is compiled must contain the recomputation
         if layout.compile_backend is not None:
@@ -74,8 +99,12 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             )
         materialise(part, device)  # after sharding: no rank ever holds the whole model
         wrapped.append(part if mesh.ddp is None else replicate(part, mesh.ddp))  # last: buckets are views of gradients
+    gather = None
+    if layout.float8_all_gather:
+        assert layout.float8 is not None
+        gather = Float8Gather(parts, layout.float8, mesh, layout.compute_dtype)
     if stages is None:
         run = Accumulation(wrapped[0], counts=mesh.rank("tp") == 0)
-        return Parallel(model, run, Gradients(model, mesh))
+        return Parallel(model, run, Gradients(model, mesh), gather, amaxes)
     view = local_view(model, parts)
-    return Parallel(view, Pipeline(parts, stages, mesh, layout, device), Gradients(view, mesh))
+    return Parallel(view, Pipeline(parts, stages, mesh, layout, device), Gradients(view, mesh), gather, amaxes)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import Protocol
 
 from quern.errors import InputError
 from quern.model.config import ModelShape
+from quern.model.float8.recipe import Recipe
+from quern.parallel.float8 import fitting, local_sizes
 from quern.parallel.mesh import MeshPlan, choices, divisors
 from quern.parallel.schedules import SCHEDULES, check_micro_batches
 from quern.parallel.stages import num_stages, stage_layers
@@ -56,6 +58,8 @@ class Task:
     activation_checkpointing: str = "none"
     compiled: bool = False
     cuda: bool = False
+    float8: Recipe | None = None
+    float8_all_gather: bool = False
     local_ranks: int | None = None
     """Ranks that the launcher starts on each node; None where it has not said."""
 
@@ -71,6 +75,8 @@ def check_layout(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task
                 "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; "
                 "expected none or selective, or compile.enabled=false"
             )
+    if task.float8 is not None:
+        _float8(shape, plan, keys, task, task.float8)
     if plan.pp > 1:
         _stages(shape, plan, keys, task)
         _micro_batches(plan, keys, task)
@@ -135,6 +141,46 @@ def _tensors(shape: ModelShape, plan: MeshPlan, seq_len: int) -> None:
     if not shared(tp):
         raise InputError(
             f"parallel.tp: expected a divisor or a multiple of model.num_kv_heads ({kv_heads}), got {tp}; {would_fit}"
+        )
+
+
+def _float8(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task, recipe: Recipe) -> None:
+    """A recipe that no layer can take, or tokens that no kernel of the weights' gradients can."""
+    if not fitting(shape, plan.tp, recipe):
+        sizes = ", ".join(f"{name} {rows}×{columns}" for name, (rows, columns) in local_sizes(shape, plan.tp).items())
+        raise InputError(
+            f"float8.recipe: {recipe.scaling} takes matrices whose sizes are multiples of {recipe.multiple}, and no "
+            f"layer has such on a rank ({sizes}); expected other sizes of the model or tp, or null"
+        )
+    if recipe.implementation == "torchao" and plan.tp > 1:
+        raise InputError(
+            f"float8.implementation: torchao's layers are not split over ranks; expected quern with parallel.tp "
+            f"{plan.tp}, or tp 1"
+        )
+    if recipe.implementation == "torchao" and plan.pp > 1 and SCHEDULES[keys.scheduling].splits_backward:
+        raise InputError(
+            f"float8.implementation: schedule {keys.scheduling} computes gradients of inputs and of weights apart, and "
+            f"torchao both together, each time; expected quern, or schedule {_whole_backward()}"
+        )
+    tokens = task.seq_len * task.micro_batch
+    if tokens % 16:
+        raise InputError(
+            f"float8.recipe: expected a multiple of 16 tokens in a micro-batch, got seq_len {task.seq_len} × "
+            f"micro_batch {task.micro_batch} = {tokens}; micro_batch {16 // gcd(16, task.seq_len)} would fit, or "
+            f"seq_len {-(-task.seq_len // 16) * 16}"
+        )
+    if task.float8_all_gather and plan.dp_shard == 1:
+        raise InputError(
+            "float8.all_gather: changes nothing where FSDP2 shards no weights; expected false, or parallel.dp_shard > 1"
+        )
+    if task.float8_all_gather and not isinstance(keys.resharding, bool):
+        raise InputError(
+            f"parallel.reshard_after_forward: expected true or false with float8.all_gather, got {keys.resharding}; "
+            f"FSDP2 does not reshard to fewer ranks what it gathers in FP8"
+        )
+    if keys.async_tp:
+        raise InputError(
+            "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null there"
         )
 
 

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
-__all__ = ["clip", "global_grad_norm", "local_part"]
+__all__ = ["Norms", "clip", "global_grad_norm", "local_part"]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """2-norms of this rank's parts of gradients that are dealt out alike."""
+
+    parameters: Sequence[nn.Parameter]
+    groups: Sequence[dist.ProcessGroup]
+    """Over which their elements are dealt out; all other ranks hold copies."""
+    norms_P: torch.Tensor
+    """On their device; P = parameters."""
 
 
 def global_grad_norm(
-    parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+    parameters: Iterable[nn.Parameter],
+    stages: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    parts: list[Norms] | None = None,
 ) -> torch.Tensor:
     """The 2-norm of all gradients as one vector: 0-d, on their device, the same bits on every rank.
 
@@ -29,19 +44,33 @@ def global_grad_norm(
     Every rank adds up the same gathered norms in the same order: an all-reduce may round differently in two groups of
     replicas, whose weights would then part.
 
+    ``parts`` is given the norms of this rank's parts, which are formed on the way.
+
     Raises ValueError if no parameter has a gradient, which a stage of a pipeline may not have.
     """
     parameters = list(parameters)
-    alike: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
+    alike: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[nn.Parameter], list[torch.Tensor]]] = {}
+    layouts: dict[Any, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            groups = _cut_over(parameter.grad, mesh)
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # a model has hundreds of gradients and a handful of layouts
+        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        if layout not in layouts:
+            groups = _cut_over(gradient, mesh)
             name = tuple(group.group_name for group in groups)
-            alike.setdefault(name, (groups, []))[1].append(local_part(parameter.grad))
+            layouts[layout] = alike.setdefault(name, (groups, [], []))[1:]
+        owners, gradients = layouts[layout]
+        owners.append(parameter)
+        gradients.append(local_part(gradient))
     norms = []
-    for ranks, gradients in alike.values():
-        norm = get_total_norm(gradients)
-        for group in ranks:
+    for groups, owners, gradients in alike.values():
+        norms_P = torch.stack(torch._foreach_norm(gradients))
+        if parts is not None:
+            parts.append(Norms(owners, groups, norms_P))
+        norm = torch.linalg.vector_norm(norms_P)
+        for group in groups:
             norm = _combined(norm, group)
         norms.append(norm)
     if norms:

@@ -17,6 +17,7 @@ inductor's fusion of products with collectives looks for in a graph.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,8 +27,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
+from quern.model.float8.linear import products
+from quern.model.float8.recipe import Recipe
+from quern.model.wanted import wanted
+
+__all__ = ["KEEPING", "SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
 
 #: Before 2.13 a split backward pass hands the gradients of a function's several outputs to the first of them, summed
 #: (torch/distributed/pipelining/_backward.py): there several products leave as one output.
@@ -35,6 +41,9 @@ JOINED = TorchVersion(torch.__version__) < "2.13"
 
 SUMS_KEPT: ContextVar[bool] = ContextVar("SUMS_KEPT", default=False)
 """True while a forward is computed again of which every sum over ranks was kept: what was summed is then not needed."""
+
+KEEPING: ContextVar[bool] = ContextVar("KEEPING", default=False)
+"""True in the forward before: what products give through ``out=`` is not kept."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +61,26 @@ class Ranks:
         return Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def gather_multiply(x_BlD: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, ...]:
+def gather_multiply(
+    x_BlD: Tensor, weights: Sequence[Tensor], ranks: Ranks, recipes: Sequence[Recipe | None] | None = None
+) -> tuple[Tensor, ...]:
     """``x Wᵀ`` [B, L, O] of the whole sequence for each weight [O, D], which is cast to the dtype of ``x_BlD``.
 
     One gather for all of them. For backward only ``x_BlD`` is kept, and gathered again; the gradient of a weight has
-    the weight's dtype, that of ``x_BlD`` is summed over the ranks. Collective, backward too.
+    the weight's dtype, that of ``x_BlD`` is summed over the ranks. ``recipes``: of each weight's products, None = none
+    in FP8. Collective, backward too.
     """
-    found = _GatherMultiply.apply(x_BlD, ranks.group, ranks.size, JOINED, *weights)
+    by = (None,) * len(weights) if recipes is None else tuple(recipes)
+    found = _GatherMultiply.apply(x_BlD, ranks.group, ranks.size, JOINED, by, *weights)
     return cast(Tensor, found).split([weight.shape[0] for weight in weights], -1) if JOINED else found
 
 
-def multiply_scatter(x_BLI: Tensor, weight_DI: Tensor, ranks: Ranks) -> Tensor:
+def multiply_scatter(x_BLI: Tensor, weight_DI: Tensor, ranks: Ranks, recipe: Recipe | None = None) -> Tensor:
     """``x Wᵀ`` summed over the ranks, this rank's tokens of it: [B, l, D]. L must be a multiple of the ranks.
 
-    Backward gathers the gradient once for both products. Collective, backward too.
+    Backward gathers the gradient once for both products. ``recipe``: of the products in FP8. Collective, backward too.
     """
-    return _MultiplyScatter.apply(x_BLI, ranks.group, ranks.size, weight_DI)
+    return _MultiplyScatter.apply(x_BLI, ranks.group, ranks.size, recipe, weight_DI)
 
 
 def sum_scatter(x_BLD: Tensor, ranks: Ranks) -> Tensor:
@@ -82,18 +95,21 @@ def gather(x_BlD: Tensor, ranks: Ranks) -> Tensor:
 
 class _GatherMultiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BlD: Tensor, group: str, size: int, joined: bool, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, x_BlD: Tensor, group: str, size: int, joined: bool, recipes: Sequence[Recipe | None], *weights: Tensor
+    ) -> Any:
         ctx.save_for_backward(x_BlD, *weights)
-        ctx.group, ctx.size, ctx.joined = group, size, joined
+        ctx.group, ctx.size, ctx.joined, ctx.recipes = group, size, joined, recipes
         batch = x_BlD.shape[0]
         x_TD = _gathered(_start_gather(x_BlD, group, size), batch, size)
-        if joined:
+        if joined and not any(recipes):
             return _rows(x_TD @ torch.cat([weight.to(x_TD.dtype) for weight in weights]).T, batch)
-        return tuple(_rows(x_TD @ weight.to(x_TD.dtype).T, batch) for weight in weights)
+        parts = [products(by).forward(x_TD, weight) for by, weight in zip(recipes, weights, strict=True)]
+        return _rows(torch.cat(parts, -1), batch) if joined else tuple(_rows(part_TO, batch) for part_TO in parts)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, *weights_wanted = _wanted(ctx, first_weight=4)
+        x_wanted, *weights_wanted = wanted(ctx, first_weight=5)
         x_BlD, *weights = ctx.saved_tensors
         if ctx.joined:
             dy = dy[0].split([weight.shape[0] for weight in weights], -1)
@@ -102,37 +118,46 @@ class _GatherMultiply(torch.autograd.Function):
         gathering = _start_gather(x_BlD, group, size) if any(weights_wanted) else None
         scattering = None
         if x_wanted:
-            dx_TD = dy_TO[0] @ weights[0].to(x_BlD.dtype)
-            for part_TO, weight_OD in zip(dy_TO[1:], weights[1:], strict=True):
-                dx_TD = torch.addmm(dx_TD, part_TO, weight_OD.to(x_BlD.dtype))
-            scattering = _start_scatter(dx_TD, batch, group, size)
+            scattering = _start_scatter(_grad_input(dy_TO, weights, ctx.recipes), batch, group, size)
         dw: list[Tensor | None] = [None] * len(weights)
         if gathering is not None:
             x_TD = _gathered(gathering, batch, size)
             for number, weight_OD in enumerate(weights):
                 if weights_wanted[number]:
-                    dw[number] = (dy_TO[number].T @ x_TD).to(weight_OD.dtype)
-        return None if scattering is None else _scattered(scattering, batch), None, None, None, *dw
+                    dw[number] = products(ctx.recipes[number]).grad_weight(dy_TO[number], x_TD).to(weight_OD.dtype)
+        return None if scattering is None else _scattered(scattering, batch), None, None, None, None, *dw
+
+
+def _grad_input(dy_TO: Sequence[Tensor], weights: Sequence[Tensor], recipes: Sequence[Recipe | None]) -> Tensor:
+    """Of the gathered input of several products [T, D]."""
+    dx_TD = products(recipes[0]).grad_input(dy_TO[0], weights[0])
+    for part_TO, weight_OD, recipe in zip(dy_TO[1:], weights[1:], recipes[1:], strict=True):
+        if recipe is None:
+            dx_TD = torch.addmm(dx_TD, part_TO, weight_OD.to(dx_TD.dtype))
+        else:
+            dx_TD = dx_TD + products(recipe).grad_input(part_TO, weight_OD)
+    return dx_TD
 
 
 class _MultiplyScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BLI: Tensor, group: str, size: int, weight_DI: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BLI: Tensor, group: str, size: int, recipe: Recipe | None, weight_DI: Tensor) -> Tensor:
         ctx.save_for_backward(x_BLI, weight_DI)
-        ctx.group, ctx.size = group, size
+        ctx.group, ctx.size, ctx.recipe = group, size, recipe
         batch = x_BLI.shape[0]
-        y_TD = _to_be_summed(x_BLI.flatten(0, 1), weight_DI.to(x_BLI.dtype))
+        y_TD = _to_be_summed(x_BLI.flatten(0, 1), weight_DI, recipe)
         return _scattered(_start_scatter(y_TD, batch, group, size), batch)
 
     @staticmethod
     def backward(ctx: Any, dy_BlD: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, weight_wanted = _wanted(ctx, first_weight=3)
+        x_wanted, weight_wanted = wanted(ctx, first_weight=4)
         x_BLI, weight_DI = ctx.saved_tensors
         batch = dy_BlD.shape[0]
         dy_TD = _gathered(_start_gather(dy_BlD, ctx.group, ctx.size), batch, ctx.size)
-        dx_BLI = _rows(dy_TD @ weight_DI.to(dy_TD.dtype), batch) if x_wanted else None
-        dw_DI = (dy_TD.T @ x_BLI.flatten(0, 1)).to(weight_DI.dtype) if weight_wanted else None
-        return dx_BLI, None, None, dw_DI
+        by = products(ctx.recipe)
+        dx_BLI = _rows(by.grad_input(dy_TD, weight_DI), batch) if x_wanted else None
+        dw_DI = by.grad_weight(dy_TD, x_BLI.flatten(0, 1)).to(weight_DI.dtype) if weight_wanted else None
+        return dx_BLI, None, None, None, dw_DI
 
 
 class _SumScatter(torch.autograd.Function):
@@ -159,35 +184,34 @@ class _Gather(torch.autograd.Function):
         return _scattered(scattering, ctx.batch), None, None
 
 
-def _to_be_summed(x_TI: Tensor, weight_DI: Tensor) -> Tensor:
+def _to_be_summed(x_TI: Tensor, weight_DI: Tensor, recipe: Recipe | None) -> Tensor:
     """This rank's part of a sum, as large as the whole stream, which nobody looks at once it is summed.
 
-    ``out=`` keeps it from what selective recomputation keeps.
+    ``out=`` keeps it from what selective recomputation keeps; products in FP8 are led there.
     """
     if torch.compiler.is_compiling():  # a partitioner sees what is needed
-        return x_TI @ weight_DI.T
-    y_TD = x_TI.new_empty(x_TI.shape[0], weight_DI.shape[0])
-    return y_TD if SUMS_KEPT.get() else torch.mm(x_TI, weight_DI.T, out=y_TD)
+        return products(recipe).forward(x_TI, weight_DI)
+    y_TD = x_TI.new_empty(x_TI.shape[0], weight_DI.shape[0])  # every time: recomputation repeats what was done
+    if SUMS_KEPT.get():
+        return y_TD
+    if recipe is None:
+        return torch.mm(x_TI, weight_DI.to(x_TI.dtype).T, out=y_TD)
+    del y_TD
+    with _ThroughOut() if KEEPING.get() else contextlib.nullcontext():
+        return products(recipe).forward(x_TI, weight_DI)
 
 
-def _wanted(ctx: Any, first_weight: int) -> list[bool]:
-    """Which gradients the engine is going to use: the input's, then each weight's.
+class _ThroughOut(TorchDispatchMode):
+    """Products give their result through ``out=``."""
 
-    A compiled graph has one backward pass, which computes what the inputs need. ``first_weight``: the weights' place
-    among the arguments; the engine counts tensors only.
-    """
-    if torch.compiler.is_compiling():
-        return [ctx.needs_input_grad[0], *ctx.needs_input_grad[first_weight:]]
-    return [_runs(node) for node, _ in ctx.next_functions]
-
-
-def _runs(node: Any) -> bool:
-    if node is None:
-        return False
-    try:  # private, and the only way to ask; torch.autograd.graph uses it for the same purpose
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
-        return True
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm_v2.default):
+            return func(*args, **kwargs)
+        a_MS, b_SN, *_ = args
+        dtype = a_MS.dtype if func is torch.ops.aten.mm.default else args[9]
+        out = a_MS.new_empty(a_MS.shape[0], b_SN.shape[1], dtype=dtype)
+        return func.overloadpacket.out(*args, **kwargs, out=out)
 
 
 # Inductor's fusion looks for one row's gather or scatter right beside the product, and for several rows' beside the

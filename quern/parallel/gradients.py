@@ -8,8 +8,9 @@ are the same rank, with a copy called ``tied.weight``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quern.model.transformer import Transformer
-from quern.parallel.clip import clip, global_grad_norm, local_part
+from quern.parallel.clip import Norms, clip, global_grad_norm, local_part
 from quern.parallel.mesh import Mesh
 
 __all__ = ["EMBEDDING", "TIED", "Gradients"]
@@ -36,7 +37,12 @@ class Gradients:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that have a gradient, copies too."""
-        return [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        return [parameter for parameter in self._all if parameter.grad is not None]
+
+    @cached_property
+    def _all(self) -> list[nn.Parameter]:
+        """They stay the same objects, as the optimizer has them too; finding them in a deep model takes a while."""
+        return list(self.model.parameters())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -70,15 +76,40 @@ class Gradients:
             work.wait()
         return theirs
 
-    def norm(self) -> torch.Tensor:
-        """The 2-norm of all gradients of all stages as one vector: 0-d, the same bits on every rank. Collective."""
+    @torch.no_grad()
+    def norm(self, parts: list[Norms] | None = None) -> torch.Tensor:
+        """The 2-norm of all gradients of all stages as one vector: 0-d, the same bits on every rank. Collective.
+
+        ``parts`` is given the norms of this rank's parts of them, for :meth:`squares`."""
         copies = self._copies()
         if copies is None or (copies[1] is None and self.mesh.rank("pp") == 0):
-            counted = list(self.model.parameters())
+            counted = self._all
         else:
             copy = copies[0] if copies[1] is None else copies[1]
-            counted = [parameter for parameter in self.model.parameters() if parameter is not copy]
-        return global_grad_norm(counted, self.mesh.pp, self.mesh.device_mesh)
+            counted = [parameter for parameter in self._all if parameter is not copy]
+        return global_grad_norm(counted, self.mesh.pp, self.mesh.device_mesh, parts)
+
+    def squares(self, parts: Iterable[Norms]) -> dict[str, float]:
+        """This rank's share of each gradient's squared 2-norm, by the parameter's name: shares of all ranks add up to
+        it, for of copies one rank counts. Waits for the device."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        found: dict[str, float] = {}
+        for part in parts:
+            if self._counts(part.groups):
+                norms = part.norms_P.tolist()
+                found |= {names[p]: norm * norm for p, norm in zip(part.parameters, norms, strict=True)}
+        return found
+
+    def _counts(self, cut_over: Sequence[dist.ProcessGroup]) -> bool:
+        """Whether this rank stands for those that hold the same part of what is dealt out over these groups."""
+        device_mesh = self.mesh.device_mesh
+        if device_mesh is None:
+            return True
+        cut = {group.group_name for group in cut_over}
+        return all(
+            axis == "pp" or device_mesh.get_local_rank(axis) == 0 or device_mesh.get_group(axis).group_name in cut
+            for axis in device_mesh.mesh_dim_names or ()
+        )
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale all gradients by ``max_norm / norm`` where that is below 1, on device, in place."""

@@ -18,6 +18,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -232,6 +233,7 @@ def _serve(job: _Job, channel: Connection) -> None:
     with job.output.open("wb", buffering=0) as file:
         for descriptor in (1, 2):  # the libraries' output too: an abort in C++ says why only there
             os.dup2(file.fileno(), descriptor)
+    faulthandler.enable(all_threads=True)  # a fault in C++ leaves the Python stacks there
     joined = False
     while told := _received(channel):
         signal.alarm(math.ceil(job.timeout_s + 4 * GRACE_S))  # whatever becomes of the parent, this process ends
@@ -305,8 +307,22 @@ def _load(name: str, file: str) -> None:
 
 @contextlib.contextmanager
 def _stack_at(job: _Job) -> Iterator[None]:
-    """Where this process stands is written down when its time is over."""
+    """Where this process stands is written down when its time is over: by a thread that has the interpreter to itself,
+    since faulthandler's own reads the frames of running threads as they change, which can end the process (CPython
+    issue 140815). That one comes after, for a process that never lets the interpreter go, whose frames stand still.
+    """
     with job.stack.open("w") as file:
-        faulthandler.dump_traceback_later(job.timeout_s, file=file)
+
+        def write() -> None:
+            with contextlib.suppress(ValueError):  # the call is over: the file is closed
+                faulthandler.cancel_dump_traceback_later()
+                faulthandler.dump_traceback(file)
+
+        clock = threading.Timer(job.timeout_s, write)
+        clock.daemon = True
+        faulthandler.dump_traceback_later(job.timeout_s + 0.5, file=file)
+        clock.start()
         yield
+        clock.cancel()
+        clock.join()
         faulthandler.cancel_dump_traceback_later()

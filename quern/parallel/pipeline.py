@@ -113,14 +113,16 @@ class Pipeline:
         # NCCL joins a group's ranks at its first call, which all have to make: sends between two of them do not
         dist.all_reduce(torch.zeros((), device=device), group=self._group)
 
-    def forward_backward(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward_backward(
+        self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor], losses: dict[int, Tensor] | None = None
+    ) -> Tensor:
         """See :class:`quern.parallel.accumulation.Runner`."""
         schedule, stages = self._schedule_for(len(inputs))
         numbers = torch.arange(len(inputs))  # on the host: looking one up must not wait for the device
         sums: dict[int, Tensor] = {}
         inputs = self._checked(inputs)
         for part in self._parts:
-            part.begin(inputs, weigh, sums)
+            part.begin(inputs, weigh, sums, losses)
         try:
             is_last = self._rank_of[self._last] == self._rank
             with _without_lists_of_actions():
@@ -266,16 +268,23 @@ class _Part:
         self._inputs: Sequence[Inputs] = ()
         self._weigh: Callable[[Tensor], Tensor] | None = None
         self._sums: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] | None = None
         self._number = -1
         # before FSDP2's own, which would carry the number to the device
         module.register_forward_pre_hook(self._look_up, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._weighed)  # after FSDP2's, which marks where backward begins
 
-    def begin(self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor], sums: dict[int, Tensor]) -> None:
-        self._inputs, self._weigh, self._sums, self.at = inputs, weigh, sums, None
+    def begin(
+        self,
+        inputs: Sequence[Inputs],
+        weigh: Callable[[Tensor], Tensor],
+        sums: dict[int, Tensor],
+        losses: dict[int, Tensor] | None,
+    ) -> None:
+        self._inputs, self._weigh, self._sums, self._losses, self.at = inputs, weigh, sums, losses, None
 
     def end(self) -> None:
-        self._inputs, self._weigh, self._sums = (), None, {}
+        self._inputs, self._weigh, self._sums, self._losses = (), None, {}, None
 
     def reshard(self) -> None:
         """Let gathered weights go: after a forward without a backward nothing else does."""
@@ -304,4 +313,6 @@ class _Part:
             return None
         loss_sum, nll_BL = output
         self._sums[self._number] = torch.stack((loss_sum.detach(), nll_BL.sum()))
+        if self._losses is not None:
+            self._losses[self._number] = nll_BL
         return self._weigh(loss_sum)

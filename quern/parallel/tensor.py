@@ -77,7 +77,8 @@ def _split_attention(attention: Attention, shape: ModelShape, mesh: DeviceMesh, 
 
     def qkv(x_BlD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weights = (_local(attention.wq), _local(attention.wk)[mine], _local(attention.wv)[mine])
-        q_BLD, k_BLD, v_BLD = gather_multiply(x_BlD, weights, ranks)
+        recipes = (attention.wq.recipe, attention.wk.recipe, attention.wv.recipe)
+        q_BLD, k_BLD, v_BLD = gather_multiply(x_BlD, weights, ranks, recipes)
         return q_BLD, k_BLD, v_BLD
 
     attention.qkv = qkv  # type: ignore[assignment, method-assign]
@@ -89,7 +90,9 @@ def _split_feed_forward(ffn: FeedForward, mesh: DeviceMesh, ranks: Ranks) -> Non
     _shard(ffn.w3, 0, mesh)
 
     def expand(x_BlD: Tensor) -> tuple[Tensor, Tensor]:
-        gate_BLF, up_BLF = gather_multiply(x_BlD, (_local(ffn.w1), _local(ffn.w3)), ranks)
+        gate_BLF, up_BLF = gather_multiply(
+            x_BlD, (_local(ffn.w1), _local(ffn.w3)), ranks, (ffn.w1.recipe, ffn.w3.recipe)
+        )
         return gate_BLF, up_BLF
 
     ffn.expand = expand  # type: ignore[assignment, method-assign]
@@ -100,7 +103,7 @@ def _split_columns(linear: Linear, mesh: DeviceMesh, ranks: Ranks) -> None:
     _shard(linear, 1, mesh)
 
     def forward(x_BLI: Tensor) -> Tensor:
-        return multiply_scatter(x_BLI, _local(linear), ranks)
+        return multiply_scatter(x_BLI, _local(linear), ranks, linear.recipe)
 
     linear.forward = forward  # type: ignore[assignment, method-assign]
 

@@ -5,7 +5,8 @@ calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of 
 & Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M.
 
 Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
-whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags.
+whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, and the
+three largest values of a layer whose history delayed FP8 scaling keeps.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from math import prod
 from typing import Literal
 
 from quern.model.config import ModelShape
+from quern.model.float8.recipe import Recipe
 from quern.parallel.bubble import Action, order
+from quern.parallel.float8 import gathered as gathered_in_float8
 from quern.parallel.mesh import MeshPlan
 from quern.parallel.stages import num_stages, stage_layers, stages_of
 from quern.parallel.weights import Weight, block_weights, end_weights
@@ -70,6 +74,8 @@ class Step:
     """FSDP2's ``reshard_after_forward``."""
     activation_checkpointing: str = "none"
     loss_chunk: int = 4096
+    float8_gather: Recipe | None = None
+    """By which recipe FSDP2 gathers blocks' weights in FP8; None = all in ``compute_bytes``."""
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     stage_layers: tuple[int, ...] | None = None
@@ -242,6 +248,7 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     ranks = plan.dp_shard
     calls, payloads = {ranks: 0}, {ranks: 0}
     scatters = scattered = copies = copied = 0
+    smaller, scales = _float8(step)
     for stage in stages:
         root = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
         # each block is a group of its own, and so is what is left, if anything is: it is gathered once and kept
@@ -249,16 +256,28 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
             size = count * sum(weight.padded(ranks) for weight in weights)
             if not size:
                 continue
+            sent = size * step.compute_bytes - (0 if weights is root else count * smaller)
             for over in gathered(stage.work, reshard, ranks):
                 calls[over] = calls.get(over, 0) + count
-                payloads[over] = payloads.get(over, 0) + size * step.compute_bytes
+                payloads[over] = payloads.get(over, 0) + sent
             times = step.num_micro_batches if plan.pp == 1 else 1  # a pipeline keeps whole gradients until its last
             scatters, scattered = scatters + count * times, scattered + size * times * step.reduce_bytes
             copies, copied = copies + count, copied + size // ranks * step.reduce_bytes
     for over in calls:
         yield Transfer("dp_shard", "gather weights", "all_gather", over, calls[over], payloads[over])
+    payload = scales * sum(stage.layers for stage in stages) * step.reduce_bytes
+    yield Transfer("dp_shard", "scales of weights", "all_reduce", ranks, 1, payload)
     yield Transfer("dp_shard", "sum gradients", "reduce_scatter", ranks, scatters, scattered)
     yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, copies, copied)
+
+
+def _float8(step: Step) -> tuple[int, int]:
+    """Of a block: the bytes by which its gather is smaller where weights travel in FP8, and the number of scales."""
+    if step.float8_gather is None:
+        return 0, 0
+    found = gathered_in_float8(step.shape, step.plan.tp, step.float8_gather).values()
+    elements = sum(Weight(size, True).padded(step.plan.dp_shard) for size, _ in found)
+    return elements * (step.compute_bytes - 1), sum(prod(scales) for _, scales in found)
 
 
 def gathered(work: str, reshard: bool | int, ranks: int) -> list[int]:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ from quern.config import load_config
 from quern.errors import QuernError
 from quern.train.config import TrainConfig
 
-__all__ = ["STOPPED", "main", "train"]
+__all__ = ["STOPPED", "leave", "main", "train"]
 
 STOPPED = 3
 
@@ -36,6 +37,8 @@ def train(config: TrainConfig) -> int:
     from quern.train.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
     with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
         trainer.fit()
         if trainer.stopped_by is None or trainer.complete:
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process without ending the interpreter first. gloo's threads let go of the last collective's tensors when
     they get to it, and ask for the interpreter then; one that is ending would end the process with SIGABRT."""
     logging.shutdown()
@@ -68,5 +71,5 @@ def _leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if "RANK" in os.environ:
-        _leave(code)
+        leave(code)
     sys.exit(code)

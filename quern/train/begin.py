@@ -11,12 +11,14 @@ from typing import Any
 
 from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
+from quern.parallel.mesh import plan_mesh
 from quern.train.agree import Agreement
 from quern.train.branch import LEDGER_FILE, abandoned
 from quern.train.checkpoint.manager import CheckpointManager, Refusal
 from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
 from quern.train.checkpoint.state import check_shape
 from quern.train.config import TrainConfig
+from quern.train.consumers import announce
 from quern.train.corpus import Corpus
 from quern.train.ledger import MOVES, Ledger, latest_order, skips_before, surviving
 from quern.train.ledger import data_step as data_step_of
@@ -76,11 +78,13 @@ def begin(
         checkpoint, kind = _last_good(config, manager, entries, refuse, together), "rollback"
     else:
         checkpoint, kind = manager.at(wanted, refuse), "rollback"
+    dp = plan_mesh(config.parallel, ranks.world).dp_size
     spec, source_map, step, data_step, tokens = together.first(
-        lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked)
+        lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked, dp)
     )
     mixture = Mixture(Order.from_dict(spec), source_map)
     if ranks.first:
+        announce(config.run_dir, mixture.order.hash, _paths(corpus))
         log.info(
             "%s at step %d, data step %d%s", kind, step, data_step, f", from {checkpoint.path}" if checkpoint else ""
         )
@@ -124,7 +128,7 @@ def _ledger(ledger: Ledger | None) -> Ledger:
 
 
 def _append(
-    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: Any
+    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: Any, dp: int
 ) -> Any:
     step, data_step, tokens = _position(config, corpus, ledger, kind, checkpoint)
     previous = latest_order(ledger.entries)
@@ -141,8 +145,16 @@ def _append(
         versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
         fingerprint=corpus.fingerprint,
         document_mask=config.document_mask,
+        paths=_paths(corpus),
+        dp=dp,
+        micro_batch=config.micro_batch,
     )  # fmt: skip
     return mixture.order.to_dict(), mixture.source_map, step, data_step, tokens
+
+
+def _paths(corpus: Corpus) -> dict[str, str]:
+    """Identity of each source → its folder, absolute."""
+    return {ident: reader.path for ident, reader in zip(corpus.ids, corpus.readers, strict=True)}
 
 
 def _position(

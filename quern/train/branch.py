@@ -6,13 +6,13 @@ Imports no torch: listing stays cheap.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quern.train.checkpoint.manifest import Manifest
 from quern.train.ledger import MOVES, read_ledger
 
-__all__ = ["LEDGER_FILE", "abandoned", "abandoned_in"]
+__all__ = ["LEDGER_FILE", "abandoned", "abandoned_in", "left_behind"]
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -26,8 +26,13 @@ def abandoned(manifest: Manifest, ledger_path: str, entries: Sequence[Mapping[st
         QuernError: the ledger is shorter than when the checkpoint was saved.
     """
     lines = len(read_ledger(ledger_path, stop=manifest.ledger_offset))
-    for entry in entries[lines:]:
-        if entry["kind"] in MOVES and entry["step"] < manifest.step:
+    return left_behind(manifest.step, entries[lines:])
+
+
+def left_behind(step: int, later: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why the checkpoint after ``step`` steps is not of the branch the run is on; ``later``: the lines after it."""
+    for entry in later:
+        if entry["kind"] in MOVES and entry["step"] < step:
             return f"lies on a branch that was left: the run went back to step {entry['step']}"
     return None
 

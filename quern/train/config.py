@@ -11,11 +11,12 @@ from pydantic import Field, field_validator, model_validator
 from quern.config import Section
 from quern.model.config import ModelConfig
 from quern.parallel.schedules import Schedule
+from quern.train.float8 import Float8Config
 
 __all__ = [
-    "CheckpointConfig", "CompileConfig", "DataConfig", "GuardConfig", "MetricsConfig", "OptimizerConfig",
-    "ParallelConfig", "PhaseConfig", "ProfileConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig",
-    "ValidationConfig",
+    "CheckpointConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
+    "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProfileConfig", "ResumeConfig",
+    "ScheduleConfig", "TrainConfig", "ValidationConfig",
 ]  # fmt: skip
 
 Count = Annotated[int, Field(ge=1)]
@@ -152,6 +153,23 @@ class GuardConfig(Section):
     def _fits(self) -> Self:
         if self.min_history > self.window:
             raise ValueError(f"min_history: expected at most window ({self.window}), got {self.min_history}")
+        return self
+
+
+class ForensicsConfig(Section):
+    """What is written down of a step that is a spike or not finite: ``RUN/forensics/``."""
+
+    window: NonNegative = 8
+    """Steps whose losses by sequence and gradient norms by layer are kept for it, the step itself included; 0 = off."""
+    steps: tuple[NonNegative, ...] = ()
+    """Steps of which it is written in any case."""
+    max_files: Count = 100
+    """Of a run."""
+
+    @model_validator(mode="after")
+    def _on(self) -> Self:
+        if self.steps and not self.window:
+            raise ValueError("steps: expected a window of 1 or more with it")
         return self
 
 
@@ -306,10 +324,12 @@ class TrainConfig(Section):
     deterministic: bool = False
     """``torch.use_deterministic_algorithms``: same layout, same bits on CUDA too."""
     compile: CompileConfig = CompileConfig()
+    float8: Float8Config = Float8Config()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     guard: GuardConfig = GuardConfig()
+    forensics: ForensicsConfig = ForensicsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
     data_skip: NonNegative = 0
@@ -337,11 +357,19 @@ class TrainConfig(Section):
                     f"got {len(phase.weights)}"
                 )
             last = phase.first_step
+        if self.forensics.steps and max(self.forensics.steps) >= self.steps:
+            raise ValueError(
+                f"forensics.steps: expected steps below {self.steps} (steps), got {max(self.forensics.steps)}"
+            )
         if self.precision == "fp16" and self.guard.non_finite == "continue":
             raise ValueError(
                 "guard.non_finite: expected skip with precision fp16, whose loss scale grows until gradients overflow, "
                 "got continue"
             )
+        if self.precision == "fp16" and self.float8.recipe is not None:
+            raise ValueError(f"float8.recipe: expected null with precision fp16, or bf16, got {self.float8.recipe}")
+        if self.precision == "fp64" and self.float8.implementation == "torchao":
+            raise ValueError("float8.implementation: torchao sums in float32; expected quern with precision fp64")
         if self.resume.from_store and self.checkpoint.store is None:
             raise ValueError("resume.from_store: expected only together with checkpoint.store")
         if self.data_skip and self.resume.step is None:

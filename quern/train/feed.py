@@ -13,7 +13,19 @@ from quern.model.attention import Documents
 from quern.parallel.accumulation import Inputs
 from quern.train.loader import Loader, MicroBatch, StepBatch
 
-__all__ = ["Feed", "StepInputs", "to_device"]
+__all__ = ["Feed", "Origin", "StepInputs", "to_device"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a micro-batch's sequences are from; each [B], on the host."""
+
+    places: np.ndarray
+    """In the global batch."""
+    sources: np.ndarray
+    """Numbers of the order, as ``epochs`` and ``windows`` are."""
+    epochs: np.ndarray
+    windows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,8 @@ class StepInputs:
     valid_tokens: int
     """Targets of the whole global batch, over all ranks."""
     micro_batches: tuple[Inputs, ...]
+    origins: tuple[Origin, ...]
+    """Of each micro-batch."""
     wait_s: float
     """Time the loop stood still for it."""
 
@@ -56,7 +70,7 @@ def _bound(batch: MicroBatch) -> int:
 
 def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
+    if device.type != "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
 
@@ -70,6 +84,8 @@ class Feed:
         self._document_mask = document_mask
         self._depth = depth
         self._batches: Iterator[StepBatch] | None = None
+        self.waited_s = 0.0
+        """Time the loop has stood still for all steps so far."""
 
     def start(self, first: int, stop: int) -> None:
         """Begin reading data steps [first, stop)."""
@@ -81,9 +97,11 @@ class Feed:
         began = time.perf_counter()
         batch = next(self._batches)
         wait = time.perf_counter() - began
+        self.waited_s += wait
         assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
         inputs = tuple(to_device(b, self._device, document_mask=self._document_mask) for b in batch.micro_batches)
-        return StepInputs(data_step, batch.valid_tokens, inputs, wait)
+        origins = tuple(Origin(b.indices, b.sources, b.epochs, b.windows) for b in batch.micro_batches)
+        return StepInputs(data_step, batch.valid_tokens, inputs, origins, wait)
 
     def close(self) -> None:
         """End the reading thread."""

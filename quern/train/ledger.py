@@ -265,7 +265,7 @@ def _parse(path: str, data: bytes) -> tuple[list[dict[str, Any]], int]:
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         if not isinstance(entry, dict):
             if number == len(lines) - 1 and not lines[-1]:
@@ -277,6 +277,8 @@ def _parse(path: str, data: bytes) -> tuple[list[dict[str, Any]], int]:
     return entries, size
 
 
+_LIMIT = 1 << 40
+"""Beyond all steps: a line that says more is damaged."""
 _NUMBERS = {
     **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint"), ("step", "data_step")),
     **dict.fromkeys(("spike", "checkpoint_failed", "good", "end", "stopped"), ("step",)),
@@ -298,8 +300,8 @@ def _wrong_field(entry: Entry) -> str | None:
         return f"kind: expected text, got {kind!r}"
     for name in _NUMBERS.get(kind, ()):
         value = entry.get(name)
-        if type(value) is not int or value < 0:
-            return f"{kind}.{name}: expected an integer ≥ 0, got {value!r}"
+        if type(value) is not int or not 0 <= value < _LIMIT:
+            return f"{kind}.{name}: expected an integer ≥ 0 and < 2^40, got {value!r:.40}"
     for name in _TEXTS.get(kind, ()):
         if not isinstance(entry.get(name), str):
             return f"{kind}.{name}: expected text, got {entry.get(name)!r}"

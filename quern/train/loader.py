@@ -1,7 +1,7 @@
 """From the order and the shards to a rank's micro-batches: pure in (order, data step, rank), and ahead of need.
 
-A step is *planned* for the whole global batch, from boundaries alone: which documents touch each window, how many
-targets there are, which rank computes what. Only a rank's own windows are then read.
+A step is *planned* for the whole global batch, from boundaries alone (:mod:`.step_plan`): which documents touch each
+window, how many targets there are, which rank computes what. Only a rank's own windows are then read.
 
 Shape legend: B windows of a micro-batch, L tokens a window, N windows (of a step, or of some of its micro-batches),
 M documents that touch them, S pieces: a document's part among a window's inputs.
@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern.errors import InputError
-from quern.train.assignment import balance, check_divides, round_robin
-from quern.train.boundaries import Boundaries
+from quern.train.assignment import check_divides
+from quern.train.boundaries import Boundaries, Documents
 from quern.train.corpus import Corpus
 from quern.train.prefetch import Prefetch
+from quern.train.step_plan import StepPlan, assign, plan_step
 
 __all__ = ["IGNORE", "Loader", "MicroBatch", "Samples", "StepBatch"]
 
@@ -89,28 +90,6 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     valid_tokens: int
     """Targets of the whole global batch, over all ranks."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A step before a token is read; N is the global batch, in the order of its places."""
-
-    sources_N: U64
-    epochs_N: U64
-    windows_N: U64
-    starts_N: I64
-    """First token of the window in its stream."""
-    rows_N: I64
-    """Row in the arrays below, which run by source and start."""
-    counts_R: I64
-    """Documents that touch the row's window."""
-    before_R: I64
-    """Documents of the rows before."""
-    starts_M: I64
-    """Start in its window, clipped to [0, L]."""
-    purged_M: NDArray[np.bool_]
-    valid_R: I64
-    costs_R: I64
 
 
 class _Blocks:
@@ -244,50 +223,23 @@ class Loader:
             self.order_s += time.perf_counter() - began
         return sources[part], epochs[part], windows[part]
 
-    def _plan(self, data_step: int) -> _Plan:
-        sources_N, epochs_N, windows_N = self._samples(data_step)
-        seq_len = self._seq_len
-        starts_N = windows_N.astype(np.int64) * seq_len
-        order_R = np.lexsort((starts_N, sources_N))
-        rows_N = np.empty_like(order_R)
-        rows_N[order_R] = np.arange(len(order_R))
-        counts, starts, purged = [], [], []
-        edges = np.searchsorted(sources_N[order_R], np.arange(len(self._source_map) + 1, dtype=np.uint64))
-        for source in np.flatnonzero(np.diff(edges)).tolist():
+    def _plan(self, data_step: int) -> StepPlan:
+        def documents_of(source: int, starts_N: I64) -> Documents:
             own = self._source_map[source]
             if own is None:
                 raise InputError(f"data step {data_step}: reads source {source} of the order, whose data is not given")
-            documents = self._boundaries[own].between(starts_N[order_R[edges[source] : edges[source + 1]]], seq_len)
-            counts.append(documents.counts_N)
-            starts.append(documents.starts_M)
-            purged.append(documents.purged_M)
-        counts_R = np.concatenate(counts)
-        starts_M, purged_M = np.maximum(np.concatenate(starts), 0), np.concatenate(purged)
-        after_R = np.cumsum(counts_R)
-        before_R = after_R - counts_R
-        ends_M = np.empty_like(starts_M)
-        ends_M[:-1] = starts_M[1:]
-        ends_M[after_R - 1] = seq_len
-        costs_R = np.add.reduceat(np.square(ends_M - starts_M), before_R)
-        ends_M[after_R - 1] = seq_len + 1  # a window's last target is the token after its inputs
-        lost_M = (starts_M > 0) & self._document_mask
-        where = np.flatnonzero(purged_M)
-        lost_M = lost_M.astype(np.int64)
-        lost_M[where] = ends_M[where] - np.maximum(starts_M[where], 1)
-        valid_R = seq_len - np.add.reduceat(lost_M, before_R)
-        return _Plan(
-            sources_N, epochs_N, windows_N, starts_N, rows_N, counts_R, before_R, starts_M, purged_M, valid_R, costs_R
-        )
+            return self._boundaries[own].between(starts_N, self._seq_len)
 
-    def _assign(self, plan: _Plan) -> I64:
+        samples = self._samples(data_step)
+        return plan_step(samples, len(self._source_map), self._seq_len, self._document_mask, documents_of)
+
+    def _assign(self, plan: StepPlan) -> I64:
         """int64 [world, micro-batches, micro_batch]: places in the global batch."""
-        if self._document_mask:
-            return balance(plan.costs_R[plan.rows_N], self._world, self._micro_batch)
-        return round_robin(len(plan.rows_N), self._world, self._micro_batch)
+        return assign(plan, self._world, self._micro_batch, self._document_mask)
 
     # ---- the arrays
 
-    def _make(self, plan: _Plan, places: I64) -> Iterator[MicroBatch]:
+    def _make(self, plan: StepPlan, places: I64) -> Iterator[MicroBatch]:
         """Micro-batches whose places in the global batch are the rows of ``places``."""
         size, length = places.shape[1], self._seq_len
         places_N = places.ravel()

@@ -51,8 +51,10 @@ class LossScale:
 
     def unscale_(self, parameters: list[nn.Parameter]) -> None:
         """Divide the gradients by the scale, in place."""
+        if not self.enabled:
+            return
         gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if self.enabled and gradients:
+        if gradients:
             torch._foreach_mul_(gradients, self.scale.reciprocal())
 
     def update(self, non_finite: torch.Tensor) -> None:

@@ -10,12 +10,22 @@ import torch
 from torch import profiler
 
 from quern.train.config import ProfileConfig
+from quern.train.profiling.trace import STEP
 
-__all__ = ["Profiler"]
+__all__ = ["Profiler", "recording"]
+
+
+def recording() -> Any:
+    """The profiler as a context: operations with their shapes, and the device's kernels."""
+    activities = [profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(profiler.ProfilerActivity.CUDA)
+    return profiler.profile(activities=activities, record_shapes=True)
 
 
 class Profiler:
-    """Around the loop; :meth:`step` after each step. Traces go to ``RUN/profile/``, one file a rank.
+    """Around the loop; :meth:`step` after each step. Traces go to ``RUN/profile/``, one file a rank, with a
+    mark for each step, as ``quern train profile --trace`` reads them.
 
     ``start``: the loop's first step. A run that is taken up among the chosen steps traces those that are left.
     """
@@ -26,13 +36,14 @@ class Profiler:
         self._rank = rank
         self._start = start
         self._active: Any = None
+        self._mark: Any = None
 
     def __enter__(self) -> Self:
         if self._config.memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         first = self._config.first_step
         if first is not None and first <= self._start < first + self._config.steps:
-            self._begin()
+            self._begin(self._start)
         return self
 
     def step(self, step: int) -> None:
@@ -41,9 +52,11 @@ class Profiler:
         if first is None:
             return
         if step + 1 == first:
-            self._begin()
+            self._begin(step + 1)
         elif step + 1 == first + self._config.steps:
             self._end()
+        elif self._active is not None:
+            self._begin_step(step + 1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -53,16 +66,25 @@ class Profiler:
             os.makedirs(self._folder, exist_ok=True)
             torch.cuda.memory._dump_snapshot(os.path.join(self._folder, f"memory_rank{self._rank}.pickle"))
 
-    def _begin(self) -> None:
-        activities = [profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(profiler.ProfilerActivity.CUDA)
-        self._active = profiler.profile(activities=activities, record_shapes=True)
+    def _begin(self, step: int) -> None:
+        self._active = recording()
         self._active.__enter__()
+        self._begin_step(step)
+
+    def _begin_step(self, step: int) -> None:
+        self._end_step()
+        self._mark = profiler.record_function(f"{STEP}{step}")
+        self._mark.__enter__()
+
+    def _end_step(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
 
     def _end(self) -> None:
         if self._active is None:
             return
+        self._end_step()
         self._active.__exit__(None, None, None)
         os.makedirs(self._folder, exist_ok=True)
         self._active.export_chrome_trace(os.path.join(self._folder, f"trace_rank{self._rank}.json"))

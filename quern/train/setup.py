@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import torch
+import torch.distributed as dist
 
 from quern import __version__, storage
 from quern.config import digest, dump_yaml
 from quern.errors import InputError
 from quern.model.config import ModelShape
+from quern.model.float8.delayed import Amaxes
+from quern.model.float8.product import available
+from quern.model.float8.recipe import Recipe, Scaling
+from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, parallelize
+from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.checks import Task, check_layout
-from quern.parallel.mesh import MeshPlan, build_mesh, plan_mesh
+from quern.parallel.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
 from quern.train.agree import Agreement
 from quern.train.assignment import check_divides
 from quern.train.begin import LEDGER_FILE, Start, begin
@@ -37,14 +44,18 @@ from quern.train.optimizer import build_optimizer
 from quern.train.precision import LossScale, Precision, precision_of
 from quern.train.profile import Profiler
 from quern.train.ranks import Ranks
+from quern.train.resilience.forensics import Facts, Forensics
 from quern.train.resilience.guard import Guard
 from quern.train.schedule import check_schedule
+from quern.train.summary import float8
 from quern.train.trainer import Trainer
 from quern.train.validation import Validator, open_held_out
 
 __all__ = ["Checked", "check", "open_trainer"]
 
 RUN_FILE = "run.json"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,8 @@ def check(config: TrainConfig, world: int) -> Checked:
     backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enabled else []
     if config.compile.enabled and config.compile.backend not in backends:
         raise InputError(f"compile.backend: expected one of torch's, as inductor is, got {config.compile.backend!r}")
+    if config.float8.products is not None and config.float8.implementation == "torchao":
+        Torchao.of(config.float8.products)
     _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     _check_layout(config, corpus.vocab_size, mesh, {f"{where}global_batch": b for where, b in batches.items() if b})
@@ -87,6 +100,8 @@ def _check_layout(config: TrainConfig, vocab_size: int, mesh: MeshPlan, batches:
         activation_checkpointing=config.activation_checkpointing,
         compiled=config.compile.enabled,
         cuda=config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()),
+        float8=config.float8.products,
+        float8_all_gather=config.float8.all_gather,
         local_ranks=int(local) if local else None,
     )
     check_layout(config.model.shape(vocab_size), mesh, config.parallel, task)
@@ -113,8 +128,12 @@ def _check_run_dir(path: str) -> None:
 
 
 @contextmanager
-def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
+def open_trainer(
+    config: TrainConfig, ranks: Ranks, first_weights: Callable[[Transformer, int], None] = initialise
+) -> Iterator[Trainer]:
     """The run of ``config``, begun or taken up again where it was left, ready for :meth:`Trainer.fit`. Collective.
+
+    ``first_weights`` fills the parameters of a run that no checkpoint begins, by ``config.seed``.
 
     Raises:
         InputError: the config, the corpus or what stands in ``run_dir`` does not fit.
@@ -127,6 +146,7 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
+    _check_kernels(config, precision, ranks.device)
     _deterministic(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
@@ -156,6 +176,8 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
             activation_checkpointing=config.activation_checkpointing,
             compile_backend=config.compile.backend if config.compile.enabled else None,
             async_tp=config.parallel.async_tp,
+            float8=config.float8.products,
+            float8_all_gather=config.float8.all_gather,
             schedule=config.parallel.scheduling,
             stages_per_rank=config.parallel.stages_per_rank,
             stage_layers=config.parallel.stage_layers,
@@ -164,12 +186,13 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         )
         parallel = parallelize(model, mesh, layout, ranks.device)
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
-            initialise(parallel.model, config.seed)
+            first_weights(parallel.model, config.seed)
         optimizer = build_optimizer(parallel.model, config.optimizer)
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
         state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, plan))
-        scalars = _restore(config, start, checkpoints, state, guard, loss_scale)
+        scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel.amaxes)
+        _follow_updates(parallel, optimizer)
         loader = together.own(
             lambda: Loader(
                 corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
@@ -192,16 +215,61 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
             return Metrics(config.run_dir, config.metrics, config.steps)
 
         metrics = together.own(written_once)
+        forensics = _forensics(config, start, mesh, parallel, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
-            feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard, loss_scale=loss_scale,
-            checkpoints=checkpoints, state=state, validator=validator,
+            feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
+            forensics=forensics, loss_scale=loss_scale, checkpoints=checkpoints, state=state, validator=validator,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
             ledger=ledger, metrics=metrics,
         )  # fmt: skip
         with trainer:
             trainer.saves.restore(scalars)
             yield trainer
+
+
+def _follow_updates(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    """FP8 scales for the weights that are there and for those that every update leaves, and the step's largest values
+    into the history. Collective, updates too."""
+    gather, amaxes = parallel.float8_gather, parallel.amaxes
+    if gather is not None:
+        gather.update()
+        optimizer.register_step_post_hook(lambda *_: gather.update())
+    if amaxes is not None:
+        reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX) if dist.is_initialized() else None
+        optimizer.register_step_post_hook(lambda own, *_: amaxes.roll(reduce, own.found_inf))
+
+
+def _forensics(
+    config: TrainConfig, start: Start, mesh: Mesh, parallel: Parallel, loss_scale: LossScale, together: Agreement
+) -> Forensics:
+    order = start.mixture.order
+    facts = Facts(
+        attempt=start.attempt,
+        order=order.hash,
+        sources=order.ids,
+        policy=config.guard.model_dump(mode="json"),
+        layout={
+            **mesh.plan.sizes(), "micro_batch": config.micro_batch, "seq_len": config.seq_len,
+            "document_mask": config.document_mask,
+        },
+        dp_rank=mesh.dp_rank,
+        loss_scaled=loss_scale.enabled,
+    )  # fmt: skip
+    gradients, counts = parallel.gradients, parallel.run.counts
+    return Forensics(config.forensics, config.run_dir, facts, gradients.squares, counts, together)
+
+
+def _check_kernels(config: TrainConfig, precision: Precision, device: torch.device) -> None:
+    """FP8 that would only be emulated is slower than none; on the CPU that is what it is for."""
+    recipe = config.float8.products
+    if recipe is None or device.type != "cuda" or available(recipe, device, precision.compute):
+        return
+    fits = [s for s in get_args(Scaling) if available(Recipe(s), device, precision.compute)]
+    raise InputError(
+        f"float8.recipe: {recipe.scaling} has no kernel here ({torch.cuda.get_device_name(device)}, CUDA "
+        f"{torch.version.cuda}, precision {precision.name}); expected {' or '.join(fits) or 'null'}"
+    )
 
 
 def _deterministic(wanted: bool) -> None:
@@ -238,6 +306,7 @@ def _restore(
     state: TrainState,
     guard: Guard,
     loss_scale: LossScale,
+    amaxes: Amaxes | None,
 ) -> Mapping[str, object]:
     """Returns the scalars of the checkpoint the run goes on from."""
     scalars: Mapping[str, object] = {}
@@ -250,6 +319,11 @@ def _restore(
         loss_scale.load_state_dict(
             {n.removeprefix("loss_scale."): v for n, v in part.items() if n.startswith("loss_scale.")}
         )
+        history = part.get("float8.history")
+        if amaxes is not None and history is not None and history.shape == amaxes.history.shape:
+            amaxes.load_state_dict({"names": amaxes.names, "history": history})
+        elif amaxes is not None:
+            log.info("float8.delayed: the checkpoint has no history of these layers; scales begin without one")
     elif config.init_from is not None:
         given = Checkpoint(0, config.init_from)
         if problems := checkpoints.problems(given):
@@ -290,6 +364,9 @@ def _same_config(config: TrainConfig, together: Agreement) -> None:
 def _describe(
     config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan, utilisation: Utilisation, start: Start
 ) -> None:
+    in_float8 = float8(config, shape, plan)
+    if in_float8 is not None and in_float8["left_out"]:
+        log.info("in %s, not in FP8: %s of every block", config.precision, ", ".join(in_float8["left_out"]))
     storage.publish_bytes(os.path.join(config.run_dir, "config.yaml"), dump_yaml(config).encode())
     storage.write_json(
         os.path.join(config.run_dir, RUN_FILE),
@@ -299,6 +376,7 @@ def _describe(
             "model": shape.model_dump(mode="json"),
             "parameters": shape.num_parameters,
             "layout": plan.sizes(),
+            "float8": in_float8,
             "order": start.mixture.order.hash,
             "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
             "mfu": utilisation.describe(),

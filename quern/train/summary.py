@@ -9,6 +9,7 @@ from typing import Any
 from quern.mixtures.recipe import Plan
 from quern.model.config import ModelShape
 from quern.parallel.bubble import bubble
+from quern.parallel.float8 import LAYERS, fitting
 from quern.parallel.mesh import MeshPlan
 from quern.parallel.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
 from quern.parallel.traffic import Step, buffer_elements, elements_held, traffic
@@ -16,7 +17,7 @@ from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
 
-__all__ = ["checkpoint_size", "communication", "layout", "pipeline", "state_memory", "step_of", "summarise"]
+__all__ = ["checkpoint_size", "communication", "float8", "layout", "pipeline", "state_memory", "step_of", "summarise"]
 
 #: Bytes a parameter, by compute precision: weights and gradients at use, then FP32 master and two moments. Adam in
 #: mixed precision makes 16 (Rajbhandari et al. 2020, section 3.1); FP32 has no second copy of the weights.
@@ -41,6 +42,7 @@ def step_of(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> Step:
         reshard=config.parallel.resharding,
         activation_checkpointing=config.activation_checkpointing,
         loss_chunk=config.loss_chunk,
+        float8_gather=config.float8.products if config.float8.all_gather else None,
         schedule=config.parallel.scheduling,
         stages_per_rank=config.parallel.stages_per_rank,
         stage_layers=config.parallel.stage_layers,
@@ -76,6 +78,21 @@ def checkpoint_size(step: Step, config: TrainConfig) -> dict[str, float]:
     written = 3 * _MASTER[config.precision] * step.shape.num_parameters
     copied = 0 if config.checkpoint.mode == "sync" else written
     return {"bytes": written, "copy_gib_per_rank": copied / step.plan.world_size / 2**30}
+
+
+def float8(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> dict[str, Any] | None:
+    """How the blocks' products are computed, and which of a block's layers stay in ``precision`` because a rank's part
+    of them does not fit; null without FP8."""
+    recipe = config.float8.products
+    if recipe is None:
+        return None
+    fits = fitting(shape, plan.tp, recipe)
+    return {
+        "recipe": recipe.scaling, "gradients": recipe.gradients, "delayed": recipe.delayed,
+        "all_gather": config.float8.all_gather, "implementation": recipe.implementation,
+        "layers": len(fits) * shape.num_layers,
+        "left_out": [name for name in LAYERS if name not in fits],
+    }  # fmt: skip
 
 
 def layout(plan: MeshPlan) -> dict[str, Any]:
@@ -151,6 +168,7 @@ def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, 
             "embedding": shape.vocab_size * shape.dim,
         },
         "layout": layout(plan),
+        "float8": float8(config, shape, plan),
         "pipeline": pipeline(step),
         "communication": communication(step),
         "state_memory_gib": state_memory(step, config.precision),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from quern.train.optimizer import step as update
 from quern.train.precision import LossScale, precision_of
 from quern.train.profile import Profiler
 from quern.train.ranks import Ranks
+from quern.train.resilience.forensics import Forensics, Seen
 from quern.train.resilience.good import Watch
 from quern.train.resilience.guard import Guard, Health
 from quern.train.saves import Saves
@@ -35,6 +37,8 @@ from quern.train.schedule import learning_rate
 from quern.train.validation import Validator
 
 __all__ = ["Trainer"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class _Pending:
     data_step: int
     valid_tokens: int
     values: torch.Tensor
-    """Loss, gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale, asked to stop,
-    what the z-loss adds, ranks that have written their part of a checkpoint, whether it is published."""
+    """Objective, loss, asked to stop, ranks that have written their part of a checkpoint, whether it is published,
+    asked for forensics; gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale."""
     lr: float
     tokens: int
     wait_s: float
@@ -64,6 +68,7 @@ class Trainer:
     optimizer: torch.optim.AdamW
     feed: Feed
     guard: Guard
+    forensics: Forensics
     loss_scale: LossScale
     checkpoints: CheckpointManager
     state: TrainState
@@ -107,21 +112,29 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
-        self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
         self.saves.prepare(self._everything())
-        self._mark = Mark(self.ranks.device)
+        self.begin()
         with _listening(self), self.profiler:
             for step in self.steps():
-                batch = self.feed.take(self.data_step(step))
-                loss = self.forward_backward(batch)
-                norm = self.clip(step)
-                health = self.guard.judge(loss, norm)
-                self.update(step, health)
-                self.report(step, batch, loss, norm, health)
+                self.train_step(step)
                 self.validate_if_due(step)
                 self.save_if_due(step)
                 self.profiler.step(step)
             self.finish()
+
+    def begin(self) -> None:
+        """The data from here on, and the clock."""
+        self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
+        self._mark = Mark(self.ranks.device)
+
+    def train_step(self, step: int) -> None:
+        """One step, the whole of it but for what is not done in each: validation, saving, tracing."""
+        batch = self.feed.take(self.data_step(step))
+        loss = self.forward_backward(batch)
+        norm = self.clip(step)
+        health = self.guard.judge(loss, norm)
+        self.update(step, health)
+        self.report(step, batch, norm, health)
 
     def steps(self) -> Iterator[int]:
         """Steps that are left, the first of a run being 0; ends early when all ranks know of a signal."""
@@ -142,13 +155,16 @@ class Trainer:
         def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
             return self.loss_scale.scaled(loss_sum / batch.valid_tokens)
 
-        sums = self.parallel.run.forward_backward(batch.micro_batches, weigh)
+        losses = self.forensics.losses()
+        sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
+        self.forensics.keep(batch, losses)
         self.parallel.gradients.finish()
-        mine = torch.zeros(5, dtype=self._master, device=self.ranks.device)
+        mine = torch.zeros(6, dtype=self._master, device=self.ranks.device)
         mine[:2] = sums / batch.valid_tokens
-        save = self.saves.progress()
-        for place, value in enumerate((self._signal, save.ended, save.published), start=2):
-            mine[place] = value  # travels with the loss, so that all ranks know it at the same step
+        save, asked = self.saves.progress(), self.forensics.take_request()
+        for place, value in enumerate((self._signal, save.ended, save.published, asked), start=2):
+            if value:  # travels with the loss, so that all ranks know it at the same step
+                mine[place] = value
         self._summed = self.ranks.sum(mine)
         return self._summed[1]
 
@@ -158,7 +174,7 @@ class Trainer:
         self.loss_scale.unscale_(gradients.parameters)
         if self.on_gradients is not None:
             self.on_gradients(self, step)
-        norm = gradients.norm()
+        norm = gradients.norm(self.forensics.norms)
         if self.config.optimizer.clip is not None:
             gradients.clip(self.config.optimizer.clip, norm)
         return norm
@@ -171,14 +187,14 @@ class Trainer:
         self._tokens += self._sequences(step) * self.config.seq_len
         self._done = step + 1
 
-    def report(self, step: int, batch: StepInputs, loss: torch.Tensor, norm: torch.Tensor, health: Health) -> None:
+    def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
         """Send the step's figures to the host, and read those of the step before, which have arrived."""
         figures = (
-            loss, norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z,
-            health.norm_z, self.loss_scale.scale, self._summed[2], self._summed[0] - self._summed[1],
-            self._summed[3], self._summed[4],
+            norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z, health.norm_z,
+            self.loss_scale.scale,
         )  # fmt: skip
-        values = torch.stack([figure.to(self._master) for figure in figures]).to("cpu", non_blocking=True)
+        own = torch.stack([figure.to(self._master) for figure in figures])
+        values = torch.cat((self._summed, own)).to("cpu", non_blocking=True)
         self._pending.append(
             _Pending(
                 step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
@@ -192,8 +208,9 @@ class Trainer:
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
             pending.ended.wait()
-            self._read(pending)
-            self.saves.heard(Progress(*map(int, pending.values[-2:].tolist())))
+            figures = pending.values.tolist()
+            self.forensics.settle(self._read(pending, figures))
+            self.saves.heard(Progress(int(figures[3]), int(figures[4])))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
@@ -202,16 +219,23 @@ class Trainer:
                     f"data_skip, or another lr"
                 )
 
-    def _read(self, pending: _Pending) -> None:
-        figures = pending.values.tolist()
-        loss, norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale, stop, z_loss = figures[:11]
+    def _read(self, pending: _Pending, figures: list[float]) -> Seen:
+        objective, loss, stop, _, _, asked = figures[:6]
+        norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale = figures[6:]
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
         self._skips = self._skips + 1 if skipped else 0
-        if self.ledger is None or self.metrics is None:
-            return
         where = {"step": pending.step, "data_step": pending.data_step}
+        flags = {
+            "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike), "non_finite": bool(non_finite),
+            "skipped": bool(skipped),
+        }  # fmt: skip
+        seen = Seen(
+            pending.step, pending.data_step, loss, norm, loss_z, norm_z, **flags, requested=bool(asked)
+        )  # fmt: skip
+        if self.ledger is None or self.metrics is None:
+            return seen
         if skipped:
             self.ledger.append("skipped", **where, reason="non_finite" if non_finite else "spike")
         elif non_finite:
@@ -224,11 +248,11 @@ class Trainer:
             **where, "attempt": self.start.attempt, "loss": loss, "grad_norm": norm, "lr": pending.lr,
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
-            **self.utilisation.of(speed), "skipped": bool(skipped), "non_finite": bool(non_finite),
-            "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike),
+            **self.utilisation.of(speed), **flags,
         }  # fmt: skip
         row |= {"loss_scale": scale} if self.loss_scale.enabled else {}
-        self.metrics.report(row | ({"z_loss": z_loss} if self.config.z_loss else {}))
+        self.metrics.report(row | ({"z_loss": objective - loss} if self.config.z_loss else {}))
+        return seen
 
     def save_if_due(self, step: int) -> None:
         """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
@@ -252,6 +276,8 @@ class Trainer:
         """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
         extra = {f"guard.{name}": value.clone() for name, value in self.guard.state_dict().items()}
         extra |= {f"loss_scale.{name}": value.clone() for name, value in self.loss_scale.state_dict().items()}
+        if self.parallel.amaxes is not None:
+            extra |= {"float8.history": self.parallel.amaxes.history.clone()}
         return TrainState(self.model, self.optimizer, self.state.facts, extra)
 
     def validate_if_due(self, step: int) -> None:
@@ -262,7 +288,8 @@ class Trainer:
         self.settle()
         if self.stopped_by is not None:
             self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
-        losses = self.validator.run(self.parallel.run)
+        with self.parallel.looking():
+            losses = self.validator.run(self.parallel.run)
         if self.metrics is not None:
             self.metrics.validation(done, losses)
         self._mark = Mark(self.ranks.device)
@@ -270,6 +297,8 @@ class Trainer:
     def finish(self) -> None:
         """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""
         self.settle()
+        if self.forensics.take_request():
+            log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
         if self.ledger is not None and not self.complete:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:
@@ -309,7 +338,8 @@ class Trainer:
 
 @contextmanager
 def _listening(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own."""
+    """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for forensics of
+    a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is replaced)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -318,7 +348,9 @@ def _listening(trainer: Trainer) -> Iterator[None]:
         trainer.asked_to_stop(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    if trainer.config.forensics.window and signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: trainer.forensics.request())
     try:
         yield
     finally:

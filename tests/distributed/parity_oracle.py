@@ -8,10 +8,11 @@ From quern come the documents and their shard files (through its writer), and th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import float8_products
 import order_reference
 import plain_loop
 import torch
@@ -53,15 +54,17 @@ def source_of(docs: list[Document]) -> Source:
 
 
 def batches(computation: Computation, data: Data) -> list[list[plain_loop.Batch]]:
-    """The whole global batch of each step, as one micro-batch in the order of its places."""
-    sources, seq_len = list(data.sources.values()), computation.seq_len
-    windows = [plain_loop.num_windows(source.stream, seq_len) for source in sources]
-    weights, size = list(SOURCES.values()), computation.global_batch
+    """The whole global batch of each step in the order of its places: one micro-batch, but where its size matters."""
+    seq_len = computation.seq_len
+    windows_of = {name: plain_loop.num_windows(source.stream, seq_len) for name, source in data.sources.items()}
+    names = [name for name, number in windows_of.items() if number]
+    sources, windows = [data.sources[name] for name in names], [windows_of[name] for name in names]
+    weights, size = [SOURCES[name] for name in names], computation.global_batch
     table = [(0, weights, size, size)]
     for phase in computation.phases():
         weights, size = phase.get("weights", weights), phase.get("global_batch", size)
         table.append((phase["first_step"], weights, size, size))
-    order = order_reference.Reference(windows, SEED, table, [f"r1/{name}/1" for name in data.sources])
+    order = order_reference.Reference(windows, SEED, table, [f"r1/{name}/1" for name in names])
     found, first = [], 0
     for step in range(STEPS):
         size = [row[2] for row in table if row[0] <= step][-1]
@@ -70,7 +73,8 @@ def batches(computation: Computation, data: Data) -> list[list[plain_loop.Batch]
             number, _, index = order.sample(place)
             source = sources[number]
             rows.append(plain_loop.window(source.stream, source.spans, index, seq_len, computation.mask))
-        found.append([plain_loop.batch_of(rows)])
+        width = computation.micro_batch or size
+        found.append([plain_loop.batch_of(rows[place : place + width]) for place in range(0, size, width)])
         first += size
     return found
 
@@ -92,6 +96,8 @@ def in_vocabulary(name: str) -> bool:
 def records(computation: Computation, data: Data) -> list[plain_loop.Record]:
     sizes = {name: value for name, value in computation.model if name != "vocab_multiple"}
     shape = plain_loop.Shape(**sizes, vocab_size=VOCAB_SIZE)
+    if computation.float8 is not None:
+        shape = replace(shape, product=float8_products.product(computation.float8))
     settings = plain_loop.Settings(
         STEPS, lr=LR, weight_decay=WEIGHT_DECAY, clip=MAX_NORM, warmup=WARMUP, z_loss=computation.z_loss
     )

@@ -84,19 +84,18 @@ COMPOSED = [
     Case("hsdp3x2", "full", mask=False, sizes="norm"),
     Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
-#: All of data and tensor parallelism on up to 4 ranks; of the rest every layout with everything, by pairs.
-LONG = [
-    *(case for case in matrix.everything() if case.on.pp == 1 and case.on.world <= 4),
-    *matrix.covering([case for case in matrix.product() if case.on.pp > 1 or case.on.world > 4], every_pair),
-    *matrix.special(),
-]
+#: Every pair of factors on every layout.
+LONG = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
+#: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
+EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.on.world <= 4]
 
 
 def marked() -> dict[Case, Any]:
     """In `make test-fast` the quick set of `quern selftest` on up to 2 ranks, in `make test` all of that and the short
-    cases too, then every one."""
-    cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
-    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED]}
+    cases too, then every pair of factors on every layout, and only when asked for the whole product."""
+    cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
+    cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
+    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED, *matrix.float8()]}
     slow = {case: pytest.mark.slow if case.on.world > 2 else () for case in matrix.quick()}
     return cases | {case: pytest.param(case, marks=marks) for case, marks in slow.items()}
 

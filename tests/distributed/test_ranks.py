@@ -64,6 +64,11 @@ def sleep_for_ever() -> None:
     time.sleep(600)
 
 
+def compute_for_ever() -> None:
+    while True:
+        sorted(range(9), key=lambda number: -number)
+
+
 def read_variable() -> str | None:
     return os.environ.get("QUERN_TEST_VARIABLE")
 
@@ -118,6 +123,13 @@ def test_a_hang_ends_at_the_time_out_and_shows_where(ranks: Any, tmp_path: Path)
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)
+
+
+def test_a_rank_that_computes_too_long_shows_where(ranks: Any) -> None:
+    with pytest.raises(ranks.RankError, match="did not finish within 1 s") as caught:
+        ranks.run_ranks(compute_for_ever, 2, timeout_s=1)
+    assert caught.value.failed.keys() == {0, 1}
+    assert all("in compute_for_ever" in text for text in caught.value.failed.values())
 
 
 def test_a_rank_that_is_done_waits_for_the_others(run_ranks: Any) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.model.config import ModelConfig, ModelShape
+from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
@@ -47,6 +48,8 @@ class Case:
     stages_per_rank: int | None = None
     layers: int = 3
     kv_heads: int = 3
+    float8: Recipe | None = None
+    """By which weights are gathered in FP8; with sizes that it fits."""
 
     def __str__(self) -> str:
         said = f"{self.plan} reshard {self.reshard} AC {self.activation} x{self.micro_batches}"
@@ -58,6 +61,8 @@ class Case:
         tp = self.plan.tp > 1
         sizes: dict[str, Any] = {"dim": 30, "num_heads": 12, "num_kv_heads": self.kv_heads, "head_dim": 10}
         sizes["ffn_dim"] = 68 if tp else 61
+        if self.float8 is not None:  # keys and values of one head are for two ranks, and travel whole
+            sizes = {"dim": 128, "num_heads": 2, "num_kv_heads": self.kv_heads, "head_dim": 128, "ffn_dim": 256}
         if self.wide:
             sizes = {"dim": 256, "num_heads": 4, "ffn_dim": 768}
         return ModelConfig(
@@ -74,7 +79,7 @@ class Case:
             shape=self.shape, plan=self.plan, micro_batch=MICRO_BATCH, num_micro_batches=self.micro_batches,
             seq_len=self.seq_len, compute_bytes=self.dtype.itemsize, reduce_bytes=max(self.dtype.itemsize, 4),
             reshard=self.reshard, activation_checkpointing=self.activation, schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank, loss_chunk=4096 if self.wide else 5,
+            stages_per_rank=self.stages_per_rank, loss_chunk=4096 if self.wide else 5, float8_gather=self.float8,
         )  # fmt: skip
 
 
@@ -147,6 +152,7 @@ def build(case: Case) -> Parallel:
     layout = Layout(
         compute_dtype=case.dtype, reshard_after_forward=case.reshard, activation_checkpointing=case.activation,
         micro_batch=MICRO_BATCH, seq_len=case.seq_len, schedule=case.schedule, stages_per_rank=case.stages_per_rank,
+        float8=case.float8, float8_all_gather=case.float8 is not None,
     )  # fmt: skip
     parallel = parallelize(model, build_mesh(case.plan, "cpu"), layout)
     initialise(parallel.model, seed=7)
@@ -161,6 +167,8 @@ def take(parallel: Parallel, case: Case) -> None:
         tokens_BL, targets_BL = torch.randint(127, (2, MICRO_BATCH, case.seq_len), generator=generator).unbind()
         inputs.append(Inputs(tokens_BL, targets_BL, None, None))
     parallel.model.zero_grad(set_to_none=True)
+    if parallel.float8_gather is not None:
+        parallel.float8_gather.update()
     parallel.run.forward_backward(inputs, lambda loss_sum: loss_sum / 100)
     parallel.gradients.finish()
 
@@ -244,6 +252,24 @@ def test_eight_ranks(run_ranks: Any) -> None:
         compare(run_ranks, cases)
     tied = Case(MeshPlan(2, 2, tp=2), kv_heads=2, activation="selective", tied=True)
     compare(run_ranks, [tied, replace(tied, plan=MeshPlan(dp_replicate=2, pp=2, tp=2), micro_batches=2)])
+
+
+@pytest.mark.slow
+def test_weights_gathered_in_fp8(run_ranks: Any) -> None:
+    block = Case(MeshPlan(dp_shard=4), float8=Recipe("blockwise"), dtype=torch.bfloat16, kv_heads=1)
+    cases = [
+        block,
+        replace(block, plan=MeshPlan(dp_shard=2, tp=2), float8=Recipe("tensorwise"), activation="full"),
+        replace(block, plan=MeshPlan(dp_shard=2, tp=2), kv_heads=2, reshard=False),
+        replace(block, plan=MeshPlan(pp=2, dp_shard=2), reshard=False, layers=4, micro_batches=4,
+                schedule="zbv_zero_bubble"),
+    ]  # fmt: skip
+    compare(run_ranks, cases)
+    for case in cases:
+        weights = [0, 0]
+        for place, step in enumerate((case.step, replace(case.step, float8_gather=None))):
+            weights[place] = sum(row.payload for row in traffic(step) if row.what == "gather weights")
+        assert 0.5 < weights[0] / weights[1] < 0.8  # embedding, head and norms travel as they are
 
 
 def acknowledged() -> int:

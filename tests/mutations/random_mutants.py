@@ -169,7 +169,7 @@ def sets_of(module: str) -> list[list[str]]:
     """Arguments of pytest for a module's sets of tests, in turn."""
     own = [f"tests/{name}" for name in OWN[module]]
     parity = "tests/distributed/test_parity.py"
-    fast, slow = "not slow and not long", "slow and not long"
+    fast, slow = "not slow and not long and not exhaustive", "slow and not long and not exhaustive"
     if module in TABLES:
         return [["-m", fast, *own], ["-m", slow, *own]]
     two_ranks = ["-m", fast, "-k", "tp2 or pp2 or ddp2 or fsdp2", parity]

@@ -11,7 +11,7 @@ Legend: B batch, L sequence, D model, N heads, K kv heads, H head dim, F ffn, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class Shape:
     norm_eps: float = 1e-5
     qk_norm: bool = False
     tied_embeddings: bool = False
+    product: Callable[[Tensor, Tensor], Tensor] = torch.nn.functional.linear
+    """``x Wᵀ`` of the blocks' matrices."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,10 @@ def attention_mask(documents_BL: Tensor) -> Tensor:
 def attend(w: Mapping[str, Tensor], prefix: str, shape: Any, x_BLD: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
     """Grouped-query attention: query head n reads kv head n // (N / K)."""
     batch, length, _ = x_BLD.shape
-    q = (x_BLD @ w[f"{prefix}.wq.weight"].T).view(batch, length, shape.num_heads, shape.head_dim)
-    k = (x_BLD @ w[f"{prefix}.wk.weight"].T).view(batch, length, shape.num_kv_heads, shape.head_dim)
-    v = (x_BLD @ w[f"{prefix}.wv.weight"].T).view(batch, length, shape.num_kv_heads, shape.head_dim)
+    product = getattr(shape, "product", torch.nn.functional.linear)
+    q = product(x_BLD, w[f"{prefix}.wq.weight"]).view(batch, length, shape.num_heads, shape.head_dim)
+    k = product(x_BLD, w[f"{prefix}.wk.weight"]).view(batch, length, shape.num_kv_heads, shape.head_dim)
+    v = product(x_BLD, w[f"{prefix}.wv.weight"]).view(batch, length, shape.num_kv_heads, shape.head_dim)
     if shape.qk_norm:
         q = rms_norm(q, w[f"{prefix}.q_norm.weight"], shape.norm_eps)
         k = rms_norm(k, w[f"{prefix}.k_norm.weight"], shape.norm_eps)
@@ -194,21 +197,22 @@ def attend(w: Mapping[str, Tensor], prefix: str, shape: Any, x_BLD: Tensor, angl
         scores_BLL = q[:, :, n] @ k[:, :, n // group].transpose(1, 2) / math.sqrt(shape.head_dim)
         scores_BLL = scores_BLL.masked_fill(~mask, -math.inf)
         heads.append(torch.softmax(scores_BLL, dim=-1) @ v[:, :, n // group])
-    return torch.cat(heads, dim=-1) @ w[f"{prefix}.wo.weight"].T
+    return product(torch.cat(heads, dim=-1), w[f"{prefix}.wo.weight"])
 
 
 def forward(w: Mapping[str, Tensor], shape: Any, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
     """Logits [B, L, V] over the real vocabulary; rows of the weights beyond it are padding and never read."""
     angles = positions[..., None].to(torch.float64) * rope_frequencies(shape).to(positions.device)
     mask = attention_mask(documents)
+    product = getattr(shape, "product", torch.nn.functional.linear)
     x_BLD = w["embed.weight"][tokens]
     for i in range(shape.num_layers):
         block = f"blocks.{i}"
         normed = rms_norm(x_BLD, w[f"{block}.attention_norm.weight"], shape.norm_eps)
         x_BLD = x_BLD + attend(w, f"{block}.attention", shape, normed, angles, mask)
         normed = rms_norm(x_BLD, w[f"{block}.ffn_norm.weight"], shape.norm_eps)
-        gate, up = normed @ w[f"{block}.ffn.w1.weight"].T, normed @ w[f"{block}.ffn.w3.weight"].T
-        x_BLD = x_BLD + (gate * torch.sigmoid(gate) * up) @ w[f"{block}.ffn.w2.weight"].T
+        gate, up = product(normed, w[f"{block}.ffn.w1.weight"]), product(normed, w[f"{block}.ffn.w3.weight"])
+        x_BLD = x_BLD + product(gate * torch.sigmoid(gate) * up, w[f"{block}.ffn.w2.weight"])
     x_BLD = rms_norm(x_BLD, w["norm.weight"], shape.norm_eps)
     head = w["embed.weight"] if shape.tied_embeddings else w["head.weight"]
     return x_BLD @ head[: shape.vocab_size].T

@@ -85,6 +85,8 @@ def test_a_ledger_cut_at_any_byte_keeps_its_whole_lines(tmp_path: Path) -> None:
             "line 2: resume.step: expected an integer ≥ 0",
         ),
         (b'{"kind": "resume", "step": 1, "data_step": true, "order": "a"}', "line 2: resume.data_step: expected"),
+        (b'{"kind": "end", "step": 100000000000000000000000}', "line 2: end.step: expected an integer"),
+        (b"[" * 100_000, "line 2 is damaged: expected a JSON object"),
         (b'{"kind": "resume", "step": 1, "data_step": 1}', "line 2: resume.order: expected text, got None"),
         (b'{"kind": "order", "hash": "a", "spec": 1}', "line 2: order.spec: expected a mapping, got 1"),
     ],

@@ -35,7 +35,9 @@ def test_the_quick_set_has_every_layout_schedule_and_world() -> None:
     factors = ("activation", "more", "mask", "tied", "sizes", "z_loss")
     for one, other in itertools.combinations(factors, 2):
         pairs = set(itertools.product(FACTORS[one], FACTORS[other]))
-        assert {(getattr(case, one), getattr(case, other)) for case in cases} == pairs
+        plain = [case for case in cases if case.float8 is None]
+        assert {(getattr(case, one), getattr(case, other)) for case in plain} == pairs
+    assert sum(case.float8 is not None for case in cases) >= 2
 
 
 def test_everything_is_each_legal_case_once() -> None:
@@ -43,7 +45,7 @@ def test_everything_is_each_legal_case_once() -> None:
     names = Counter(map(str, cases))
     assert max(names.values()) == 1
     assert all(map(legal, cases))
-    on = [case for case in cases if case.skip is None and not case.ramp]
+    on = [case for case in cases if case.skip is None and not case.ramp and case.float8 is None]
     without_pipelines = sum(layout.pp == 1 for layout in LAYOUTS.values())
     splitting = sum(kind.splits_backward for kind in SCHEDULES.values())
     rows = without_pipelines * 3 + (len(LAYOUTS) - without_pipelines) * (3 * (len(SCHEDULES) - splitting) + splitting)

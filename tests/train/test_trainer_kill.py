@@ -39,16 +39,27 @@ def newest_step(run: Path) -> int:
     return max((checkpoint.step for checkpoint in list_checkpoints(str(run))), default=0)
 
 
+def half_written(run: Path) -> set[str]:
+    root = run / "checkpoints"
+    return {name for name in os.listdir(root) if HALF.fullmatch(name)} if root.exists() else set()
+
+
 def a_life(context, file: Path, run: Path, rng: random.Random) -> None:
-    """A process that trains until it is killed: somewhere within the next few steps after it has made some."""
+    """A process that trains until it is killed: somewhere within the next few steps after it has made some, or, every
+    second one, as soon as a save of its own is seen under way."""
     process = context.Process(target=main, args=([str(file)],))
     process.start()
     try:
-        before, deadline = newest_step(run), time.monotonic() + 120
+        before, left, deadline = newest_step(run), half_written(run), time.monotonic() + 120
         wanted = before + rng.choice([0, 1, 1, 2, 3])
         while newest_step(run) < wanted and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.05 if wanted > before else 0.5))
+        if rng.random() < 0.5:
+            while half_written(run) <= left and process.is_alive() and time.monotonic() < deadline:
+                pass  # a save is over in milliseconds
+            time.sleep(rng.choice([0, 0, 0.001, 0.003]))
+        else:
+            time.sleep(rng.uniform(0, 0.05 if wanted > before else 0.5))
         assert process.is_alive(), "the trainer ended of itself"
     finally:
         assert process.pid is not None
@@ -70,9 +81,7 @@ def test_twenty_kills(tmp_path, interval):
     while lives < KILLS or (cut_off < 3 and lives < 5 * KILLS):  # where a kill strikes is chance
         lives += 1
         a_life(context, file, run, rng)
-        root = run / "checkpoints"
-        if root.exists():
-            cut_off += any(HALF.fullmatch(name) for name in os.listdir(root))
+        cut_off += bool(half_written(run))
         for found in list_checkpoints(str(run)):
             assert verify(found.path) == []  # what bears a checkpoint's name is whole
     assert cut_off > 2, f"{cut_off} of {lives} kills struck a save; the test shows less than it should"
@@ -83,7 +92,7 @@ def test_twenty_kills(tmp_path, interval):
     last = case.live(config_for(run, paths, steps, checkpoint=checkpoint))
     assert last.start.step == newest
     assert last.complete
-    assert not [name for name in os.listdir(run / "checkpoints") if HALF.fullmatch(name)]
+    assert not half_written(run)
     straight = case.live(config_for(tmp_path / "whole", paths, steps, checkpoint={"interval": 0}))
     assert case.differences(last.state, straight.state) == []
 

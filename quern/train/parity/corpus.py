@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from quern.tokenize.shards import ShardInfo, ShardWriter, version_entry
+from quern.train.bench.corpus import Shard, write_data_run
 from quern.train.parity.matrix import VOCAB_SIZE
 
-__all__ = ["SOURCES", "Document", "documents", "write_corpus"]
+__all__ = ["SOURCES", "Document", "documents", "sources_of", "write_corpus"]
 
 SOURCES = {"a": 0.5, "b": 0.3, "c": 0.2}
 """Their weights; the least one is read more than once."""
@@ -46,38 +43,21 @@ def documents() -> dict[str, list[list[Document]]]:
     return {name: [[document(length) for length in shard] for shard in lengths[name]] for name in SOURCES}
 
 
+def sources_of(seq_len: int) -> dict[str, float]:
+    """Those that have a window of so many tokens and one more, and their weights."""
+    tokens = {name: sum(len(doc.tokens) for shard in shards for doc in shard) for name, shards in documents().items()}
+    return {name: weight for name, weight in SOURCES.items() if tokens[name] > seq_len}
+
+
 def write_corpus(folder: str) -> list[str]:
     """A data run with these documents; returns the path of each source."""
-    tokens = Path(folder, "tokens")
-    tokens.mkdir(parents=True)
-    sha256 = hashlib.sha256(_RANKS).hexdigest()
-    told = {"vocab_size": VOCAB_SIZE, "dtype": "uint16", "eot_id": EOT}
-    entries = {}
-    for name, shards in documents().items():
-        (tokens / name).mkdir()
-        infos = [_write_shard(tokens / name, number, shard) for number, shard in enumerate(shards)]
-        manifest = json.dumps({
-            "source": name, "encoding": "own", "ranks_sha256": sha256, **told, "seed": 1,
-            "shards": [info.to_dict() for info in infos],
-        }).encode()  # fmt: skip
-        (tokens / name / "manifest.json").write_bytes(manifest)
-        entries[name] = version_entry(name, "manifest.json", hashlib.sha256(manifest).hexdigest(), infos)
-    encoding = {"name": "own", "ranks": "encoding.tiktoken", "sha256": sha256, **told}
-    version = {"version": 1, "parent": None, "kind": "initial", "encoding": encoding, "sources": entries}
-    Path(folder, "run.json").write_text(json.dumps({"id": "r1", "status": "complete"}))
-    (tokens / "encoding.tiktoken").write_bytes(_RANKS)
-    (tokens / "VERSION.json").write_text(json.dumps(version))
-    return [str(tokens / name) for name in SOURCES]
+    sources = {name: map(_shard, shards) for name, shards in documents().items()}
+    return write_data_run(folder, sources, vocab_size=VOCAB_SIZE, run_id="r1", ranks=_RANKS)
 
 
-def _write_shard(folder: Path, number: int, shard: list[Document]) -> ShardInfo:
-    with ShardWriter(str(folder), number, "uint16") as writer:
-        if shard:
-            names = (f"{folder.name}.{number}.{place}".encode() for place in range(len(shard)))
-            writer.add(
-                b"".join(hashlib.blake2b(name, digest_size=16).digest() for name in names),
-                np.array([len(document.tokens) for document in shard]),
-                np.array([token for document in shard for token in document.tokens], "uint16"),
-                np.array([document.purged for document in shard]),
-            )
-        return writer.finish(first_key=0, last_key=2**64 - 1)
+def _shard(documents: list[Document]) -> Shard:
+    return Shard(
+        np.array([len(document.tokens) for document in documents], np.int64),
+        np.array([token for document in documents for token in document.tokens], np.uint16),
+        np.array([document.purged for document in documents], np.bool_),
+    )

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,10 +19,13 @@ from quern.parallel.schedules import SCHEDULES
 
 __all__ = [
     "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "covering", "everything",
-    "pairs", "product", "quick", "special",
+    "float8", "pairs", "product", "quick", "special",
 ]  # fmt: skip
 
 STEPS, VOCAB_SIZE, Z_LOSS = 3, 127, 0.3
+#: Tokens of a sequence, a multiple of a block's width, so that a block holds the same tokens on every layout; and
+#: sequences of a step.
+FLOAT8_LENGTH, FLOAT8_BATCH = 128, 4
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "slim": {
         "num_layers": 1, "dim": 13, "num_heads": 5, "num_kv_heads": 1, "head_dim": 2, "ffn_dim": 7, "qk_norm": True,
     },
+    "blocks": {"num_layers": 4, "dim": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "ffn_dim": 256},
 }  # fmt: skip
 
 
@@ -137,6 +141,10 @@ class Computation:
     z_loss: float
     skip: int | None
     ramp: bool
+    float8: str | None = None
+    """Recipe of the blocks' products."""
+    micro_batch: int | None = None
+    """Where it changes the result; None: the whole batch at once gives the same."""
 
     def phases(self) -> list[dict[str, Any]]:
         """As in the config."""
@@ -166,12 +174,18 @@ class Case:
     """A step with one gradient that is not a number."""
     ramp: bool = False
     """Twice the batch from step 1 on, another recipe from step 2 on."""
+    float8: str | None = None
+    """Recipe of the blocks' products; with sizes of its own (``blocks``), the same on every layout."""
+    gather: bool = False
+    """FSDP2 gathers weights in FP8."""
 
     def __str__(self) -> str:
         parts = [self.place, self.activation, f"x{self.accumulate}", "mask" if self.mask else "whole"]
         parts += ["tied" if self.tied else "untied", self.sizes]
         parts += ["z"] if self.z_loss else []
         parts += ["ramp"] if self.ramp else []
+        parts += [self.float8] if self.float8 else []
+        parts += ["gather"] if self.gather else []
         return "-".join(parts if self.skip is None else [*parts, f"skip{self.skip}"])
 
     @property
@@ -191,6 +205,9 @@ class Case:
     @property
     def accumulate(self) -> int:
         """Micro-batches of a data-parallel rank in the first step."""
+        if self.float8 is not None:
+            one_by_one = self.more or self.on.pp > 1 or self.computation.micro_batch == 1
+            return FLOAT8_BATCH // self.on.dp if one_by_one else 1
         if self.schedule is None:
             return 3 if self.more else 1
         if not self.more:
@@ -200,6 +217,12 @@ class Case:
 
     @property
     def computation(self) -> Computation:
+        if self.float8 is not None:
+            model = {**SIZES["blocks"], "vocab_multiple": 10, "tied_embeddings": self.tied}
+            own = None if self.float8 == "blockwise" else 1  # a scale of all tokens, or of whole rows along them
+            return Computation(
+                tuple(model.items()), FLOAT8_LENGTH, FLOAT8_BATCH, self.mask, 0.0, None, False, self.float8, own
+            )
         layout = self.on
         model = dict(SIZES[self.sizes], vocab_multiple=8)
         if layout.tp > 1:  # rows of the vocabulary that no further rank divides
@@ -251,7 +274,7 @@ def everything() -> list[Case]:
     cases = [
         Case(**row, sizes=sizes[number % len(sizes)], z_loss=number % 5 in (1, 3)) for number, row in enumerate(plain)
     ]
-    return list(dict.fromkeys([*cases, *special()]))
+    return list(dict.fromkeys([*cases, *special(), *float8()]))
 
 
 def special() -> list[Case]:
@@ -265,6 +288,25 @@ def special() -> list[Case]:
         found.append(Case(layout, schedule=schedule, more=True, tied=True, sizes="norm", skip=1))
         found.append(Case(layout, schedule=schedule, z_loss=True, ramp=True))
     return found
+
+
+def float8() -> list[Case]:
+    """FP8 on layouts of each kind. What several ranks of ``tp`` make of ``tensorwise`` and ``rowwise`` is not what one
+    makes, for each has scales of its own.
+
+    Judged like all others: sums in another order move a value by 1e-15 of itself, and of the 1e7 values that a run
+    rounds to FP8 one crosses a tie with a chance of about 1e-7 at first, and 1e-5 once weights differ by 1e-13.
+    """
+    blocks = [
+        Case("fsdp2", "selective", gather=True), Case("tp2", "selective"), Case("pp2", schedule="1f1b"),
+        Case("pp2", schedule="zbv_zero_bubble"), Case("fsdp4keep", "full", gather=True), Case("fsdp4"),
+        Case("hsdp2x2", gather=True), Case("fsdp2tp2", "full", gather=True), Case("pp2fsdp2", schedule="1f1b"),
+        Case("pp2tp2", "selective", schedule="1f1b"), Case("pp2tp2", schedule="zbv_zero_bubble"),
+    ]  # fmt: skip
+    rows = [Case("fsdp2"), Case("ddp2", "full"), Case("pp2", "selective", schedule="1f1b")]
+    whole = [Case("fsdp2", "full", gather=True), Case("ddp2"), Case("pp2", schedule="zbv_zero_bubble")]
+    by_recipe = {"blockwise": blocks, "rowwise": rows, "tensorwise": whole}
+    return [replace(case, sizes="blocks", float8=recipe) for recipe, cases in by_recipe.items() for case in cases]
 
 
 @cache
@@ -285,6 +327,7 @@ def quick() -> list[Case]:
 
     cases = [case for case in product() if case.layout != "alone" or case.more or case.activation != "none"]
     few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2")]
+    few += [case for case in float8() if case.float8 == "blockwise" and case.on.world == 2][:2]
     return sorted([*covering(cases, seen, cost), *few], key=lambda case: case.on.world)
 
 

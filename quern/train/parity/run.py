@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import quern
 from quern.train.config import TrainConfig
-from quern.train.parity.corpus import SOURCES
+from quern.train.parity.corpus import sources_of
 from quern.train.parity.matrix import STEPS, Case, Computation, Layout
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
@@ -74,7 +74,8 @@ def config_of(
 ) -> TrainConfig:
     return TrainConfig.model_validate({
         "run_dir": run_dir,
-        "data": [{"path": f"{data}/tokens/{n}", "weight": w, "max_epochs": 1000} for n, w in SOURCES.items()],
+        "data": [{"path": f"{data}/tokens/{n}", "weight": w, "max_epochs": 1000}
+                 for n, w in sources_of(computation.seq_len).items()],
         "document_mask": computation.mask,
         "phases": computation.phases(),
         "model": dict(computation.model),
@@ -106,6 +107,7 @@ def case_config(case: Case, data: str, run_dir: str, device: str = "cpu") -> Tra
     return config_of(
         case.computation, data, run_dir, device, parallel,
         micro_batch=case.micro_batch, activation_checkpointing=case.activation,
+        float8={"recipe": case.float8, "all_gather": case.gather},
     )  # fmt: skip
 
 
@@ -115,8 +117,11 @@ def train(case: Case, data: str, run_dir: str, device: str = "cpu") -> Outcome:
 
 
 def train_alone(computation: Computation, data: str, run_dir: str, device: str = "cpu") -> Outcome:
-    """The reference: one process without a mesh, the whole batch at once."""
-    config = config_of(computation, data, run_dir, device, {}, micro_batch=computation.global_batch)
+    """The reference: one process without a mesh, the whole batch at once where that changes nothing."""
+    config = config_of(
+        computation, data, run_dir, device, {},
+        micro_batch=computation.micro_batch or computation.global_batch, float8={"recipe": computation.float8},
+    )  # fmt: skip
     return _train(config, Layout(grouped=False), computation.skip)
 
 

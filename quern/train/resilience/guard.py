@@ -71,10 +71,9 @@ class Guard:
                 f"guard.min_history: expected at most guard.window ({config.window}), got {config.min_history}"
             )
         self._config = config
-        # The values stand at (their number) mod window. Each judgement makes new tensors: a state that was taken for a
-        # checkpoint does not change under its writer.
-        self._losses = torch.zeros(config.window, dtype=dtype, device=device)
-        self._norms = torch.zeros(config.window, dtype=dtype, device=device)
+        # Losses, then norms; a value stands at (its number) mod window. Each judgement makes new tensors: a state that
+        # was taken for a checkpoint does not change under its writer.
+        self._history_2W = torch.zeros(2, config.window, dtype=dtype, device=device)
         self._entered = torch.zeros((), dtype=torch.int64, device=device)
         self._places = torch.arange(config.window, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
@@ -86,58 +85,60 @@ class Guard:
         Launches a fixed sequence of small kernels; no value is read back.
         """
         config = self._config
-        loss, norm = (value.detach().reshape(()).to(self._losses.dtype) for value in (loss, grad_norm))
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        dtype = self._history_2W.dtype
+        value_21 = torch.stack([value.detach().reshape(1).to(dtype) for value in (loss, grad_norm)])
+        finite = value_21.isfinite().all()
+        non_finite = ~finite
         known = self._entered.clamp(max=config.window)
         judged = finite & (known >= config.min_history)
-        loss_z = torch.where(judged, self._z(self._losses, known, loss), 0.0)
-        norm_z = torch.where(judged, self._z(self._norms, known, norm), 0.0)
+        z_21 = self._z(value_21, known).masked_fill(~judged, 0.0)
+        loss_z, norm_z = z_21[0, 0], z_21[1, 0]
         loss_spike, norm_spike = loss_z > config.loss_z, norm_z > config.grad_norm_z
-        skip = ~finite if config.non_finite == "skip" else self._never
+        skip = non_finite if config.non_finite == "skip" else self._never
         if config.spike == "skip":
             skip = skip | loss_spike | norm_spike
         enters = finite & ~skip
         here = enters & (self._places == self._entered % config.window)
-        self._losses = torch.where(here, loss, self._losses)
-        self._norms = torch.where(here, norm, self._norms)
+        self._history_2W = torch.where(here, value_21, self._history_2W)
         self._entered = self._entered + enters
-        return Health(~finite, loss_spike, norm_spike, skip.to(torch.float32), loss_z, norm_z)
+        return Health(non_finite, loss_spike, norm_spike, skip.to(torch.float32), loss_z, norm_z)
 
-    def _z(self, history: Tensor, known: Tensor, value: Tensor) -> Tensor:
-        """The robust z-score of ``value`` against the first ``known`` places of ``history``."""
-        center = self._median(history, known)
-        spread = self._median((history - center).abs(), known)
-        floor = (_RELATIVE_FLOOR * center.abs()).clamp(min=_ABSOLUTE_FLOOR)
-        return (value - center) / torch.maximum(_SIGMA_PER_MAD * spread, floor)
+    def _z(self, value_21: Tensor, known: Tensor) -> Tensor:
+        """The robust z-scores against the first ``known`` places of the history, [2, 1]."""
+        outside = self._places >= known
+        middle_22 = torch.stack(((known - 1) // 2, known // 2)).clamp(min=0).expand(2, 2)
 
-    def _median(self, values: Tensor, known: Tensor) -> Tensor:
-        """The median of the first ``known`` values; of an even number, the mean of the middle two."""
-        ordered = torch.where(self._places < known, values, torch.inf).sort().values
-        middle = torch.stack(((known - 1) // 2, known // 2)).clamp(min=0)
-        return ordered.gather(0, middle).mean()
+        def median(values_2W: Tensor) -> Tensor:
+            """Of the places that are known; of an even number, the mean of the middle two."""
+            ordered_2W = values_2W.masked_fill(outside, torch.inf).sort().values
+            return ordered_2W.gather(1, middle_22).mean(1, keepdim=True)
+
+        center_21 = median(self._history_2W)
+        spread_21 = median((self._history_2W - center_21).abs())
+        floor_21 = (_RELATIVE_FLOOR * center_21.abs()).clamp(min=_ABSOLUTE_FLOOR)
+        return (value_21 - center_21) / torch.maximum(_SIGMA_PER_MAD * spread_21, floor_21)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors only: ``losses`` and ``grad_norms`` [window], and ``entered``, how many values ever entered."""
-        return {"losses": self._losses, "grad_norms": self._norms, "entered": self._entered}
+        return {"losses": self._history_2W[0], "grad_norms": self._history_2W[1], "entered": self._entered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; with another window, from its newest values that fit. Waits for the device."""
         entered = int(state["entered"])
-        self._losses = self._refit(state["losses"], entered)
-        self._norms = self._refit(state["grad_norms"], entered)
+        self._history_2W = torch.stack([self._refit(state[name], entered) for name in ("losses", "grad_norms")])
         kept = entered if len(state["losses"]) == self._config.window else min(entered, len(state["losses"]))
         self._entered = torch.full_like(self._entered, kept)
 
     def _refit(self, saved: Tensor, entered: int) -> Tensor:
-        values = saved.to(self._losses)
+        values = saved.to(self._history_2W)
         window = self._config.window
         if len(values) == window:
-            return values.clone()
+            return values
         known = min(entered, len(values))
         oldest_first = torch.roll(values, -(entered % len(values))) if entered > len(values) else values[:known]
         kept = oldest_first[-window:]
         # as many as were known have entered: the newest stands at (known - 1) mod window
         places = torch.arange(known - len(kept), known, device=values.device) % window
-        fitted = torch.zeros_like(self._losses)
+        fitted = torch.zeros_like(self._history_2W[0])
         fitted[places] = kept
         return fitted

@@ -1,0 +1,336 @@
+"""Whether FP8 costs loss: a small model trained in BF16 and in FP8 by every recipe, with the same weights and data.
+
+    python benchmarks/float8_training.py [key=value …] --data RUN/tokens/SOURCE [--data …] --out DIR [--seeds 5]
+                                         [--jobs 2] [--precisions fp8-tensorwise fp8-blockwise …]
+
+Each run is ``python -m quern.train`` on a config of its own, DIR/NAME.yaml, in DIR/NAME; a seed decides the first
+weights and the order of the data, and is the same in every precision, so that differences are taken in pairs. key=value
+changes the config of all runs: steps=1000, model.num_layers=6, device=cuda. The same command goes on where it was left:
+a run that is finished is not run again, one that was interrupted resumes from its last checkpoint. ``--jobs`` runs are
+trained at a time, of one thread each. DIR/report.json and DIR/report.md are of the seeds that have all precisions.
+
+The default is 1.35 M tokens a run: a decoder of 3 layers with matrices whose sizes are multiples of 128, so that every
+recipe takes each of them. Embedding and head are not tied: where they are, so small a model stays for a while at the
+frequencies of single tokens, and any rounding decides when it leaves; pairs then differ by two percent. The held-out
+loss is over all held-out documents of the sources, in the precision of the run; the training loss is the mean of the
+last tenth of the steps. On a CPU the FP8 products are emulated: the same roundings to FP8 as a GPU makes, sums in
+float32.
+
+A precision passes if its mean loss is at most 0.5 % above BF16's, or at most one standard error of BF16's mean over
+seeds; both losses have to. Exit code 1 if a run failed, 3 if a signal ended it, 4 if a precision did not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from quern import __version__, storage
+from quern.config import dump_yaml, load_config, parse_overrides
+from quern.errors import InputError, QuernError
+from quern.train.config import TrainConfig
+
+BASE = "bf16"
+#: What each precision changes in the config.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    BASE: {},
+    "fp8-tensorwise": {"float8": {"recipe": "tensorwise"}},
+    "fp8-delayed": {"float8": {"recipe": "tensorwise", "delayed": True}},
+    "fp8-rowwise": {"float8": {"recipe": "rowwise"}},
+    "fp8-blockwise": {"float8": {"recipe": "blockwise"}},
+}
+DEFAULT = ["fp8-tensorwise", "fp8-blockwise"]
+CONFIG: dict[str, Any] = {
+    "model": {"num_layers": 3, "dim": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "ffn_dim": 256,
+              "tied_embeddings": False},
+    "seq_len": 256,
+    "global_batch": 16,
+    "micro_batch": 4,
+    "steps": 330,
+    "precision": "bf16",
+    "device": "cpu",
+    "optimizer": {"lr": 0.002},
+    "schedule": {"warmup": 33},
+    "checkpoint": {"interval": 110, "keep_last": 1, "mode": "sync"},
+    "validation": {"interval": 0, "windows": None},
+    "metrics": {"live": False, "tensorboard": False},
+}  # fmt: skip
+GAP = 0.005
+ERRORS = 1.0
+LOSSES = {"held_out": "held-out loss", "training": "training loss, last tenth"}
+STOPPED = 3
+NOT_PASSED = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a precision and a seed."""
+
+    precision: str
+    seed: int
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}-seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.name
+
+    @property
+    def config(self) -> Path:
+        return self.out / f"{self.name}.yaml"
+
+    @property
+    def finished(self) -> bool:
+        ledger = self.folder / "ledger.jsonl"
+        lines = ledger.read_text().splitlines() if ledger.exists() else []
+        return bool(lines) and '"end"' in lines[-1] and json.loads(lines[-1])["kind"] == "end"
+
+
+def config_of(case: Case, data: Sequence[str], overrides: Iterable[str]) -> dict[str, Any]:
+    """What the run's YAML says."""
+    config: dict[str, Any] = json.loads(json.dumps(CONFIG | PRECISIONS[case.precision]))
+    config |= {"run_dir": str(case.folder), "data": [{"path": path} for path in data], "seed": case.seed}
+    for key, value in parse_overrides(overrides):
+        *parents, last = key.split(".")
+        node = config
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return config
+
+
+def prepare(case: Case, data: Sequence[str], overrides: Iterable[str]) -> None:
+    """Writes the run's config.
+
+    Raises:
+        InputError: the config is none, or the run was begun with another.
+    """
+    text = dump_yaml(config_of(case, data, overrides))
+    if case.config.exists() and case.folder.exists() and case.config.read_text() != text:
+        raise InputError(f"{case.config}: the run was begun with another config; expected it unchanged, or another out")
+    storage.publish_bytes(str(case.config), text.encode())
+    load_config(case.config, TrainConfig)
+
+
+class Runs:
+    """Trains cases, some at a time; a signal asks each for an end with a checkpoint, and starts no more."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self.stopped = False
+        self.failed: list[Case] = []
+        self._work: dict[subprocess.Popen[bytes], Case] = {}
+
+    def train(self, cases: Sequence[Case]) -> None:
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        left, began = list(cases), time.monotonic()
+        try:
+            while self._work or (left and not self.stopped):
+                while left and len(self._work) < self.jobs and not self.stopped:
+                    self._start(left.pop(0))
+                time.sleep(0.1)
+                ended = self._collect()
+                if ended and left:
+                    done = len(cases) - len(left) - len(self._work)
+                    minutes = (time.monotonic() - began) / done * (len(left) + len(self._work) / 2) / 60
+                    say(f"{done}/{len(cases)}, about {minutes:.0f} min to go")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for process in self._work:  # only after an error of ours
+                process.kill()
+                process.wait()
+
+    def _start(self, case: Case) -> None:
+        command = [sys.executable, "-m", "quern.train", str(case.config)]
+        with (case.out / f"{case.name}.log").open("ab") as log:
+            # a session of its own: Ctrl-C at the terminal reaches it once, through us
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+            )
+        self._work[process] = case
+
+    def _collect(self) -> int:
+        ended = [process for process in self._work if process.poll() is not None]
+        for process in ended:
+            case = self._work.pop(process)
+            if process.returncode == 0:
+                say(f"{case.name}: held-out loss {figures(case)['held_out']:.4f}")
+            elif process.returncode != STOPPED:
+                self.failed.append(case)
+                say(f"{case.name}: failed with code {process.returncode}, see {case.out / case.name}.log")
+        return len(ended)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        for process in self._work:
+            process.terminate()
+
+
+def figures(case: Case) -> dict[str, Any]:
+    """Of a finished run: both losses, tokens, the order, tokens a second (one thread)."""
+    rows = [json.loads(line) for line in (case.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = {row["step"]: row for row in rows if row["kind"] == "step"}  # of an interrupted run, the last attempt's
+    count = len(steps)
+    last = [steps[step]["loss"] for step in range(count - max(1, count // 10), count)]
+    held_out = [row["loss"] for row in rows if row["kind"] == "validation"][-1:]
+    if not held_out or None in held_out + last:
+        raise QuernError(f"{case.folder}: no finite held-out and training loss; expected held-out documents, and steps")
+    facts = json.loads((case.folder / "run.json").read_text())
+    return {
+        "held_out": held_out[0],
+        "training": statistics.fmean(last),
+        "tokens": steps[count - 1]["tokens"],
+        "order": facts["order"],
+        "parameters": facts["parameters"],
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steps.values()),
+    }
+
+
+def compare(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Losses of a precision beside BF16's of the same seeds."""
+    from scipy.stats import t
+
+    differences = [mine - its for mine, its in zip(own, base, strict=True)]
+    mean, count = statistics.fmean(differences), len(differences)
+    gap = mean / statistics.fmean(base)
+    found: dict[str, Any] = {"mean": statistics.fmean(own), "differences": differences, "gap": gap}
+    if count < 2:
+        return {**found, "gap_interval": None, "standard_errors": None, "passes": gap <= GAP}
+    error = statistics.stdev(base) / math.sqrt(count)
+    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count) / statistics.fmean(base)
+    errors = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
+    return {**found, "gap_interval": [gap - half, gap + half], "standard_errors": errors,
+            "passes": gap <= GAP or errors <= ERRORS}  # fmt: skip
+
+
+def report_of(
+    done: Mapping[tuple[str, int], Mapping[str, Any]], precisions: Sequence[str], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Of the seeds that every precision has finished."""
+    whole = [seed for seed in seeds if all((precision, seed) in done for precision in precisions)]
+    for seed in whole:
+        if len({done[precision, seed]["order"] for precision in precisions}) > 1:
+            raise QuernError(f"seed {seed}: the precisions did not read the data in the same order")
+    rows = {}
+    for precision in precisions if whole else ():
+        own = [done[precision, seed] for seed in whole]
+        row: dict[str, Any] = {name: [run[name] for run in own] for name in ("held_out", "training", "tokens_per_s")}
+        for loss in LOSSES if precision != BASE else ():
+            row[f"{loss}_to_base"] = compare(row[loss], [done[BASE, seed][loss] for seed in whole])
+        if precision != BASE:
+            row["passes"] = all(row[f"{loss}_to_base"]["passes"] for loss in LOSSES)
+        rows[precision] = row
+    return {
+        "seeds": whole,
+        "tokens": sum(run["tokens"] for run in done.values()),
+        "parameters": next((run["parameters"] for run in done.values()), None),
+        "limits": {"gap": GAP, "standard_errors": ERRORS},
+        "precisions": rows,
+        "passes": bool(whole) and all(row["passes"] for name, row in rows.items() if name != BASE),
+    }
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    seeds = report["seeds"]
+    head = f"{len(seeds)} seed{'s' * (len(seeds) != 1)}, {report['tokens']:,} tokens in all"
+    if not seeds:
+        return f"{head}: no seed has all precisions yet.\n"
+    lines = [f"{head}, {report['parameters']:,} parameters. {report['machine']}.", "", f"`{report['command']}`", ""]
+    for loss, title in LOSSES.items():
+        names = [f"seed {seed}" for seed in seeds]
+        lines += [
+            row_of(title, *names, "mean", "gap", "95 %", "standard errors", "passes"),
+            row_of("---", *["---:"] * (len(seeds) + 4), "---"),
+        ]
+        for precision, row in report["precisions"].items():
+            cells = [precision, *(f"{value:.4f}" for value in row[loss]), f"{statistics.fmean(row[loss]):.4f}"]
+            to_base = row.get(f"{loss}_to_base")
+            lines.append(row_of(*cells, *(shown(to_base) if to_base else [""] * 4)))
+        lines.append("")
+    lines.append(
+        f"A precision passes with a gap of at most {100 * GAP:.1f} % or of at most {ERRORS:g} standard error of BF16's "
+        "mean; the interval is of the paired differences (Student's t)."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def row_of(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(found: Mapping[str, Any]) -> list[str]:
+    interval, errors = found["gap_interval"], found["standard_errors"]
+    between = "–" if interval is None else f"{100 * interval[0]:+.3f} … {100 * interval[1]:+.3f} %"
+    return [f"{100 * found['gap']:+.3f} %", between, "–" if errors is None else f"{errors:+.2f}",
+            "yes" if found["passes"] else "**no**"]  # fmt: skip
+
+
+def machine(device: str) -> str:
+    import torch
+
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores, FP8 emulated"
+    return f"{name}, torch {torch.__version__}, quern {__version__}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--data", action="append", required=True, metavar="RUN/tokens/SOURCE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=DEFAULT)
+    args = parser.parse_args(arguments)
+    precisions = [BASE, *(name for name in PRECISIONS if name in args.precisions and name != BASE)]
+    seeds = range(args.seeds)
+    cases = [Case(precision, seed, args.out.resolve()) for seed in seeds for precision in precisions]
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for case in cases:
+            prepare(case, [os.path.abspath(path) for path in args.data], args.overrides)
+        device = load_config(cases[0].config, TrainConfig).device
+        runs = Runs(args.jobs)
+        runs.train([case for case in cases if not case.finished])
+        done = {(case.precision, case.seed): figures(case) for case in cases if case.finished}
+        report = report_of(done, precisions, seeds)
+    except QuernError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    command = shlex.join(["python", *sys.argv] if arguments is None else ["float8_training.py", *arguments])
+    report |= {"command": command, "machine": machine(device)}
+    storage.write_json(str(args.out / "report.json"), report)
+    storage.publish_bytes(str(args.out / "report.md"), markdown(report).encode())
+    print(markdown(report), end="")
+    if runs.failed:
+        return 1
+    if runs.stopped or len(done) < len(cases):
+        return STOPPED
+    return 0 if report["passes"] else NOT_PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""``quern lineage exposure``: from documents to every step that saw them, and the last checkpoint that did not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
+from quern.errors import InputError
+
+if TYPE_CHECKING:
+    from quern.lineage.exposure import Clean, Exposures, Selection, Tally
+    from quern.lineage.training import Seen, TrainingRun
+
+__all__ = ["exposure"]
+
+Row = dict[str, Any]
+
+_SHOWN_STEPS = 12
+
+
+@reports_errors
+def exposure(
+    train_run: Annotated[str, typer.Argument(help="A training run.", metavar="TRAIN_RUN")],
+    url: Annotated[str | None, typer.Option(help="Of a document with this URL, in any spelling.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Of every document of this host and those below it.")] = None,
+    doc: Annotated[str | None, typer.Option(help="Of the document with this doc_id: 32 hex digits.")] = None,
+    match: Annotated[
+        str | None, typer.Option(help="Of what matches the items of this benchmark, a JSONL file.", metavar="FILE")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Also the steps of branches that the run has left.")] = False,
+    store: Annotated[bool, typer.Option("--store", help="Also checkpoints that only the run's store has.")] = False,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Exposures that are listed one by one; counts and steps are of all.")
+    ] = 100,
+    json: bool = JSON,
+) -> None:
+    """Every step of TRAIN_RUN whose batch held a token of the documents, as input or as target; the checkpoints whose
+    weights took them in, and the last clean one."""
+    given = {name: text for name, text in (("url", url), ("domain", domain), ("doc", doc), ("match", match)) if text}
+    if len(given) != 1:
+        raise InputError(f"expected one of --url, --domain, --doc and --match, got {len(given)}")
+    from quern.lineage.exposure import Tally, clean, walk
+    from quern.lineage.training import TrainingRun
+
+    with json_stdout(json) as emit:
+        run = TrainingRun(train_run)
+        unknown = run.unknown()
+        selections = _selections(run, given, unknown)
+        tally = Tally(run)
+        kept = _first_rows(walk(run, selections, tally), limit, all_)
+        verdict = clean(run, tally, store=store)
+        answer = _answer(run, given, tally, verdict, unknown)
+        answer |= {"limit": limit, "rows": _rows(selections, kept), "rows_left_out": _left_out(tally, kept, all_)}
+        emit(answer)
+        if not json:
+            _print(answer, run, all_)
+        for reason in [*unknown.values(), *run.damaged.values()]:
+            err_console().print(plain(reason), markup=False, soft_wrap=True)
+
+
+def _selections(run: TrainingRun, given: Mapping[str, str], unknown: Mapping[str, str]) -> list[Selection]:
+    from quern.lineage.exposure import select, select_parts
+
+    ((kind, text),) = given.items()
+    lineages = run.lineages()
+    if not lineages:
+        raise InputError(next(iter(unknown.values()), f"{run.path}: no data run of its sources can be opened"))
+    selections = []
+    for lineage in lineages:
+        if kind == "match":
+            from quern.lineage.match import match
+
+            found = match(lineage, text)
+            selections.append(select_parts(lineage, found.numbers, found.streams, found.starts, found.stops))
+        else:
+            selections.append(select(lineage, lineage.find(**{kind: text})))
+    if kind != "match" and not any(selection.asked for selection in selections):
+        runs = ", ".join(lineage.run for lineage in lineages)
+        raise InputError(f"{runs}: has no document with {kind} {one_line(text)}")
+    return selections
+
+
+# ---- rows
+
+
+def _first_rows(blocks: Any, limit: int, all_: bool) -> Exposures:
+    """The first ``limit`` exposures by step; the others are counted and forgotten."""
+    from quern.lineage.exposure import Exposures
+
+    kept = Exposures.join([])
+    for block in blocks:
+        wanted = block if all_ else block.take(block.surviving)
+        if len(wanted) and limit:
+            kept = Exposures.join([kept, wanted]).take(range(min(limit, len(kept) + len(wanted))))
+    return kept
+
+
+def _left_out(tally: Tally, kept: Exposures, all_: bool) -> int:
+    return tally.surviving + (tally.abandoned if all_ else 0) - len(kept)
+
+
+def _rows(selections: Sequence[Selection], kept: Exposures) -> list[Row]:
+    import numpy as np
+
+    columns = {name: column.tolist() for name, column in vars(kept).items()}
+    names: dict[tuple[int, int], tuple[bytes, str | None]] = {}
+    for index in np.unique(kept.lineages).tolist():
+        numbers = np.unique(kept.numbers[kept.lineages == index])
+        documents = selections[index].lineage.documents(numbers)
+        for number, doc_id, url in zip(numbers.tolist(), documents.doc_ids, documents.urls, strict=True):
+            names[index, number] = doc_id, url
+    rows = []
+    for row in range(len(kept)):
+        doc_id, url = names[columns["lineages"][row], columns["numbers"][row]]
+        lineage = selections[columns["lineages"][row]].lineage
+        inputs, targets = _range(columns, "input", row), _range(columns, "target", row)
+        rows.append({
+            "step": columns["steps"][row], "data_step": columns["data_steps"][row],
+            "attempt": columns["attempts"][row], "sequence": columns["sequences"][row],
+            "source": lineage.streams[columns["streams"][row]].identity, "epoch": columns["epochs"][row],
+            "window": columns["windows"][row], "doc_id": doc_id.hex(), "url": url,
+            "kind": "both" if inputs and targets else "input" if inputs else "target",
+            "inputs": inputs, "targets": targets, "applied": columns["applied"][row],
+            "purged": columns["purged"][row], "surviving": columns["surviving"][row],
+        })  # fmt: skip
+    return rows
+
+
+def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] | None:
+    start, stop = columns[f"{kind}_starts"][row], columns[f"{kind}_stops"][row]
+    return [start, stop] if stop > start else None
+
+
+# ---- the answer
+
+
+def _answer(
+    run: TrainingRun, given: Mapping[str, str], tally: Tally, verdict: Clean, unknown: Mapping[str, str]
+) -> Row:
+    import numpy as np
+
+    steps = [
+        {"step": step, "exposures": count, "applied": applied} for step, (count, applied) in sorted(tally.steps.items())
+    ]
+    real = [row["step"] for row in steps if row["applied"]]
+    never = np.iinfo(np.int64).max
+    checkpoints = [_checkpoint(seen, first) for seen, first in verdict.seen]
+    checkpoints += [_checkpoint(seen, None) for seen in verdict.unseen]
+    unproven = []
+    for attempt in run.attempts:
+        following = int(tally.next_unproven[attempt.number])
+        if not attempt.ended:
+            next_step = None if following == never else following
+            unproven.append({"attempt": attempt.number, "from_step": attempt.stop, "next_step": next_step})
+    return {
+        "train_run": run.path, "asked": dict(given), "steps_complete": run.reached,
+        "documents": tally.documents, "documents_without_tokens": tally.without_tokens, "spans": tally.spans,
+        "exposures": tally.surviving, "applied": tally.applied, "purged": tally.purged, "abandoned": tally.abandoned,
+        "steps": steps, "first_step": real[0] if real else None, "last_step": real[-1] if real else None,
+        "checkpoints": sorted(checkpoints, key=lambda row: int(row["step"])),
+        "last_clean": None if verdict.last is None else _checkpoint(verdict.last, None),
+        "never_read": {
+            "windows": tally.windows, "windows_not_reached": tally.unreached, "skipped_by_rollbacks": tally.left_out,
+            "tail_tokens": tally.tail_tokens, "first_tokens": tally.first_tokens, "held_out_spans": tally.held_out,
+            "spans_of_other_streams": tally.foreign,
+        },
+        "unproven": unproven, "unknown_sources": dict(unknown), "damaged_checkpoints": dict(run.damaged),
+        "init_from": _init_from(run),
+    }  # fmt: skip
+
+
+def _checkpoint(seen: Seen, first: int | None) -> Row:
+    return {
+        "step": seen.step, "path": seen.path, "abandoned": seen.abandoned, "saw": first is not None,
+        "first_step": first,
+    }  # fmt: skip
+
+
+def _init_from(run: TrainingRun) -> str | None:
+    """The checkpoint of another run that the weights began as: what they saw there is not known here."""
+    try:
+        return run.config.init_from
+    except InputError:
+        return None
+
+
+def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
+    never = answer["never_read"]
+    count = answer["documents"]
+    print(f"{plain(run.path)}: {_count(answer['steps_complete'], 'step')} complete")
+    without = answer["documents_without_tokens"]
+    print(
+        f"documents    {count:,}" + (f", {without:,} of them without tokens: dropped, or duplicates" if without else "")
+    )
+    skipped = answer["exposures"] - answer["applied"] - answer["purged"]
+    notes = [f"{skipped:,} in steps whose update was skipped"] if skipped else []
+    notes += [f"{answer['purged']:,} of purged documents, of which nothing was left"] if answer["purged"] else []
+    print(f"exposures    {answer['exposures']:,}" + (f" ({'; '.join(notes)})" if notes else ""))
+    if answer["abandoned"]:
+        print(f"abandoned    {answer['abandoned']:,} more, in steps that the run went back behind")
+    if answer["first_step"] is not None:
+        print(f"steps        {answer['first_step']:,} to {answer['last_step']:,}: {_steps(answer['steps'])}")
+    for text in _never(never):
+        print(f"never read   {text}")
+    for row in answer["unproven"]:
+        text = f"attempt {row['attempt']} from step {row['from_step']:,} on; it did not say where it ended"
+        if row["next_step"] is not None:
+            text += f", and would next have read them at step {row['next_step']:,}"
+        print(f"not proven   {text}")
+    _print_checkpoints(answer)
+    _print_rows(answer, all_)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _steps(steps: Sequence[Row]) -> str:
+    shown = [f"{row['step']:,}" + (f" ×{row['exposures']:,}" if row["exposures"] > 1 else "") for row in steps]
+    more = len(shown) - _SHOWN_STEPS
+    return ", ".join(shown[:_SHOWN_STEPS]) + (f" and {_count(more, 'step')} more" if more > 0 else "")
+
+
+def _never(never: Row) -> list[str]:
+    def count(name: str, noun: str) -> str:
+        return _count(never[name], noun)
+
+    texts = {
+        "windows_not_reached": f"{never['windows_not_reached']:,} of {count('windows', 'window')} not reached yet",
+        "skipped_by_rollbacks": f"{count('skipped_by_rollbacks', 'place')} of the order that a rollback skipped",
+        "tail_tokens": f"{count('tail_tokens', 'token')} behind the last window of a stream",
+        "first_tokens": f"{count('first_tokens', 'token')} at the start of a stream, which is no target",
+        "held_out_spans": f"{count('held_out_spans', 'document')} held out",
+        "spans_of_other_streams": f"{count('spans_of_other_streams', 'document')} of sources the run does not read",
+    }
+    return [text for name, text in texts.items() if never[name]]
+
+
+def _print_checkpoints(answer: Row) -> None:
+    rows = answer["checkpoints"]
+    seen = [row for row in rows if row["saw"]]
+    print(f"checkpoints  {len(seen):,} of {len(rows):,} have seen them")
+    for row in seen:
+        left = "  (abandoned branch)" if row["abandoned"] else ""
+        print(f"  step {row['step']:,}  first at step {row['first_step']:,}{left}  {plain(row['path'])}")
+    clean = answer["last_clean"]
+    known = "" if not answer["unknown_sources"] else "  (as far as the sources that can be opened tell)"
+    print("last clean   " + ("none" if clean is None else f"step {clean['step']:,}  {plain(clean['path'])}{known}"))
+    if answer["init_from"] is not None:
+        print(f"the weights began as {plain(answer['init_from'])}; what they saw before is not known here")
+
+
+def _print_rows(answer: Row, all_: bool) -> None:
+    if answer["rows"]:
+        print()
+    for row in answer["rows"]:
+        part = "  ".join(
+            f"{name} {row[name][0]}–{row[name][1] - 1}" for name in ("inputs", "targets") if row[name] is not None
+        )
+        notes = [] if row["applied"] else ["skipped"]
+        notes += ["purged"] if row["purged"] else []
+        notes += [f"abandoned, attempt {row['attempt']}"] if not row["surviving"] else []
+        told = f"  ({', '.join(notes)})" if notes else ""
+        name = one_line(row["url"]) if row["url"] is not None else row["doc_id"]
+        print(f"step {row['step']:,}  sequence {row['sequence']}  epoch {row['epoch']}  {part}{told}  {name}")
+    if answer["rows_left_out"]:
+        print(f"and {_count(answer['rows_left_out'], 'exposure')} more (--limit)")

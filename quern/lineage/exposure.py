@@ -1,0 +1,385 @@
+"""From documents to every step that saw them: which sequence, which part, as input or as target, applied or not.
+
+Each attempt of a run is asked by the order it read from: a window is located in it for every epoch, and the attempt saw
+it if its data step lies in what the ledger proves. What later attempts did not go back behind survives: it is in the
+present weights unless the step was skipped.
+
+:func:`walk` needs memory for a block of exposures only, however many documents are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from quern.lineage.training import Attempt, Seen, TrainingRun
+from quern.lineage.windows import never_visited, parts, touching
+from quern.mixtures.order import Order
+
+if TYPE_CHECKING:
+    from quern.lineage.store import Lineage, Stream
+
+__all__ = ["Clean", "Exposures", "Selection", "Tally", "clean", "exposures", "select", "select_parts", "walk"]
+
+#: (window, epoch) pairs that are located at once.
+_PAIRS = 1 << 17
+_NEVER = np.iinfo(np.int64).max
+
+I64 = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Spans of one data run, whole documents or parts of them; parallel arrays [m]."""
+
+    lineage: Lineage
+    numbers: I64
+    streams: I64
+    starts: I64
+    """In the stream, like ``stops``."""
+    stops: I64
+    heads: Bools
+    """Whether the first token is the document's."""
+    purged: Bools
+    """As the data run is now."""
+    asked: int
+    """Documents that were asked for; those without tokens have no span."""
+
+
+def select(lineage: Lineage, numbers: ArrayLike) -> Selection:
+    """The whole of documents ``numbers`` of a data run, each once."""
+    unique = np.unique(np.asarray(numbers, np.int64))
+    spans = lineage.spans_of(unique)
+    return Selection(
+        lineage, spans.numbers, spans.streams, spans.starts, spans.starts + spans.lengths,
+        np.ones(len(spans.numbers), np.bool_), spans.purged, len(unique),
+    )  # fmt: skip
+
+
+def select_parts(
+    lineage: Lineage, numbers: ArrayLike, streams: ArrayLike, starts: ArrayLike, stops: ArrayLike
+) -> Selection:
+    """Token spans [start, stop) of streams, each inside the document ``number``."""
+    own, of, begin, end = (np.asarray(column, np.int64) for column in (numbers, streams, starts, stops))
+    unique, which = np.unique(own, return_inverse=True)
+    spans = lineage.spans_of(unique)  # in the order of the numbers
+    if not np.array_equal(spans.numbers, unique):
+        raise ValueError("expected parts of documents that have tokens")
+    return Selection(lineage, own, of, begin, end, begin == spans.starts[which], spans.purged[which], len(unique))
+
+
+@dataclass(frozen=True)
+class Exposures:
+    """A row for each (span, step that read a window with a part of it); parallel arrays."""
+
+    lineages: I64
+    """Which selection."""
+    spans: I64
+    """Which span of the selection."""
+    numbers: I64
+    streams: I64
+    attempts: I64
+    steps: I64
+    """Model steps."""
+    data_steps: I64
+    sequences: I64
+    """Places in the global batch."""
+    epochs: I64
+    windows: I64
+    input_starts: I64
+    """Positions [start, stop) of the sequence at which the span is input; [0, 0) where it is not."""
+    input_stops: I64
+    target_starts: I64
+    """Positions at which the next token, the target, is the span's."""
+    target_stops: I64
+    purged: Bools
+    """Nothing of the document was left when the step read it."""
+    applied: Bools
+    """False: the step's update was skipped."""
+    surviving: Bools
+    """False: of a branch that the run has left."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @classmethod
+    def join(cls, blocks: Sequence[Self]) -> Self:
+        """All rows, ordered by step, sequence, attempt and where they stand in the sequence."""
+        names = [field.name for field in fields(cls)]
+        columns = {}
+        for name in names:
+            kind = np.bool_ if name in ("purged", "applied", "surviving") else np.int64
+            columns[name] = np.concatenate([np.empty(0, kind), *(getattr(block, name) for block in blocks)])
+        joined = cls(**columns)
+        place = np.maximum(joined.input_stops, joined.target_stops)
+        return joined.take(np.lexsort((place, joined.attempts, joined.sequences, joined.steps)))
+
+    def take(self, chosen: ArrayLike) -> Self:
+        """The rows ``chosen`` (indices or a mask)."""
+        return type(self)(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+
+
+@dataclass
+class Tally:
+    """What :func:`walk` has counted on its way; one number an attempt in the arrays."""
+
+    run: TrainingRun
+    documents: int = 0
+    without_tokens: int = 0
+    """Documents that are not in any stream: dropped, or duplicates."""
+    spans: int = 0
+    surviving: int = 0
+    """Exposures of the present branch; those of them that count: :attr:`applied`."""
+    applied: int = 0
+    abandoned: int = 0
+    purged: int = 0
+    """Surviving exposures in which nothing of the document was left."""
+    tail_tokens: int = 0
+    """Behind the last window: read by no step."""
+    first_tokens: int = 0
+    """Spans with token 0 of a stream, which is never a target."""
+    held_out: int = 0
+    """Spans in held-out streams, which no step reads."""
+    foreign: int = 0
+    """Spans in streams that the run does not read."""
+    windows: int = 0
+    """(span, window) pairs; those no surviving step has read: :attr:`unreached`."""
+    unreached: int = 0
+    left_out: int = 0
+    """Places of the order before the run's present one that no surviving step read: data that a rollback skipped."""
+    steps: dict[int, list[int]] = field(default_factory=dict)
+    """Surviving step → [exposures, applied]."""
+    first_applied: I64 = field(init=False)
+    """The first step of each attempt whose weights took something in; a number beyond all steps if none."""
+    next_unproven: I64 = field(init=False)
+    """The first step beyond what is proven that would read something, of attempts that did not say where they ended."""
+
+    def __post_init__(self) -> None:
+        self.first_applied = np.full(len(self.run.attempts), _NEVER)
+        self.next_unproven = np.full(len(self.run.attempts), _NEVER)
+
+    def add(self, rows: Exposures) -> None:
+        """Count a block."""
+        real = rows.applied & ~rows.purged
+        np.minimum.at(self.first_applied, rows.attempts[real], rows.steps[real])
+        kept = rows.surviving
+        self.surviving += int(kept.sum())
+        self.applied += int((kept & real).sum())
+        self.purged += int((kept & rows.purged).sum())
+        self.abandoned += int((~kept).sum())
+        steps, which = np.unique(rows.steps[kept], return_inverse=True)
+        counts, applied = np.bincount(which), np.bincount(which, weights=real[kept])
+        for step, count, own in zip(steps.tolist(), counts.tolist(), applied.tolist(), strict=True):
+            row = self.steps.setdefault(step, [0, 0])
+            row[0] += count
+            row[1] += int(own)
+
+
+def exposures(run: TrainingRun, selection: Sequence[tuple[Lineage, ArrayLike] | Selection]) -> Exposures:
+    """Every exposure of the selected documents, of surviving and abandoned steps, ordered by step and sequence.
+
+    ``selection``: document numbers of data runs, or :class:`Selection` of parts.
+    """
+    chosen = [given if isinstance(given, Selection) else select(*given) for given in selection]
+    return Exposures.join(list(walk(run, chosen, Tally(run))))
+
+
+def walk(run: TrainingRun, selection: Sequence[Selection], tally: Tally) -> Iterator[Exposures]:
+    """The exposures in blocks, and ``tally`` of them and of what no step has read."""
+    for index, chosen in enumerate(selection):
+        tally.documents += chosen.asked
+        tally.without_tokens += chosen.asked - len(np.unique(chosen.numbers))
+        tally.spans += len(chosen.numbers)
+        for number in np.unique(chosen.streams).tolist():
+            stream, rows = chosen.lineage.streams[number], np.flatnonzero(chosen.streams == number)
+            readings = _readings(run, stream, chosen.lineage.version)
+            if not readings:
+                tally.held_out += len(rows) if stream.held_out else 0
+                tally.foreign += 0 if stream.held_out else len(rows)
+                continue
+            for block in _blocks(run, chosen, rows, readings, tally):
+                found = Exposures(lineages=np.full(len(block["steps"]), index), **block)  # type: ignore[arg-type]
+                tally.add(found)
+                yield found
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A stream as one order gives it, and the attempts that read from that order."""
+
+    order: Order
+    source: int
+    attempts: tuple[Attempt, ...]
+    purges: tuple[bool, ...]
+    """Whether each attempt read the stream as purged as it is now."""
+    newest: bool
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the source that the attempts can have been given."""
+        end = self.order.first_sample(max(attempt.data_stop for attempt in self.attempts))
+        given = self.order.consumed(end)[self.source]
+        # what a phase's cut has left out of a block is given later than its running index says
+        given += sum(phase.block for phase in self.order.phases if phase.global_batch % phase.block)
+        return given // max(1, self.order.windows[self.source]) + 1
+
+
+def _readings(run: TrainingRun, stream: Stream, version: int) -> list[_Reading]:
+    by_order: dict[str, list[Attempt]] = {}
+    for attempt in run.attempts:
+        by_order.setdefault(attempt.order, []).append(attempt)
+    found = []
+    for attempts in by_order.values():
+        order = run.order_of(attempts[0])
+        if stream.identity in order.ids:
+            # a document that was purged since an attempt read it was there then
+            purges = tuple(attempt.versions.get(stream.identity, version) >= version for attempt in attempts)
+            newest = order.hash == run.order.hash
+            found.append(_Reading(order, order.ids.index(stream.identity), tuple(attempts), purges, newest))
+    return found
+
+
+def _blocks(
+    run: TrainingRun, chosen: Selection, rows: I64, readings: Sequence[_Reading], tally: Tally
+) -> Iterator[dict[str, NDArray[np.generic]]]:
+    """Columns of the exposures of spans ``rows`` of one stream."""
+    length, kept = run.seq_len, run.kept()
+    num_windows = readings[-1].order.windows[readings[-1].source]
+    starts, stops = chosen.starts[rows], chosen.stops[rows]
+    tally.tail_tokens += int(never_visited(starts, stops, length, num_windows).sum())
+    tally.first_tokens += int((starts == 0).sum())
+    first, counts = touching(starts, stops, length, num_windows)
+    ends = np.cumsum(counts)
+    epochs = {reading.order.hash: reading.epochs for reading in readings}
+    at_once = max(1, _PAIRS // max(epochs.values()))
+    for begin in range(0, int(ends[-1]) if len(ends) else 0, at_once):
+        pairs = np.arange(begin, min(begin + at_once, int(ends[-1])))
+        own = np.searchsorted(ends, pairs, "right")
+        spans, windows = rows[own], first[own] + pairs - (ends - counts)[own]
+        visited = np.zeros(len(pairs), np.bool_)
+        would = parts(
+            chosen.starts[spans], chosen.stops[spans], windows, length, heads=chosen.heads[spans],
+            purged=np.zeros(len(spans), np.bool_), document_mask=run.attempts[-1].document_mask,
+        ).any  # fmt: skip
+        for reading in readings:
+            for located in _locate(reading, windows, epochs[reading.order.hash]):
+                if reading.newest:
+                    tally.left_out += located.left_out(run, would)
+                for attempt, purges in zip(reading.attempts, reading.purges, strict=True):
+                    found = located.of(attempt)
+                    _note_next(tally, located, attempt)
+                    pair = located.pairs[found]
+                    span = spans[pair]
+                    purged = chosen.purged[span] & purges
+                    part = parts(
+                        chosen.starts[span], chosen.stops[span], windows[pair], length,
+                        heads=chosen.heads[span], purged=purged, document_mask=attempt.document_mask,
+                    )  # fmt: skip
+                    some = part.any
+                    steps = attempt.step + located.data_steps[found] - attempt.data_step
+                    surviving = steps < kept[attempt.number]
+                    visited[pair[some & surviving]] = True
+                    columns = {
+                        "spans": span, "numbers": chosen.numbers[span], "streams": chosen.streams[span],
+                        "attempts": np.full(len(span), attempt.number), "steps": steps,
+                        "data_steps": located.data_steps[found], "sequences": located.places[found],
+                        "epochs": located.epochs[found], "windows": windows[pair], **vars(part), "purged": purged,
+                        "applied": ~np.isin(steps, attempt.skipped), "surviving": surviving,
+                    }  # fmt: skip
+                    if some.any():
+                        yield {name: column[some] for name, column in columns.items()}
+        tally.windows += int(would.sum())
+        tally.unreached += int((would & ~visited).sum())
+
+
+@dataclass(frozen=True)
+class _Located:
+    """Where an order gives windows, by ascending data step; parallel arrays."""
+
+    pairs: I64
+    epochs: I64
+    data_steps: I64
+    places: I64
+
+    def of(self, attempt: Attempt) -> slice:
+        """The rows that an attempt has read for certain."""
+        begin, end = np.searchsorted(self.data_steps, [attempt.data_step, attempt.data_stop])
+        return slice(int(begin), max(int(begin), int(end)))
+
+    def left_out(self, run: TrainingRun, would: Bools) -> int:
+        """Rows before the run's present place that no surviving step has read, of pairs that ``would`` count; of the
+        newest order."""
+        branch = run.branch()
+        data_steps = self.data_steps[would[self.pairs]]
+        edges = np.searchsorted(data_steps, [edge for s in branch for edge in (s.data_step, s.data_stop)])
+        return int((edges[2::2] - edges[1:-1:2]).sum()) + (int(edges[0]) if len(edges) else 0)
+
+
+def _locate(reading: _Reading, windows: I64, num_epochs: int) -> Iterator[_Located]:
+    order = reading.order
+    at_once = max(1, _PAIRS // len(windows))
+    first_samples = np.array([phase.first_sample for phase in order.phases], np.int64)
+    first_steps = np.array([phase.first_step for phase in order.phases], np.int64)
+    batches = np.array([phase.global_batch for phase in order.phases], np.int64)
+    for first in range(0, num_epochs, at_once):
+        epochs = np.arange(first, min(first + at_once, num_epochs))
+        positions, given = order.locate_many(reading.source, epochs[:, None], windows[None, :])
+        epoch, pair = np.nonzero(given)
+        g = positions[epoch, pair].astype(np.int64)
+        by_place = np.argsort(g, kind="stable")
+        g, epoch, pair = g[by_place], epoch[by_place], pair[by_place]
+        phase = np.searchsorted(first_samples, g, "right") - 1
+        steps, places = np.divmod(g - first_samples[phase], batches[phase])
+        yield _Located(pair, epochs[epoch], first_steps[phase] + steps, places)
+
+
+def _note_next(tally: Tally, located: _Located, attempt: Attempt) -> None:
+    """Where an attempt of which nobody knows the end would next have read something."""
+    place = int(np.searchsorted(located.data_steps, attempt.data_stop))
+    if not attempt.ended and place < len(located.data_steps):
+        step = attempt.step + int(located.data_steps[place]) - attempt.data_step
+        tally.next_unproven[attempt.number] = min(tally.next_unproven[attempt.number], step)
+
+
+# ---- checkpoints
+
+
+@dataclass(frozen=True)
+class Clean:
+    """Which checkpoints' weights took something of a selection in."""
+
+    seen: tuple[tuple[Seen, int], ...]
+    """With the first step that put it there, of the checkpoint's own branch."""
+    unseen: tuple[Seen, ...]
+    last: Seen | None
+    """The newest of the present branch that did not."""
+
+
+def clean(run: TrainingRun, found: Exposures | Tally, *, store: bool = False) -> Clean:
+    """Divide the run's checkpoints by whether their weights have seen any of ``found``.
+
+    Skipped steps and what was purged before it was read do not count. ``store``: also the checkpoints that only the
+    run's store has.
+    """
+    if isinstance(found, Exposures):
+        tally = Tally(run)
+        tally.add(found)
+        found = tally
+    seen, unseen = [], []
+    for checkpoint in run.checkpoints(store):
+        firsts = [
+            int(found.first_applied[stretch.attempt.number])
+            for stretch in run.branch_of(checkpoint)
+            if found.first_applied[stretch.attempt.number] < stretch.stop
+        ]
+        if firsts:
+            seen.append((checkpoint, firsts[0]))
+        else:
+            unseen.append(checkpoint)
+    last = [checkpoint for checkpoint in unseen if checkpoint.abandoned is None]
+    return Clean(tuple(seen), tuple(unseen), last[-1] if last else None)

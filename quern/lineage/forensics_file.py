@@ -1,0 +1,202 @@
+"""``forensics/step_00000123.json`` of a training run, as the trainer wrote it, checked."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quern import storage
+from quern.errors import InputError
+
+__all__ = ["FOLDER", "Record", "StepRecord", "read_record"]
+
+FOLDER = "forensics"
+FORMAT = 1
+
+_NAME = re.compile(r"step_(\d{8,})(?:\.attempt_(\d+))?\.json")
+_COLUMNS = ("place", "dp_rank", "micro_batch", "row", "source", "epoch", "window", "targets")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the window. Arrays by sequence, in the order of places."""
+
+    raw: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.raw["step"])
+
+    @property
+    def data_step(self) -> int:
+        return int(self.raw["data_step"])
+
+    @property
+    def layers(self) -> Mapping[str, float | None]:
+        """Norm of each layer's gradient; None where it is not finite."""
+        layers: Mapping[str, float | None] = self.raw["layers"]
+        return layers
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Numbers and flags of the whole step."""
+        return {name: value for name, value in self.raw.items() if value is None or isinstance(value, int | float)}
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """One of :data:`_COLUMNS`."""
+        return self._arrays[name]
+
+    @cached_property
+    def _arrays(self) -> dict[str, NDArray[np.int64]]:
+        return {name: np.array(self.raw["sequences"][name], np.int64).reshape(-1) for name in _COLUMNS}
+
+    @cached_property
+    def losses(self) -> NDArray[np.float64]:
+        """Nats a target; NaN where it is not finite, or nothing is a target."""
+        return np.array([np.nan if v is None else v for v in self.raw["sequences"]["loss"]], np.float64)
+
+    @cached_property
+    def finite(self) -> NDArray[np.bool_]:
+        return np.array(self.raw["sequences"]["finite"], np.bool_)
+
+    @cached_property
+    def _within(self) -> dict[int, tuple[NDArray[np.float64], NDArray[np.int64]]]:
+        """By place, nats and targets of each piece."""
+        within = self.raw["within"]
+        return {
+            int(place): (np.array([np.nan if v is None else v for v in nats], np.float64), np.array(targets, np.int64))
+            for place, nats, targets in zip(within["place"], within["loss"], within["targets"], strict=True)
+        }
+
+    def nats_between(self, place: int, start: int, stop: int) -> float | None:
+        """Loss of the targets at positions [start, stop), all of which count; infinite if not finite; None where the
+        file does not say. A piece's loss is shared out evenly among its targets."""
+        found = self._within.get(place)
+        if found is None:
+            return None
+        (nats_P, targets_P), size = found, int(self.raw["within"]["tokens"])
+        total = 0.0
+        for piece in range(start // size, min(-(-stop // size), len(nats_P))):
+            overlap = min(stop, (piece + 1) * size) - max(start, piece * size)
+            total += overlap * nats_P[piece] / max(targets_P[piece], 1)
+        return float(total) if np.isfinite(total) else float("inf")
+
+    def along(self, place: int) -> list[float | None] | None:
+        """Nats a target of each piece of a sequence; None where there is none or it is not finite."""
+        if place not in self._within:
+            return None
+        nats_P, targets_P = self._within[place]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return [float(mean) if np.isfinite(mean) else None for mean in nats_P / targets_P]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file."""
+
+    path: str
+    attempt: int
+    reasons: list[str]
+    decision: str
+    policy: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    sources: list[str]
+    """Identities, by their number in the order."""
+    parameters: Mapping[str, float | None]
+    steps: list[StepRecord]
+    """Ascending; the last one is the step."""
+
+
+def read_record(run: str, step: int, attempt: int | None = None) -> Record:
+    """The file of a step; of several attempts', the newest, or ``attempt``'s.
+
+    Raises:
+        InputError: there is none (which there are is said), or it is damaged.
+    """
+    folder = os.path.join(run, FOLDER)
+    try:
+        names = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    except OSError:
+        names = []
+    paths = sorted((match for match in names if int(match[1]) == step), key=lambda match: int(match[2] or -1))
+    records = [_read(os.path.join(folder, match[0])) for match in paths]
+    fitting = [record for record in records if attempt is None or record.attempt == attempt]
+    if fitting:
+        return max(fitting, key=lambda record: record.attempt)
+    if records:
+        known = ", ".join(str(record.attempt) for record in records)
+        raise InputError(f"{folder}: has step {step} of attempt {known}, expected one of attempt {attempt}")
+    steps = sorted({int(match[1]) for match in names})
+    told = (
+        f"it has steps {', '.join(map(str, steps[:20]))}{' …' if len(steps) > 20 else ''}" if steps else "it has none"
+    )
+    raise InputError(
+        f"{folder}: nothing is written down of step {step}: {told}. A spike, a step that is not finite, "
+        "forensics.steps and SIGUSR1 write one"
+    )
+
+
+def _read(path: str) -> Record:
+    raw = storage.read_json(path)
+    if not isinstance(raw, dict) or raw.get("kind") != "forensics":
+        raise InputError(f"{path}: expected what the trainer writes down of a step")
+    if raw.get("format") != FORMAT:
+        raise InputError(f"{path}: format: expected {FORMAT}, got {raw.get('format')!r}")
+    try:
+        steps = [StepRecord(step) for step in raw["steps"]]
+        record = Record(
+            path, int(raw["attempt"]), list(raw["reasons"]), str(raw["decision"]), dict(raw["policy"]),
+            dict(raw["layout"]), [str(name) for name in raw["sources"]], dict(raw["parameters"]), steps,
+        )  # fmt: skip
+        for own in steps:
+            _check(own, len(record.sources))
+        texts = [record.decision, *record.reasons, *record.sources, *record.parameters]
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise ValueError("decision, reasons, sources or parameters: expected plain text")
+        if not all(_is_figure(value) for value in record.parameters.values()):
+            raise ValueError("parameters: expected numbers")
+        if not (type(record.layout.get("seq_len")) is int and record.layout["seq_len"] >= 1):
+            raise ValueError("layout.seq_len: expected an integer ≥ 1")
+        if not steps or steps[-1].step != raw["step"]:
+            raise ValueError("steps: expected the step itself as the last")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        why = f"{error.args[0]}: missing" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: is damaged: {why}") from None
+    return record
+
+
+def _check(own: StepRecord, num_sources: int) -> None:
+    """Everything that is looked at later is there, and fits together."""
+    num = len(own.column("place"))
+    sizes = {name: len(own.column(name)) for name in _COLUMNS} | {"loss": len(own.losses), "finite": len(own.finite)}
+    for name, size in sizes.items():
+        if size != num:
+            raise ValueError(f"step {own.step}: sequences.{name}: expected {num} values, got {size}")
+    if sorted(own.column("place").tolist()) != list(range(num)):
+        raise ValueError(f"step {own.step}: sequences.place: expected each of 0 to {num - 1} once")
+    if num and not 0 <= own.column("source").min() <= own.column("source").max() < num_sources:
+        raise ValueError(f"step {own.step}: sequences.source: expected numbers below {num_sources}")
+    size = int(own.raw["within"]["tokens"])
+    if size < 1 or any(len(nats) != len(targets) for nats, targets in own._within.values()):
+        raise ValueError(f"step {own.step}: within: expected pieces of 1 token or more, with as many losses as targets")
+    if own.data_step < 0 or not all(_is_figure(value) for value in own.layers.values()):
+        raise ValueError(f"step {own.step}: data_step or layers")
+    for name in ("loss", "loss_z", "grad_norm", "grad_norm_z"):
+        if not _is_figure(own.raw[name]):
+            raise ValueError(f"step {own.step}: {name}: expected a number")
+    for name in ("skipped", "non_finite", "loss_spike", "grad_norm_spike"):
+        if type(own.raw[name]) is not bool:
+            raise ValueError(f"step {own.step}: {name}: expected true or false")
+
+
+def _is_figure(value: Any) -> bool:
+    """A number that JSON can say, or null."""
+    return value is None or (type(value) in (int, float) and math.isfinite(value))

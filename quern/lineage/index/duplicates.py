@@ -1,0 +1,173 @@
+"""What duplicate removal decided, by document: its decision, what was removed for it, who is in its cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quern.errors import InputError
+from quern.lineage.index.columns import I64, Column, DamagedIndexError
+from quern.lineage.index.joins import Numbers, Pairs
+from quern.lineage.index.segments import Segment
+
+__all__ = ["CLUSTERS", "DECISIONS", "Duplicates", "read_row", "write_duplicates"]
+
+DECISIONS = "decisions.parquet"
+CLUSTERS = "clusters.parquet"
+#: The two columns of doc_ids of each table below ``duplicates/``.
+_IDS = {DECISIONS: ("doc_id", "duplicate_of"), CLUSTERS: ("doc_id", "cluster_id")}
+_ROWS = 1 << 17
+
+
+def write_duplicates(folder: str, scratch: str, tables: str, segments: Sequence[Segment], num_documents: int) -> None:
+    """Write the index of the tables in folder ``tables`` to ``folder``, which is empty; a missing table has no rows.
+
+    Raises:
+        InputError: a table is damaged, or names a document that has no verdict.
+    """
+    path = os.path.join(tables, DECISIONS)
+    rows = _num_rows(path)
+    decision_of = Pairs(scratch, "decision_of", rows, num_documents)
+    removed_for = Pairs(scratch, "removed_for", rows, num_documents)
+    first = 0
+    for removed, survivors in _numbers(path, _IDS[DECISIONS], scratch, segments, rows):
+        decision_of.add(removed, np.arange(first, first + len(removed)))
+        removed_for.add(survivors, removed)
+        first += len(removed)
+    path = os.path.join(tables, CLUSTERS)
+    rows = _num_rows(path)
+    cluster_of = Pairs(scratch, "cluster_of", rows, num_documents)
+    members_of = Pairs(scratch, "members_of", rows, num_documents)
+    for members, clusters in _numbers(path, _IDS[CLUSTERS], scratch, segments, rows):
+        cluster_of.add(members, clusters)
+        members_of.add(clusters, members)
+    for name, pairs in (
+        ("decision_of", decision_of),
+        ("removed_for", removed_for),
+        ("cluster_of", cluster_of),
+        ("members_of", members_of),
+    ):
+        pairs.write(f"{folder}/{name}")
+
+
+def _numbers(
+    path: str, columns: tuple[str, str], scratch: str, segments: Sequence[Segment], rows: int
+) -> Iterator[tuple[I64, I64]]:
+    """The documents that two columns of a table name, in the order of its rows."""
+    name = os.path.basename(path)
+    pair = [Numbers(scratch, f"{name}.{column}", segments, rows) for column in columns]
+    for ids in _batches(path, columns):
+        for wanted, own in zip(pair, ids, strict=True):
+            wanted.add(own)
+    first = 0
+    for both in zip(pair[0].chunks(), pair[1].chunks(), strict=True):
+        for column, numbers in zip(columns, both, strict=True):
+            wrong = np.flatnonzero(numbers < 0)
+            if len(wrong):
+                found = "none" if numbers[wrong[0]] == -1 else "two"
+                row = first + wrong[0]
+                raise InputError(f"{path}: row {row}: {column}: expected a document with one verdict row, got {found}")
+        yield both
+        first += len(both[0])
+
+
+def _table(path: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+
+
+def _num_rows(path: str) -> int:
+    return int(_table(path).metadata.num_rows) if os.path.exists(path) else 0
+
+
+def _batches(path: str, columns: tuple[str, str]) -> Iterator[list[memoryview]]:
+    """The bytes of two columns of hashes, some rows at a time."""
+    if not os.path.exists(path):
+        return
+    table = _table(path)
+    missing = [name for name in columns if name not in table.schema_arrow.names]
+    if missing:
+        raise InputError(f"{path}: has no column {missing[0]!r}")
+    try:
+        for batch in table.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+            parts = []
+            for name in columns:
+                ids = batch[name].cast(pa.binary(16))
+                if ids.null_count:
+                    raise InputError(f"{path}: {name}: expected 16 bytes in every row, got null")
+                parts.append(memoryview(ids.buffers()[1])[16 * ids.offset : 16 * (ids.offset + len(ids))])
+            yield parts
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+
+
+def read_row(path: str, row: int) -> dict[str, Any]:
+    """One row of a Parquet file; only its row group is read.
+
+    Raises:
+        InputError: the file cannot be read, or has no such row.
+    """
+    table = _table(path)
+    group = 0
+    while group < table.metadata.num_row_groups and row >= table.metadata.row_group(group).num_rows:
+        row -= table.metadata.row_group(group).num_rows
+        group += 1
+    if group == table.metadata.num_row_groups:
+        raise InputError(f"{path}: has {table.metadata.num_rows} rows, expected more; it has changed")
+    try:
+        (found,) = table.read_row_group(group, use_threads=False).slice(row, 1).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    return dict(found)
+
+
+class _Pairs:
+    def __init__(self, path: str) -> None:
+        self.numbers = Column(f"{path}.numbers", "<i8")
+        self._values = Column(f"{path}.values", "<i8")
+        if len(self.numbers) != len(self._values):
+            raise DamagedIndexError(self._values.path, f"has {len(self._values)} items, expected {len(self.numbers)}")
+
+    def check(self) -> None:
+        self.numbers.check()
+        self._values.check()
+
+    def of(self, number: int) -> I64:
+        """The values of a document, ascending."""
+        return self._values.slice(*self.numbers.range(number)).astype(np.int64)
+
+
+class Duplicates:
+    """What :func:`write_duplicates` wrote."""
+
+    def __init__(self, folder: str) -> None:
+        self._decision_of = _Pairs(f"{folder}/decision_of")
+        self._removed_for = _Pairs(f"{folder}/removed_for")
+        self._cluster_of = _Pairs(f"{folder}/cluster_of")
+        self._members_of = _Pairs(f"{folder}/members_of")
+
+    def check(self) -> None:
+        """Compare every checksum."""
+        for pairs in (self._decision_of, self._removed_for, self._cluster_of, self._members_of):
+            pairs.check()
+
+    def decision_row(self, number: int) -> int | None:
+        """The row of the document's decision in its table; None if it was not removed."""
+        rows = self._decision_of.of(number)
+        return int(rows[0]) if len(rows) else None
+
+    def removed_for(self, number: int) -> I64:
+        """The documents that were removed in favour of this one, ascending."""
+        return self._removed_for.of(number)
+
+    def cluster(self, number: int) -> I64:
+        """All documents of its cluster, itself included, ascending; none if it is alone."""
+        clusters = self._cluster_of.of(number)
+        return self._members_of.of(int(clusters[0])) if len(clusters) else clusters

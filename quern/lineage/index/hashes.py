@@ -1,0 +1,67 @@
+"""128-bit hashes → documents of a segment: sorted columns, one for each half of the hash and one for the number."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quern.lineage.index.columns import I64, Column, DamagedIndexError, write_column
+
+__all__ = ["U64", "Hashes", "halves", "write_hashes"]
+
+U64 = NDArray[np.uint64]
+
+
+def halves(data: bytes | memoryview) -> tuple[U64, U64]:
+    """uint64[n] each: the first and the second eight bytes of 16-byte hashes, as numbers that sort like the bytes."""
+    words = np.frombuffer(data, ">u8").astype(np.uint64)
+    return words[0::2], words[1::2]
+
+
+def write_hashes(path: str, high: U64, low: U64, numbers: NDArray[np.uint32]) -> None:
+    """Write ``<path>.high``, ``.low`` and ``.numbers``, sorted by hash, then number."""
+    order = np.lexsort((numbers, low, high))
+    write_column(f"{path}.high", "<u8", high[order], fences=True)
+    write_column(f"{path}.low", "<u8", low[order])
+    write_column(f"{path}.numbers", "<u4", numbers[order])
+
+
+class Hashes:
+    """The columns that :func:`write_hashes` wrote."""
+
+    def __init__(self, path: str) -> None:
+        self.high = Column(f"{path}.high", "<u8")
+        self._low = Column(f"{path}.low", "<u8")
+        self._numbers = Column(f"{path}.numbers", "<u4")
+        for column in (self._low, self._numbers):
+            if len(column) != len(self.high):
+                raise DamagedIndexError(column.path, f"has {len(column)} items, expected {len(self.high)}")
+
+    def check(self) -> None:
+        """Compare every checksum."""
+        for column in (self.high, self._low, self._numbers):
+            column.check()
+
+    def find(self, value: bytes) -> I64:
+        """The documents with this hash, ascending."""
+        high, low = (int(half[0]) for half in halves(value))
+        start, stop = self.high.range(high)
+        same = self._low.slice(start, stop) == np.uint64(low)
+        return self._numbers.slice(start, stop)[same].astype(np.int64)
+
+    def resolve(self, high: U64, low: U64, first: int, last: int) -> I64:
+        """int64[n]: the document of each hash (sorted, all with first ≤ high ≤ last), or −1; −2 if it has several."""
+        found = np.full(len(high), -1, np.int64)
+        start, stop = int(self.high.search([first])[0]), int(self.high.search([last], "right")[0])
+        if start == stop:
+            return found
+        own_high, own_low = self.high.slice(start, stop), self._low.slice(start, stop)
+        numbers = self._numbers.slice(start, stop)
+        runs = np.diff(np.flatnonzero(own_high[1:] != own_high[:-1]), prepend=-1, append=len(own_high) - 1)
+        place = np.searchsorted(own_high, high)
+        for _ in range(int(runs.max())):  # once, unless first halves repeat
+            inside = np.minimum(place, len(own_high) - 1)
+            same = (own_high[inside] == high) & (own_low[inside] == low) & (place < len(own_high))
+            found[same] = np.where(found[same] == -1, numbers[inside[same]].astype(np.int64), -2)
+            place += 1
+        return found

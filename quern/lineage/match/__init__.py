@@ -1,0 +1,89 @@
+"""Which documents and token spans of a tokenized corpus hold text of a benchmark.
+
+What counts as the same text is in :mod:`.normalise`, what is looked for in :mod:`.index`, how tokens become words in
+:mod:`.pieces`, and how a corpus streams through in :mod:`.scan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quern.errors import InputError
+from quern.lineage.match.index import AUTO, DEFAULT_N, MIN_WORDS, Index, Item, read_benchmark
+from quern.lineage.match.matches import Matched, Matches
+from quern.lineage.match.scan import CHUNK_TOKENS, scan_streams
+
+if TYPE_CHECKING:
+    from quern.lineage.store import Lineage
+
+__all__ = [
+    "AUTO", "DEFAULT_N", "MIN_WORDS", "Index", "Item", "Matched", "Matches", "match", "read_benchmark",
+    "scan_streams",
+]  # fmt: skip
+
+
+def match(
+    run: Lineage,
+    benchmark: str,
+    *,
+    fields: Sequence[str] = (AUTO,),
+    n: int = DEFAULT_N,
+    min_coverage: float = 0.0,
+    workers: int = 1,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Matches:
+    """Every document of ``run``, training or held out, that shares an n-gram of words with an item of ``benchmark``.
+
+    ``benchmark``: a JSON-lines file; ``fields``: see :func:`read_benchmark`. ``min_coverage``: the least share of an
+    item's n-grams that a document must hold to be listed. ``workers``: processes; the result is the same for any.
+
+    Raises:
+        InputError: the benchmark or a shard cannot be read.
+    """
+    if n < 1:
+        raise InputError(f"-n: expected a number of words ≥ 1, got {n}")
+    if not 0 <= min_coverage <= 1:
+        raise InputError(f"--min-coverage: expected a share from 0 to 1, got {min_coverage}")
+    items = read_benchmark(benchmark, fields)
+    index = Index(items, n)
+    found = scan_streams([stream.path for stream in run.streams], index, workers=workers, chunk_tokens=chunk_tokens)
+    coverage = found.grams / np.maximum(1, index.num_grams[found.items])
+    kept = coverage >= min_coverage
+    numbers = np.full(len(coverage), -1, np.int64)
+    for place, stream in enumerate(run.streams):
+        mine = np.flatnonzero(kept & (found.streams == place))
+        if len(mine):
+            starts, which = np.unique(found.documents[mine], return_inverse=True)
+            spans, of = run.spans_in(stream, starts, starts + 1)
+            assert len(of) == len(starts)
+            known = np.empty(len(starts), np.int64)
+            known[of] = spans.numbers
+            numbers[mine] = known[which.ravel()]
+    numbers = numbers[kept]
+    unique, back = np.unique(numbers, return_inverse=True)
+    documents = run.documents(unique)
+    places = back.ravel().tolist()
+    return Matches(
+        numbers=numbers,
+        streams=found.streams[kept],
+        starts=found.starts[kept],
+        stops=found.stops[kept],
+        item_index=found.items[kept],
+        grams=found.grams[kept],
+        coverage=coverage[kept],
+        doc_ids=[documents.doc_ids[i] for i in places],
+        urls=[documents.urls[i] for i in places],
+        sources=[documents.sources[i] for i in places],
+        items=tuple(
+            Matched(item.id, item.line, grams) for item, grams in zip(items, index.num_grams.tolist(), strict=True)
+        ),
+        identities=tuple(stream.identity for stream in run.streams),
+        names=tuple(stream.name for stream in run.streams),
+        run_id=run.run_id,
+        version=run.version,
+        n=n,
+        benchmark=benchmark,
+    )

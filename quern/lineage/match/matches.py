@@ -1,0 +1,165 @@
+"""What was found: which documents and token spans hold text of which items; kept as one Parquet table."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from quern import storage
+from quern.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Matched", "Matches"]
+
+_METADATA = b"quern.match"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Matched:
+    """One item of the benchmark, as it was looked for."""
+
+    id: str
+    line: int
+    grams: int
+    """Different n-grams; 0: too short, not looked for."""
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Parallel arrays, a row a span: by stream, document, item, start.
+
+    ``numbers`` int64: the document's number in the lineage index of this moment (its lasting name is in ``doc_ids``);
+    ``streams`` int64: index into ``identities``; ``starts``, ``stops`` int64: stream coordinates of the fewest tokens
+    that cover the matched text, merged where they overlap; ``item_index`` int64 into ``items``; ``grams`` int64: how
+    many different n-grams of the item the document holds; ``coverage`` float64: their share of the item's n-grams.
+    """
+
+    numbers: np.ndarray
+    streams: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    item_index: np.ndarray
+    grams: np.ndarray
+    coverage: np.ndarray
+    doc_ids: list[bytes]
+    urls: list[str | None]
+    sources: list[str]
+    items: tuple[Matched, ...]
+    identities: tuple[str, ...]
+    """Of the streams, ``<run id>/<source>/<since>``."""
+    names: tuple[str, ...]
+    """Of the streams."""
+    run_id: str
+    version: int
+    """Of the corpus."""
+    n: int
+    benchmark: str
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_documents(self) -> int:
+        """Different documents with a match."""
+        return len(np.unique(self.numbers))
+
+    @property
+    def not_looked_for(self) -> list[Matched]:
+        """Items too short to be told from chance."""
+        return [item for item in self.items if item.grams == 0]
+
+    def save(self, path: str) -> None:
+        """Write a Parquet table: doc_id, number, source, url, stream, identity, start, stop, item (index), item_id,
+        grams, coverage; what else there is to know stands in its metadata.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        streams, items = self.streams.tolist(), self.item_index.tolist()
+        columns = {
+            "doc_id": pa.array(self.doc_ids, pa.binary(16)),
+            "number": pa.array(self.numbers, pa.int64()),
+            "source": pa.array(self.sources, pa.string()),
+            "url": pa.array(self.urls, pa.string()),
+            "stream": pa.array([self.names[i] for i in streams], pa.string()),
+            "identity": pa.array([self.identities[i] for i in streams], pa.string()),
+            "start": pa.array(self.starts, pa.int64()),
+            "stop": pa.array(self.stops, pa.int64()),
+            "item": pa.array(self.item_index, pa.int64()),
+            "item_id": pa.array([self.items[i].id for i in items], pa.string()),
+            "grams": pa.array(self.grams, pa.int64()),
+            "coverage": pa.array(self.coverage, pa.float64()),
+        }
+        known = {
+            "format": _FORMAT,
+            "run_id": self.run_id,
+            "version": self.version,
+            "n": self.n,
+            "benchmark": self.benchmark,
+            "streams": [list(pair) for pair in zip(self.names, self.identities, strict=True)],
+            "items": [[item.id, item.line, item.grams] for item in self.items],
+        }
+        sink = io.BytesIO()
+        table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps(known).encode()})
+        pq.write_table(table, sink, compression="zstd")
+        storage.publish_bytes(path, sink.getvalue())
+
+    @classmethod
+    def load(cls, path: str) -> Self:
+        """What :meth:`save` wrote.
+
+        Raises:
+            InputError: the file is not there, or something else.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            table = pq.read_table(io.BytesIO(storage.read_bytes(path)))
+            return cls._of_table(table)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
+            why = " ".join(str(error).split())[:120]
+            raise InputError(f"{path}: expected a result of quern lineage match --out ({why})") from None
+
+    @classmethod
+    def _of_table(cls, table: pa.Table) -> Self:
+        known = json.loads((table.schema.metadata or {})[_METADATA])
+        if known["format"] != _FORMAT:
+            raise ValueError(f"its format is {known['format']!r}, expected {_FORMAT}")
+        names = tuple(str(name) for name, _ in known["streams"])
+        identities = tuple(str(identity) for _, identity in known["streams"])
+        place = {identity: number for number, identity in enumerate(identities)}
+        streams = [place[identity] for identity in table["identity"].to_pylist()]
+        found = cls(
+            numbers=table["number"].to_numpy(),
+            streams=np.array(streams, np.int64),
+            starts=table["start"].to_numpy(),
+            stops=table["stop"].to_numpy(),
+            item_index=table["item"].to_numpy(),
+            grams=table["grams"].to_numpy(),
+            coverage=table["coverage"].to_numpy(),
+            doc_ids=table["doc_id"].to_pylist(),
+            urls=table["url"].to_pylist(),
+            sources=table["source"].to_pylist(),
+            items=tuple(Matched(str(name), int(line), int(grams)) for name, line, grams in known["items"]),
+            identities=identities,
+            names=names,
+            run_id=str(known["run_id"]),
+            version=int(known["version"]),
+            n=int(known["n"]),
+            benchmark=str(known["benchmark"]),
+        )
+        if len(found) and not 0 <= int(found.item_index.min()) <= int(found.item_index.max()) < len(found.items):
+            raise ValueError("an item it names is not listed")
+        return found

@@ -1,0 +1,339 @@
+"""SQL over a run: DuckDB views of what the chain, the duplicates, the tokens and the trainers wrote.
+
+Of a data run:
+
+- ``verdicts``: one row a page-carrying record, as in the verdict files; a page that was removed as a duplicate has
+  ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``;
+- ``documents``: the verdicts that reached the quality gate, with ``text``, ``extracted`` (null where it is the text)
+  and ``kept`` as in the document files (all three null once a purge has taken the text);
+- ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, doc_id of the current version;
+- ``duplicates``: every document of a cluster, with kind, duplicate_of, similarity and band if it was removed;
+- ``steps``: train_run, attempt (from 0), step, data_step, first_sample, global_batch, applied, surviving: a row for
+  each step of the registered training runs that is complete for certain.
+
+Of a training run: its own ``steps``. Ids and hashes are hex text. Nothing is written but DuckDB's spill files, and
+those outside of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quern import storage
+from quern.data_pipeline.run_directory import is_complete
+from quern.errors import InputError, QuernError
+from quern.lineage.sql_guard import check, first_line
+from quern.lineage.training import Attempt, TrainingRun
+from quern.train.branch import LEDGER_FILE
+from quern.train.consumers import read_consumers
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+__all__ = ["VIEWS", "Result", "query"]
+
+VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
+
+_DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
+_DEFAULT_MEMORY_BYTES = 4 << 30
+_SPANS_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*(?:\.val)?)/[A-Za-z0-9_.-]+\.parquet")
+
+#: Types of the columns that every run has, for tables of which there is no file yet.
+_VERDICT = {
+    "doc_id": "BLOB", "source": "VARCHAR", "url": "VARCHAR", "canonical_url": "VARCHAR", "surt": "VARCHAR",
+    "host": "VARCHAR", "source_file": "VARCHAR", "record_offset": "BIGINT", "record_length": "BIGINT",
+    "record_id": "VARCHAR", "fetched_at": "TIMESTAMPTZ", "payload_digest": "VARCHAR", "charset": "VARCHAR",
+    "language": "VARCHAR", "language_score": "DOUBLE", "pre_filter_hash": "BLOB", "post_filter_hash": "BLOB",
+    "stage": "VARCHAR", "reason": "VARCHAR", "failed_rules": "VARCHAR[]",
+}  # fmt: skip
+_DOCUMENT = {"doc_id": "BLOB", "text": "VARCHAR", "extracted": "VARCHAR", "kept": "BOOLEAN"}
+_SPAN = {"doc_id": "BLOB", "start": "BIGINT", "length": "BIGINT", "purged": "BOOLEAN"}
+_DECISION = {
+    "doc_id": "BLOB", "kind": "VARCHAR", "duplicate_of": "BLOB", "cluster_id": "BLOB", "similarity": "DOUBLE",
+    "band": "SMALLINT",
+}  # fmt: skip
+_CLUSTER = {"doc_id": "BLOB", "cluster_id": "BLOB"}
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rows of a query: Python values as DuckDB gives them, in the order of ``columns`` (no name twice)."""
+
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    truncated: bool
+    """There are more rows than were asked for."""
+
+
+def query(
+    run: str,
+    sql: str,
+    *,
+    limit: int | None = None,
+    memory_bytes: int | None = None,
+    threads: int | None = None,
+    note: Note = lambda line: None,
+) -> Result:
+    """The first ``limit`` rows (None: all) of one SQL query over the run's views.
+
+    ``memory_bytes`` (None: 4 GiB, at most half of the machine's) and ``threads`` (None: every core) are DuckDB's; what
+    does not fit spills to the temporary folder (``TMPDIR``). ``note`` takes lines for the person: registered training
+    runs that cannot be read.
+
+    Raises:
+        InputError: ``run`` is no run, or the SQL is wrong, is not one query, or reads something else than the views.
+        QuernError: memory or disk did not suffice.
+    """
+    import duckdb
+
+    run, training = _classify(run)
+    if not training and not is_complete(run):
+        note(f"{run}: the run is not complete; what it has written so far is read")
+    with tempfile.TemporaryDirectory(prefix="quern-sql-") as scratch:
+        connection = duckdb.connect(":memory:", config=_settings(memory_bytes, threads, scratch))
+        with contextlib.closing(connection):
+            views = ("steps",) if training else VIEWS
+            wanted = check(connection, sql, views)
+            alias = _alias(run, scratch)
+            try:
+                _define(connection, run, training, alias, wanted, note)
+                _lock(connection, alias)
+                return _fetch(connection, sql, limit)
+            except duckdb.InterruptException:
+                raise KeyboardInterrupt from None
+            except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+                raise QuernError(f"sql: {first_line(error).replace(alias, run)}") from None
+            except duckdb.Error as error:
+                raise InputError(f"sql: {first_line(error).replace(alias, run)}") from None
+
+
+def _classify(run: str) -> tuple[str, bool]:
+    """The run's folder, and whether it is a training run."""
+    if not storage.is_local(run):
+        raise InputError(f"{run}: lineage needs a local copy of the run")
+    folder = os.path.abspath(storage.split(run)[1])
+    if os.path.isfile(os.path.join(folder, LEDGER_FILE)):
+        return folder, True
+    if not os.path.isfile(os.path.join(folder, "run.json")):
+        raise InputError(f"{run}: expected a data run or a training run: it has neither run.json nor {LEDGER_FILE}")
+    return folder, False
+
+
+def _settings(memory_bytes: int | None, threads: int | None, scratch: str) -> dict[str, Any]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    settings = {
+        "memory_limit": f"{memory_bytes or min(_DEFAULT_MEMORY_BYTES, total // 2)}B",
+        "temp_directory": os.path.join(scratch, "spill"),
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "python_enable_replacements": "false",
+    }
+    return settings | ({"threads": str(threads)} if threads else {})
+
+
+def _alias(run: str, scratch: str) -> str:
+    """The run under a path that no query can know, and in which nothing is a glob or a quote."""
+    alias = os.path.join(scratch, "run")
+    os.symlink(run, alias)
+    return alias
+
+
+def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:
+    """From here on: the views' folders, no other file, no network, no setting."""
+    folders = ", ".join(_text(os.path.join(alias, name, "")) for name in _DATA_FOLDERS)
+    connection.execute(f"SET allowed_directories = [{folders}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -> Result:
+    cursor = connection.execute(sql)  # its rows stream: what is not fetched is not computed
+    described = cursor.description or []
+    rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)
+    truncated = limit is not None and len(rows) > limit
+    names = _distinct([str(column[0]) for column in described])
+    return Result(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with ``_1``, ``_2`` … after those that came before."""
+    found: list[str] = []
+    for name in names:
+        number, free = 0, name
+        while free in found:
+            number += 1
+            free = f"{name}_{number}"
+        found.append(free)
+    return tuple(found)
+
+
+# ---- the views
+
+
+def _define(
+    connection: duckdb.DuckDBPyConnection, run: str, training: bool, alias: str, wanted: frozenset[str], note: Note
+) -> None:
+    connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("CREATE SCHEMA source")  # what the views are made of: SHOW TABLES leaves it out
+    if wanted & {"verdicts", "documents", "duplicates"}:
+        _define_pages(connection, run, alias)
+    if "spans" in wanted:
+        _define_spans(connection, run, alias)
+    if "steps" in wanted:
+        runs = [run] if training else dict.fromkeys(started.train_run for started in read_consumers(run))
+        connection.register("ledgers", _steps_table(runs, note))
+        connection.execute("CREATE TABLE steps AS FROM ledgers")
+        connection.unregister("ledgers")
+
+
+def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
+    for name, pattern, columns in (
+        ("verdict_rows", "verdicts/*/*.parquet", _VERDICT),
+        ("document_rows", "documents/*/*.parquet", _DOCUMENT),
+        ("decision_rows", "duplicates/decisions.parquet", _DECISION),
+        ("cluster_rows", "duplicates/clusters.parquet", _CLUSTER),
+    ):
+        there = next(glob.iglob(os.path.join(glob.escape(run), pattern)), None) is not None
+        files = f"[{_text(os.path.join(alias, pattern))}]" if there else ""
+        connection.execute(f"CREATE VIEW source.{name} AS {_scan(files, columns)}")
+    connection.execute(
+        """
+        CREATE VIEW source.pages AS
+        SELECT v.doc_id AS id, v.* REPLACE (
+            lower(hex(v.doc_id)) AS doc_id,
+            lower(hex(pre_filter_hash)) AS pre_filter_hash,
+            lower(hex(post_filter_hash)) AS post_filter_hash,
+            CASE WHEN v.stage IS NULL AND d.kind IS NOT NULL THEN 'duplicate' ELSE v.stage END AS stage,
+            CASE WHEN v.stage IS NULL AND d.kind IS NOT NULL THEN d.kind ELSE v.reason END AS reason)
+        FROM source.verdict_rows v LEFT JOIN source.decision_rows d ON v.doc_id = d.doc_id
+        """
+    )
+    connection.execute("CREATE VIEW verdicts AS SELECT * EXCLUDE (id) FROM source.pages")
+    connection.execute(
+        """
+        CREATE VIEW documents AS
+        SELECT p.* EXCLUDE (id), d.text, d.extracted, d.kept
+        FROM source.pages p LEFT JOIN source.document_rows d ON p.id = d.doc_id WHERE p.post_filter_hash IS NOT NULL
+        """
+    )
+    connection.execute(
+        """
+        CREATE VIEW duplicates AS
+        SELECT lower(hex(coalesce(c.doc_id, d.doc_id))) AS doc_id,
+            lower(hex(coalesce(c.cluster_id, d.cluster_id))) AS cluster_id,
+            d.kind, lower(hex(d.duplicate_of)) AS duplicate_of, d.similarity, d.band
+        FROM source.cluster_rows c FULL JOIN source.decision_rows d ON c.doc_id = d.doc_id
+        """
+    )
+
+
+def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
+    shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
+    paths = [os.path.join(alias, "tokens", file) for _, _, file in shards]
+    connection.execute("CREATE TABLE source.shard_files (path VARCHAR, stream VARCHAR, shard INTEGER)")
+    if shards:
+        columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards]]
+        connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?)", columns)
+    files = f"[{', '.join(map(_text, paths))}]" if paths else ""
+    rows = _scan(files, _SPAN | {"filename": "VARCHAR"}, ", filename = true")
+    connection.execute(
+        f"""
+        CREATE VIEW spans AS
+        SELECT f.stream, regexp_replace(f.stream, '\\.val$', '') AS source, suffix(f.stream, '.val') AS held_out,
+            f.shard, s.start, s.length, s.purged, lower(hex(s.doc_id)) AS doc_id
+        FROM ({rows}) s JOIN source.shard_files f ON s.filename = f.path
+        """
+    )
+
+
+def _shards(path: str) -> list[tuple[str, int, str]]:
+    """(stream, number of the shard, spans file below ``tokens/``) of every shard of the version; none without one."""
+    if not os.path.exists(path):
+        return []
+    version = storage.read_json(path)
+    sources = version.get("sources") if isinstance(version, dict) else None
+    if not isinstance(sources, dict):
+        raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
+    found = []
+    for stream, listed in sources.items():
+        shards = listed.get("shards") if isinstance(listed, dict) else None
+        for number, shard in enumerate(shards if isinstance(shards, list) else ()):
+            file = shard.get("spans") if isinstance(shard, dict) else None
+            match = _SPANS_FILE.fullmatch(str(file))
+            if match is None or match[1] != stream:
+                raise InputError(f"{path}: sources.{stream}.shards.{number}.spans: expected a file of it, got {file!r}")
+            found.append((stream, number, match[0]))
+    return found
+
+
+def _scan(files: str, columns: Mapping[str, str], options: str = "") -> str:
+    """SQL that reads Parquet ``files`` (a list literal), or has no rows if there are none."""
+    if files:
+        return f"SELECT * FROM read_parquet({files}, hive_partitioning = false{options})"
+    return f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in columns.items())} WHERE false"
+
+
+def _text(value: str) -> str:
+    """A string literal."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+# ---- the steps
+
+
+def _steps_table(runs: Iterable[str], note: Note) -> pa.Table:
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            ("train_run", pa.string()), ("attempt", pa.int32()), ("step", pa.int64()), ("data_step", pa.int64()),
+            ("first_sample", pa.int64()), ("global_batch", pa.int64()), ("applied", pa.bool_()),
+            ("surviving", pa.bool_()),
+        ]
+    )  # fmt: skip
+    parts = []
+    for folder in runs:
+        try:
+            found = TrainingRun(folder)
+            parts += [
+                pa.table({"train_run": pa.repeat(folder, attempt.stop - attempt.step), **columns}, schema)
+                for attempt, kept in zip(found.attempts, found.kept(), strict=True)
+                for columns in [_steps(found, attempt, int(kept))]
+            ]
+        except QuernError as error:
+            note(f"{error}; it is registered as a reader of the run, and its steps are left out")
+    return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def _steps(run: TrainingRun, attempt: Attempt, kept: int) -> dict[str, np.ndarray]:
+    """The columns of one attempt's steps, of which those below ``kept`` survive."""
+    step = np.arange(attempt.step, attempt.stop)
+    data_step = step + (attempt.data_step - attempt.step)
+    phases = run.order_of(attempt).phases
+    first_steps, first_samples, batches = (
+        np.array([getattr(phase, name) for phase in phases], np.int64)
+        for name in ("first_step", "first_sample", "global_batch")
+    )
+    phase = np.searchsorted(first_steps, data_step, "right") - 1
+    return {
+        "attempt": np.full(len(step), attempt.number, np.int32),
+        "step": step,
+        "data_step": data_step,
+        "first_sample": first_samples[phase] + (data_step - first_steps[phase]) * batches[phase],
+        "global_batch": batches[phase],
+        "applied": ~np.isin(step, attempt.skipped),
+        "surviving": step < kept,
+    }

@@ -1,0 +1,104 @@
+"""What a person's SQL may be: one query that reads the views.
+
+DuckDB can forbid all of its files to a query or none of a folder's: where a view may read, ``COPY … TO`` may write, and
+since DuckDB 2.0 it may stand inside a ``WITH``. So the query's own syntax tree, by DuckDB's own parser, is looked at,
+and every node, table and table function in it must be one that only reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from quern.errors import InputError
+
+if TYPE_CHECKING:
+    import duckdb
+
+__all__ = ["check", "first_line"]
+
+#: Queries, what they read from, and what is done to their rows. Expressions cannot write and are not looked at.
+_NODES = frozenset({
+    "SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE",
+    "BASE_TABLE", "SUBQUERY", "JOIN", "TABLE_FUNCTION", "EMPTY", "EXPRESSION_LIST", "PIVOT", "SHOW_REF",
+    "ORDER_MODIFIER", "LIMIT_MODIFIER", "LIMIT_PERCENT_MODIFIER", "DISTINCT_MODIFIER",
+    "ORDER_DEFAULT", "ASCENDING", "DESCENDING",
+})  # fmt: skip
+
+#: Table functions that make rows of their arguments and reach nothing else.
+_FUNCTIONS = frozenset({"generate_series", "json_each", "json_tree", "range", "repeat", "repeat_row", "unnest"})
+
+_CATALOG = "information_schema"
+_OF_PATHS = frozenset("/\\.:*?[")
+"""What a name that stands for a query does not need, and the name of a file has."""
+
+
+def check(connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str]) -> frozenset[str]:
+    """The names of the ``views`` that a query reads (all of them for a bare ``SHOW TABLES``).
+
+    Raises:
+        InputError: it does not parse, is not exactly one query, writes, or reads something else than the views.
+    """
+    import duckdb
+
+    try:
+        statements = connection.extract_statements(sql)
+    except duckdb.Error as error:
+        raise InputError(f"sql: {first_line(error)}") from None
+    if len(statements) != 1:
+        raise InputError(f"sql: expected one query, got {len(statements)} statements")
+    row = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
+    assert row is not None
+    try:
+        tree = json.loads(row[0])
+    except RecursionError:
+        raise InputError("sql: expected a query that is nested less deeply") from None
+    if tree["error"]:
+        name = statements[0].type.name
+        got = "a PIVOT that lists no values (IN (…))" if name in ("MULTI", "SELECT") else name
+        raise InputError(f"sql: expected SELECT, SHOW, DESCRIBE or SUMMARIZE over the views, got {got}")
+    return _views(list(_dicts(tree["statements"])), {name.lower() for name in views})
+
+
+def first_line(error: Exception) -> str:
+    """DuckDB's message without the drawing of the query below it."""
+    return str(error).split("\n", 1)[0]
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    """Every JSON object in a tree; no recursion: a hostile query may be nested deeply."""
+    stack = [value]
+    while stack:
+        found = stack.pop()
+        if isinstance(found, dict):
+            yield found
+            stack.extend(found.values())
+        elif isinstance(found, list):
+            stack.extend(found)
+
+
+def _views(tree: list[dict[str, Any]], views: set[str]) -> frozenset[str]:
+    named = {str(entry["key"]).lower() for node in tree for entry in (node.get("cte_map") or {}).get("map", ())}
+    read: set[str] = set()
+    for node in tree:
+        kind = node.get("type")
+        if "class" in node or not isinstance(kind, str):
+            continue  # an expression, or a constant with its type
+        if kind not in _NODES and not kind.endswith("_TYPE_INFO"):
+            raise InputError(f"sql: {kind.removesuffix('_NODE').replace('_', ' ')}: expected a query that only reads")
+        if kind == "TABLE_FUNCTION":
+            name = str(node["function"]["function_name"]).lower()
+            if name not in _FUNCTIONS:
+                raise InputError(f"sql: {name}(…): expected a view ({', '.join(sorted(views))}); it reads nothing else")
+        elif kind == "BASE_TABLE":
+            name, schema = str(node["table_name"]).lower(), str(node["schema_name"]).lower()
+            if name in views and schema in ("", "main"):
+                read.add(name)
+            elif schema == _CATALOG:
+                read |= views
+            elif schema or name not in named or set(name) & _OF_PATHS:  # DuckDB opens what looks like a file
+                raise InputError(f"sql: there is no view {node['table_name']!r}; expected {', '.join(sorted(views))}")
+        elif kind == "SHOW_REF" and node["query"] is None:
+            read |= views
+    return frozenset(read)

@@ -1,0 +1,281 @@
+"""From a step to its documents: what every sequence of its batch held, and which rank computed it.
+
+The batch is planned again by the code that planned it for the trainer (:mod:`quern.train.step_plan`), from the order
+of the attempt and the spans of the index.
+
+Shape legend: G sequences of the step, M parts: a document in a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quern import storage
+from quern.errors import InputError
+from quern.lineage.training import Attempt, TrainingRun
+from quern.lineage.windows import parts
+from quern.train.assignment import check_divides
+from quern.train.boundaries import Documents
+from quern.train.step_plan import StepPlan, assign, plan_step
+
+if TYPE_CHECKING:
+    from quern.lineage.store import Lineage, Spans, Stream
+
+__all__ = ["DocumentParts", "StepRead", "losses_of", "read_step"]
+
+_FORENSICS = re.compile(r"step_(\d{8,})(\.attempt_\d+)?\.json")
+
+I64 = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class DocumentParts:
+    """The documents of a step's sequences, by sequence and place in it; parallel arrays [M]."""
+
+    sequences: I64
+    """Place in the global batch."""
+    sources: I64
+    """Of the attempt's order: :attr:`StepRead.streams`."""
+    numbers: I64
+    """Of the document in its data run."""
+    starts: I64
+    """Of the document in its stream."""
+    lengths: I64
+    """In tokens, the EOT included."""
+    input_starts: I64
+    """Positions [start, stop) of the sequence at which the document is input; [0, 0) where it is not."""
+    input_stops: I64
+    target_starts: I64
+    """Positions at which the next token, the target, is the document's."""
+    target_stops: I64
+    purged: Bools
+    """Nothing of the document was left when the step read it."""
+
+
+@dataclass(frozen=True)
+class StepRead:
+    """What an attempt read at a model step; the arrays [G] go by place in the global batch."""
+
+    step: int
+    data_step: int
+    attempt: Attempt
+    surviving: bool
+    """False: of a branch that the run has left."""
+    proven: bool
+    """False: nobody knows whether the attempt got that far before it died."""
+    applied: bool
+    """False: the step's update was skipped."""
+    seq_len: int
+    global_batch: int
+    places_G: I64
+    ranks_G: I64 | None
+    """Data-parallel rank; None where it cannot be known, likewise micro-batch and row."""
+    micro_batches_G: I64 | None
+    rows_G: I64 | None
+    """In the micro-batch."""
+    sources_G: I64
+    epochs_G: I64
+    windows_G: I64
+    identities: tuple[str, ...]
+    """Of each source of the order."""
+    streams: Mapping[int, tuple[Lineage, Stream]]
+    """Of each source that the step reads and that can be opened."""
+    unknown: Mapping[int, str]
+    """Of each source that the step reads and that cannot be opened: why."""
+    documents: DocumentParts
+
+    def of_rank(self, rank: int) -> StepRead:
+        """The share of one data-parallel rank.
+
+        Raises:
+            InputError: the ledger does not tell the ranks, or there is no such rank.
+        """
+        if self.ranks_G is None or self.micro_batches_G is None or self.rows_G is None:
+            raise InputError(
+                f"step {self.step}: which rank computed what is not known: "
+                + (
+                    "a source of the step cannot be opened"
+                    if self.attempt.dp is not None
+                    else "the ledger is of an older version"
+                )
+            )
+        if not 0 <= rank < (self.attempt.dp or 0):
+            raise InputError(f"rank: expected 0 to {(self.attempt.dp or 0) - 1}, got {rank}")
+        mine = np.flatnonzero(self.ranks_G == rank)
+        kept = np.isin(self.documents.sequences, self.places_G[mine])
+        columns = {f.name: getattr(self.documents, f.name)[kept] for f in fields(self.documents)}
+        return replace(
+            self, places_G=self.places_G[mine], ranks_G=self.ranks_G[mine],
+            micro_batches_G=self.micro_batches_G[mine], rows_G=self.rows_G[mine], sources_G=self.sources_G[mine],
+            epochs_G=self.epochs_G[mine], windows_G=self.windows_G[mine], documents=DocumentParts(**columns),
+        )  # fmt: skip
+
+
+def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRead:
+    """What the present branch read at model step ``step``, or what attempt ``attempt`` read at it.
+
+    Raises:
+        InputError: no attempt has read the step, or that one has not.
+    """
+    chosen, proven = _attempt_at(run, step, attempt)
+    order = run.order_of(chosen)
+    data_step = chosen.data_step + step - chosen.step
+    samples = order.batch(data_step)
+    streams, unknown = _streams(run, samples[0], order.ids)
+    spans: dict[int, Spans] = {}
+
+    def documents_of(source: int, starts_N: I64) -> Documents:
+        if source not in streams:  # one document that is the whole window stands for what nobody knows
+            ones = np.ones(len(starts_N), np.int64)
+            return Documents(ones, ones - 1, np.zeros(len(starts_N), np.bool_))
+        lineage, stream = streams[source]
+        found, which = lineage.spans_in(stream, starts_N, starts_N + run.seq_len + 1)
+        spans[source] = found
+        counts_N = np.bincount(which, minlength=len(starts_N))
+        return Documents(counts_N, found.starts - starts_N[which], found.purged)
+
+    plan = plan_step(samples, len(order.ids), run.seq_len, chosen.document_mask, documents_of)
+    ranks_G, micro_batches_G, rows_G = _dealt(plan, chosen, known=not unknown)
+    return StepRead(
+        step=step, data_step=data_step, attempt=chosen,
+        surviving=bool(step < run.kept()[chosen.number]), proven=proven,
+        applied=not bool(np.isin(step, chosen.skipped)), seq_len=run.seq_len, global_batch=len(samples[0]),
+        places_G=np.arange(len(samples[0])),
+        ranks_G=ranks_G, micro_batches_G=micro_batches_G, rows_G=rows_G, sources_G=samples[0].astype(np.int64),
+        epochs_G=samples[1].astype(np.int64), windows_G=samples[2].astype(np.int64), identities=order.ids,
+        streams=streams, unknown=unknown, documents=_parts(run, chosen, plan, streams, spans),
+    )  # fmt: skip
+
+
+def losses_of(run: TrainingRun, read: StepRead) -> dict[int, float | None]:
+    """Place in the global batch → loss of the sequence in nats a target (None: not finite, or no targets), where a
+    file ``forensics/step_*.json`` has them for this step of this attempt; empty where nobody looked."""
+    folder = os.path.join(run.path, "forensics")
+    try:
+        names = sorted(name for name in os.listdir(folder) if _FORENSICS.fullmatch(name))
+    except OSError:
+        return {}
+    samples = dict(zip(read.places_G.tolist(), _triples(read), strict=True))
+    for name in names:
+        match = _FORENSICS.fullmatch(name)
+        if match is None or int(match[1]) < read.step:  # a file looks back from the step it is named by
+            continue
+        found = _losses(os.path.join(folder, name), read, samples)
+        if found:
+            return found
+    return {}
+
+
+def _losses(path: str, read: StepRead, samples: Mapping[int, tuple[int, int, int]]) -> dict[int, float | None]:
+    """What a file has of the step; nothing where it is damaged, or of other data."""
+    try:
+        record = storage.read_json(path)
+        if record["attempt"] != read.attempt.number:
+            return {}
+        found: dict[int, float | None] = {}
+        for row in record["steps"]:
+            if (row["step"], row["data_step"]) == (read.step, read.data_step):
+                columns = (row["sequences"][name] for name in ("place", "source", "epoch", "window", "loss"))
+                for place, source, epoch, window, loss in zip(*columns, strict=True):
+                    if samples.get(place) == (source, epoch, window):
+                        found[int(place)] = None if loss is None else float(loss)
+        return found
+    except (InputError, KeyError, TypeError, ValueError, RecursionError):
+        return {}
+
+
+def _triples(read: StepRead) -> Iterator[tuple[int, int, int]]:
+    return zip(read.sources_G.tolist(), read.epochs_G.tolist(), read.windows_G.tolist(), strict=True)
+
+
+def _attempt_at(run: TrainingRun, step: int, number: int | None) -> tuple[Attempt, bool]:
+    """Which attempt read the step, and whether the ledger proves it."""
+    if step < 0:
+        raise InputError(f"step: expected an integer ≥ 0, got {step}")
+    if number is None:
+        for stretch in run.branch():
+            if stretch.step <= step < stretch.stop:
+                return stretch.attempt, True
+        raise InputError(f"{run.path}: step {step} was not read: {run.reached} steps are complete, from 0 on")
+    if not 0 <= number < len(run.attempts):
+        raise InputError(f"{run.path}: attempt: expected 0 to {len(run.attempts) - 1}, got {number}")
+    attempt = run.attempts[number]
+    if step < attempt.step or (attempt.ended and step >= attempt.stop):
+        raise InputError(
+            f"{run.path}: attempt {number} did not read step {step}: it began at step {attempt.step}"
+            + (f" and ended before step {attempt.stop}" if attempt.ended else "")
+        )
+    return attempt, step < attempt.stop
+
+
+def _streams(
+    run: TrainingRun, sources: NDArray[np.uint64], identities: tuple[str, ...]
+) -> tuple[dict[int, tuple[Lineage, Stream]], dict[int, str]]:
+    streams: dict[int, tuple[Lineage, Stream]] = {}
+    unknown: dict[int, str] = {}
+    for source in np.unique(sources).tolist():
+        try:
+            streams[source] = run.find_stream(identities[source])
+        except InputError as error:
+            unknown[source] = str(error)
+    return streams, unknown
+
+
+def _dealt(plan: StepPlan, attempt: Attempt, known: bool) -> tuple[I64 | None, I64 | None, I64 | None]:
+    """Rank, micro-batch and row of every place. With document masks they follow from the documents of all sources."""
+    size, world, micro_batch = len(plan.rows_N), attempt.dp, attempt.micro_batch
+    if world is None or micro_batch is None or check_divides(size, world, micro_batch) is not None:
+        return None, None, None
+    if not known and attempt.document_mask and world > 1:
+        return None, None, None
+    places = assign(plan, world, micro_batch, attempt.document_mask)
+    dealt = np.empty((3, size), np.int64)
+    dealt[:, places] = np.indices(places.shape)
+    return dealt[0], dealt[1], dealt[2]
+
+
+def _parts(
+    run: TrainingRun,
+    attempt: Attempt,
+    plan: StepPlan,
+    streams: Mapping[int, tuple[Lineage, Stream]],
+    spans: Mapping[int, Spans],
+) -> DocumentParts:
+    """Every document of every sequence. ``plan`` has its rows by source and start, as ``spans`` have theirs."""
+    places_R = np.argsort(plan.rows_N)
+    sources_R = plan.sources_N[places_R].astype(np.int64)
+    rows_M = np.repeat(np.arange(len(plan.counts_R)), plan.counts_R)
+    known_M = np.isin(sources_R[rows_M], list(streams))
+    rows = rows_M[known_M]
+    found = [spans[source] for source in sorted(spans)]
+
+    def column(name: str, kind: type) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in found)])
+
+    starts, lengths = column("starts", np.int64), column("lengths", np.int64)
+    purged = column("purged", np.bool_)
+    purges = [
+        source
+        for source, (lineage, stream) in streams.items()
+        if attempt.versions.get(stream.identity, lineage.version) >= lineage.version
+    ]
+    purged &= np.isin(sources_R[rows], purges)  # a document that was purged since was there then
+    part = parts(
+        starts, starts + lengths, plan.windows_N[places_R][rows].astype(np.int64), run.seq_len,
+        heads=np.ones(len(rows), np.bool_), purged=purged, document_mask=attempt.document_mask,
+    )  # fmt: skip
+    some = np.flatnonzero(part.any)
+    some = some[np.argsort(places_R[rows[some]], kind="stable")]
+    columns = {
+        "sequences": places_R[rows], "sources": sources_R[rows], "numbers": column("numbers", np.int64),
+        "starts": starts, "lengths": lengths, **vars(part), "purged": purged,
+    }  # fmt: skip
+    return DocumentParts(**{name: values[some] for name, values in columns.items()})

@@ -1,0 +1,297 @@
+"""A data run as lineage sees it: its documents by number, how they are found, and where they stand in its tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from quern.data_pipeline import url as urls
+from quern.errors import InputError, QuernError
+from quern.lineage.index.build import FOLDER, discard, open_index
+from quern.lineage.index.columns import I64, DamagedIndexError
+from quern.lineage.index.duplicates import DECISIONS, Duplicates, read_row
+from quern.lineage.index.records import Opened
+from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
+from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
+from quern.lineage.index.spans import SpanColumns, Spans
+from quern.tokenize.shards import ShardReader
+
+__all__ = ["Documents", "Lineage", "Spans", "Stream"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream of tokens of a run: the shards of a source, or of its held-out documents."""
+
+    name: str
+    """``<source>`` or ``<source>.val``."""
+    identity: str
+    """``<run id>/<name>/<version since which its tokens stand where they do>``."""
+    path: str
+    """``RUN/tokens/<name>``."""
+    total_tokens: int
+    num_spans: int
+    held_out: bool
+
+    @cached_property
+    def reader(self) -> ShardReader:
+        """Its tokens; opened at first use."""
+        return ShardReader(self.path)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Who documents are: one item each, in the order asked for."""
+
+    numbers: I64
+    doc_ids: list[bytes]
+    urls: list[str | None]
+    """As the crawl gave them."""
+    sources: list[str]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def _guarded(
+    method: Callable[Concatenate[Lineage, P], R],
+) -> Callable[Concatenate[Lineage, P], R]:
+    """A damaged index answers nothing: it is forgotten, and built anew when the run is opened again."""
+
+    @wraps(method)
+    def wrapped(self: Lineage, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except DamagedIndexError as error:
+            if discard(self.run, self.built.record):
+                raise QuernError(f"{error}; the index will be built anew: run the same command again") from None
+            raise QuernError(f"{self.run}: its index was built anew meanwhile: run the same command again") from None
+
+    return wrapped
+
+
+class Lineage:
+    """A data run, opened for lineage; its index is built first where it does not stand (one line on stderr).
+
+    A document is known by its *number*, 0 to ``num_documents - 1``: every verdict row has one, kept or dropped. Numbers
+    hold as long as the run's verdict files do.
+
+    Attributes: ``run`` (absolute path), ``run_id``, ``version`` (of the corpus; 0 while there are no tokens),
+    ``num_documents``, ``streams`` (in VERSION.json's order, held-out ones too).
+
+    Raises:
+        InputError: no local data run, or one with damaged files; with ``build=False``, an index that does not stand.
+        QuernError: the index cannot be written. Every method: the index is damaged.
+    """
+
+    def __init__(self, run: str, *, build: bool = True, segment_documents: int = SEGMENT_DOCUMENTS) -> None:
+        state, self.built = open_index(run, build=build, segment_documents=segment_documents)
+        record = self.built.record
+        self.run, self.run_id = state.run, state.run_id
+        self.version: int = record["version"]
+        folder = os.path.join(self.run, FOLDER)
+        self._segments: list[Segment] = []
+        opened, base = Opened(), 0
+        for own in record["segments"]:
+            self._segments.append(Segment(os.path.join(folder, own["name"]), base, own, opened))
+            base += own["documents"]
+        self.num_documents: int = base
+        self._bases = np.array([segment.base for segment in self._segments], np.int64)
+        names = {stream["name"] for stream in record["streams"]}
+        self.streams = tuple(
+            Stream(
+                name=own["name"],
+                identity=f"{self.run_id}/{own['name']}/{own['since']}",
+                path=os.path.join(self.run, "tokens", own["name"]),
+                total_tokens=own["total_tokens"],
+                num_spans=own["num_spans"],
+                held_out=own["name"].endswith(".val") and own["name"].removesuffix(".val") in names,
+            )
+            for own in record["streams"]
+        )
+        self._spans = SpanColumns(
+            os.path.join(folder, record["spans"]), len(self.streams), self._bases.tolist(), opened
+        )
+        self._duplicates_folder = os.path.join(folder, record["duplicates"])
+
+    @cached_property
+    def _duplicates(self) -> Duplicates:
+        return Duplicates(self._duplicates_folder)
+
+    def stream(self, identity: str) -> Stream | None:
+        """The stream of this identity, as a training run has recorded it; None if the run has no such stream."""
+        return next((stream for stream in self.streams if stream.identity == identity), None)
+
+    def check(self) -> None:
+        """Compare every checksum of the index.
+
+        Raises:
+            DamagedIndexError: a file is not what was written.
+        """
+        for segment in self._segments:
+            segment.check()
+        self._spans.check()
+        self._duplicates.check()
+
+    # ---- finding documents
+
+    @_guarded
+    def find(
+        self,
+        *,
+        doc: str | bytes | None = None,
+        url: str | None = None,
+        surt: str | None = None,
+        host: str | None = None,
+        domain: str | None = None,
+        hash: str | bytes | None = None,
+    ) -> I64:
+        """The numbers of all documents that fit, ascending. Exactly one argument is given.
+
+        ``doc``: a doc_id, 16 bytes or 32 hex digits. ``url``: any spelling that has the same canonical form. ``surt``:
+        a prefix. ``host``: that host. ``domain``: that host and all below it. ``hash``: a pre- or post-filter hash.
+
+        Raises:
+            InputError: an argument is no doc_id, hash or host.
+        """
+        given = [value for value in (doc, url, surt, host, domain, hash) if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected one of doc, url, surt, host, domain, hash, got {len(given)}")
+        if doc is not None:
+            wanted = _hash(doc, "doc")
+            return self._collect(lambda segment: segment.by_doc.find(wanted))
+        if hash is not None:
+            wanted = _hash(hash, "hash")
+            return self._collect(lambda own: np.union1d(own.by_pre.find(wanted), own.by_post.find(wanted)))
+        if url is not None:
+            return self._collect(lambda segment: find_url(segment.urls, url))
+        if surt is not None:
+            return self._collect(lambda segment: find_surt(segment.urls, surt))
+        if host is not None:
+            name = _host(host, "host")
+            return self._collect(lambda segment: find_host(segment.urls, name))
+        name = _host(domain or "", "domain")
+        return self._collect(lambda segment: find_domain(segment.urls, name))
+
+    def _collect(self, find: Callable[[Segment], I64]) -> I64:
+        """What each segment finds, as numbers of the run."""
+        return np.concatenate(
+            [np.empty(0, np.int64), *(find(segment) + segment.base for segment in self._segments)], dtype=np.int64
+        )
+
+    # ---- what is known of them
+
+    def _by_segment(self, numbers: ArrayLike) -> tuple[I64, list[tuple[Segment, I64]]]:
+        """Numbers as int64 [n], and for each segment that has some of them where they are in that array."""
+        checked = np.atleast_1d(np.asarray(numbers, np.int64))
+        if len(checked) and not (checked.min() >= 0 and checked.max() < self.num_documents):
+            raise IndexError(f"{self.run}: expected documents 0 to {self.num_documents - 1}, got {numbers!r:.60}")
+        index_of = np.searchsorted(self._bases, checked, "right") - 1
+        parts = [(self._segments[index], np.flatnonzero(index_of == index)) for index in np.unique(index_of).tolist()]
+        return checked, parts
+
+    @_guarded
+    def documents(self, numbers: ArrayLike) -> Documents:
+        """Who documents are."""
+        checked, parts = self._by_segment(numbers)
+        ids: list[bytes] = [b""] * len(checked)
+        texts: list[str | None] = [None] * len(checked)
+        sources = [""] * len(checked)
+        for segment, where in parts:
+            own = checked[where] - segment.base
+            data = segment.doc_ids.take(own).tobytes()
+            files, given = segment.files_of(own), segment.urls.texts(own, 1)
+            for index, place in enumerate(where.tolist()):
+                ids[place] = data[16 * index : 16 * index + 16]
+                sources[place] = files[index].partition("/")[0]
+                text = given[index]
+                texts[place] = None if text is None else text.decode()
+        return Documents(checked, ids, texts, sources)
+
+    @_guarded
+    def verdict(self, number: int) -> dict[str, Any]:
+        """A document's whole verdict row, and its ``file`` (below ``verdicts/``) and ``row``.
+
+        Raises:
+            InputError: the verdict file has changed since the run was opened.
+        """
+        _, ((segment, _),) = self._by_segment(number)
+        own = np.array([number - segment.base])
+        (file,) = segment.files_of(own)
+        row = int(segment.rows.take(own)[0])
+        path = os.path.join(self.run, "verdicts", file)
+        found = read_row(path, row)
+        if found["doc_id"] != segment.doc_ids.take(own).tobytes():
+            raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
+        return {**found, "file": file, "row": row}
+
+    @_guarded
+    def decision(self, number: int) -> dict[str, Any] | None:
+        """The row of ``duplicates/decisions.parquet`` that removed a document; None if none did."""
+        _, ((segment, _),) = self._by_segment(number)
+        row = self._duplicates.decision_row(number)
+        if row is None:
+            return None
+        path = os.path.join(self.run, "duplicates", DECISIONS)
+        found = read_row(path, row)
+        if found["doc_id"] != segment.doc_ids.take(np.array([number - segment.base])).tobytes():
+            raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
+        return found
+
+    @_guarded
+    def removed_for(self, number: int) -> I64:
+        """The documents that were removed as duplicates of this one, ascending."""
+        return self._duplicates.removed_for(number)
+
+    @_guarded
+    def cluster(self, number: int) -> I64:
+        """All documents of its cluster of duplicates, itself included, ascending; empty if it is in none."""
+        return self._duplicates.cluster(number)
+
+    # ---- where they stand
+
+    @_guarded
+    def spans_of(self, numbers: ArrayLike) -> Spans:
+        """The spans of those documents that have one, in the order given."""
+        checked, _ = self._by_segment(numbers)
+        return self._spans.of(checked)
+
+    @_guarded
+    def spans_in(self, stream: Stream, starts: ArrayLike, stops: ArrayLike) -> tuple[Spans, I64]:
+        """Every span that overlaps [start, stop) of the stream's tokens, for many ranges at once.
+
+        Returns the spans, range by range and in the stream's order, and the index of the range that each is of.
+        """
+        return self._spans.between(self.streams.index(stream), starts, stops)
+
+
+def _hash(value: str | bytes, name: str) -> bytes:
+    """16 bytes, also from 32 hex digits."""
+    if isinstance(value, bytes) and len(value) == 16:
+        return value
+    try:
+        found = bytes.fromhex(value) if isinstance(value, str) and len(value) == 32 else b""
+    except ValueError:
+        found = b""
+    if len(found) != 16:
+        raise InputError(f"{name}: expected 32 hex digits, got {value!r:.60}")
+    return found
+
+
+def _host(value: str, name: str) -> str:
+    """The host as canonical URLs have it: lower case, punycode, no dot at its end."""
+    canonical = urls.canonicalize(f"http://{value}/") if value and not set(value) & set("/?#@\\ \t\r\n") else None
+    if canonical is None:
+        raise InputError(f"{name}: expected a host such as example.com, got {value!r:.60}")
+    if ":" in canonical.removeprefix("http://").rpartition("]")[2]:
+        raise InputError(f"{name}: expected a host without a port, got {value!r:.60}")
+    return urls.host(canonical)

@@ -1,0 +1,375 @@
+"""A training run as lineage reads it: its attempts, their orders, where their tokens are, and its checkpoints.
+
+An *attempt* is what one line of the ledger opened: steps [``step``, ``stop``) of it are proven, by the lines that
+follow it and, of the newest, by the last line of ``metrics.jsonl``. The present weights are made of the attempts'
+*surviving* steps: those that no later attempt went back behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quern import storage
+from quern.config import load_config
+from quern.errors import InputError, QuernError
+from quern.mixtures.order import Order
+from quern.train.branch import LEDGER_FILE, left_behind
+from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoint_name, list_checkpoints, read_manifest
+from quern.train.ledger import MOVES, latest_order, reached, read_ledger
+
+if TYPE_CHECKING:
+    from quern.lineage.store import Lineage, Stream
+    from quern.train.config import TrainConfig
+
+__all__ = ["Attempt", "Seen", "Stretch", "TrainingRun"]
+
+#: The end of metrics.jsonl in which the newest attempt's last step is looked for.
+_TAIL_BYTES = 1 << 16
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the trainer. Step t of it read data step ``data_step + (t - step)`` of ``order``."""
+
+    number: int
+    """From 0, as in metrics.jsonl."""
+    kind: str
+    """``start``, ``resume`` or ``rollback``."""
+    step: int
+    data_step: int
+    order: str
+    """A hash."""
+    stop: int
+    """Steps below it are complete for certain."""
+    ended: bool
+    """Whether the trainer said where it ended; if not, it may have read on beyond ``stop``."""
+    line: int
+    """Its place among the ledger's lines."""
+    skipped: I64 = field(repr=False)
+    """Ascending steps whose update was not applied."""
+    paths: Mapping[str, str] = field(repr=False)
+    """Identity of a source → folder of its tokens; empty in a ledger that does not tell."""
+    versions: Mapping[str, int] = field(repr=False)
+    """Identity of a source → the corpus version it was read at."""
+    dp: int | None
+    """Data-parallel ranks; None in a ledger that does not tell, likewise ``micro_batch``."""
+    micro_batch: int | None
+    document_mask: bool
+
+    @property
+    def data_stop(self) -> int:
+        """One beyond the last data step that was read for certain."""
+        return self.data_step + self.stop - self.step
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Model steps [step, stop) of one attempt."""
+
+    attempt: Attempt
+    step: int
+    stop: int
+
+    @property
+    def data_step(self) -> int:
+        """What its first step read."""
+        return self.attempt.data_step + self.step - self.attempt.step
+
+    @property
+    def data_stop(self) -> int:
+        """One beyond what its last step read."""
+        return self.data_step + self.stop - self.step
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint: weights after ``step`` steps of the branch that the ledger's first ``offset`` bytes tell of."""
+
+    step: int
+    name: str
+    path: str
+    """A folder, or an address in the run's store."""
+    abandoned: str | None
+    """Why it is not of the branch the run is on; None if it is."""
+    offset: int
+
+
+class TrainingRun:
+    """The training run in the folder ``path``.
+
+    Attributes: ``path`` (absolute); ``entries``, the ledger's lines; ``order``, the newest; ``attempts``, oldest first;
+    ``damaged``, checkpoints that :meth:`checkpoints` could not read, and why.
+
+    Raises:
+        InputError: there is no ledger, or it names no order.
+        QuernError: the ledger is damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        file = os.path.join(self.path, LEDGER_FILE)
+        if not os.path.isfile(file):
+            raise InputError(f"{path}: expected a training run: it has no {LEDGER_FILE}")
+        self.entries = read_ledger(file)
+        self._file = file
+        newest = latest_order(self.entries)
+        if newest is None:
+            raise InputError(f"{file}: has no line that begins a run; nothing was read yet")
+        self.order: Order = newest
+        if self.order.seq_len is None:
+            raise InputError(f"{file}: order {newest.hash} does not say how long a window is")
+        self.seq_len: int = self.order.seq_len
+        self._orders: dict[str, Order] = {newest.hash: newest}
+        self.attempts = tuple(self._attempts())
+        self.damaged: dict[str, str] = {}
+        self._lineages: dict[str, Lineage | str] = {}
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """The config of the newest attempt.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        from quern.train.config import TrainConfig
+
+        return load_config(os.path.join(self.path, CONFIG_FILE), TrainConfig)
+
+    # ---- steps
+
+    @property
+    def reached(self) -> int:
+        """How many steps the present branch has complete for certain."""
+        return self.attempts[-1].stop
+
+    def branch(self, steps: int | None = None, lines: int | None = None) -> tuple[Stretch, ...]:
+        """What the weights after ``steps`` steps (by default all of the present branch) are made of, ascending.
+
+        ``lines``: as the first so many lines of the ledger tell it: those before a checkpoint of an abandoned branch.
+        """
+        stop = self.reached if steps is None else steps
+        found: list[Stretch] = []
+        for attempt in reversed(self.attempts):
+            if (lines is None or attempt.line < lines) and attempt.step < stop:
+                found.append(Stretch(attempt, attempt.step, stop))
+                stop = attempt.step
+        return tuple(found[::-1])
+
+    def kept(self) -> I64:
+        """int64 [attempts]: the steps of each below it survive (those from its own ``step`` on)."""
+        stops = np.array([attempt.step for attempt in self.attempts], np.int64)
+        for stretch in self.branch():
+            stops[stretch.attempt.number] = stretch.stop
+        return stops
+
+    def order_of(self, attempt: Attempt) -> Order:
+        """The order an attempt read from.
+
+        Raises:
+            QuernError: the ledger does not have it.
+        """
+        if attempt.order not in self._orders:
+            found = latest_order(self.entries[: attempt.line + 1])
+            assert found is not None
+            self._orders[found.hash] = found
+        return self._orders[attempt.order]
+
+    def _attempts(self) -> Iterator[Attempt]:
+        lines = [line for line, entry in enumerate(self.entries) if entry["kind"] in MOVES]
+        for number, (line, end) in enumerate(zip(lines, [*lines[1:], len(self.entries)], strict=True)):
+            entry, facts = self.entries[line], self.entries[line + 1 : end]
+            ended = any(fact["kind"] in ("end", "stopped") for fact in facts)
+            stop = reached(self.entries[line:end])
+            if end == len(self.entries) and not ended:
+                stop = max(stop, self._told(number))
+            skipped = sorted({fact["step"] for fact in facts if fact["kind"] == "skipped"})
+            yield Attempt(
+                number=number, kind=entry["kind"], step=entry["step"], data_step=entry["data_step"],
+                order=entry["order"], stop=stop, ended=ended, line=line, skipped=np.array(skipped, np.int64),
+                paths=_texts(entry.get("paths")), versions=_numbers(entry.get("versions")),
+                dp=_positive(entry.get("dp")), micro_batch=_positive(entry.get("micro_batch")),
+                document_mask=self._document_mask(entry),
+            )  # fmt: skip
+
+    def _document_mask(self, entry: Mapping[str, Any]) -> bool:
+        told = entry.get("document_mask")
+        return told if isinstance(told, bool) else self.config.document_mask
+
+    def _told(self, attempt: int) -> int:
+        """How many steps are complete when the newest line of metrics.jsonl that is ``attempt``'s was written."""
+        try:
+            with open(os.path.join(self.path, "metrics.jsonl"), "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                lines = file.read().split(b"\n")[:-1]
+        except OSError:
+            return 0
+        for line in reversed(lines):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # torn, or the rest of a line that began before the tail
+                continue
+            if isinstance(row, dict) and row.get("kind") == "step" and type(row.get("step")) is int:
+                return row["step"] + 1 if row.get("attempt") == attempt else 0
+        return 0
+
+    # ---- data
+
+    def stream_of(self, source: int) -> tuple[Lineage, Stream]:
+        """The data run and the stream that source ``source`` of the newest order reads.
+
+        Raises:
+            InputError: neither the ledger nor the config says where it is, or it is not there any more.
+        """
+        return self.find_stream(self.order.ids[source])
+
+    def find_stream(self, identity: str) -> tuple[Lineage, Stream]:
+        """:meth:`stream_of` for a source of any attempt's order."""
+        paths = self._candidates(identity)
+        reasons = []
+        for path in paths:
+            lineage = self._open(os.path.dirname(os.path.dirname(path)))
+            if isinstance(lineage, str):
+                reasons.append(lineage)
+                continue
+            stream = lineage.stream(identity)
+            if stream is not None:
+                return lineage, stream
+            reasons.append(f"{lineage.run} does not have it (any more): its corpus is at version {lineage.version}")
+        why = "; ".join(dict.fromkeys(reasons)) or "neither the ledger nor the config says where it is"
+        raise InputError(f"{self.path}: source {identity}: {why}")
+
+    def lineages(self) -> list[Lineage]:
+        """The data runs that the sources of any attempt's order are in, each once; those that cannot be opened are left
+        out (:meth:`unknown` names them)."""
+        found: dict[int, Lineage] = {}
+        for identity in dict.fromkeys(ident for own in self.attempts for ident in self.order_of(own).ids):
+            try:
+                lineage, _ = self.find_stream(identity)
+            except InputError:
+                continue
+            found[id(lineage)] = lineage
+        return list(found.values())
+
+    def unknown(self) -> dict[str, str]:
+        """Sources that any step may have read and whose documents cannot be known, and why: identity → reason."""
+        reasons: dict[str, str] = {}
+        for attempt in self.attempts:
+            order = self.order_of(attempt)
+            for source, identity in enumerate(order.ids):
+                given = any(row.weights[source] for row in order.phases if row.first_step < attempt.data_stop)
+                if given and identity not in reasons:
+                    try:
+                        self.find_stream(identity)
+                    except InputError as error:
+                        reasons[identity] = str(error)
+        return reasons
+
+    def _candidates(self, identity: str) -> list[str]:
+        """Folders in which the tokens of a source may be, the likeliest first."""
+        told = [attempt.paths[identity] for attempt in reversed(self.attempts) if identity in attempt.paths]
+        told += [os.path.abspath(path) for path in self._configured(identity)]  # the data run may have moved since
+        return list(dict.fromkeys(told))
+
+    def _configured(self, identity: str) -> list[str]:
+        """What an older run says of its sources: by identity in run.json, without in the config."""
+        try:
+            record = storage.read_json(os.path.join(self.path, "run.json"))
+        except InputError:
+            record = None
+        sources = record.get("sources") if isinstance(record, dict) else None
+        path = sources.get(identity) if isinstance(sources, dict) else None
+        given = [path] if isinstance(path, str) else []
+        name = identity.split("/")[-2] if identity.count("/") > 1 else ""
+        try:
+            paths = [source.path for source in self.config.data]
+        except InputError:
+            paths = []
+        return given + [path for path in paths if os.path.basename(os.path.normpath(path)) == name]
+
+    def _open(self, run: str) -> Lineage | str:
+        """The data run in the folder ``run``, or why it cannot be opened."""
+        from quern.lineage.store import Lineage
+
+        key = os.path.realpath(run)
+        if key not in self._lineages:
+            try:
+                self._lineages[key] = Lineage(run)
+            except InputError as error:
+                self._lineages[key] = str(error)
+        return self._lineages[key]
+
+    # ---- checkpoints
+
+    def checkpoints(self, store: bool = False) -> list[Seen]:
+        """The checkpoints of the run by ascending step, abandoned ones too. One whose manifest is damaged says nothing
+        of itself: it is left out here and named in :attr:`damaged`.
+
+        ``store``: also those that only the run's checkpoint.store has.
+
+        Raises:
+            QuernError: the store cannot be read, or the ledger is shorter than a checkpoint says.
+        """
+        found: dict[int, Seen] = {}
+        for checkpoint in list_checkpoints(self.path):
+            try:
+                self._add(found, read_manifest(checkpoint.path), checkpoint.path)
+            except InputError as error:
+                self.damaged[checkpoint.path] = str(error)
+        if store:
+            from quern.train.checkpoint.stored import store_of
+
+            behind = store_of(self.path)
+            for step in behind.checkpoints():
+                if step not in found:
+                    try:
+                        self._add(found, behind.manifest(step), behind.address(step))
+                    except InputError as error:
+                        self.damaged[behind.address(step)] = str(error)
+        return [found[step] for step in sorted(found)]
+
+    def branch_of(self, seen: Seen) -> tuple[Stretch, ...]:
+        """What the weights of a checkpoint are made of."""
+        return self.branch(seen.step, self._lines(seen.offset))
+
+    def _add(self, found: dict[int, Seen], manifest: Manifest, path: str) -> None:
+        step, offset = manifest.step, manifest.ledger_offset
+        size = os.path.getsize(self._file)
+        if offset > size:
+            raise QuernError(f"{self._file}: has {size} bytes, {path} names {offset}; lines are lost")
+        if offset <= (int(self._line_ends[-1]) if len(self._line_ends) else 0):  # else saved since the run was opened
+            why = left_behind(step, self.entries[self._lines(offset) :])
+            found[step] = Seen(step, checkpoint_name(step), path, why, offset)
+
+    def _lines(self, offset: int) -> int:
+        """How many lines the ledger's first ``offset`` bytes hold."""
+        return int(np.searchsorted(self._line_ends, offset, "right"))
+
+    @cached_property
+    def _line_ends(self) -> I64:
+        """int64 [lines]: where each line of the ledger ends, in bytes."""
+        with open(self._file, "rb") as file:
+            data = np.frombuffer(file.read(), np.uint8)
+        return np.flatnonzero(data == ord("\n"))[: len(self.entries)].astype(np.int64) + 1
+
+
+def _texts(value: object) -> dict[str, str]:
+    """The texts of a mapping; a ledger of another version may hold anything."""
+    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
+
+
+def _numbers(value: object) -> dict[str, int]:
+    return {k: v for k, v in value.items() if type(v) is int} if isinstance(value, dict) else {}
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

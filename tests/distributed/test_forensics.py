@@ -1,0 +1,133 @@
+"""What is written down of a step on any layout is what one process writes: every sequence once, every gradient once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import signal
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
+
+STEP = 3
+DEEP = {"model": {"num_layers": 4}, "micro_batch": 1}
+UNTIED = {"model": {"num_layers": 4, "tied_embeddings": False}, "micro_batch": 1}
+
+Given = tuple[dict[str, Any], dict[str, Any]]
+QUICK: dict[str, Given] = {
+    "DDP": ({"dp_replicate": 2, "dp_shard": 1}, {}),
+    "FSDP2": ({"dp_shard": 2}, {}),
+    "TP": ({"tp": 2}, {}),
+    "1F1B": ({"pp": 2}, DEEP),
+}
+MORE: dict[str, Given] = {
+    "HSDP": ({"dp_replicate": 2, "dp_shard": 2}, {}),
+    "FSDP2 + TP": ({"dp_shard": 2, "tp": 2}, {}),
+    "key heads shared": ({"tp": 4}, {}),
+    "DDP + TP": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, {}),
+    "ZBV": ({"pp": 2, "schedule": "zbv_zero_bubble"}, DEEP),
+    "interleaved, zero bubble": ({"pp": 2, "schedule": "interleaved_zero_bubble"}, UNTIED),
+    "PP + FSDP2": ({"pp": 2, "dp_shard": 2}, DEEP),
+    "DualPipeV + TP": ({"pp": 2, "tp": 2, "schedule": "dualpipe_v"}, DEEP),
+    "FSDP2, no documents": ({"dp_shard": 2}, {"document_mask": False}),
+}
+
+
+def life(run: str, paths: list[str], parallel: dict[str, Any], changes: dict[str, Any]) -> None:
+    config = CASE.settings(
+        run, paths,
+        precision="fp64", steps=6, parallel=parallel, forensics={"steps": [STEP], "window": 2},
+        guard={"loss_z": 1e9, "grad_norm_z": 1e9}, **changes,
+    )  # fmt: skip
+    CASE.live(config)
+
+
+def content(run: Path) -> dict[str, Any]:
+    (path,) = (run / "forensics").iterdir()
+    assert path.name == f"step_{STEP:08d}.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def close(values: dict[str, float], others: dict[str, float]) -> bool:
+    return values.keys() == others.keys() and all(math.isclose(values[n], others[n], rel_tol=1e-6) for n in values)
+
+
+def same(run_ranks: Any, given: Given, folder: Path) -> None:
+    parallel, changes = given
+    world = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "pp"))
+    paths = CASE.write_corpus(folder / "data")
+    run_ranks(life, 1, str(folder / "one"), paths, {}, changes, timeout_s=240)
+    run_ranks(life, world, str(folder / "many"), paths, {"dp_shard": 1, **parallel}, changes, timeout_s=240)
+    one, many = content(folder / "one"), content(folder / "many")
+    dp = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
+    assert many["layout"]["tp"] == parallel.get("tp", 1)
+    assert [step["step"] for step in many["steps"]] == [STEP - 1, STEP]
+    for step, other in zip(many["steps"], one["steps"], strict=True):
+        columns, others = step["sequences"], other["sequences"]
+        for name in ("place", "source", "epoch", "window", "targets", "finite"):
+            assert columns[name] == others[name], name
+        expected = [value if value is None else pytest.approx(value, rel=1e-6) for value in others["loss"]]
+        assert columns["loss"] == expected
+        assert set(columns["dp_rank"]) == set(range(dp))
+        seats = zip(columns["dp_rank"], columns["micro_batch"], columns["row"], strict=True)
+        assert len(set(seats)) == len(columns["place"])
+        assert sorted(step["within"]["place"]) == sorted(other["within"]["place"])
+        assert close(step["layers"], other["layers"])
+        assert step["grad_norm"] == pytest.approx(math.hypot(*step["layers"].values()), rel=1e-6)
+    assert close(many["parameters"], one["parameters"])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_layouts_write_what_one_process_writes(run_ranks: Any, tmp_path: Path, name: str) -> None:
+    same(run_ranks, QUICK[name], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE)
+def test_more_layouts_write_what_one_process_writes(run_ranks: Any, tmp_path: Path, name: str) -> None:
+    same(run_ranks, MORE[name], tmp_path)
+
+
+def asked(run: str, paths: list[str]) -> bool:
+    """Rank 1 alone hears a signal."""
+    import torch.distributed as dist
+
+    from quern.train.ranks import open_ranks
+    from quern.train.setup import open_trainer
+
+    config = CASE.settings(run, paths, guard={"loss_z": 1e9, "grad_norm_z": 1e9}, parallel={"dp_shard": 2})
+
+    def look(trainer: Any, step: int) -> None:
+        if step == STEP and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        trainer.on_gradients = look
+        trainer.fit()
+        return bool(trainer.complete)
+
+
+def test_a_signal_to_one_rank_is_heard_by_all(run_ranks: Any, tmp_path: Path) -> None:
+    paths = CASE.write_corpus(tmp_path / "data")
+    assert all(run_ranks(asked, 2, str(tmp_path / "run"), paths, timeout_s=240))
+    (path,) = (tmp_path / "run" / "forensics").iterdir()
+    found = json.loads(path.read_text())
+    assert (found["reasons"], found["step"]) == (["requested"], STEP + 1)
+    assert set(found["steps"][-1]["sequences"]["dp_rank"]) == {0, 1}
+
+
+def test_a_disk_that_refuses_stops_no_rank(run_ranks: Any, tmp_path: Path) -> None:
+    paths = CASE.write_corpus(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "forensics").write_text("")
+    run_ranks(life, 2, str(tmp_path / "run"), paths, {"dp_shard": 2}, {}, timeout_s=240)
+    assert json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[-1])["kind"] == "end"

@@ -1,0 +1,124 @@
+"""Ranks on this machine: their environments, how one's end becomes that of all, and that none is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quern.train import launch
+
+
+def started(program: str, count: int, folder: Path) -> int | None:
+    """The code that ``wait`` says of ``count`` processes, which are all gone then."""
+    command = [sys.executable, "-c", program, str(folder)]
+    with launch.started(command, launch.environments(count), launch.send) as workers:
+        code = launch.wait(workers)
+    assert all(worker.returncode is not None for worker in workers)
+    return code
+
+
+def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(' '.join(os.environ[n] for n in names))"
+    )
+    assert started(program, 3, tmp_path) == 0
+    places = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [place[:5] for place in places] == [[str(r), str(r), "3", "3", "127.0.0.1"] for r in range(3)]
+    assert len({place[5] for place in places}) == 1
+
+
+def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    assert started("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)", 3, tmp_path) == 7
+
+
+def test_a_failure_elsewhere_ends_those_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with launch.started(command, launch.environments(1), launch.send) as workers:
+        assert launch.wait(workers, lambda failed: True) is None
+    assert workers[0].returncode == -signal.SIGKILL
+
+
+def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
+    program = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(os.path.join(sys.argv[1], 'child'), 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with launch.started(command, launch.environments(1), launch.send):
+        while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
+            time.sleep(0.02)
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and _alive(pid):
+        time.sleep(0.02)
+    assert not _alive(pid)
+
+
+def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').close(); time.sleep(600)"
+    )
+
+    def send() -> None:
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert started(program, 2, tmp_path) == 3
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_request_goes_on_to_the_workers_and_ends_nobody(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').close(); time.sleep(600)"
+    )
+
+    def send() -> None:
+        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert started(program, 2, tmp_path) == 0
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_rank_of_a_benchmark_ends_with_its_input(tmp_path: Path) -> None:
+    """So that none outlives a parent that was killed."""
+    (tmp_path / "spec.json").write_text("{}")
+    program = (
+        "import sys, time; from quern.train.bench import worker\n"
+        "worker._run = lambda spec: time.sleep(600)\nworker.main(sys.argv[1])"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE)
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(60) == 1
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
