@@ -8,7 +8,6 @@ as that of the T of a sequence, so a short document is not far out by its length
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern.errors import InputError, QuernError
-from quern.lineage.forensics_file import Record, StepRecord, read_record
+from quern.lineage.forensics_advice import commands
+from quern.lineage.forensics_file import StepRecord, read_record
 from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
@@ -107,7 +107,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
         "documents_before": [_document_row(z, own, usual, held[:-1], steps[:-1], None) for z, own in before[:5]],
         "broad": broad,
         "unknown": unknown,
-        "commands": _commands(run, record, last, reads[-1]),
+        "commands": commands(run, record, last, reads[-1]),
     }  # fmt: skip
     found["findings"] = list(_findings(found, z_S, excess_S))
     return found
@@ -338,46 +338,6 @@ def _sequences(
             }
         )  # fmt: skip
     return rows
-
-
-def _commands(run: TrainingRun, record: Record, last: StepRecord, read: StepRead) -> list[dict[str, str]]:
-    """What can be done about it."""
-    from quern.train.checkpoint.manifest import read_manifest
-
-    found = []
-    config = shlex.quote(f"{run.path}/config.yaml")
-    usable = [seen for seen in run.checkpoints() if seen.abandoned is None and seen.step <= last.step]
-    if read.surviving and usable:
-        newest = usable[-1]
-        try:
-            skip = last.data_step + 1 - read_manifest(newest.path).data_step
-        except InputError:
-            skip = 0
-        if skip > 0:
-            found.append(
-                {
-                    "what": f"go back to the checkpoint after {newest.step} steps and never read data steps "
-                    f"{last.data_step + 1 - skip} to {last.data_step}",
-                    "command": f"quern train {config} resume.step={newest.step} data_skip={skip}",
-                }
-            )
-    if record.decision == "continued":
-        advice = [
-            ("where the loss or the gradient norm spikes", "spike", {"loss_spike", "grad_norm_spike"}),
-            ("where the loss or the gradient norm is not finite", "non_finite", {"non_finite"}),
-        ]
-        found += [
-            {"what": f"from now on leave weights alone {where}", "command": f"quern train {config} guard.{key}=skip"}
-            for where, key, kinds in advice
-            if kinds & {*record.reasons}
-        ]
-    found.append(
-        {
-            "what": "every sequence of the step",
-            "command": f"quern lineage step {shlex.quote(run.path)} {last.step} --attempt {record.attempt}",
-        }
-    )
-    return found
 
 
 def _findings(found: Mapping[str, Any], z_S: F64, excess_S: F64) -> Iterator[str]:
