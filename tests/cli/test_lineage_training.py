@@ -202,8 +202,8 @@ def test_refusals(trained: Trained, answer: Callable[..., Any], tmp_path: Path) 
     assert "rank: expected 0 to 0, got 1" in call("step", trained.run, 0, "--rank", 1, code=2).output
     assert "expected a training run" in call("step", tmp_path, 0, code=2).output
     shutil.copytree(trained.run, tmp_path / "copy")
-    ledger = (tmp_path / "copy" / "ledger.jsonl").read_text().replace(str(trained.data), str(tmp_path / "gone"))
-    (tmp_path / "copy" / "ledger.jsonl").write_text(ledger)
+    for path in [path for path in (tmp_path / "copy").iterdir() if path.suffix in (".jsonl", ".json", ".yaml")]:
+        path.write_text(path.read_text().replace(str(trained.data), str(tmp_path / "gone")))
     assert "gone" in call("exposure", tmp_path / "copy", "--doc", "0" * 32, code=2).output
     told = answer("step", tmp_path / "copy", 0)
     assert len(told["unknown_sources"]) > 0
