@@ -4,6 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+TESTS  := test-fast test test-long test-all test-exhaustive
+# With room for them in memory the tests' files are there: most of what tests of crashes wait for is fsync.
+MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 >= 8000000 { print $$6 }')
+
+$(TESTS): export PYTEST_DEBUG_TEMPROOT = $(MEMORY)
+# Every worker, rank and program of the tests computes with one thread: there are more of them than cores.
+$(TESTS): export OMP_NUM_THREADS = 1
+# Rewriting the asserts of all tests is half of what collecting them takes: kept, where the shell says otherwise too.
+$(TESTS): export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: env demo test-fast test test-long test-all test-exhaustive lint format clean
 
 env: $(VENV)/.ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,14 +15,43 @@ settings.load_profile("quern")
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Workers take whole files (`--dist loadfile`): these would end alone if they were not begun first.
-LONGEST = ("test_learns.py", "test_parity.py", "test_mutations.py")
+#: Files that take longest, in the order in which workers take them: one begun last would end alone.
+LONGEST = (
+    "test_parity.py", "test_pipeline.py", "test_learns.py", "test_every_token.py", "test_same_bytes.py",
+    "test_real_pages.py", "test_tier_kill.py", "test_resume.py", "test_real_duplicates.py", "test_store_faults.py",
+    "test_tiers.py", "test_kills.py", "test_resume_reshard.py", "test_bench.py", "test_traffic.py", "test_saves.py",
+    "test_float8_gather.py", "test_gpu_precision.py", "test_duplicates_real_text.py", "test_selftest_cli.py",
+    "test_isolation.py", "test_plain_equality.py",
+)  # fmt: skip
+#: Files whose tests share nothing that is dear: they go one by one to whichever worker is free, after all others.
+ONE_BY_ONE = ("test_mutations.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order in which workers take them: the longest first, then those with the most tests."""
+    """Files in the order in which workers take them: the longest, then those with the most tests, then the finest."""
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name not in LONGEST, -tests[item.path], item.path))
+
+    def place(item: pytest.Item) -> tuple[bool, int, int, Path]:
+        name = item.path.name
+        rank = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        return name in ONE_BY_ONE, rank, -tests[item.path], item.path
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, but for the files whose tests go one by one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return nodeid if file.endswith(ONE_BY_ONE) else file
+
+    return Files(config, log)
 
 
 def shared_folder() -> Path | None:

@@ -20,7 +20,7 @@ from scipy.stats import binom
 ROOT = Path(__file__).resolve().parents[1]
 BANDS, ROWS, THRESHOLD = 16, 8, 0.8
 
-pytestmark = [pytest.mark.shared, pytest.mark.slow]
+pytestmark = [pytest.mark.shared, pytest.mark.long]
 
 SPACELESS = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\u3005-\u3007\u30fc]"

@@ -129,6 +129,7 @@ def test_decisions_equal_the_peers_with_the_language_guess(run: Path, shared: Pa
     assert 1 - len(found) / compared >= 0.995, found
 
 
+@pytest.mark.long
 def test_decisions_equal_the_peers_without_the_language_guess(run_without_guess: Path, shared: Path) -> None:
     compared, found = differences(run_without_guess, shared)
     assert compared == 1962

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ from quern.errors import InputError
 
 if TYPE_CHECKING:
     from quern.lineage.exposure import Clean, Exposures, Selection, Tally
+    from quern.lineage.store import Lineage
     from quern.lineage.training import Seen, TrainingRun
 
 __all__ = ["exposure"]
@@ -28,7 +29,11 @@ def exposure(
     domain: Annotated[str | None, typer.Option(help="Of every document of this host and those below it.")] = None,
     doc: Annotated[str | None, typer.Option(help="Of the document with this doc_id: 32 hex digits.")] = None,
     match: Annotated[
-        str | None, typer.Option(help="Of what matches the items of this benchmark, a JSONL file.", metavar="FILE")
+        str | None,
+        typer.Option(
+            help="Of what matches a benchmark: its items, a JSONL file, or what quern lineage match --out kept.",
+            metavar="FILE",
+        ),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Also the steps of branches that the run has left.")] = False,
     store: Annotated[bool, typer.Option("--store", help="Also checkpoints that only the run's store has.")] = False,
@@ -61,26 +66,47 @@ def exposure(
             err_console().print(plain(reason), markup=False, soft_wrap=True)
 
 
-def _selections(run: TrainingRun, given: Mapping[str, str], unknown: Mapping[str, str]) -> list[Selection]:
+def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, str]) -> list[Selection]:
     from quern.lineage.exposure import select, select_parts
 
     ((kind, text),) = given.items()
     lineages = run.lineages()
     if not lineages:
         raise InputError(next(iter(unknown.values()), f"{run.path}: no data run of its sources can be opened"))
-    selections = []
-    for lineage in lineages:
-        if kind == "match":
-            from quern.lineage.match import match
-
-            found = match(lineage, text)
-            selections.append(select_parts(lineage, found.numbers, found.streams, found.starts, found.stops))
-        else:
-            selections.append(select(lineage, lineage.find(**{kind: text})))
-    if kind != "match" and not any(selection.asked for selection in selections):
+    if kind == "match":
+        return [select_parts(lineage, *found) for lineage, found in _matches(run, lineages, text, unknown)]
+    selections = [select(lineage, lineage.find(**{kind: text})) for lineage in lineages]
+    if not any(selection.asked for selection in selections):
         runs = ", ".join(lineage.run for lineage in lineages)
         raise InputError(f"{runs}: has no document with {kind} {one_line(text)}")
     return selections
+
+
+def _matches(
+    run: TrainingRun, lineages: Sequence[Lineage], path: str, unknown: dict[str, str]
+) -> Iterator[tuple[Lineage, tuple[Any, ...]]]:
+    """Document, stream, start and stop of every match. A saved result is of one data run: sources of others, of which
+    it says nothing, become ``unknown``."""
+    from quern.lineage.match import Matches, match, read_benchmark
+
+    if not Matches.is_saved(path):
+        read_benchmark(path)  # a wrong one is an error at once
+        for lineage in lineages:
+            found = match(lineage, path)
+            yield lineage, (found.numbers, found.streams, found.starts, found.stops)
+        return
+    saved = Matches.load(path)
+    if saved.run_id not in [lineage.run_id for lineage in lineages]:
+        raise InputError(
+            f"{path}: is of data run {one_line(saved.run_id)}, and no source that {run.path} reads is of it"
+        )
+    for lineage in lineages:
+        if saved.run_id == lineage.run_id:
+            yield lineage, saved.in_run(lineage)
+            continue
+        for stream in lineage.streams:
+            if any(stream.identity in run.order_of(attempt).ids for attempt in run.attempts):
+                unknown[stream.identity] = f"{stream.identity}: {path} is of another data run, and says nothing of it"
 
 
 # ---- rows

@@ -59,8 +59,7 @@ def forensics(
 def _print(found: Mapping[str, Any]) -> None:
     lines = [*_head(found), *_steps(found["steps"]), *_layers(found["layers"])]
     lines += [*_documents(found), *_sequences(found["sequences"])]
-    for identity, why in found["unknown"].items():
-        lines.append(f"not resolved: {identity}: {why}")
+    lines += [f"not resolved: {why}" for why in found["unknown"].values()]
     lines.append("")
     for command in found["commands"]:
         lines += [f"# {command['what']}", f"  {command['command']}"]

@@ -129,4 +129,4 @@ def _print(found: Matches, out: str | None) -> None:
             markup=False,
         )
     if out is not None:
-        err_console().print(f"kept in {out}", markup=False)
+        err_console().print(f"kept in {plain(out)}", markup=False)

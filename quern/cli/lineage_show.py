@@ -143,7 +143,8 @@ def _facts(life: Row, position: int | None) -> Iterator[tuple[str, Any]]:
 def _span(span: Row | None, position: int | None) -> str | None:
     if span is None:
         return None
-    notes = [note for note, holds in (("held out", span["held_out"]), ("purged", span["purged"])) if holds]
+    notes = ["held out"] if span["held_out"] else []
+    notes += [f"purged since corpus version {span['purged_since']}"] if span["purged"] else []
     text = f"{span['file']} tokens {span['start']:,} to {span['start'] + span['length']:,}"
     here = f"; the token is number {position:,} of it" if position is not None else ""
     return text + here + (f"  ({', '.join(notes)})" if notes else "")
@@ -155,10 +156,21 @@ def _print_measures(console: Console, measures: list[dict[str, Any]]) -> None:
     console.print()
     table = _table("measurement", "value", "passes", "")
     for measure in measures:
-        value = "–" if measure["value"] is None else f"{measure['value']:.6g}"
-        cells = (measure["name"], value, _limit(measure["limit"]), "failed" if measure["failed"] else "")
+        cells = (
+            measure["name"],
+            _measure(measure["value"]),
+            _limit(measure["limit"]),
+            "failed" if measure["failed"] else "",
+        )
         table.add_row(*map(Text, (_short(cell) for cell in cells)), style="bold red" if measure["failed"] else "")
     console.print(table)
+
+
+def _measure(value: Any) -> str:
+    """A number, or what a table of another version of quern has there."""
+    if value is None:
+        return "–"
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value)
 
 
 def _limit(limit: Row | None) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, plain, reports_errors
 from quern.errors import InputError
 from quern.lineage.sql import Result, query
 
@@ -49,7 +49,7 @@ def sql(
 
 
 def _note(line: str) -> None:
-    err_console().print(Text(f"note: {plain(line)}"))
+    err_console().print(Text(f"note: {one_line(line)}"))
 
 
 def _document(found: Result) -> dict[str, Any]:
@@ -103,6 +103,4 @@ def _print(found: Result) -> None:
 
 def _cell(value: Any) -> str:
     """One line of bounded length, without anything that would move a cursor."""
-    text = value if isinstance(value, str) else str(_value(value))
-    cut = text[:_CELL_CHARS] + ("…" if len(text) > _CELL_CHARS else "")
-    return plain(cut.replace("\n", "\\n").replace("\t", "\\t"))
+    return one_line(value if isinstance(value, str) else str(_value(value)), _CELL_CHARS)

@@ -19,7 +19,7 @@ from quern.errors import QuernError
 __all__ = ["JSON", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors"]
 
 #: Controls but tab and newline, and what turns the direction of writing.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 JSON = typer.Option(False, "--json", help="Print one JSON document on stdout and nothing else.")
 

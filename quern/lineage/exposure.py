@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quern.lineage.index.changes import purged_at
 from quern.lineage.training import Attempt, Seen, TrainingRun
 from quern.lineage.windows import never_visited, parts, touching
 from quern.mixtures.order import Order
@@ -45,8 +46,8 @@ class Selection:
     stops: I64
     heads: Bools
     """Whether the first token is the document's."""
-    purged: Bools
-    """As the data run is now."""
+    purged_since: NDArray[np.uint32]
+    """The corpus version that purged the document; 0: it is not purged."""
     asked: int
     """Documents that were asked for; those without tokens have no span."""
 
@@ -57,7 +58,7 @@ def select(lineage: Lineage, numbers: ArrayLike) -> Selection:
     spans = lineage.spans_of(unique)
     return Selection(
         lineage, spans.numbers, spans.streams, spans.starts, spans.starts + spans.lengths,
-        np.ones(len(spans.numbers), np.bool_), spans.purged, len(unique),
+        np.ones(len(spans.numbers), np.bool_), spans.purged_since, len(unique),
     )  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def select_parts(
     spans = lineage.spans_of(unique)  # in the order of the numbers
     if not np.array_equal(spans.numbers, unique):
         raise ValueError("expected parts of documents that have tokens")
-    return Selection(lineage, own, of, begin, end, begin == spans.starts[which], spans.purged[which], len(unique))
+    heads, purged_since = begin == spans.starts[which], spans.purged_since[which]
+    return Selection(lineage, own, of, begin, end, heads, purged_since, len(unique))
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def walk(run: TrainingRun, selection: Sequence[Selection], tally: Tally) -> Iter
         tally.spans += len(chosen.numbers)
         for number in np.unique(chosen.streams).tolist():
             stream, rows = chosen.lineage.streams[number], np.flatnonzero(chosen.streams == number)
-            readings = _readings(run, stream, chosen.lineage.version)
+            readings = _readings(run, stream)
             if not readings:
                 tally.held_out += len(rows) if stream.held_out else 0
                 tally.foreign += 0 if stream.held_out else len(rows)
@@ -215,8 +217,8 @@ class _Reading:
     order: Order
     source: int
     attempts: tuple[Attempt, ...]
-    purges: tuple[bool, ...]
-    """Whether each attempt read the stream as purged as it is now."""
+    versions: tuple[int, ...]
+    """The corpus version that each attempt read."""
     newest: bool
 
     @property
@@ -229,7 +231,7 @@ class _Reading:
         return given // max(1, self.order.windows[self.source]) + 1
 
 
-def _readings(run: TrainingRun, stream: Stream, version: int) -> list[_Reading]:
+def _readings(run: TrainingRun, stream: Stream) -> list[_Reading]:
     by_order: dict[str, list[Attempt]] = {}
     for attempt in run.attempts:
         by_order.setdefault(attempt.order, []).append(attempt)
@@ -237,10 +239,9 @@ def _readings(run: TrainingRun, stream: Stream, version: int) -> list[_Reading]:
     for attempts in by_order.values():
         order = run.order_of(attempts[0])
         if stream.identity in order.ids:
-            # a document that was purged since an attempt read it was there then
-            purges = tuple(attempt.versions.get(stream.identity, version) >= version for attempt in attempts)
+            versions = tuple(attempt.version_of(stream.identity) for attempt in attempts)
             newest = order.hash == run.order.hash
-            found.append(_Reading(order, order.ids.index(stream.identity), tuple(attempts), purges, newest))
+            found.append(_Reading(order, order.ids.index(stream.identity), tuple(attempts), versions, newest))
     return found
 
 
@@ -270,12 +271,12 @@ def _blocks(
             for located in _locate(reading, windows, epochs[reading.order.hash]):
                 if reading.newest:
                     tally.left_out += located.left_out(run, would)
-                for attempt, purges in zip(reading.attempts, reading.purges, strict=True):
+                for attempt, version in zip(reading.attempts, reading.versions, strict=True):
                     found = located.of(attempt)
                     _note_next(tally, located, attempt)
                     pair = located.pairs[found]
                     span = spans[pair]
-                    purged = chosen.purged[span] & purges
+                    purged = purged_at(chosen.purged_since[span], version)  # what went later was there then
                     part = parts(
                         chosen.starts[span], chosen.stops[span], windows[pair], length,
                         heads=chosen.heads[span], purged=purged, document_mask=attempt.document_mask,

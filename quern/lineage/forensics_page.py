@@ -141,8 +141,8 @@ def _documents(found: Mapping[str, Any]) -> str:
     if found["documents_before"]:
         body += "<h3>Of the step before, whose update made these weights</h3>"
         body += "".join(_document(number, row, found) for number, row in enumerate(found["documents_before"], 1))
-    for identity, why in found["unknown"].items():
-        body += f'<p class="alarm">Not resolved: {show(identity)}: {show(why)}</p>'
+    for why in found["unknown"].values():
+        body += f'<p class="alarm">Not resolved: {show(why)}</p>'
     return lead + f'<div class="samples">{body}</div>'
 
 

@@ -21,6 +21,7 @@ import contextlib
 import glob
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
 _DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
 _DEFAULT_MEMORY_BYTES = 4 << 30
+#: Of a result, as Python holds it; about how much of it is taken from DuckDB at once.
+_RESULT_BYTES = 256 << 20
+_BATCH_BYTES = 8 << 20
+_ROWS_AT_ONCE = 4096
 _SPANS_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*(?:\.val)?)/[A-Za-z0-9_.-]+\.parquet")
 
 #: Types of the columns that every run has, for tables of which there is no file yet.
@@ -94,7 +99,8 @@ def query(
     runs that cannot be read.
 
     Raises:
-        InputError: ``run`` is no run, or the SQL is wrong, is not one query, or reads something else than the views.
+        InputError: ``run`` is no run, or the SQL is wrong, is not one query, or reads something else than the views, or
+            what it gives is larger than 256 MiB.
         QuernError: memory or disk did not suffice.
     """
     import duckdb
@@ -162,10 +168,32 @@ def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:
 def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -> Result:
     cursor = connection.execute(sql)  # its rows stream: what is not fetched is not computed
     described = cursor.description or []
-    rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit + 1)
+    rows: list[tuple[Any, ...]] = []
+    size, at_once = 0, 1
+    while limit is None or len(rows) <= limit:
+        found = cursor.fetchmany(at_once if limit is None else min(at_once, limit + 1 - len(rows)))
+        if not found:
+            break
+        rows += found
+        own = sum(map(_size, found))
+        size += own
+        if size > _RESULT_BYTES:
+            raise InputError(
+                f"sql: the first {len(rows):,} rows are more than {_RESULT_BYTES >> 20} MiB; ask for fewer of them "
+                "(--limit), for fewer columns, or for a part of long texts: left(text, 1000)"
+            )
+        at_once = max(1, min(2 * at_once, _ROWS_AT_ONCE, _BATCH_BYTES * len(found) // own))
     truncated = limit is not None and len(rows) > limit
     names = _distinct([str(column[0]) for column in described])
     return Result(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
+
+
+def _size(value: Any) -> int:
+    """About how many bytes a value of a result takes."""
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return size + sum(_size(key) + _size(item) for key, item in value.items())
+    return size + sum(map(_size, value)) if isinstance(value, list | tuple) else size
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
@@ -264,7 +292,10 @@ def _shards(path: str) -> list[tuple[str, int, str]]:
     if not os.path.exists(path):
         return []
     version = storage.read_json(path)
-    sources = version.get("sources") if isinstance(version, dict) else None
+    number = version.get("version") if isinstance(version, dict) else None
+    if type(number) is not int or number < 1:
+        raise InputError(f"{path}: version: expected an integer ≥ 1, got {number!r:.60}")
+    sources = version.get("sources")
     if not isinstance(sources, dict):
         raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
     found = []

@@ -140,7 +140,7 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
         found, which = lineage.spans_in(stream, starts_N, starts_N + run.seq_len + 1)
         spans[source] = found
         counts_N = np.bincount(which, minlength=len(starts_N))
-        return Documents(counts_N, found.starts - starts_N[which], found.purged)
+        return Documents(counts_N, found.starts - starts_N[which], _purged(found, chosen, stream))
 
     plan = plan_step(samples, len(order.ids), run.seq_len, chosen.document_mask, documents_of)
     ranks_G, micro_batches_G, rows_G = _dealt(plan, chosen, known=not unknown)
@@ -242,6 +242,11 @@ def _dealt(plan: StepPlan, attempt: Attempt, known: bool) -> tuple[I64 | None, I
     return dealt[0], dealt[1], dealt[2]
 
 
+def _purged(spans: Spans, attempt: Attempt, stream: Stream) -> Bools:
+    """Of which documents nothing was left when the attempt read them; what was purged later was there then."""
+    return spans.purged_at(attempt.version_of(stream.identity))
+
+
 def _parts(
     run: TrainingRun,
     attempt: Attempt,
@@ -261,13 +266,8 @@ def _parts(
         return np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in found)])
 
     starts, lengths = column("starts", np.int64), column("lengths", np.int64)
-    purged = column("purged", np.bool_)
-    purges = [
-        source
-        for source, (lineage, stream) in streams.items()
-        if attempt.versions.get(stream.identity, lineage.version) >= lineage.version
-    ]
-    purged &= np.isin(sources_R[rows], purges)  # a document that was purged since was there then
+    states = [_purged(spans[source], attempt, streams[source][1]) for source in sorted(spans)]
+    purged = np.concatenate([np.empty(0, np.bool_), *states])
     part = parts(
         starts, starts + lengths, plan.windows_N[places_R][rows].astype(np.int64), run.seq_len,
         heads=np.ones(len(rows), np.bool_), purged=purged, document_mask=attempt.document_mask,

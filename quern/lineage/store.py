@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from quern.data_pipeline import url as urls
+from quern.data_pipeline.document import verdict_schema
 from quern.errors import InputError, QuernError
 from quern.lineage.index.build import FOLDER, discard, open_index
 from quern.lineage.index.columns import I64, DamagedIndexError
-from quern.lineage.index.duplicates import DECISIONS, Duplicates, read_row
+from quern.lineage.index.duplicates import DECISION, DECISIONS, Duplicates, read_row
 from quern.lineage.index.records import Opened
 from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
 from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
@@ -72,7 +73,14 @@ def _guarded(
         try:
             return method(self, *args, **kwargs)
         except DamagedIndexError as error:
-            if discard(self.run, self.built.record):
+            try:
+                forgotten = discard(self.run, self.built.record)
+            except OSError as why:
+                raise QuernError(
+                    f"{error}; it cannot be built anew: {why.filename} cannot be removed ({why.strerror}); "
+                    "make the run writable, or copy it without its folder lineage/"
+                ) from None
+            if forgotten:
                 raise QuernError(f"{error}; the index will be built anew: run the same command again") from None
             raise QuernError(f"{self.run}: its index was built anew meanwhile: run the same command again") from None
 
@@ -209,12 +217,10 @@ class Lineage:
         for segment, where in parts:
             own = checked[where] - segment.base
             data = segment.doc_ids.take(own).tobytes()
-            files, given = segment.files_of(own), segment.urls.texts(own, 1)
-            for index, place in enumerate(where.tolist()):
-                ids[place] = data[16 * index : 16 * index + 16]
-                sources[place] = files[index].partition("/")[0]
-                text = given[index]
-                texts[place] = None if text is None else text.decode()
+            split = [data[first : first + 16] for first in range(0, len(data), 16)]
+            columns = where.tolist(), split, segment.urls.texts(own, 1), segment.sources_of(own)
+            for place, doc_id, text, source in zip(*columns, strict=True):
+                ids[place], texts[place], sources[place] = doc_id, None if text is None else text.decode(), source
         return Documents(checked, ids, texts, sources)
 
     @_guarded
@@ -229,7 +235,7 @@ class Lineage:
         (file,) = segment.files_of(own)
         row = int(segment.rows.take(own)[0])
         path = os.path.join(self.run, "verdicts", file)
-        found = read_row(path, row)
+        found = read_row(path, row, verdict_schema(()))
         if found["doc_id"] != segment.doc_ids.take(own).tobytes():
             raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
         return {**found, "file": file, "row": row}
@@ -242,7 +248,7 @@ class Lineage:
         if row is None:
             return None
         path = os.path.join(self.run, "duplicates", DECISIONS)
-        found = read_row(path, row)
+        found = read_row(path, row, DECISION)
         if found["doc_id"] != segment.doc_ids.take(np.array([number - segment.base])).tobytes():
             raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
         return found

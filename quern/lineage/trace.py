@@ -291,7 +291,8 @@ def _span(lineage: Lineage, spans: Any, index: int) -> dict[str, Any]:
         "start": start - int(reader.offsets[shard]),
         "stream_start": start,
         "length": int(spans.lengths[index]),
-        "purged": bool(spans.purged[index]),
+        "purged": bool(spans.purged_since[index]),
+        "purged_since": int(spans.purged_since[index]) or None,
         "held_out": stream.held_out,
     }
 
@@ -341,20 +342,29 @@ def _stored_text(run: str, row: Mapping[str, Any]) -> str | None:
         return None
     try:
         table = pq.ParquetFile(path)
+        missing = [name for name in ("doc_id", "text") if name not in table.schema_arrow.names]
+        if missing:
+            raise InputError(f"{path}: has no column {missing[0]!r}")
         for group in range(table.num_row_groups):
             ids = table.read_row_group(group, columns=["doc_id"], use_threads=False)["doc_id"].to_pylist()
             if row["doc_id"] in ids:
-                return _read_text(table, group, ids.index(row["doc_id"]))
-    except (OSError, pa.ArrowException) as error:
+                return _read_text(path, table, group, ids.index(row["doc_id"]))
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     return None
 
 
-def _read_text(table: pq.ParquetFile, group: int, row: int) -> str:
+def _read_text(path: str, table: pq.ParquetFile, group: int, row: int) -> str | None:
     """The text in a row of a row group, without holding all texts of the group."""
     batches = table.iter_batches(_ROWS, row_groups=[group], columns=["text"], use_threads=False)
     batch = next(itertools.islice(batches, row // _ROWS, None))
-    return str(batch["text"][row % _ROWS].as_py())
+    try:
+        text = batch["text"][row % _ROWS].as_py()
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: text: expected UTF-8") from None
+    if not isinstance(text, str | None):
+        raise InputError(f"{path}: text: expected {pa.string()}, got {batch['text'].type}")
+    return text
 
 
 def _hex(value: bytes | None) -> str | None:

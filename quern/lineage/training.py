@@ -66,6 +66,12 @@ class Attempt:
     micro_batch: int | None
     document_mask: bool
 
+    def version_of(self, identity: str) -> int:
+        """The corpus version it read a source at: as the ledger tells, else the one since which the source's tokens
+        stand where they do, the oldest that it can have been."""
+        since = identity.rpartition("/")[2]
+        return self.versions.get(identity, int(since) if since.isdecimal() else 1)
+
     @property
     def data_stop(self) -> int:
         """One beyond the last data step that was read for certain."""

@@ -2,7 +2,8 @@
 
 A purge has to know whose weights saw a document, and the data run is where it begins. Only rank 0 writes, once a line
 of the ledger has opened the attempt and before a token is read. The line goes in with one append: trainers of several
-runs may start at once, and one that dies in the middle leaves a torn line, which nobody takes for anything.
+runs may start at once, and one that dies in the middle leaves a torn line, which nobody takes for anything. On NFS,
+``O_APPEND`` is not atomic between machines: of two that start in the same moment, one line may be lost or torn.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_the_losses_are_those_of_the_attempt_that_counts(bench: Any, tmp_path: P
     assert (found["held_out"], found["tokens"]) == (2.5, 240)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_precisions_are_trained_and_not_trained_again(bench: Any, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
 

@@ -58,6 +58,7 @@ def test_a_row_that_fails_costs_its_row(precision: Any) -> None:
     assert entry("import time; time.sleep(60)", 0.5)["error"] == "took longer than 0 s"
 
 
+@pytest.mark.slow
 def test_nothing_that_a_row_has_started_outlives_it(precision: Any, tmp_path: Path) -> None:
     place = tmp_path / "pid"
     code = (
@@ -157,7 +158,7 @@ def test_the_table_says_what_there_is(scripts: Any) -> None:
     assert "failed: ceilings: took longer than 90 s" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_road_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "precision.py"), "--device", "cpu", "--tiny", "--only", "products", "peers"]
     done = subprocess.run(

@@ -81,7 +81,7 @@ if os.environ.get("RANK") == "1" and sys.orig_argv[-1].endswith("row-002"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_command_under_torchrun(tmp_path: Path) -> None:
     """Rows one after the other under the same launcher; what fails, refused or killed, is its own error alone."""
     out = tmp_path / "o.json"

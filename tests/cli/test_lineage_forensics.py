@@ -21,7 +21,7 @@ from quern.cli.lineage_forensics import forensics
 
 pytestmark = pytest.mark.slow
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 STEP = 3
 
 app = typer.Typer()

@@ -26,7 +26,7 @@ HOSTILE_TEXT = "fine\n\x1b[2J\x1b]0;owned\x07 \u202eevil\u202c [bold red]markup[
 HOSTILE_URL = "http://example.com/\x1b[31m\u202e[red]x\r\n"
 LONG_TEXT = "".join(f"{number:05d} " for number in range(50_000))  # 300,000 characters
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def set_text(found: Listing, row: dict[str, Any], text: str) -> None:

@@ -18,7 +18,7 @@ from runs import write_run
 
 from quern.cli.lineage_sql import sql
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,15 @@ def test_rows_are_a_table(run: str) -> None:
 
 def test_hostile_texts_are_one_line_that_moves_no_cursor(run: str) -> None:
     query = (
-        "SELECT chr(27) || '[2J' || chr(7) || chr(13) || chr(10) || chr(9) || '[red]' || chr(8238) || chr(155) AS "
+        "SELECT chr(27) || '[2J' || chr(7) || chr(13) || chr(10) || chr(9) || '[red]' || chr(1564) || chr(8238) "
+        "|| chr(155) AS "
         '"a\x1b[31m[b]", url, text FROM documents'
     )
     result = call(run, query)
     assert CONTROL.search(result.stdout) is None
     lines = result.stdout.splitlines()
     assert lines[0].startswith("a\\x1b[31m[b]")
-    assert lines[1].startswith("\\x1b[2J\\x07\\r\\n\\t[red]\\u202e\\x9b")
+    assert lines[1].startswith("\\x1b[2J\\x07\\r\\n\\t[red]\\u061c\\u202e\\x9b")
     assert len(lines) == 1 + int(result.stderr.split()[0])
     assert max(map(len, lines)) < 2000
 
@@ -113,8 +114,8 @@ def test_errors_are_one_safe_line(run: str, statement: str, message: str) -> Non
 
 
 def test_a_training_run_that_is_gone_is_said_on_stderr(run: str, capfd: pytest.CaptureFixture[str]) -> None:
-    line = {"time": "t", "train_run": "/gone/\x1b[31m", "order": "o", "identities": []}
+    line = {"time": "t", "train_run": "/gone/\x1b[31m\nnote: fine", "order": "o", "identities": []}
     (Path(run) / "consumers.jsonl").write_text(json.dumps(line) + "\n")
     assert read_json(capfd, run, "FROM steps")["rows"] == []
     result = call(run, "FROM steps")
-    assert "note: /gone/\\x1b[31m: expected a training run" in result.stderr
+    assert "note: /gone/\\x1b[31m\\nnote: fine: expected a training run" in result.stderr

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,45 @@ def test_the_documents_that_match_a_benchmark(trained: Trained, answer: Callable
     steps = {(row["step"], row["sequence"]) for row in told["rows"] if row["doc_id"] == long["doc_id"].hex()}
     assert steps <= {(row["step"], row["sequence"]) for row in whole["rows"]}
     assert lineage.num_documents == 120
+
+
+def test_a_result_of_match_that_was_kept_says_what_looking_again_says(
+    trained: Trained, answer: Callable[..., Any], tmp_path: Path
+) -> None:
+    from quern.lineage.match import match
+
+    bench, kept = tmp_path / "bench.jsonl", tmp_path / "kept"
+    texts = [trained.listing.texts[span["doc_id"]] for span in trained.listing.spans["web"] if not span["purged"]]
+    bench.write_text(json.dumps({"text": max(texts, key=lambda text: len(text.split()))}) + "\n")
+    found = match(Lineage(str(trained.data)), str(bench))
+    assert len(found) > 0
+    found.save(str(kept))
+    told = [answer("exposure", trained.run, "--match", path, "--limit", 10_000) for path in (bench, kept)]
+    for own in told:
+        del own["asked"]
+    assert told[0] == told[1]
+    replace(found, run_id="other").save(str(kept))
+    refused = call("exposure", trained.run, "--match", kept, code=2)
+    assert f"{kept}: is of data run other, and no source that {trained.run} reads is of it" in refused.output
+    kept.write_bytes(b"PAR1 and nothing more")
+    assert (
+        "expected a result of quern lineage match --out"
+        in call("exposure", trained.run, "--match", kept, code=2).output
+    )
+
+
+def test_checkpoints_that_only_the_store_has(tmp_path: Path, answer: Callable[..., Any], trained: Trained) -> None:
+    paths = [str(trained.data / "tokens" / name) for name in ("web", "text")]
+    stored = {"interval": 2, "mode": "thread", "store": f"file://{tmp_path}/store", "store_every": 1}
+    case.live(case.settings(tmp_path / "run", paths, steps=4, checkpoint=stored))
+    span = max(trained.listing.spans["web"], key=lambda span: span["length"])
+    asked = ("exposure", tmp_path / "run", "--doc", span["doc_id"].hex())
+    here = answer(*asked)
+    assert [row["step"] for row in here["checkpoints"]] == [2, 4]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000002")
+    assert [row["step"] for row in answer(*asked)["checkpoints"]] == [4]
+    both = answer(*asked, "--store")
+    assert [(row["step"], row["saw"]) for row in both["checkpoints"]] == [
+        (row["step"], row["saw"]) for row in here["checkpoints"]
+    ]
+    assert f"{tmp_path}/store" in both["checkpoints"][0]["path"]

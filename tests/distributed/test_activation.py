@@ -68,6 +68,7 @@ def test_gradients_and_names_stay_bitwise(mode: str, dtype: torch.dtype | None) 
         assert torch.equal(gradient, found[name]), name
 
 
+@pytest.mark.slow
 def test_what_is_computed_twice() -> None:
     """Seven products, one attention and one SiLU a block forward; two products each backward."""
     forward, backward = ({mode: run(mode)[number] for mode in MODES} for number in (1, 2))

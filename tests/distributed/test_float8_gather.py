@@ -95,6 +95,7 @@ def differing(cases: list[Case]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_shards_that_cut_blocks(run_ranks: Any) -> None:
     three = Case(Recipe("blockwise"), MeshPlan(dp_shard=3), outlier=100.0)
     cases = [
@@ -107,6 +108,7 @@ def test_the_same_bits_with_shards_that_cut_blocks(run_ranks: Any) -> None:
         assert found == [[]] * len(cases)
 
 
+@pytest.mark.slow
 def test_the_same_bits_beside_tensor_parallelism_and_replicas(run_ranks: Any) -> None:
     both = MeshPlan(dp_shard=2, tp=2)
     cases = [

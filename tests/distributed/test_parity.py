@@ -24,29 +24,14 @@ from quern.train.parity.run import Outcome
 AT_ONCE = 24
 """Cases a set of ranks computes before they end."""
 
-DATA_PARALLEL = [name for name, layout in LAYOUTS.items() if layout.tp == layout.pp == 1]
 SPLIT = [name for name, layout in LAYOUTS.items() if layout.tp > 1 and layout.pp == 1]
 PIPELINES = [name for name, layout in LAYOUTS.items() if layout.pp > 1]
-
-
-def of(layouts: list[str]) -> list[Case]:
-    return [case for case in matrix.product() if case.layout in layouts]
 
 
 def every_pair(case: Case) -> Iterable[Hashable]:
     return matrix.pairs(case, FACTORS)
 
 
-def once_a_layout(case: Case) -> Iterable[Hashable]:
-    """Each layout, each schedule on two ranks and on four and with both embeddings, all pairs of the other factors."""
-    yield case.layout
-    if case.layout in ("pp2", "pp4"):
-        yield case.layout, case.schedule
-    yield case.schedule, case.tied
-    yield from matrix.pairs(case, [name for name in FACTORS if name not in ("layout", "schedule")])
-
-
-PAIRS = matrix.covering([case for case in of(DATA_PARALLEL) if case.on.world <= 4], every_pair)
 #: Named one by one: the mutations beside these tests say which of them must see each.
 SPECIAL = [
     Case("alone"),
@@ -69,12 +54,8 @@ SPECIAL = [
     Case("fsdp4keep", "selective", True, sizes="norm", ramp=True),
     Case("hsdp2x2", mask=False, sizes="slim", ramp=True),
 ]
-#: Of the layouts of data parallelism.
-SHORT = list(dict.fromkeys([*PAIRS, *SPECIAL]))
 #: Of those that split tensors and layers, and of many ranks.
 COMPOSED = [
-    *matrix.covering(of(SPLIT), once_a_layout),
-    *matrix.covering(of(PIPELINES), once_a_layout),
     *(case for case in matrix.special() if case.layout in [*SPLIT, *PIPELINES] and case.on.world <= 4),
     Case("tp2"),
     Case("tp2", "selective", True, mask=False, tied=True, sizes="norm", z_loss=True),
@@ -84,6 +65,7 @@ COMPOSED = [
     Case("hsdp3x2", "full", mask=False, sizes="norm"),
     Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
+NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8()]))
 #: Every pair of factors on every layout.
 LONG = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -91,33 +73,33 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` the quick set of `quern selftest` on up to 2 ranks, in `make test` all of that and the short
-    cases too, then every pair of factors on every layout, and only when asked for the whole product."""
+    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` and
+    the cases that are named, then every pair of factors on every layout, and only when asked for the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
-    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*SHORT, *COMPOSED, *matrix.float8()]}
-    slow = {case: pytest.mark.slow if case.on.world > 2 else () for case in matrix.quick()}
-    return cases | {case: pytest.param(case, marks=marks) for case, marks in slow.items()}
+    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*matrix.quick(), *NAMED]}
+    fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
+    return cases | {case: pytest.param(case) for case in fast.values()}
 
 
 CASES = marked()
 
 
-@pytest.mark.parametrize(("chosen", "most"), [(PAIRS, 4), (LONG, 8)], ids=["data parallelism", "all"])
-def test_every_pair_of_factors_is_covered(chosen: list[Case], most: int) -> None:
-    layouts = {case.layout for case in chosen}
-    missing = {pair for case in of(sorted(layouts)) for pair in every_pair(case)}
-    missing -= {pair for case in chosen for pair in every_pair(case)}
+def test_every_pair_of_factors_is_covered() -> None:
+    missing = {pair for case in matrix.product() for pair in every_pair(case)}
+    missing -= {pair for case in LONG for pair in every_pair(case)}
     assert not missing
-    assert layouts == set(LAYOUTS if chosen is LONG else (n for n in DATA_PARALLEL if LAYOUTS[n].world <= most))
+    assert {case.layout for case in LONG} == set(LAYOUTS)
 
 
-def test_the_short_cases_have_every_layout_and_schedule() -> None:
-    assert len(SHORT) >= 40
-    for cases in ([*SHORT, *COMPOSED], matrix.quick()):
-        assert {case.layout for case in cases} == set(LAYOUTS)
-        assert {case.on.world for case in cases} == set(range(1, 9))
-    assert {(case.layout, case.schedule) for case in COMPOSED} >= {(p, s) for p in ("pp2", "pp4") for s in SCHEDULES}
+def test_the_short_cases_have_every_layout_and_schedule_and_every_pair_of_the_other_factors() -> None:
+    short = set(matrix.quick()) & set(matrix.product())
+    assert {case.layout for case in short} == set(LAYOUTS)
+    assert {case.on.world for case in short} == set(range(1, 9))
+    assert {(case.layout, case.schedule) for case in short} >= {(p, s) for p in ("pp2", "pp4") for s in SCHEDULES}
+    others = [name for name in FACTORS if name not in ("layout", "schedule")]
+    missing = {pair for case in matrix.product() for pair in matrix.pairs(case, others)}
+    assert not missing - {pair for case in short for pair in matrix.pairs(case, others)}
 
 
 @pytest.fixture(scope="module")

@@ -296,7 +296,7 @@ def test_every_schedule_over_four_ranks(run_ranks: Any, tied: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
 def test_every_schedule_with_sharded_stages(run_ranks: Any, tied: bool) -> None:
     cases = [replace(takes(schedule, 2), shard=2, tied=tied, z_loss=0.01) for schedule in SCHEDULES]
     # torch keeps three stages of a rank gathered at a time

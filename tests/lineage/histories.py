@@ -30,7 +30,8 @@ class Stream:
     identity: str
     held_out: bool
     lengths: tuple[int, ...]
-    purged: tuple[bool, ...]
+    purged: tuple[int, ...]
+    """The corpus version that purged each; 0: none has."""
     first: int
     """Number of its first document in the data run."""
 
@@ -59,9 +60,9 @@ class Stream:
 class Kept:
     """A data run in memory: what lineage asks of one, answered document by document."""
 
-    def __init__(self, streams: Sequence[Stream], version: int = 1) -> None:
+    def __init__(self, streams: Sequence[Stream], version: int = 3) -> None:
         self.streams, self.version, self.run = tuple(streams), version, "kept"
-        self.spans: dict[int, tuple[int, int, int, bool]] = {}
+        self.spans: dict[int, tuple[int, int, int, int]] = {}
         for index, stream in enumerate(streams):
             start = 0
             for number, (length, purged) in enumerate(zip(stream.lengths, stream.purged, strict=True), stream.first):
@@ -88,7 +89,9 @@ class Kept:
         streams, starts, lengths, purged = (list(column) for column in zip(*rows, strict=True)) if rows else [[]] * 4
         return SimpleNamespace(
             numbers=np.array(numbers, np.int64), streams=np.array(streams, np.int64),
-            starts=np.array(starts, np.int64), lengths=np.array(lengths, np.int64), purged=np.array(purged, np.bool_),
+            starts=np.array(starts, np.int64), lengths=np.array(lengths, np.int64),
+            purged_since=np.array(purged, np.uint32),
+            purged_at=lambda version: np.array([0 < since <= version for since in purged], np.bool_),
         )  # fmt: skip
 
     def documents(self, numbers: Any) -> SimpleNamespace:
@@ -106,7 +109,7 @@ def make_streams(draw: random.Random, identities: Sequence[str]) -> Kept:
     for number, identity in enumerate(identities):
         lengths = [draw.choice([1, 2, LENGTH, LENGTH + 1, draw.randint(1, 20)]) for _ in range(draw.randint(1, 12))]
         lengths[0] += max(0, LENGTH + 1 - sum(lengths))  # every one has a window
-        purged = tuple(draw.random() < 0.15 for _ in lengths)
+        purged = tuple(draw.choice([1, 2, 3]) if draw.random() < 0.18 else 0 for _ in lengths)
         held_out = number == len(identities) - 1
         streams.append(Stream(identity.split("/")[1], identity, held_out, tuple(lengths), purged, first))
         first += len(lengths) + 1  # a number without tokens in between
@@ -188,7 +191,7 @@ def make_history(draw: random.Random, folder: Path) -> History:
                                     draw.choice([None, None, 2, 7])))  # fmt: skip
             order = build()
             mask = mask if draw.random() < 0.9 else not mask
-            versions = {identity: draw.choice([1, 1, 2]) for identity in identities[:known]}
+            versions = {identity: draw.choice([1, 2, 3]) for identity in identities[:known]}
             ledger.move(
                 draw.choice(["resume", "rollback"]) if attempt else "start", step, data, order,
                 document_mask=mask, versions=versions,
@@ -234,18 +237,17 @@ def _note(made: History, attempt: int, step: int, mask: bool, versions: dict[str
         identity = made.identities[attempt][source]
         stream = made.kept.stream(identity)
         assert stream is not None
-        then = versions[identity] >= made.kept.version
         for position in range(LENGTH):
             token = window * LENGTH + position
             number = stream.document(token)
             made.book.setdefault((attempt, step, place, number), ([], []))[0].append(position)
             target = stream.document(token + 1)
-            purged = stream.purged[target - stream.first] and then
+            purged = 0 < stream.purged[target - stream.first] <= versions[identity]
             if not purged and not (mask and stream.is_head(token + 1)):
                 made.book.setdefault((attempt, step, place, target), ([], []))[1].append(position)
 
 
-def publish(made: History, run: TrainingRun, step: int, offset: int) -> None:
+def publish(run: TrainingRun, step: int, offset: int) -> None:
     """A manifest of a checkpoint, with what lineage reads of one."""
     from quern.model.config import ModelConfig
     from quern.train.checkpoint.manifest import FileRecord, Manifest

@@ -348,3 +348,14 @@ def write_tokens(folder: Path, found: Listing, vocab_size: int = 1000, version: 
         entries[stream] = version_entry(stream, MANIFEST, sha256, infos)
     record = {"version": version, "parent": None, "kind": "initial", "encoding": encoding, "sources": entries}
     (root / VERSION_FILE).write_text(json.dumps(record))
+
+
+def places(found: Listing) -> dict[bytes, dict[str, Any]]:
+    """doc_id → its span, with the stream and the start in the shard."""
+    by_id = {}
+    for stream, spans in found.spans.items():
+        first: dict[int, int] = {}
+        for span in spans:
+            origin = first.setdefault(span["shard"], span["start"])
+            by_id[span["doc_id"]] = {**span, "stream": stream, "origin": origin}
+    return by_id

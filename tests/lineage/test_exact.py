@@ -374,7 +374,7 @@ def test_the_commands_say_the_same(case: Case) -> None:
         for row in answer["rows"]
     )  # fmt: skip
     same(told, Counter({key: count for key, count in recorded.items() if key[3] == most}))
-    real = [key for key in recorded if key[3] == most and key[-2:] == (True, True)]
+    real = [key for key in recorded.elements() if key[3] == most and key[-2:] == (True, True)]
     assert answer["applied"] == len(real)
     assert answer["first_step"] == min(key[1] for key in real)
 

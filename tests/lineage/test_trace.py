@@ -1,4 +1,4 @@
-"""What ``trace`` says of each document against the rows that were written, and the ways of naming one."""
+"""What ``trace`` says of each document against the rows that were written."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from runs import MEASURES, Listing, listing, write_listing, write_run
+from runs import MEASURES, Listing, listing, places, write_listing, write_run
 
 from quern.data_pipeline.document import DOCUMENT_SCHEMA
-from quern.data_pipeline.quality import QualityConfig, decide
-from quern.data_pipeline.toxicity import ToxicityConfig
-from quern.data_pipeline.url import canonicalize, host
-from quern.errors import InputError
+from quern.data_pipeline.quality import QualityConfig
 from quern.lineage import trace as module
-from quern.lineage.limits import limits
 from quern.lineage.store import Lineage
-from quern.lineage.trace import find_at, find_document, find_url, summaries, trace
+from quern.lineage.trace import find_document, trace
 
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
 
@@ -45,20 +40,6 @@ def lives(lineage: Lineage, found: Listing) -> Lives:
 
 def life_of(lineage: Lineage, doc_id: bytes, chars: int | None = None) -> dict[str, Any]:
     return trace(lineage, find_document(lineage, doc_id.hex()), chars)
-
-
-def places(found: Listing) -> dict[bytes, dict[str, Any]]:
-    """doc_id → its span, with the stream and the start in the shard."""
-    by_id = {}
-    for stream, spans in found.spans.items():
-        first: dict[int, int] = {}
-        for span in spans:
-            origin = first.setdefault(span["shard"], span["start"])
-            by_id[span["doc_id"]] = {**span, "stream": stream, "origin": origin}
-    return by_id
-
-
-# ---- a life
 
 
 def test_every_document_s_record_and_measures_are_those_of_its_row(lives: Lives, found: Listing) -> None:
@@ -148,7 +129,8 @@ def test_spans_say_stream_shard_and_place(lineage: Lineage, lives: Lives, found:
             "stream": span["stream"], "identity": f"run00011/{span['stream']}/1", "shard": span["shard"],
             "file": f"{lineage.run}/tokens/{span['stream']}/shard_{span['shard']:05d}.bin",
             "start": span["start"] - span["origin"], "stream_start": span["start"], "length": span["length"],
-            "purged": span["purged"], "held_out": span["stream"].endswith(".val"),
+            "purged": span["purged"], "purged_since": 1 if span["purged"] else None,
+            "held_out": span["stream"].endswith(".val"),
         }  # fmt: skip
     assert len(shards) > 2
 
@@ -257,185 +239,6 @@ def test_registered_training_runs_are_named_once(tmp_path: Path, found: Listing)
     ]
     (tmp_path / "consumers.jsonl").write_text("\n".join(lines) + '\n{"time": "torn')
     assert life_of(lineage, doc_id)["training_runs"] == ["/b", "/a", "/c"]
-
-
-# ---- naming one
-
-
-def test_any_spelling_of_a_url_finds_its_documents(lineage: Lineage, found: Listing) -> None:
-    by_url: dict[str, set[bytes]] = {}
-    for row in found.rows:
-        if row["canonical_url"] is not None:
-            by_url.setdefault(row["canonical_url"], set()).add(row["doc_id"])
-    assert max(map(len, by_url.values())) > 1
-    for row in found.rows:
-        if row["canonical_url"] is not None:
-            numbers = find_url(lineage, row["url"])
-            assert by_url[row["canonical_url"]] <= set(lineage.documents(numbers).doc_ids)
-
-
-def test_several_documents_of_a_url_come_newest_first(lineage: Lineage, found: Listing) -> None:
-    rows = [row for row in found.rows if row["url"] is not None]
-    for row in rows[:40]:
-        listed = summaries(lineage, find_url(lineage, row["url"]))
-        times = [own["fetched_at"] for own in listed]
-        assert times == sorted(times, reverse=True)
-        assert row["doc_id"].hex() in {own["doc_id"] for own in listed}
-    outcomes = {own["outcome"] for own in summaries(lineage, np.arange(lineage.num_documents))}
-    assert {"kept", "duplicate: exact", "quality: gopher.too_short"} <= outcomes
-
-
-def test_a_url_that_is_not_there_is_answered_with_what_is_near(lineage: Lineage, found: Listing) -> None:
-    wanted = "HTTP://Example.com:80/a/not-there?utm_source=x#top"
-    with pytest.raises(InputError) as caught:
-        find_url(lineage, wanted)
-    message = str(caught.value)
-    assert canonicalize(wanted) == "http://example.com/a/not-there"
-    assert "http://example.com/a/not-there;" in message
-    known = [canonicalize(row["url"] or "") for row in found.rows]
-    count = sum(url is not None and host(url) == "example.com" for url in known)
-    assert count > 1
-    assert f"it has {count} documents of example.com; near: " in message
-    near = message.partition("; near: ")[2].split(", ")
-    assert 0 < len(near) <= 5
-    assert set(near) <= {row["url"] for row in found.rows}
-    assert all("example.com" in url.lower() for url in near)
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("https://nowhere.invalid/x", "it has 0 documents of nowhere.invalid$"),
-        ("ftp://nowhere.invalid/x", "no http or https URL"),
-        ("\x1b[31m", "no http or https URL"),
-        ("http://example.com/" + "y" * 100_000, "document"),
-        ("http://example.com/?a=" + "&a=".join("bcd") + ")/)(,", "document"),
-    ],
-)
-def test_what_cannot_be_found_is_said_shortly(lineage: Lineage, url: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        find_url(lineage, url)
-    assert len(str(caught.value)) < 3000
-
-
-@pytest.mark.parametrize("doc", ["0" * 32, "xyz", "0" * 31, "", "g" * 32])
-def test_a_doc_id_that_is_none_or_of_nobody_is_refused(lineage: Lineage, doc: str) -> None:
-    with pytest.raises(InputError):
-        find_document(lineage, doc)
-
-
-def test_a_doc_id_in_capitals_is_the_same(lineage: Lineage, found: Listing) -> None:
-    doc_id = found.rows[5]["doc_id"]
-    assert find_document(lineage, doc_id.hex().upper()) == find_document(lineage, doc_id.hex())
-
-
-def test_every_token_of_a_shard_is_of_the_document_that_holds_it(lineage: Lineage, found: Listing) -> None:
-    spans = places(found)
-    checked = 0
-    for doc_id, span in spans.items():
-        start = span["start"] - span["origin"]
-        for place in (0, span["length"] // 2, span["length"] - 1):
-            for shard, source in (
-                (f"{lineage.run}/tokens/{span['stream']}/shard_{span['shard']:05d}.bin", None),
-                (f"{span['stream']}/shard_{span['shard']:05d}", None),
-                (str(span["shard"]), span["stream"]),
-                (f"shard_{span['shard']:05d}.bin", span["stream"]),
-            ):
-                number, position = find_at(lineage, shard, start + place, source)
-                assert (lineage.documents([number]).doc_ids, position) == ([doc_id], place)
-                checked += 1
-    assert checked > 500
-
-
-@pytest.mark.parametrize(
-    ("shard", "token", "source", "message"),
-    [
-        ("web/shard_00000", 10**9, None, "expected a token from 0 to"),
-        ("web/shard_99999", 0, None, "has no shard 'web/shard_99999'"),
-        ("99", 0, "web", "has no shard '99'"),
-        ("nosuch/shard_00000", 0, None, "has no source 'nosuch' .it has web, web.val, text, text.val"),
-        ("0", 0, None, "or a number with --source"),
-        ("shard_00000", 0, None, "or a number with --source"),
-        ("web/shard_00000", 0, "text", "is not of source text"),
-        ("/elsewhere/tokens/web/shard_00000.bin", 0, None, "is not in"),
-        ("web/", 0, None, "has no shard"),
-        ("web/shard_0000", 0, None, "has no shard"),
-        ("-1", 0, "web", "has no shard"),
-        ("²", 0, "web", "has no shard"),
-        ("", 0, None, "expected <source>/shard_00000"),
-    ],
-)
-def test_a_place_that_is_not_there_is_refused(
-    lineage: Lineage, shard: str, token: int, source: str | None, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        find_at(lineage, shard, token, source)
-
-
-# ---- limits
-
-
-CONFIGS = [
-    QualityConfig(),
-    QualityConfig.model_validate(
-        {
-            "order": ["fineweb", "gopher"],
-            "gopher": {"min_words": 0, "max_words": None, "min_alpha_word_frac": None, "max_hash_ratio": 0},
-            "fineweb": {"line_punct_ratio": None, "list_ratio": 0.05},
-        }
-    ),
-    QualityConfig.model_validate({"c4": {"lorem_ipsum": False, "min_sentences": None}, "order": ["c4", "repetition"]}),
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_limits_fail_what_the_rules_fail(config: QualityConfig) -> None:
-    """Against the rules themselves, one measurement at a time."""
-    known = limits({"quality": config.model_dump(mode="json")})
-    names = {name for family in CONFIGS for name in limits({"quality": family.model_dump(mode="json")})}
-    assert len(names) > 25
-    for name in sorted(names):
-        limit = known.get(name)
-        for value in (
-            0.0,
-            0.005,
-            0.06,
-            0.1,
-            0.11,
-            0.15,
-            0.25,
-            0.31,
-            0.7,
-            0.85,
-            1.0,
-            2.0,
-            3.0,
-            5.0,
-            10.5,
-            49,
-            50,
-            1e5,
-            1e6,
-        ):
-            outside = limit is not None and (
-                (limit.least is not None and value < limit.least) or (limit.most is not None and value > limit.most)
-            )
-            if name.endswith(".empty"):
-                value = float(value > 0)
-                outside = limit is not None and limit.most is not None and value > limit.most
-            assert outside is (name in decide({name: value}, config)), (name, value)
-
-
-def test_rules_that_only_measure_have_no_limit() -> None:
-    assert not limits({"quality": QualityConfig(action="measure").model_dump(mode="json")})
-    drop = {"toxicity": ToxicityConfig().model_dump(mode="json"), "language": {"pre_skip": False}}
-    assert {name: limit.most for name, limit in limits(drop).items()} == {"toxicity.lexicon_density": 0.02}
-    assert not limits({"toxicity": ToxicityConfig(action="measure").model_dump(mode="json")})
-
-
-@pytest.mark.parametrize("config", [{}, {"quality": 3}, {"quality": {"order": "x", "action": "drop"}}, {"urls": []}])
-def test_a_config_of_another_shape_gives_fewer_limits(config: dict[str, Any]) -> None:
-    assert limits(config) == {}
 
 
 def test_measures_show_their_limit_and_whether_they_failed(tmp_path: Path, found: Listing) -> None:

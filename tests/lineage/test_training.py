@@ -125,7 +125,7 @@ def test_checkpoints_stand_on_the_branch_they_were_saved_on(tmp_path: Path) -> N
         run = made.open()
         published = {step: (offset, lineage) for step, offset, lineage in made.checkpoints}
         for step, (offset, _) in published.items():
-            H.publish(made, run, step, offset)
+            H.publish(run, step, offset)
         checkpoints = run.checkpoints()
         assert [checkpoint.step for checkpoint in checkpoints] == sorted(published)
         for checkpoint in checkpoints:
@@ -140,7 +140,7 @@ def test_checkpoints_stand_on_the_branch_they_were_saved_on(tmp_path: Path) -> N
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     made = H.make_history(random.Random(0), tmp_path)
     run = made.open()
-    H.publish(made, run, 3, 10)
+    H.publish(run, 3, 10)
     manifest = tmp_path / "checkpoints" / "step_00000003" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 3', '"step": 4'))
     assert run.checkpoints() == []
@@ -151,7 +151,7 @@ def test_a_ledger_that_has_lost_lines_and_one_that_has_grown(tmp_path: Path) -> 
     made = H.make_history(random.Random(0), tmp_path)
     run = made.open()
     size = (tmp_path / "ledger.jsonl").stat().st_size
-    H.publish(made, run, 3, size + 50)
+    H.publish(run, 3, size + 50)
     with pytest.raises(QuernError, match=f"has {size} bytes, .*step_00000003 names {size + 50}; lines are lost"):
         run.checkpoints()
     with (tmp_path / "ledger.jsonl").open("a") as file:

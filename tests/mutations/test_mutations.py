@@ -7,23 +7,34 @@ rest of the suite says.
 
 from __future__ import annotations
 
+import compileall
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
 import yaml
 
+from quern.parallel.local import PRELOAD
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 INDEX: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "index.yaml").read_text())
 TIMEOUT_S = 200
-"""Of one run; about 8 s on an idle machine."""
+"""Of one run; about 2 s on an idle machine."""
+MORE = (
+    "fsspec", "hypothesis", "pyarrow.compute", "pyarrow.parquet", "pydantic.fields", "pydantic.functional_validators",
+    "pydantic.main", "torch.nn.attention.varlen", "yaml",
+)  # fmt: skip
+"""What is imported once besides torch and pytest."""
 
 #: Runs pytest on the copy it stands in, and on no other quern that is installed.
 START = """
@@ -84,24 +95,64 @@ def test_named_tests_are_not_among_those_left_out() -> None:
     assert nodes == {line for line in done.stdout.splitlines() if "::" in line}
 
 
+class Runner:
+    """Runs the tests of a copy of quern and its tests as they are at the time; see ``forked.py``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = copied(folder, "quern", "tests")
+        # By their sources' hashes: files that are changed and changed back within a second are told apart.
+        assert compileall.compile_dir(folder / "quern", quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        cached = {name: value for name, value in environment(folder).items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", HERE / "forked.py", *PRELOAD, *MORE],
+            cwd=folder, env=cached, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, *arguments: str, said: Path) -> int | None:
+        """pytest's exit code, None where it took too long; ``said``: the file for what it says."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        told = {"arguments": arguments, "said": str(said), "limit_s": TIMEOUT_S}
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        code: int | None = json.loads(self._process.stdout.readline())["code"]
+        return code
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(TIMEOUT_S) == 0
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    made = Runner(tmp_path_factory.mktemp("faults") / "copy")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def faulty(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Runner]:
+    patch = HERE / f"{request.getfixturevalue('name')}.patch"
+    apply(patch, runner.folder)
+    yield runner
+    apply(patch, runner.folder, "--reverse")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", INDEX)
-def test_a_fault_is_seen(name: str, tmp_path: Path) -> None:
+def test_a_fault_is_seen(name: str, faulty: Runner, tmp_path: Path) -> None:
     nodes = INDEX[name]["caught_by"]
-    folder = copied(tmp_path / "copy", "quern", "tests")
-    apply(HERE / f"{name}.patch", folder)
-    result = tmp_path / "result.xml"
-    done = subprocess.run(
-        [sys.executable, "-c", START, "-q", "-p", "no:cacheprovider", f"--junitxml={result}", *nodes],
-        cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, f"{name} was not seen\n{done.stdout}{done.stderr}"
+    result, said = tmp_path / "result.xml", tmp_path / "said.txt"
+    options = ("-p", "no:cacheprovider", f"--basetemp={tmp_path / 'run'}", f"--junitxml={result}")
+    code = faulty.run(*options, *nodes, said=said)
+    assert code == pytest.ExitCode.TESTS_FAILED, f"{name} was not seen\n{said.read_text()}"
     cases = list(ElementTree.parse(result).iter("testcase"))
     assert len(cases) == len(nodes)
     for case in cases:
         (problem,) = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        said = problem.get("message", "")
-        print(f"{name}: {case.get('name')}: {said}")
+        told = problem.get("message", "")
+        print(f"{name}: {case.get('name')}: {told}")
         assert problem.tag == "failure"
-        by_assertion = re.match(r"AssertionError\b|assert |Failed: DID NOT RAISE ", said)
-        assert by_assertion, f"{name} was not seen by an assertion: {said}"
+        by_assertion = re.match(r"AssertionError\b|assert |Failed: DID NOT RAISE ", told)
+        assert by_assertion, f"{name} was not seen by an assertion: {told}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,16 @@ def test_a_kill_before_any_change_of_a_file_leaves_no_false_version_and_the_same
     expected = token_files(tmp_path / "whole")
     assert sum(name.endswith(".bin") for name in expected) >= 3
 
+    stands = tmp_path / "before"
+    if before == "other shards":
+        tokenize(stands, make_run(stands, now, removed), config.model_copy(update={"shard_tokens": 30}))
+    elif before == "other documents":
+        tokenize(stands, make_run(stands, {**now, ("books", "b"): [make_doc(b"b" * 16, "an inn")]}), config)
+
     for changes in range(200):
         run_dir = tmp_path / str(changes)
-        if before == "other shards":
-            tokenize(run_dir, make_run(run_dir, now, removed), config.model_copy(update={"shard_tokens": 30}))
-        elif before == "other documents":
-            tokenize(run_dir, make_run(run_dir, {**now, ("books", "b"): [make_doc(b"b" * 16, "an inn")]}), config)
+        if before is not None:
+            shutil.copytree(stands, run_dir)
         names = make_run(run_dir, now, removed)
         with pytest.MonkeyPatch.context() as patch:
             fate = Fate(patch, changes)

@@ -140,6 +140,7 @@ def test_a_checkpoint_is_uploaded_with_the_manifest_at_the_end(server, start, tm
     assert done.num_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_manifest_waits_for_files_of_other_nodes(server, start, tmp_path):
     """That is no failure, though the retry of failures is far away."""
     files = checkpoint(tmp_path, 10, {".metadata": 100, "__0_0.distcp": 5, "__8_0.distcp": 7})
@@ -335,6 +336,7 @@ def test_an_overloaded_store_is_told_as_passing(server, start, tmp_path):
     assert server.read("step_00000010/a") == files["a"]
 
 
+@pytest.mark.slow
 def test_a_transfer_under_way_is_cancelled(server, start, tmp_path):
     files = checkpoint(tmp_path, 10, {"a": 9 * PART})
     server.proxy.delay_s = 1.2

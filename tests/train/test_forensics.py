@@ -132,8 +132,11 @@ def check(step: dict[str, Any], own: Known, seq_len: int, whole: bool) -> None:
         {},
         {"document_mask": False, "seq_len": 100, "micro_batch": 4, "model": {"tied_embeddings": False}},
         {"seq_len": 130, "micro_batch": 8, "activation_checkpointing": "full", "z_loss": 0.1},
+        {"compile": {"enabled": True, "backend": "eager"}},
+        {"float8": {"recipe": "rowwise"}},  # scales of a row's own, so that a document alone has the same
+        {"validation": {"interval": 1, "windows": 3}},
     ],
-    ids=["documents", "no documents", "long"],
+    ids=["documents", "no documents", "long", "compile", "float8", "validation"],
 )
 def test_losses_and_norms_are_those_of_the_sequences_alone_and_of_the_gradients(
     tmp_path: Path, changes: dict[str, Any]

@@ -155,6 +155,7 @@ def test_the_token_is_seen_by_nobody_else(node, start, monkeypatch):
     assert "QUERN_PEER_TOKEN" not in os.environ
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_gets_its_files(start, tmp_path):
     port = free_port()
     records = write(tmp_path / "here", {"a": content(1000)})

@@ -982,6 +982,7 @@ except QuernError as error:
     assert tree(tmp_path / "here") == {}
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_with_what_it_had(line, tmp_path):
     """kill -9 half way through a send, and again half way through a fetch; the same port serves again."""
     data = content(32 * MIB)

@@ -18,9 +18,12 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
+import pyarrow as pa
+
 from quern import storage
 from quern.config import digest
 from quern.errors import InputError, QuernError
+from quern.lineage.index.changes import is_changes_file
 from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, write_duplicates
 from quern.lineage.index.records import read_sealed, write_sealed
@@ -34,7 +37,8 @@ __all__ = ["FOLDER", "Built", "State", "discard", "open_index", "survey"]
 FOLDER = "lineage"
 INDEX = "index.json"
 #: Raised whenever other files would be written from the same run.
-FORMAT = 3
+FORMAT = 5
+_STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 _OURS = re.compile(r"(segment|spans|duplicates)_[0-9a-f]{32}|\.building-.*")
 _ATTEMPTS = 3
 
@@ -50,11 +54,13 @@ class State:
     version_sha256: str | None
     """Of VERSION.json; None while there are no tokens."""
     duplicates: tuple[tuple[str, int, int], ...]
+    changes: tuple[tuple[str, int, int], ...] = ()
+    """What later corpus versions changed; like ``files``."""
 
     @cached_property
     def digest(self) -> str:
         """Of everything the index is made from."""
-        return digest([FORMAT, self.run_id, self.files, self.version_sha256, self.duplicates])
+        return digest([FORMAT, self.run_id, self.files, self.version_sha256, self.duplicates, self.changes])
 
     @property
     def verdicts(self) -> str:
@@ -92,6 +98,7 @@ def survey(run: str) -> State:
         tuple(_stamps(os.path.join(run, "verdicts"))),
         storage.sha256(version) if os.path.exists(version) else None,
         tuple(stamp for stamp in _stamps(run, "duplicates") if os.path.basename(stamp[0]) in (DECISIONS, CLUSTERS)),
+        tuple(stamp for stamp in _stamps(run, "tokens") if is_changes_file(os.path.basename(stamp[0]))),
     )
 
 
@@ -137,11 +144,14 @@ def discard(run: str, record: dict[str, Any]) -> bool:
     """Forget the index of ``record`` that was found damaged: the next to open it builds what is damaged anew.
 
     False if another stands there by now.
+
+    Raises:
+        OSError: it cannot be removed.
     """
     path = os.path.join(run, FOLDER, INDEX)
     if read_sealed(path) not in (None, record):
         return False
-    with suppress(OSError):
+    with suppress(FileNotFoundError):
         os.unlink(path)
     return True
 
@@ -204,7 +214,7 @@ class _Builder:
         bases = [segment.base for segment in segments]
         spans, _ = self._part(
             "spans",
-            [self.state.version_sha256, names],
+            [self.state.version_sha256, self.state.changes, names],
             lambda path: write_spans(path, self._scratch("spans"), readers, segments),
             lambda path, record: SpanColumns(path, len(readers), bases).check(),
         )
@@ -249,6 +259,11 @@ class _Builder:
         sources = version.get("sources") if isinstance(version, dict) else None
         if not isinstance(sources, dict):
             raise InputError(f"{tokens}/{VERSION_FILE}: sources: expected a mapping, got {sources!r:.60}")
+        for source in sources:
+            if not _STREAM.fullmatch(source):
+                raise InputError(
+                    f"{tokens}/{VERSION_FILE}: sources: expected <source> or <source>.val, got {source!r:.99}"
+                )
         return [ShardReader(os.path.join(tokens, source)) for source in sources]
 
     def _part(
@@ -289,6 +304,7 @@ class _Builder:
         for pieces in plan_segments(self.state.verdicts, free, segment_documents):
             name, record = self._segment(pieces)
             records.append((pieces[0], {**record, "name": name}))
+            pa.default_memory_pool().release_unused()
         records.sort(key=lambda found: (found[0].file, found[0].first_group))
         # which files they are of stays in their folders: a run may have a hundred thousand
         return [{name: value for name, value in record.items() if name != "pieces"} for _, record in records]

@@ -1,4 +1,4 @@
-"""A column on disk: a raw little-endian array, memory-mapped, with a checksum for every 64 KiB of it.
+"""A column on disk: a raw little-endian array, memory-mapped, with a checksum for every 4 KiB of it.
 
 File: the items; one XXH3-64 a block; for a sorted column the first item of each block (*fences*); a footer. A look-up
 reads the fences and the one block they point to, and nothing is answered from a block whose checksum is wrong.
@@ -22,8 +22,10 @@ __all__ = ["BLOCK_BYTES", "I64", "Column", "ColumnWriter", "DamagedIndexError", 
 
 I64 = NDArray[np.int64]
 
-BLOCK_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 12
 _MAGIC = b"quernco1"
+#: Blocks that a whole check maps at once: 16 MiB.
+_MAPPED_BLOCKS = 1 << 12
 #: Magic, bytes an item, whether there are fences, items, digest of all before it but the items.
 _FOOTER = struct.Struct("<8sIIQQ")
 
@@ -138,8 +140,14 @@ class Column:
         return len(self.items)
 
     def check(self) -> None:
-        """Compare every checksum."""
-        self._check(np.arange(len(self._sums)))
+        """Compare every checksum. What was mapped for it is given back on the way."""
+        for first in range(0, len(self._sums), _MAPPED_BLOCKS):
+            self._check(np.arange(first, min(first + _MAPPED_BLOCKS, len(self._sums))))
+            self.release()
+
+    def release(self) -> None:
+        """Take the pages that were read out of this process's memory; they stay in the page cache."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def _check(self, blocks: I64) -> None:
         for block in blocks[~self._checked[blocks]].tolist():
@@ -151,19 +159,10 @@ class Column:
 
     def slice(self, start: int, stop: int) -> NDArray[Any]:
         """Items [start, stop), as a view."""
-        if start < stop:
-            self._check(np.arange(start // self._per_block, (stop - 1) // self._per_block + 1))
+        first, last = start // self._per_block, (stop - 1) // self._per_block
+        if start < stop and not (first == last and self._checked[first]):
+            self._check(np.arange(first, last + 1))
         return self.items[start:stop]
-
-    def check_between(self, starts: I64, stops: I64) -> None:
-        """Compare the checksums of what stands in [start, stop), of many ranges at once."""
-        some = stops > starts
-        first, last = starts[some] // self._per_block, (stops[some] - 1) // self._per_block
-        counts = last - first + 1
-        ends = np.cumsum(counts)
-        blocks = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
-        if len(blocks) and not self._checked[blocks].all():
-            self._check(np.unique(blocks))
 
     def take(self, indices: I64) -> NDArray[Any]:
         """The items at ``indices``."""

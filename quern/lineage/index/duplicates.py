@@ -15,13 +15,20 @@ from quern.lineage.index.columns import I64, Column, DamagedIndexError
 from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
 
-__all__ = ["CLUSTERS", "DECISIONS", "Duplicates", "read_row", "write_duplicates"]
+__all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_row", "write_duplicates"]
 
 DECISIONS = "decisions.parquet"
 CLUSTERS = "clusters.parquet"
 #: The two columns of doc_ids of each table below ``duplicates/``.
 _IDS = {DECISIONS: ("doc_id", "duplicate_of"), CLUSTERS: ("doc_id", "cluster_id")}
 _ROWS = 1 << 17
+#: A row of decisions as it is read.
+DECISION = pa.schema(
+    {
+        "doc_id": pa.binary(16), "kind": pa.string(), "duplicate_of": pa.binary(16), "cluster_id": pa.binary(16),
+        "similarity": pa.float64(), "band": pa.int64(),
+    }
+)  # fmt: skip
 
 
 def write_duplicates(folder: str, scratch: str, tables: str, segments: Sequence[Segment], num_documents: int) -> None:
@@ -79,7 +86,7 @@ def _numbers(
 def _table(path: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
@@ -108,24 +115,37 @@ def _batches(path: str, columns: tuple[str, str]) -> Iterator[list[memoryview]]:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
-def read_row(path: str, row: int) -> dict[str, Any]:
-    """One row of a Parquet file; only its row group is read.
+def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
+    """One row of a Parquet file; only its row group is read. The columns of ``schema`` are as it says, others as the
+    file has them.
 
     Raises:
-        InputError: the file cannot be read, or has no such row.
+        InputError: the file cannot be read, has no such row or not these columns, or text in it is not UTF-8.
     """
     table = _table(path)
-    group = 0
+    missing = [name for name in schema.names if name not in table.schema_arrow.names]
+    if missing:
+        raise InputError(f"{path}: has no column {missing[0]!r}")
+    number, group = row, 0
     while group < table.metadata.num_row_groups and row >= table.metadata.row_group(group).num_rows:
         row -= table.metadata.row_group(group).num_rows
         group += 1
     if group == table.metadata.num_row_groups:
         raise InputError(f"{path}: has {table.metadata.num_rows} rows, expected more; it has changed")
     try:
-        (found,) = table.read_row_group(group, use_threads=False).slice(row, 1).to_pylist()
+        columns = table.read_row_group(group, use_threads=False).slice(row, 1)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
-    return dict(found)
+    found = {}
+    for name in columns.column_names:
+        column, kind = columns[name], schema.field(name).type if name in schema.names else None
+        try:
+            found[name] = (column if kind is None else column.cast(kind))[0].as_py()
+        except UnicodeDecodeError:
+            raise InputError(f"{path}: row {number}: {name}: expected UTF-8") from None
+        except pa.ArrowException:
+            raise InputError(f"{path}: row {number}: {name}: expected {kind}, got {column.type}") from None
+    return found
 
 
 class _Pairs:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from quern.lineage.index.columns import I64, ColumnWriter
-from quern.lineage.index.hashes import halves
+from quern.lineage.index.hashes import halves, sort_order
 from quern.lineage.index.segments import Segment
 
 __all__ = ["BUCKET_ROWS", "Buckets", "Numbers", "Pairs"]
@@ -86,7 +86,8 @@ class Numbers:
     def chunks(self) -> Iterator[I64]:
         """int64 arrays, one number for each id in the order of the ids: −1 if unknown, −2 if it stands for several."""
         for bucket in range(self._wanted.count):
-            wanted = np.sort(self._wanted.take(bucket), order=("high", "low"))
+            wanted = self._wanted.take(bucket)
+            wanted = wanted[sort_order(wanted["high"], wanted["low"])]
             found = np.empty(len(wanted), _FOUND)
             found["row"], found["number"] = wanted["row"], self._resolve(wanted)
             self._found.add(found, found["row"] // self._width)
@@ -106,6 +107,7 @@ class Numbers:
                 numbers[(numbers >= 0) & (own != -1) | (own == -2)] = -2
                 new = (numbers == -1) & (own >= 0)
                 numbers[new] = own[new] + segment.base
+                segment.by_doc.release()  # no other bucket looks there again
         return numbers
 
 
@@ -131,6 +133,6 @@ class Pairs:
         ):
             for bucket in range(self._buckets.count):
                 records = self._buckets.take(bucket)
-                records = records[np.lexsort((records["value"], records["number"]))]
+                records = records[sort_order(records["number"], records["value"])]
                 numbers.append(records["number"])
                 values.append(records["value"])

@@ -1,7 +1,8 @@
 """Where documents stand in the streams of tokens, and which document a token is of.
 
 A stream has three columns, one item a span: where it starts in the stream (and at last where the stream ends), which
-document it is, whether it was purged. Each segment has one: for each of its documents ``stream << 48 | span``, or −1.
+document it is, since which corpus version it is purged (0: it is not). Each segment has one: for each of its documents
+``stream << 48 | span``, or −1.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from quern import storage
 from quern.errors import InputError
+from quern.lineage.index.changes import U32, Purges, purged_at, written_by
 from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError, write_column
 from quern.lineage.index.joins import Buckets, Numbers
 from quern.lineage.index.records import Opened
 from quern.lineage.index.segments import Segment
-from quern.tokenize.shards import ShardInfo, ShardReader
+from quern.tokenize.shards import SPANS_SCHEMA, ShardInfo, ShardReader
 
 __all__ = ["SpanColumns", "Spans", "write_spans"]
 
@@ -41,10 +43,20 @@ class Spans:
     """In the stream's tokens."""
     lengths: I64
     """EOT included."""
-    purged: NDArray[np.bool_]
+    purged_since: U32
+    """The corpus version that purged them; 0: they are not purged."""
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def purged(self) -> NDArray[np.bool_]:
+        """Whether each is purged in the corpus version that is opened."""
+        return self.purged_since > 0
+
+    def purged_at(self, version: ArrayLike) -> NDArray[np.bool_]:
+        """Whether each was purged already in corpus version ``version`` (one, or one a span)."""
+        return purged_at(self.purged_since, version)
 
 
 def write_spans(folder: str, scratch: str, readers: Sequence[ShardReader], segments: Sequence[Segment]) -> None:
@@ -55,16 +67,17 @@ def write_spans(folder: str, scratch: str, readers: Sequence[ShardReader], segme
     """
     codes = Buckets(scratch, "codes", _CODE, len(segments))
     bases = np.array([segment.base for segment in segments], np.int64)
+    purges = Purges(readers[0].root, readers[0].version) if readers else Purges(folder, 0)
     for stream, reader in enumerate(readers):
         path = f"{folder}/stream_{stream:03d}"
         numbers = Numbers(scratch, f"stream_{stream:03d}", segments, reader.num_documents)
         with (
             ColumnWriter(f"{path}.starts", "<i8", fences=True) as starts,
-            ColumnWriter(f"{path}.purged", "u1") as purged,
+            ColumnWriter(f"{path}.purged", "<u4") as purged,
         ):
-            for own_starts, own_purged, doc_ids in _read_stream(reader):
+            for own_starts, own_purged, doc_ids in _read_stream(reader, purges):
                 starts.append(own_starts)
-                purged.append(own_purged.astype(np.uint8))
+                purged.append(own_purged)
                 numbers.add(doc_ids)
             starts.append(np.array([reader.total_tokens]))
         first = 0
@@ -101,36 +114,55 @@ def _known(numbers: I64, first: int, reader: ShardReader) -> None:
     raise InputError(f"{path}: row {row}: expected document {span.doc_id.hex()} to have one verdict row, got {found}")
 
 
-def _read_stream(reader: ShardReader) -> Iterator[tuple[I64, NDArray[np.bool_], memoryview]]:
-    """Starts (in the stream), states and doc_ids (16 bytes each) of a stream's spans, some at a time."""
+def _read_stream(reader: ShardReader, purges: Purges) -> Iterator[tuple[I64, U32, memoryview]]:
+    """Starts (in the stream), since when they are purged, and doc_ids (16 bytes each) of a stream's spans, some at a
+    time."""
     for shard, info in enumerate(reader.shards):
         path = os.path.join(reader.path, info.spans)
+        written = written_by(info.spans)
         try:
             if storage.sha256(path) != info.spans_sha256:
                 raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
-            yield from _read_shard(path, info, int(reader.offsets[shard]))
+            for starts, purged, doc_ids in _read_shard(path, info):
+                since = np.zeros(len(starts), np.uint32)
+                since[purged] = purges.since(np.frombuffer(doc_ids, "V16")[purged].tobytes(), written)
+                yield starts + int(reader.offsets[shard]), since, doc_ids
         except FileNotFoundError:
             raise InputError(f"{path}: is missing") from None
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
-def _read_shard(path: str, info: ShardInfo, origin: int) -> Iterator[tuple[I64, NDArray[np.bool_], memoryview]]:
+def _read_shard(path: str, info: ShardInfo) -> Iterator[tuple[I64, NDArray[np.bool_], memoryview]]:
     documents = end = 0
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(_ROWS, columns=["doc_id", "start", "length", "purged"], use_threads=False):
-            starts, lengths = batch["start"].to_numpy(), batch["length"].to_numpy()
+        missing = [name for name in SPANS_SCHEMA.names if name not in file.schema_arrow.names]
+        if missing:
+            raise InputError(f"{path}: has no column {missing[0]!r}; expected a table of spans")
+        for batch in file.iter_batches(_ROWS, columns=SPANS_SCHEMA.names, use_threads=False):
+            ids, *others = (_cast(path, batch, field) for field in SPANS_SCHEMA)
+            starts, lengths, purged = (column.to_numpy(zero_copy_only=False) for column in others)
             ends = end + np.cumsum(lengths)
             if (starts != ends - lengths).any() or (lengths < 1).any():
                 raise InputError(f"{path}: expected documents of 1 token or more, each right after the last one")
-            ids = batch["doc_id"]
             data = memoryview(ids.buffers()[1])[16 * ids.offset : 16 * (ids.offset + len(ids))]
-            yield starts + origin, batch["purged"].to_numpy(zero_copy_only=False), data
+            yield starts, purged, data
             documents, end = documents + len(starts), int(ends[-1])
     if (documents, end) != (info.documents, info.tokens):
         raise InputError(
             f"{path}: expected {info.documents} documents of {info.tokens} tokens together, got {documents} of {end}"
         )
+
+
+def _cast(path: str, batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    """A column as a table of spans has it."""
+    try:
+        column = batch[field.name].cast(field.type)
+    except pa.ArrowException:
+        raise InputError(f"{path}: {field.name}: expected {field.type}, got {batch[field.name].type}") from None
+    if column.null_count:
+        raise InputError(f"{path}: {field.name}: expected a value in every row, got null")
+    return column
 
 
 class _Stream:
@@ -139,7 +171,7 @@ class _Stream:
     def __init__(self, path: str) -> None:
         self.starts = Column(f"{path}.starts", "<i8")
         self.numbers = Column(f"{path}.numbers", "<i8")
-        self.purged = Column(f"{path}.purged", "u1")
+        self.purged = Column(f"{path}.purged", "<u4")
         self.count = len(self.numbers)
         if (len(self.starts), len(self.purged)) != (self.count + 1, self.count):
             raise DamagedIndexError(self.starts.path, f"has {len(self.starts)} items, expected {self.count + 1}")
@@ -180,14 +212,14 @@ class SpanColumns:
 
     def _read(self, streams: I64, places: I64) -> Spans:
         numbers, starts, lengths = (np.empty(len(streams), np.int64) for _ in range(3))
-        purged = np.empty(len(streams), bool)
+        purged = np.empty(len(streams), np.uint32)
         for index in np.unique(streams).tolist():
             mine, columns = streams == index, self._stream(index)
             own = places[mine]
             numbers[mine] = columns.numbers.take(own)
             starts[mine] = columns.starts.take(own)
             lengths[mine] = columns.starts.take(own + 1) - starts[mine]
-            purged[mine] = columns.purged.take(own).astype(bool)
+            purged[mine] = columns.purged.take(own)
         return Spans(numbers, streams, starts, lengths, purged)
 
     def between(self, stream: int, starts: ArrayLike, stops: ArrayLike) -> tuple[Spans, I64]:

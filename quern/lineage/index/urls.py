@@ -1,62 +1,71 @@
 """The URLs of a segment in their order, and how they are found: blocks of 64 documents, each compressed on its own.
 
-A block holds three texts a document, each kind compressed apart, for most questions are of one: its SURT (documents are
-ordered by it), its URL as the crawl gave it, its host.
+A block holds three texts a document, each kind in a frame of its own, for most questions are of one: its SURT
+(documents are ordered by it), its URL as the crawl gave it, its host.
 Documents without a SURT come last, by URL; those without a URL at the very end.
+
+A look-up finds its block by *fences*, what each block begins with, and decodes that block alone. Frames are read, not
+mapped: a mapped page brings fifteen neighbours into memory, and the documents of a step are in thousands of blocks.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
+import xxhash
+import zstandard
 
 from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError
 
-__all__ = ["Urls", "write_urls"]
+__all__ = ["BLOCK", "Urls", "write_urls"]
 
 BLOCK = 64
 _NULL = 1 << 31
+_LEVEL = 3
 _CHUNK_BLOCKS = 256
 _CACHED_BLOCKS = 128
-_HEAD = struct.Struct("<6I")
-"""Of a block: raw and compressed bytes of each kind of text in turn."""
+#: A frame: where it ends in ``urls``, XXH3-64 of its bytes.
+_FRAME = np.dtype([("end", "<u8"), ("sum", "<u8")])
+_KINDS = 3
 _TWO = struct.Struct("<2I")
 
 
-def _codec() -> pa.Codec:
-    return pa.Codec("zstd", compression_level=3)
-
-
 def write_urls(folder: str, columns: tuple[pa.Array, pa.Array, pa.Array], order: I64) -> None:
-    """Write ``urls`` and ``url_offsets``: SURTs, URLs and hosts (large_string[n]) in ``order``."""
-    codec = _codec()
+    """Write ``urls``, ``url_frames`` and the fences: SURTs, URLs and hosts (large_string[n]) in ``order``."""
+    codec = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     with (
-        ColumnWriter(f"{folder}/urls", "u1") as blocks,
-        ColumnWriter(f"{folder}/url_offsets", "<i8") as offsets,
+        open(f"{folder}/urls", "xb") as file,
+        ColumnWriter(f"{folder}/url_frames", _FRAME) as frames,
+        ColumnWriter(f"{folder}/url_fences", "u1") as fences,
+        ColumnWriter(f"{folder}/url_fence_ends", "<i8") as fence_ends,
     ):
-        offsets.append(np.zeros(1, np.int64))
+        frames.append(np.zeros(1, _FRAME))
+        fence_ends.append(np.zeros(1, np.int64))
+        end = 0
         for start in range(0, len(order), BLOCK * _CHUNK_BLOCKS):
             rows = pa.array(order[start : start + BLOCK * _CHUNK_BLOCKS])
             parts = [_ends_and_bytes(column.take(rows)) for column in columns]
-            compressed = []
+            written: list[tuple[int, int]] = []
+            firsts: list[bytes] = []
             for first in range(0, len(rows), BLOCK):
-                frames: list[bytes] = []
-                sizes: list[int] = []
                 stop = min(first + BLOCK, len(rows))
                 for ends, nulls, data in parts:
                     own = (ends[first : stop + 1] - ends[first]).astype("<u4")
                     own[1:] |= nulls[first:stop]
-                    raw = b"".join((own.tobytes(), data[ends[first] : ends[stop]]))
-                    frames.append(codec.compress(raw, asbytes=True))
-                    sizes += [len(raw), len(frames[-1])]
-                compressed.append(b"".join((_HEAD.pack(*sizes), *frames)))
-            base = blocks.count
-            blocks.append(b"".join(compressed))
-            offsets.append(base + np.cumsum([len(block) for block in compressed]))
+                    frame = codec.compress(b"".join((own.tobytes(), data[ends[first] : ends[stop]])))
+                    file.write(frame)
+                    end += len(frame)
+                    written.append((end, xxhash.xxh3_64_intdigest(frame)))
+                ends, nulls, data = parts[1 if parts[0][1][first] else 0]
+                firsts.append(bytes(data[ends[first] : ends[first + 1]]))
+            frames.append(np.array(written, _FRAME))
+            fence_ends.append(fences.count + np.cumsum([len(text) for text in firsts]))
+            fences.append(b"".join(firsts))
 
 
 def _ends_and_bytes(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, memoryview]:
@@ -84,28 +93,47 @@ class Urls:
     def __init__(self, folder: str, documents: int, with_surt: int, with_url: int, plain_hosts: bool) -> None:
         self.documents, self.with_surt, self.with_url = documents, with_surt, with_url
         self.plain_hosts = plain_hosts
-        self._data = Column(f"{folder}/urls", "u1")
-        self._offsets = Column(f"{folder}/url_offsets", "<i8")
-        if len(self._offsets) != -(-documents // BLOCK) + 1:
-            raise DamagedIndexError(self._offsets.path, f"has {len(self._offsets)} items for {documents} documents")
-        self._codec = _codec()
+        self._path = f"{folder}/urls"
+        self._frames = Column(f"{folder}/url_frames", _FRAME)
+        self._fences = Column(f"{folder}/url_fences", "u1")
+        self._fence_ends = Column(f"{folder}/url_fence_ends", "<i8")
+        blocks = -(-documents // BLOCK)
+        for column, expected in ((self._frames, _KINDS * blocks + 1), (self._fence_ends, blocks + 1)):
+            if len(column) != expected:
+                raise DamagedIndexError(column.path, f"has {len(column)} items for {documents} documents")
+        try:
+            self._file = open(self._path, "rb")  # noqa: SIM115 (read from for as long as this is)
+        except FileNotFoundError:
+            raise DamagedIndexError(self._path, "is missing") from None
+        size = os.fstat(self._file.fileno()).st_size
+        end = int(self._frames.slice(_KINDS * blocks, _KINDS * blocks + 1)["end"][0])
+        if size != end:
+            raise DamagedIndexError(self._path, f"has {size} bytes, expected {end}")
+        self._codec = zstandard.ZstdDecompressor()
         self._block = functools.lru_cache(_CACHED_BLOCKS)(self._read)
 
     def check(self) -> None:
         """Compare every checksum."""
-        self._data.check()
-        self._offsets.check()
+        for column in (self._frames, self._fences, self._fence_ends):
+            column.check()
+        count = len(self._frames) - 1
+        for first in range(0, count, _KINDS * _CHUNK_BLOCKS):
+            frames = self._frames.slice(first, min(first + _KINDS * _CHUNK_BLOCKS, count) + 1)
+            for start, stop, expected in zip(*_bounds(frames[:-1], frames[1:]), strict=True):
+                self._frame(start, stop, expected)
+
+    def _frame(self, start: int, stop: int, expected: int) -> bytes:
+        """The bytes [start, stop) of the file, if this is their checksum."""
+        data = os.pread(self._file.fileno(), stop - start, start)
+        if xxhash.xxh3_64_intdigest(data) != expected:
+            raise DamagedIndexError(self._path, f"is damaged: bytes {start} to {stop} have a wrong checksum")
+        return data
 
     def _read(self, number: int, which: int) -> bytes:
-        start, stop = self._offsets.slice(number, number + 2).tolist()
-        return self._decoded(self._data.slice(start, stop).tobytes(), which)
-
-    def _decoded(self, data: bytes, which: int) -> bytes:
-        """One kind of text of a block, given the block's bytes."""
-        sizes = _HEAD.unpack_from(data)
-        start = _HEAD.size + sum(sizes[1 : 2 * which : 2])
-        raw: bytes = self._codec.decompress(data[start : start + sizes[2 * which + 1]], sizes[2 * which], asbytes=True)
-        return raw
+        index = _KINDS * number + which
+        frames = self._frames.slice(index, index + 2)
+        ((start, stop, expected),) = zip(*_bounds(frames[:1], frames[1:]), strict=True)
+        return self._codec.decompress(self._frame(start, stop, expected))
 
     def _base(self, number: int) -> int:
         """Where the texts of block ``number`` begin."""
@@ -121,39 +149,41 @@ class Urls:
         order = np.argsort(numbers, kind="stable")
         ordered = numbers[order]
         blocks, firsts = np.unique(ordered // BLOCK, return_index=True)
-        starts, stops = self._offsets.take(blocks), self._offsets.take(blocks + 1)
-        self._data.check_between(starts, stops)
+        frames = _KINDS * blocks + which
+        bounds = _bounds(self._frames.take(frames), self._frames.take(frames + 1))
         places, rows = order.tolist(), (ordered % BLOCK).tolist()
+        bases = (4 * (np.minimum(BLOCK, self.documents - blocks * BLOCK) + 1)).tolist()
         edges = [*firsts.tolist(), len(rows)]
-        for index, (number, start, stop) in enumerate(
-            zip(blocks.tolist(), starts.tolist(), stops.tolist(), strict=True)
-        ):
-            block, base = self._decoded(self._data.items[start:stop].tobytes(), which), self._base(number)
+        for index, (start, stop, expected) in enumerate(zip(*bounds, strict=True)):
+            block, base = self._codec.decompress(self._frame(start, stop, expected)), bases[index]
             for place in range(edges[index], edges[index + 1]):
                 texts[places[place]] = _text(block, rows[place], base)
         return texts
 
+    def _fence(self, block: int) -> bytes:
+        """The SURT of a block's first document, or its URL where that has none."""
+        start, stop = self._fence_ends.slice(block, block + 2).tolist()
+        return self._fences.slice(start, stop).tobytes()
+
     def _first(self, low: int, high: int, which: int, reached: Callable[[bytes], bool]) -> int:
-        """The first document of [low, high) whose text satisfies what all later ones do too; ``high`` if none."""
+        """The first document of [low, high) whose text satisfies what all later ones do too; ``high`` if none.
 
-        def at(number: int) -> bool:
-            text = self.text(number, which)
-            if text is None:
-                raise DamagedIndexError(self._data.path, f"document {number} has no text, expected one")
-            return reached(text)
-
-        # by the first documents of blocks at first: each needs its block, the next ones are in it
+        ``which``: of SURTs (0) ``high`` is at most ``with_surt``; of URLs (1) ``low`` is at least that.
+        """
         blocks = [low // BLOCK, (high - 1) // BLOCK] if low < high else [0, -1]
         while blocks[0] < blocks[1]:
             middle = (blocks[0] + blocks[1] + 1) // 2
-            if at(middle * BLOCK):
+            if reached(self._fence(middle)):
                 blocks[1] = middle - 1
             else:
                 blocks[0] = middle
         low, high = max(low, blocks[0] * BLOCK), min(high, (blocks[1] + 1) * BLOCK)
         while low < high:
             number = (low + high) // 2
-            if at(number):
+            text = self.text(number, which)
+            if text is None:
+                raise DamagedIndexError(self._path, f"document {number} has no text, expected one")
+            if reached(text):
                 high = number
             else:
                 low = number + 1
@@ -168,3 +198,8 @@ class Urls:
         """The documents [start, stop) without a SURT whose URL is ``url``."""
         start = self._first(self.with_surt, self.with_url, 1, lambda text: text >= url)
         return start, self._first(start, self.with_url, 1, lambda text: text > url)
+
+
+def _bounds(before: np.ndarray, own: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+    """Starts, stops and checksums of frames, given the records before theirs and their own."""
+    return before["end"].tolist(), own["end"].tolist(), own["sum"].tolist()

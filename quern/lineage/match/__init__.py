@@ -13,7 +13,7 @@ import numpy as np
 
 from quern.errors import InputError
 from quern.lineage.match.index import AUTO, DEFAULT_N, MIN_WORDS, Index, Item, read_benchmark
-from quern.lineage.match.matches import Matched, Matches
+from quern.lineage.match.matches import Matched, Matches, documents_at
 from quern.lineage.match.scan import CHUNK_TOKENS, scan_streams
 
 if TYPE_CHECKING:
@@ -52,17 +52,7 @@ def match(
     found = scan_streams([stream.path for stream in run.streams], index, workers=workers, chunk_tokens=chunk_tokens)
     coverage = found.grams / np.maximum(1, index.num_grams[found.items])
     kept = coverage >= min_coverage
-    numbers = np.full(len(coverage), -1, np.int64)
-    for place, stream in enumerate(run.streams):
-        mine = np.flatnonzero(kept & (found.streams == place))
-        if len(mine):
-            starts, which = np.unique(found.documents[mine], return_inverse=True)
-            spans, of = run.spans_in(stream, starts, starts + 1)
-            assert len(of) == len(starts)
-            known = np.empty(len(starts), np.int64)
-            known[of] = spans.numbers
-            numbers[mine] = known[which.ravel()]
-    numbers = numbers[kept]
+    numbers = documents_at(run, found.streams[kept], found.documents[kept])
     unique, back = np.unique(numbers, return_inverse=True)
     documents = run.documents(unique)
     places = back.ravel().tolist()

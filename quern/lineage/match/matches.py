@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quern import storage
 from quern.errors import InputError
@@ -15,7 +16,11 @@ from quern.errors import InputError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Matched", "Matches"]
+    from quern.lineage.store import Lineage
+
+__all__ = ["Matched", "Matches", "documents_at"]
+
+I64 = NDArray[np.int64]
 
 _METADATA = b"quern.match"
 _FORMAT = 1
@@ -111,6 +116,36 @@ class Matches:
         pq.write_table(table, sink, compression="zstd")
         storage.publish_bytes(path, sink.getvalue())
 
+    def in_run(self, lineage: Lineage) -> tuple[I64, I64, I64, I64]:
+        """Numbers, streams, starts and stops of the rows as ``lineage`` has them now, whatever numbers its documents
+        had when the matches were found; all of its corpus version's, also of a later one.
+
+        Raises:
+            InputError: they are of another data run, or a stream of them was rewritten since.
+        """
+        if self.run_id != lineage.run_id:
+            raise InputError(f"{lineage.run}: the matches are of another data run, {self.run_id}")
+        place = {stream.identity: index for index, stream in enumerate(lineage.streams)}
+        gone = [self.identities[index] for index in np.unique(self.streams) if self.identities[index] not in place]
+        if gone:
+            raise InputError(
+                f"{lineage.run}: has no stream {gone[0]} (any more): its corpus is at version {lineage.version}, the "
+                f"matches are of version {self.version}"
+            )
+        streams = np.array([place.get(identity, -1) for identity in self.identities], np.int64)[self.streams]
+        numbers = documents_at(lineage, streams, self.starts)
+        unique, which = np.unique(numbers, return_inverse=True)
+        spans = lineage.spans_of(unique)
+        doc_ids = lineage.documents(unique).doc_ids
+        same = [doc_ids[index] == own for index, own in zip(which.tolist(), self.doc_ids, strict=True)]
+        if (
+            not all(same)
+            or (self.stops > (spans.starts + spans.lengths)[which]).any()
+            or (self.starts >= self.stops).any()
+        ):
+            raise InputError(f"{lineage.run}: the matches are of other documents than stand there now")
+        return numbers, streams, self.starts, self.stops
+
     @classmethod
     def load(cls, path: str) -> Self:
         """What :meth:`save` wrote.
@@ -131,6 +166,21 @@ class Matches:
         except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
             why = " ".join(str(error).split())[:120]
             raise InputError(f"{path}: expected a result of quern lineage match --out ({why})") from None
+
+    @staticmethod
+    def is_saved(path: str) -> bool:
+        """Whether the file is a Parquet table, as :meth:`save` writes.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        try:
+            with storage.open_read(path) as file:
+                return bytes(file.read(4)) == b"PAR1"
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such file") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
     @classmethod
     def _of_table(cls, table: pa.Table) -> Self:
@@ -163,3 +213,23 @@ class Matches:
         if len(found) and not 0 <= int(found.item_index.min()) <= int(found.item_index.max()) < len(found.items):
             raise ValueError("an item it names is not listed")
         return found
+
+
+def documents_at(lineage: Lineage, streams: I64, tokens: I64) -> I64:
+    """int64 [m]: the documents that tokens of streams (indices of ``lineage.streams``) are of.
+
+    Raises:
+        InputError: a stream has no such token.
+    """
+    numbers = np.full(len(tokens), -1, np.int64)
+    for index in np.unique(streams).tolist():
+        mine = np.flatnonzero(streams == index)
+        unique, which = np.unique(tokens[mine], return_inverse=True)
+        stream = lineage.streams[index]
+        if unique[0] < 0 or unique[-1] >= stream.total_tokens:
+            raise InputError(f"{stream.path}: has {stream.total_tokens:,} tokens, got token {unique[-1]:,}")
+        spans, of = lineage.spans_in(stream, unique, unique + 1)
+        known = np.empty(len(unique), np.int64)
+        known[of] = spans.numbers
+        numbers[mine] = known[which.ravel()]
+    return numbers

@@ -94,6 +94,7 @@ def larger_corpus(plain, num_docs: int = 300):
     return docs
 
 
+@pytest.mark.slow
 def test_tables_are_the_same_bytes_however_the_work_is_divided(plain):
     docs = larger_corpus(plain)
     config = DuplicatesConfig()

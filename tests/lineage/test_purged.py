@@ -1,0 +1,206 @@
+"""What a run saw of documents that were purged, by the corpus version that it read."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quern.errors import InputError
+from quern.lineage.exposure import clean, exposures
+from quern.lineage.index.changes import CHANGES_SCHEMA, Purges, changes_file, purged_at, written_by
+from quern.lineage.steps import read_step
+from quern.lineage.store import Lineage
+from quern.lineage.trace import trace
+from quern.lineage.training import TrainingRun
+from quern.mixtures.order import Order
+from quern.train.ledger import Ledger
+
+from . import histories as H
+from . import runs
+from .versions import mask, write_changes
+
+SEQ_LEN = 16
+STEPS = 3
+"""Of each attempt."""
+
+
+@pytest.fixture(scope="module")
+def purged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+    """A run at version 3: the first document went in version 2, the second in version 3, the third never."""
+    run = runs.write_run(tmp_path_factory.mktemp("purged") / "run", seed=11, documents=60, files=1, sources=("web",))
+    spans = runs.listing(seed=11, documents=60, files=1, sources=("web",)).spans["web"]
+    chosen = [row["doc_id"] for row in spans if not row["purged"] and row["length"] > 2 * SEQ_LEN][:3]
+    assert (mask(run, chosen[:1]), mask(run, chosen[1:2])) == (2, 3)
+    return run, chosen
+
+
+def train(folder: Path, run: Path, versions: Sequence[int | None]) -> TrainingRun:
+    """An attempt a version, None: one that does not tell it. Each begins anew and reads all windows of the stream; the
+    last one leaves a checkpoint."""
+    stream = Lineage(str(run)).streams[0]
+    windows = (stream.total_tokens - 1) // SEQ_LEN
+    order = Order([1], [windows], 5, ids=[stream.identity], seq_len=SEQ_LEN, global_batch=-(-windows // STEPS))
+    with Ledger(folder / "ledger.jsonl") as ledger:
+        for number, version in enumerate(versions):
+            told: dict[str, Any] = {} if version is None else {"versions": {stream.identity: version}}
+            ledger.move(
+                "rollback" if number else "start", 0, 0, order, document_mask=False,
+                paths={stream.identity: stream.path}, dp=1, micro_batch=1, **told,
+            )  # fmt: skip
+            ledger.append("checkpoint", step=STEPS, data_step=STEPS, name=f"step_{STEPS:08d}")
+        offset = ledger.offset
+    opened = TrainingRun(str(folder))
+    H.publish(opened, STEPS, offset)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def trained(purged: tuple[Path, list[bytes]], tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    return train(tmp_path_factory.mktemp("trained"), purged[0], (1, 2, 3, None))
+
+
+def targets_of(rows: Any, number: int, attempt: int) -> int:
+    mine = (rows.numbers == number) & (rows.attempts == attempt)
+    return int((rows.target_stops - rows.target_starts)[mine].sum())
+
+
+#: Whether each of the three documents was there for those who read version 1, 2, 3, and a version nobody knows.
+THERE = np.array([[True, True, True], [False, True, True], [False, False, True], [True, True, True]])
+
+
+def test_a_document_is_seen_by_those_who_read_it_before_it_was_purged(
+    purged: tuple[Path, list[bytes]], trained: TrainingRun
+) -> None:
+    run, chosen = purged
+    lineage = Lineage(str(run))
+    numbers = [int(lineage.find(doc=doc_id)[0]) for doc_id in chosen]
+    assert lineage.spans_of(numbers).purged_since.tolist() == [2, 3, 0]
+    rows = exposures(trained, [(lineage, numbers)])
+    lengths = lineage.spans_of(numbers).lengths.tolist()
+    for attempt in range(4):
+        for place, number in enumerate(numbers):
+            mine = (rows.numbers == number) & (rows.attempts == attempt)
+            assert mine.any()
+            assert rows.purged[mine].tolist() == [not THERE[attempt, place]] * int(mine.sum())
+            seen = targets_of(rows, number, attempt)
+            assert seen >= lengths[place] - 1 if THERE[attempt, place] else seen == 0
+
+
+def test_a_step_says_the_same(purged: tuple[Path, list[bytes]], trained: TrainingRun) -> None:
+    run, chosen = purged
+    numbers = [int(Lineage(str(run)).find(doc=doc_id)[0]) for doc_id in chosen]
+    for attempt in range(4):
+        there = dict.fromkeys(numbers, 0)
+        for step in range(STEPS):
+            parts = read_step(trained, step, attempt).documents
+            for number in numbers:
+                mine = parts.numbers == number
+                there[number] += int((parts.target_stops - parts.target_starts)[mine].sum())
+                place = numbers.index(number)
+                assert parts.purged[mine].tolist() == [not THERE[attempt, place]] * int(mine.sum())
+        assert [count > 0 for count in there.values()] == THERE[attempt].tolist()
+
+
+@pytest.mark.parametrize(("attempt", "version"), list(enumerate((1, 2, 3, None))))
+def test_a_checkpoint_is_clean_of_what_was_purged_before_it_was_read(
+    purged: tuple[Path, list[bytes]], tmp_path: Path, attempt: int, version: int | None
+) -> None:
+    run, chosen = purged
+    trained, lineage = train(tmp_path, run, [version]), Lineage(str(run))
+    for place, doc_id in enumerate(chosen):
+        found = clean(trained, exposures(trained, [(lineage, lineage.find(doc=doc_id))]))
+        assert (found.last is None) == THERE[attempt, place]
+        assert len(found.seen) == THERE[attempt, place]
+
+
+def test_a_document_says_since_when_it_is_purged(purged: tuple[Path, list[bytes]]) -> None:
+    run, chosen = purged
+    lineage = Lineage(str(run))
+    for doc_id, since in zip(chosen, (2, 3, None), strict=True):
+        life = trace(lineage, int(lineage.find(doc=doc_id)[0]))
+        assert (life["span"]["purged"], life["span"]["purged_since"]) == (since is not None, since)
+        assert life["text"]["why_none"] == (None if since is None else "its tokens were purged")
+
+
+def test_without_a_table_of_changes_a_document_was_there_until_its_file_was_written(
+    purged: tuple[Path, list[bytes]], tmp_path: Path
+) -> None:
+    """And the index is of the tables that are there."""
+    run, chosen = tmp_path / "run", purged[1]
+    shutil.copytree(purged[0], run)
+    Lineage(str(run))
+    (run / "tokens" / "changes.v2.parquet").unlink()
+    lineage = Lineage(str(run))
+    numbers = [int(lineage.find(doc=doc_id)[0]) for doc_id in chosen]
+    same_shard = len({int(row) for row in _shards_of(lineage, numbers[:2])}) == 1
+    assert lineage.spans_of(numbers).purged_since.tolist() == [3 if same_shard else 2, 3, 0]
+    write_changes(run, 2, {chosen[0]: "purged"})
+    assert Lineage(str(run)).spans_of(numbers).purged_since.tolist() == [2, 3, 0]
+    write_changes(run, 4, {chosen[2]: "purged"})  # of a version that is not published yet
+    assert Lineage(str(run)).spans_of(numbers).purged_since.tolist() == [2, 3, 0]
+
+
+def _shards_of(lineage: Lineage, numbers: list[int]) -> list[int]:
+    reader = lineage.streams[0].reader
+    return (np.searchsorted(reader.offsets, lineage.spans_of(numbers).starts, "right") - 1).tolist()
+
+
+def test_changes_of_many_versions_beside_a_book_of_them(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    ids = [draw.randbytes(14) + end for end in (b"\0\0", b"\0a", b"aa") for _ in range(20)]
+    since: dict[bytes, int] = {}
+    for version in range(2, 9):
+        actions = {doc_id: draw.choice(["purged", "restored"]) for doc_id in draw.sample(ids, 15)}
+        (tmp_path / "tokens").mkdir(exist_ok=True)
+        write_changes(tmp_path, version, actions)
+        for doc_id, action in actions.items():
+            if action == "restored":
+                since.pop(doc_id, None)
+            else:
+                since.setdefault(doc_id, version)
+        found = Purges(str(tmp_path / "tokens"), version)
+        assert len(found) == len(since)
+        assert found.since(b"".join(ids), 100).tolist() == [since.get(doc_id, 100) for doc_id in ids]
+        assert found.since(b"".join(ids), 4).tolist() == [min(4, since.get(doc_id, 4)) for doc_id in ids]
+    assert found.since(b"", 1).tolist() == []
+
+
+def test_names_of_versions() -> None:
+    assert changes_file(12) == "changes.v12.parquet"
+    assert [written_by(name) for name in ("shard_00000.spans.parquet", "shard_00000.v12.spans.parquet")] == [1, 12]
+    assert purged_at([0, 1, 2, 3], 2).tolist() == [False, True, True, False]
+    assert purged_at([2, 2], [1, 2]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"doc_id": [b"x" * 16]}, "has no column 'action'"),
+        ({"doc_id": [b"x" * 15], "action": ["purged"]}, "cannot be read"),
+        ({"doc_id": [None], "action": ["purged"]}, "cannot be read: Casting field 'doc_id' with null"),
+        ({"doc_id": [b"x" * 16], "action": ["erased"]}, "row 0: action: expected purged or restored, got 'erased'"),
+        ({"doc_id": [b"x" * 16], "action": [None]}, "cannot be read: Casting field 'action' with null"),
+    ],
+)
+def test_a_table_that_is_none_of_changes_is_named(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    pq.write_table(pa.table(columns), tmp_path / changes_file(2))
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / changes_file(2)}: {message}")):
+        Purges(str(tmp_path), 2)
+    (tmp_path / changes_file(2)).write_bytes(b"no parquet")
+    with pytest.raises(InputError, match="cannot be read"):
+        Purges(str(tmp_path), 2)
+
+
+def test_the_table_that_these_tests_write_is_the_format_s(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    write_changes(tmp_path, 2, {b"x" * 16: "purged"})
+    assert pq.read_schema(tmp_path / "tokens" / changes_file(2)).equals(CHANGES_SCHEMA.remove_metadata())
