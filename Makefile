@@ -2,11 +2,18 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST  = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 TESTS  := test-fast test test-long test-all test-exhaustive
-# With room for them in memory the tests' files are there: most of what tests of crashes wait for is fsync.
-MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 >= 8000000 { print $$6 }')
+# With room for them in memory the tests' files are there: most of what tests of crashes wait for is fsync. Room is 8 GB
+# of the file system, 12 GB of the machine, and 16 GB of the control group, where there is one with a limit.
+FREE   := $(shell awk '/^MemAvailable:/ && $$2 >= 12000000 { print "yes" }' /proc/meminfo 2>/dev/null)
+SMALL  := $(shell cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null | \
+	awk '$$1 != "max" && $$1 < 16000000000 { print "yes" }')
+ROOM   := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 >= 8000000 { print $$6 }')
+MEMORY := $(if $(FREE),$(if $(SMALL),,$(ROOM)))
+# What failed stays there until the next run, not for three.
+PYTEST += $(if $(MEMORY),-o tmp_path_retention_count=1)
 
 $(TESTS): export PYTEST_DEBUG_TEMPROOT = $(MEMORY)
 # Every worker, rank and program of the tests computes with one thread: there are more of them than cores.

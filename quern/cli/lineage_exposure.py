@@ -185,6 +185,7 @@ def _answer(
         "train_run": run.path, "asked": dict(given), "steps_complete": run.reached,
         "documents": tally.documents, "documents_without_tokens": tally.without_tokens, "spans": tally.spans,
         "exposures": tally.surviving, "applied": tally.applied, "purged": tally.purged, "abandoned": tally.abandoned,
+        "of_unknown_version": tally.unsure,
         "steps": steps, "first_step": real[0] if real else None, "last_step": real[-1] if real else None,
         "checkpoints": sorted(checkpoints, key=lambda row: int(row["step"])),
         "last_clean": None if verdict.last is None else _checkpoint(verdict.last, None),
@@ -225,6 +226,11 @@ def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
     notes = [f"{skipped:,} in steps whose update was skipped"] if skipped else []
     notes += [f"{answer['purged']:,} of purged documents, of which nothing was left"] if answer["purged"] else []
     print(f"exposures    {answer['exposures']:,}" + (f" ({'; '.join(notes)})" if notes else ""))
+    if answer["of_unknown_version"]:
+        print(
+            f"not sure     {answer['of_unknown_version']:,} of documents that were purged since: the ledger does not "
+            "tell which corpus version was read, and the oldest is taken for it"
+        )
     if answer["abandoned"]:
         print(f"abandoned    {answer['abandoned']:,} more, in steps that the run went back behind")
     if answer["first_step"] is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 
 __all__ = ["JSON", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors"]
 
@@ -53,12 +53,14 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except QuernError as error:
-            print(f"error: {error}", file=sys.stderr)
+            # a bad input is one line, whatever it quotes; of a failed run there may be more to say
+            told = one_line(str(error)) if isinstance(error, InputError) else plain(str(error))
+            print(f"error: {told}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
             if error.filename is None:
                 raise
-            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            print(f"error: {one_line(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
             raise typer.Exit(QuernError.exit_code) from None
         except KeyboardInterrupt:
             print("interrupted; run the same command again to go on", file=sys.stderr)

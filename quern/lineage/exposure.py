@@ -141,6 +141,9 @@ class Tally:
     abandoned: int = 0
     purged: int = 0
     """Surviving exposures in which nothing of the document was left."""
+    unsure: int = 0
+    """Surviving exposures of documents that were purged later than in the oldest version that the attempt, which does
+    not tell which one it read, can have read: that is taken for it."""
     tail_tokens: int = 0
     """Behind the last window: read by no step."""
     first_tokens: int = 0
@@ -292,6 +295,9 @@ def _blocks(
                         "epochs": located.epochs[found], "windows": windows[pair], **vars(part), "purged": purged,
                         "applied": ~np.isin(steps, attempt.skipped), "surviving": surviving,
                     }  # fmt: skip
+                    if not attempt.tells_version(chosen.lineage.streams[chosen.streams[rows[0]]].identity):
+                        later = (chosen.purged_since[span] > 0) & ~purged
+                        tally.unsure += int((some & surviving & later).sum())
                     if some.any():
                         yield {name: column[some] for name, column in columns.items()}
         tally.windows += int(would.sum())

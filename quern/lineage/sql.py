@@ -6,7 +6,8 @@ Of a data run:
   ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``;
 - ``documents``: the verdicts that reached the quality gate, with ``text``, ``extracted`` (null where it is the text)
   and ``kept`` as in the document files (all three null once a purge has taken the text);
-- ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, doc_id of the current version;
+- ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, purged_since (the corpus version
+  that purged it: who read an earlier one saw it), doc_id of the current version;
 - ``duplicates``: every document of a cluster, with kind, duplicate_of, similarity and band if it was removed;
 - ``steps``: train_run, attempt (from 0), step, data_step, first_sample, global_batch, applied, surviving: a row for
   each step of the registered training runs that is complete for certain.
@@ -32,6 +33,7 @@ import numpy as np
 from quern import storage
 from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError, QuernError
+from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.sql_guard import check, first_line
 from quern.lineage.training import Attempt, TrainingRun
 from quern.train.branch import LEDGER_FILE
@@ -47,10 +49,10 @@ VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
 _DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
 _DEFAULT_MEMORY_BYTES = 4 << 30
-#: Of a result, as Python holds it; about how much of it is taken from DuckDB at once.
+#: Of a result, as Python holds it; its rows are taken from DuckDB so many at once, for only then is it known how large
+#: they are: more at once take no less time.
 _RESULT_BYTES = 256 << 20
-_BATCH_BYTES = 8 << 20
-_ROWS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 16
 _SPANS_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*(?:\.val)?)/[A-Za-z0-9_.-]+\.parquet")
 
 #: Types of the columns that every run has, for tables of which there is no file yet.
@@ -169,20 +171,18 @@ def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -
     cursor = connection.execute(sql)  # its rows stream: what is not fetched is not computed
     described = cursor.description or []
     rows: list[tuple[Any, ...]] = []
-    size, at_once = 0, 1
+    size = 0
     while limit is None or len(rows) <= limit:
-        found = cursor.fetchmany(at_once if limit is None else min(at_once, limit + 1 - len(rows)))
+        found = cursor.fetchmany(_ROWS_AT_ONCE if limit is None else min(_ROWS_AT_ONCE, limit + 1 - len(rows)))
         if not found:
             break
         rows += found
-        own = sum(map(_size, found))
-        size += own
+        size += sum(map(_size, found))
         if size > _RESULT_BYTES:
             raise InputError(
                 f"sql: the first {len(rows):,} rows are more than {_RESULT_BYTES >> 20} MiB; ask for fewer of them "
                 "(--limit), for fewer columns, or for a part of long texts: left(text, 1000)"
             )
-        at_once = max(1, min(2 * at_once, _ROWS_AT_ONCE, _BATCH_BYTES * len(found) // own))
     truncated = limit is not None and len(rows) > limit
     names = _distinct([str(column[0]) for column in described])
     return Result(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
@@ -269,32 +269,42 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
 
 
 def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
+    version, shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
     paths = [os.path.join(alias, "tokens", file) for _, _, file in shards]
-    connection.execute("CREATE TABLE source.shard_files (path VARCHAR, stream VARCHAR, shard INTEGER)")
+    connection.execute("CREATE TABLE source.shard_files (path VARCHAR, stream VARCHAR, shard INTEGER, written INTEGER)")
+    connection.execute("CREATE TABLE source.purges (doc_id BLOB, version INTEGER)")
     if shards:
-        columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards]]
-        connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?)", columns)
+        tokens = os.path.join(run, "tokens")
+        written = [written_by(os.path.join(tokens, file)) for _, _, file in shards]
+        columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards], written]
+        connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?), unnest(?)", columns)
+        connection.register("purged", Purges(tokens, version).table())
+        connection.execute("INSERT INTO source.purges FROM purged")
+        connection.unregister("purged")
     files = f"[{', '.join(map(_text, paths))}]" if paths else ""
     rows = _scan(files, _SPAN | {"filename": "VARCHAR"}, ", filename = true")
     connection.execute(
         f"""
         CREATE VIEW spans AS
         SELECT f.stream, regexp_replace(f.stream, '\\.val$', '') AS source, suffix(f.stream, '.val') AS held_out,
-            f.shard, s.start, s.length, s.purged, lower(hex(s.doc_id)) AS doc_id
+            f.shard, s.start, s.length, s.purged,
+            CASE WHEN s.purged THEN least(coalesce(p.version, f.written), f.written) END AS purged_since,
+            lower(hex(s.doc_id)) AS doc_id
         FROM ({rows}) s JOIN source.shard_files f ON s.filename = f.path
+            LEFT JOIN source.purges p ON s.purged AND s.doc_id = p.doc_id
         """
     )
 
 
-def _shards(path: str) -> list[tuple[str, int, str]]:
-    """(stream, number of the shard, spans file below ``tokens/``) of every shard of the version; none without one."""
+def _shards(path: str) -> tuple[int, list[tuple[str, int, str]]]:
+    """The version, and (stream, number of the shard, spans file below ``tokens/``) of every shard of it; 0 and none
+    without one."""
     if not os.path.exists(path):
-        return []
+        return 0, []
     version = storage.read_json(path)
-    number = version.get("version") if isinstance(version, dict) else None
-    if type(number) is not int or number < 1:
-        raise InputError(f"{path}: version: expected an integer ≥ 1, got {number!r:.60}")
+    current = version.get("version") if isinstance(version, dict) else None
+    if type(current) is not int or current < 1:
+        raise InputError(f"{path}: version: expected an integer ≥ 1, got {current!r:.60}")
     sources = version.get("sources")
     if not isinstance(sources, dict):
         raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
@@ -307,7 +317,7 @@ def _shards(path: str) -> list[tuple[str, int, str]]:
             if match is None or match[1] != stream:
                 raise InputError(f"{path}: sources.{stream}.shards.{number}.spans: expected a file of it, got {file!r}")
             found.append((stream, number, match[0]))
-    return found
+    return current, found
 
 
 def _scan(files: str, columns: Mapping[str, str], options: str = "") -> str:

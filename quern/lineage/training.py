@@ -72,6 +72,10 @@ class Attempt:
         since = identity.rpartition("/")[2]
         return self.versions.get(identity, int(since) if since.isdecimal() else 1)
 
+    def tells_version(self, identity: str) -> bool:
+        """Whether the ledger tells the corpus version it read a source at."""
+        return identity in self.versions
+
     @property
     def data_stop(self) -> int:
         """One beyond the last data step that was read for certain."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from runs import Listing, listing, write_listing
+from versions import sha256
 
 from quern.errors import InputError
 from quern.lineage.store import Lineage
@@ -86,6 +87,71 @@ def test_a_value_of_another_type_is_named_by_its_row(run: Path, name: str, value
     rewrite(run / "verdicts" / PART, lambda table: replaced(table, name, pa.array([value] * len(table))))
     with pytest.raises(InputError, match=rf"{PART}: row [0-9]+: {name}: expected "):
         trace(Lineage(str(run)), 0)
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "asked"),
+    [
+        (f"verdicts/{PART}", "surt", False),
+        (f"verdicts/{PART}", "stage", True),
+        (f"verdicts/{PART}", "num_words", True),
+        (DECISIONS, "duplicate_of", False),
+        (DECISIONS, "band", True),
+        ("tokens/web/shard_00000.spans.parquet", "start", False),
+    ],
+)
+def test_a_column_that_stands_twice_is_named(run: Path, table: str, name: str, asked: bool) -> None:
+    """``asked``: not by the index, but by who asks for a document."""
+    rewrite(run / table, lambda own: pa.table([*own.columns, own[name]], [*own.column_names, name]))
+    if table.startswith("tokens"):
+        listed_anew(run)
+    doc_id = listing(**ARGUMENTS).decisions[0]["doc_id"].hex()
+    lineage = Lineage(str(run)) if asked else None
+    with pytest.raises(InputError, match=rf"{table}: has 2 columns '{name}', expected one"):
+        Lineage(str(run)) if lineage is None else trace(lineage, find_document(lineage, doc_id))
+
+
+def listed_anew(run: Path) -> None:
+    """The SHA-256 of spans files that were rewritten."""
+    tokens = run / "tokens"
+    version = json.loads((tokens / "VERSION.json").read_text())
+    for source, entry in version["sources"].items():
+        manifest = json.loads((tokens / entry["manifest"]).read_text())
+        for shard, own in zip(entry["shards"], manifest["shards"], strict=True):
+            shard["spans_sha256"] = own["spans_sha256"] = sha256(tokens / source / own["spans"])
+        (tokens / entry["manifest"]).write_text(json.dumps(manifest))
+        entry["sha256"] = sha256(tokens / entry["manifest"])
+    (tokens / "VERSION.json").write_text(json.dumps(version))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([1 << 60]).cast(pa.timestamp("us", tz="UTC")),
+        pa.array([1 << 60]).cast(pa.timestamp("us", tz="Nowhere/Never")),
+        pa.array([-(1 << 50)]).cast(pa.timestamp("ms", tz="UTC")),
+    ],
+)
+def test_a_time_that_python_has_not_is_named(run: Path, column: pa.Array) -> None:
+    rewrite(
+        run / "verdicts" / PART, lambda table: replaced(table, "fetched_at", column.take(pa.array([0] * len(table))))
+    )
+    with pytest.raises(InputError, match=rf"{PART}: row [0-9]+: fetched_at: expected timestamp"):
+        trace(Lineage(str(run)), 0)
+
+
+def test_columns_that_nobody_asks_for_are_not_read(run: Path) -> None:
+    """A time in nanoseconds, in a zone that nobody knows, text that is not UTF-8."""
+
+    def add(table: pa.Table) -> pa.Table:
+        strange = pa.array([1] * len(table))
+        table = table.append_column("x", strange.cast(pa.timestamp("ns", tz="Nowhere/Never")))
+        return table.append_column("y", not_utf8(len(table))).append_column("measured", strange.cast(pa.float64()))
+
+    rewrite(run / "verdicts" / PART, add)
+    found = {measure["name"]: measure["value"] for measure in trace(Lineage(str(run)), 0)["measures"]}
+    assert found["measured"] == 1.0
+    assert not {"x", "y"} & {*found}
 
 
 def test_tables_of_decisions(run: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import re
+import resource
 from bisect import bisect_left
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from quern.errors import QuernError
 from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.index.hashes import sort_order
+from quern.lineage.index.records import Opened
 from quern.lineage.index.urls import BLOCK, Urls, write_urls
 
 Row = tuple[str | None, str | None, str | None]
@@ -53,6 +58,56 @@ def write(folder: Path, rows: list[Row], draw: random.Random) -> Urls:
 def open_urls(folder: Path, rows: list[Row]) -> Urls:
     with_surt = sum(row[0] is not None for row in rows)
     return Urls(str(folder), len(rows), with_surt, sum(row[1] is not None for row in rows), True)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_what_is_not_held_any_more_is_closed_at_once(tmp_path: Path) -> None:
+    """Not when somebody next collects cycles; what was given out stays readable."""
+    rows = draw_rows(random.Random(1), 5, without_surt=0, without_url=0)
+    write(tmp_path / "urls", rows, random.Random(2))
+    opened, given = Opened(3), None
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        for number in range(300):
+            found = opened.get(str(number), lambda _: open_urls(tmp_path / "urls", rows))
+            assert found.text(0, 0) == (rows[0][0] or "").encode()
+            given = given or found
+        assert descriptors() - before <= 4 * (3 + 1)
+        assert given is not None
+        assert given.text(4, 0) == (rows[4][0] or "").encode()
+        del opened, given, found
+        assert descriptors() == before
+    finally:
+        gc.enable()
+
+
+def test_too_many_open_files_are_one_line(tmp_path: Path) -> None:
+    rows = draw_rows(random.Random(1), 5, without_surt=0, without_url=0)
+    write(tmp_path / "urls", rows, random.Random(2))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more in range(2000):
+        held = [os.open(os.devnull, os.O_RDONLY)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + more, limit[1]))
+        try:
+            found: object = open_urls(tmp_path / "urls", rows)
+        except QuernError as error:
+            found = error
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            os.close(held[0])
+        if isinstance(found, Urls):
+            break
+        assert re.fullmatch(
+            r".*/url\w+: cannot be opened \(Too many open files; allow more \(ulimit -n\)\)", str(found)
+        )
+    assert more >= 4
+    assert isinstance(found, Urls)
 
 
 @pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -15,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.errors import InputError
-from quern.lineage.exposure import clean, exposures
+from quern.lineage.exposure import Exposures, Tally, clean, exposures, select, walk
 from quern.lineage.index.changes import CHANGES_SCHEMA, Purges, changes_file, purged_at, written_by
+from quern.lineage.sql import query
 from quern.lineage.steps import read_step
 from quern.lineage.store import Lineage
 from quern.lineage.trace import trace
@@ -110,6 +112,20 @@ def test_a_step_says_the_same(purged: tuple[Path, list[bytes]], trained: Trainin
         assert [count > 0 for count in there.values()] == THERE[attempt].tolist()
 
 
+def test_what_hangs_on_a_version_that_the_ledger_does_not_tell_is_counted(
+    purged: tuple[Path, list[bytes]], tmp_path: Path
+) -> None:
+    run, chosen = purged
+    lineage = Lineage(str(run))
+    for place, doc_id in enumerate(chosen):
+        for number, version in enumerate((1, None)):
+            trained = train(tmp_path / f"{place}{number}", run, [version])
+            tally = Tally(trained)
+            rows = Exposures.join(list(walk(trained, [select(lineage, lineage.find(doc=doc_id))], tally)))
+            assert len(rows)
+            assert tally.unsure == (len(rows) if version is None and place < 2 else 0)
+
+
 @pytest.mark.parametrize(("attempt", "version"), list(enumerate((1, 2, 3, None))))
 def test_a_checkpoint_is_clean_of_what_was_purged_before_it_was_read(
     purged: tuple[Path, list[bytes]], tmp_path: Path, attempt: int, version: int | None
@@ -189,6 +205,10 @@ def test_names_of_versions() -> None:
         ({"doc_id": [None], "action": ["purged"]}, "cannot be read: Casting field 'doc_id' with null"),
         ({"doc_id": [b"x" * 16], "action": ["erased"]}, "row 0: action: expected purged or restored, got 'erased'"),
         ({"doc_id": [b"x" * 16], "action": [None]}, "cannot be read: Casting field 'action' with null"),
+        (
+            {"doc_id": [b"x" * 16] * 2, "action": pa.array([b"purged", b"a\xff"]).view(pa.string())},
+            r"row 1: action: expected purged or restored, got 'a\\xff'",
+        ),
     ],
 )
 def test_a_table_that_is_none_of_changes_is_named(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
@@ -198,6 +218,75 @@ def test_a_table_that_is_none_of_changes_is_named(tmp_path: Path, columns: dict[
     (tmp_path / changes_file(2)).write_bytes(b"no parquet")
     with pytest.raises(InputError, match="cannot be read"):
         Purges(str(tmp_path), 2)
+
+
+@pytest.mark.parametrize("name", CHANGES_SCHEMA.names)
+def test_a_table_of_changes_with_a_column_twice_is_named(tmp_path: Path, name: str) -> None:
+    columns = {"doc_id": pa.array([b"x" * 16]), "action": pa.array(["purged"])}
+    pq.write_table(pa.table([*columns.values(), columns[name]], [*columns, name]), tmp_path / changes_file(2))
+    with pytest.raises(InputError, match=rf"v2\.parquet: has 2 columns '{name}', expected one"):
+        Purges(str(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["shard_00000.v0.spans.parquet", "shard_00000.v02.spans.parquet", "shard_00000-v2.spans.parquet", "x.parquet"],
+)
+def test_a_spans_file_whose_name_tells_no_version_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"^/tokens/web/{re.escape(name)}: expected a spans file"):
+        written_by(f"/tokens/web/{name}")
+
+
+def gone_at(run: Path, version: int) -> dict[bytes, bool]:
+    """Whether nothing but EOT is left of each document, by the bytes of the files that a version lists."""
+    eot = json.loads((run / "tokens" / "VERSION.json").read_text())["encoding"]["eot_id"]
+    manifest = "manifest.json" if version == 1 else f"manifest.v{version}.json"
+    listed = json.loads((run / "tokens" / "web" / manifest).read_text())
+    found = {}
+    for shard in listed["shards"]:
+        tokens = np.fromfile(run / "tokens" / "web" / shard["bin"], listed["dtype"])
+        for row in pq.read_table(run / "tokens" / "web" / shard["spans"]).to_pylist():
+            found[row["doc_id"]] = bool((tokens[row["start"] : row["start"] + row["length"]] == eot).all())
+    return found
+
+
+def test_a_document_is_purged_in_the_versions_whose_files_have_nothing_of_it(purged: tuple[Path, list[bytes]]) -> None:
+    run, chosen = purged
+    lineage = Lineage(str(run))
+    columns = query(str(run), "SELECT doc_id, purged_since FROM spans WHERE source = 'web' AND NOT held_out").rows
+    first = [pq.read_table(path) for path in sorted((run / "tokens" / "web").glob("shard_?????.spans.parquet"))]
+    whole = {row["doc_id"] for table in first for row in table.to_pylist() if not row["purged"]}  # else marked alone
+    told = {bytes.fromhex(doc_id): since for doc_id, since in columns if bytes.fromhex(doc_id) in whole}
+    spans = {doc_id: lineage.spans_of(lineage.find(doc=doc_id)) for doc_id in told}
+    for version in (1, 2, 3):
+        gone = {doc_id: own for doc_id, own in gone_at(run, version).items() if doc_id in told}
+        assert any(gone[doc_id] for doc_id in chosen) == (version > 1)
+        assert {doc_id: bool(own.purged_at(version)[0]) for doc_id, own in spans.items()} == gone
+        assert {doc_id: since is not None and since <= version for doc_id, since in told.items()} == gone
+
+
+def test_a_document_that_was_restored_where_it_stands_is_refused(
+    purged: tuple[Path, list[bytes]], tmp_path: Path
+) -> None:
+    """Purged, restored and purged again in one stream: no one version says who saw it. Written anew, the stream is
+    another, and only its own readers count."""
+    run, chosen = tmp_path / "run", purged[1]
+    shutil.copytree(purged[0], run, ignore=shutil.ignore_patterns("lineage"))
+    write_changes(run, 3, {chosen[0]: "restored", chosen[1]: "purged"})
+    assert mask(run, chosen[:1]) == 4
+    message = rf"changes\.v3\.parquet: restored document {chosen[0].hex()}, but web stands since version 1"
+    with pytest.raises(InputError, match=message):
+        Lineage(str(run))
+    path = run / "tokens" / "VERSION.json"
+    record = json.loads(path.read_text())
+    record["sources"]["web"]["since"] = 3
+    path.write_text(json.dumps(record))
+    lineage = Lineage(str(run))
+    assert lineage.spans_of(lineage.find(doc=chosen[0])).purged_since.tolist() == [4]
+    record["sources"]["web"]["since"] = "3"
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"sources\.web\.since: expected an integer"):
+        Lineage(str(run))
 
 
 def test_the_table_that_these_tests_write_is_the_format_s(tmp_path: Path) -> None:

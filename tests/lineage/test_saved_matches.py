@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import runs
 from versions import mask
@@ -95,3 +99,33 @@ def test_nothing_found_is_nothing(run: Path) -> None:
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         Matches.is_saved(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("stop", lambda column: pc.if_else(pa.array([True, False, False]), None, column), "field 'stop' with null"),
+        ("start", lambda column: pc.add(pc.cast(column, pa.float64()), 0.5), "truncated"),
+        ("doc_id", lambda column: pa.array(["a", "b", "c"]), "fixed_size_binary"),
+        ("url", lambda column: pa.array([b"\xff"] * 3).view(pa.string()), "UTF8"),
+        ("grams", None, "has no column 'grams'"),
+    ],
+)
+def test_a_kept_result_whose_columns_are_changed_is_refused(
+    run: Path, name: str, change: Callable[[pa.ChunkedArray], pa.Array] | None, message: str
+) -> None:
+    saved(run)
+    path = run.parent / "kept.parquet"
+    table = pq.read_table(path)
+    place = table.schema.get_field_index(name)
+    changed = table.drop_columns([name]) if change is None else table.set_column(place, name, change(table[name]))
+    pq.write_table(changed, path)
+    with pytest.raises(
+        InputError, match=rf"kept\.parquet: expected a result of quern lineage match --out \(.*{message}"
+    ):
+        Matches.load(str(path))
+    pq.write_table(
+        pa.table([*table.columns, table[name]], [*table.column_names, name], metadata=table.schema.metadata), path
+    )
+    with pytest.raises(InputError, match=f"has 2 columns '{name}', expected one"):
+        Matches.load(str(path))

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -98,14 +99,16 @@ def test_spans_are_those_of_the_shards(run: str, found: Listing) -> None:
             expected.add(
                 (
                     stream, stream.removesuffix(".val"), stream.endswith(".val"), span["shard"], span["start"] - origin,
-                    span["length"], span["purged"], span["doc_id"].hex(),
+                    span["length"], span["purged"], 1 if span["purged"] else None, span["doc_id"].hex(),
                 )
             )  # fmt: skip
-    result = query(run, "SELECT stream, source, held_out, shard, start, length, purged, doc_id FROM spans")
+    result = query(
+        run, "SELECT stream, source, held_out, shard, start, length, purged, purged_since, doc_id FROM spans"
+    )
     assert set(result.rows) == expected
     assert len(result.rows) == len(expected)
     assert max(shard for _, _, _, shard, *_ in result.rows) > 1
-    assert {purged for *_, purged, _ in result.rows} == {False, True}
+    assert {purged for *_, purged, _, _ in result.rows} == {False, True}
 
 
 def test_spans_are_those_of_the_current_version_alone(tmp_path: Path, found: Listing) -> None:
@@ -222,7 +225,6 @@ def test_rows_that_are_not_asked_for_are_not_computed(run: str) -> None:
 def test_the_bytes_of_a_result_are_bounded(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, lists and structures count in full; below the bound every row comes, in its order."""
     monkeypatch.setattr(sql, "_RESULT_BYTES", 1 << 20)
-    monkeypatch.setattr(sql, "_BATCH_BYTES", 1 << 15)
     for text in (
         "repeat('x', 10000)",
         "list_transform(range(100), lambda x: repeat('x', 100))",
@@ -234,6 +236,20 @@ def test_the_bytes_of_a_result_are_bounded(run: str, monkeypatch: pytest.MonkeyP
     assert query(run, "SELECT range, repeat('x', range % 7) FROM range(5000)").rows == [
         (number, "x" * (number % 7)) for number in range(5000)
     ]
+
+
+def test_large_rows_behind_small_ones_are_refused_before_many_are_taken(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql, "_RESULT_BYTES", 4 << 20)
+    query(run, "SELECT 1")  # what is imported for it
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="are more than 4 MiB"):
+            query(run, "SELECT repeat('y', if(range < 12000, 1, 20000)) FROM range(24000)")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_columns_have_no_name_twice(run: str) -> None:

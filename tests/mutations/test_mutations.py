@@ -8,6 +8,7 @@ rest of the suite says.
 from __future__ import annotations
 
 import compileall
+import contextlib
 import json
 import os
 import re
@@ -113,14 +114,19 @@ class Runner:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         told = {"arguments": arguments, "said": str(said), "limit_s": TIMEOUT_S}
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        code: int | None = json.loads(self._process.stdout.readline())["code"]
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(told) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        assert line, f"forked.py has ended, with code {self._process.poll()}"
+        code: int | None = json.loads(line)["code"]
         return code
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         assert self._process.wait(TIMEOUT_S) == 0
 
 

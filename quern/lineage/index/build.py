@@ -26,7 +26,7 @@ from quern.errors import InputError, QuernError
 from quern.lineage.index.changes import is_changes_file
 from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, write_duplicates
-from quern.lineage.index.records import read_sealed, write_sealed
+from quern.lineage.index.records import Opened, read_sealed, write_sealed
 from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Piece, Segment, plan_segments, write_segment
 from quern.lineage.index.spans import SpanColumns, write_spans
 from quern.tokenize.shards import VERSION_FILE, ShardReader
@@ -205,17 +205,18 @@ class _Builder:
         """Write every part that is missing; return the record of the index."""
         print(f"building the lineage index of {self.state.run}", file=sys.stderr)
         records = self._segments(segment_documents)
-        segments, base = [], 0
+        segments, base, opened = [], 0, Opened()
         for record in records:
-            segments.append(Segment(os.path.join(self.folder, record["name"]), base, record))
+            segments.append(Segment(os.path.join(self.folder, record["name"]), base, record, opened))
             base += record["documents"]
         readers = self._readers()
+        since = self._since(readers)
         names = [record["name"] for record in records]
         bases = [segment.base for segment in segments]
         spans, _ = self._part(
             "spans",
             [self.state.version_sha256, self.state.changes, names],
-            lambda path: write_spans(path, self._scratch("spans"), readers, segments),
+            lambda path: write_spans(path, self._scratch("spans"), readers, since, segments),
             lambda path, record: SpanColumns(path, len(readers), bases).check(),
         )
         duplicates, _ = self._part(
@@ -224,7 +225,6 @@ class _Builder:
             lambda path: self._write_duplicates(path, segments, base),
             lambda path, record: Duplicates(path).check(),
         )
-        version = storage.read_json(os.path.join(self.state.run, "tokens", VERSION_FILE)) if readers else {}
         return {
             "state": self.state.digest,
             "version": readers[0].version if readers else 0,
@@ -234,11 +234,11 @@ class _Builder:
             "streams": [
                 {
                     "name": reader.source,
-                    "since": version["sources"][reader.source].get("since", 1),
+                    "since": stands,
                     "total_tokens": reader.total_tokens,
                     "num_spans": reader.num_documents,
                 }
-                for reader in readers
+                for reader, stands in zip(readers, since, strict=True)
             ],
         }
 
@@ -265,6 +265,16 @@ class _Builder:
                     f"{tokens}/{VERSION_FILE}: sources: expected <source> or <source>.val, got {source!r:.99}"
                 )
         return [ShardReader(os.path.join(tokens, source)) for source in sources]
+
+    def _since(self, readers: Sequence[ShardReader]) -> list[int]:
+        """The corpus version since which the tokens of each stream stand where they do."""
+        path = os.path.join(self.state.run, "tokens", VERSION_FILE)
+        sources = storage.read_json(path)["sources"] if readers else {}
+        found = [sources[reader.source].get("since", 1) for reader in readers]
+        for reader, since in zip(readers, found, strict=True):
+            if type(since) is not int or since < 1:
+                raise InputError(f"{path}: sources.{reader.source}.since: expected an integer ≥ 1, got {since!r:.60}")
+        return found
 
     def _part(
         self,

@@ -11,10 +11,12 @@ import re
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from quern.errors import InputError
+from quern.lineage.index.tables import require_columns
 
 __all__ = [
     "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "is_changes_file", "purged_at",
@@ -27,7 +29,7 @@ CHANGES_SCHEMA = pa.schema(
 )
 
 _CHANGES = re.compile(r"changes\.v([1-9][0-9]{0,8})\.parquet")
-_WRITTEN = re.compile(r".*\.v([1-9][0-9]{0,8})\.spans\.parquet")
+_WRITTEN = re.compile(r"shard_[0-9]{5,9}(?:\.v([1-9][0-9]{0,8}))?\.spans\.parquet")
 #: A doc_id as NumPy sorts it; equal only where all 16 bytes are.
 _ID = np.dtype("S16")
 
@@ -45,9 +47,15 @@ def is_changes_file(name: str) -> bool:
 
 
 def written_by(spans: str) -> int:
-    """The version that wrote a spans file, by its name: version 1 has no suffix."""
-    match = _WRITTEN.fullmatch(spans)
-    return int(match[1]) if match else 1
+    """The version that wrote a spans file, by its name or path: version 1 has no suffix.
+
+    Raises:
+        InputError: it has another name: nobody can say since when what it calls purged is so.
+    """
+    match = _WRITTEN.fullmatch(os.path.basename(spans))
+    if match is None:
+        raise InputError(f"{spans}: expected a spans file, shard_00000.spans.parquet or shard_00000.v2.spans.parquet")
+    return int(match[1] or 1)
 
 
 def purged_at(since: ArrayLike, version: ArrayLike) -> NDArray[np.bool_]:
@@ -59,7 +67,8 @@ def purged_at(since: ArrayLike, version: ArrayLike) -> NDArray[np.bool_]:
 class Purges:
     """What the versions up to ``version`` of the corpus in folder ``tokens`` purged, and did not restore since.
 
-    A version without a file purged nothing. Memory: 20 bytes a purged document.
+    A version without a file purged nothing. Memory: 20 bytes a purged document and 20 a restored one; while a table is
+    read, that table too, about 200 bytes a row of it.
 
     Raises:
         InputError: a file is damaged, or is no table of changes.
@@ -68,6 +77,7 @@ class Purges:
     def __init__(self, tokens: str, version: int) -> None:
         self._ids = np.empty(0, _ID)
         self._versions = np.empty(0, np.uint32)
+        self._restored, self._restored_by = self._ids, self._versions
         names = os.listdir(tokens) if version > 1 else []
         found = [(int(match[1]), name) for name in names if (match := _CHANGES.fullmatch(name))]
         for number, name in sorted(found):
@@ -79,16 +89,20 @@ class Purges:
 
     def _add(self, path: str, version: int) -> None:
         changes = _read(path)
-        actions = changes["action"].to_numpy(zero_copy_only=False)
-        for row in np.flatnonzero((actions != PURGED) & (actions != RESTORED))[:1].tolist():
-            raise InputError(f"{path}: row {row}: action: expected {PURGED} or {RESTORED}, got {actions[row]!r:.40}")
+        purged, restored = (
+            pc.equal(changes["action"], action.encode()).to_numpy() for action in (PURGED, RESTORED)
+        )  # as bytes: what is not UTF-8 is neither
+        for row in np.flatnonzero(~(purged | restored))[:1].tolist():
+            got = changes["action"][row].as_py().decode(errors="backslashreplace")
+            raise InputError(f"{path}: row {row}: action: expected {PURGED} or {RESTORED}, got {got!r:.40}")
         ids = np.array(changes["doc_id"].to_pylist(), _ID)
-        kept = ~np.isin(self._ids, ids[actions == RESTORED])
-        new = np.setdiff1d(ids[actions == PURGED], self._ids[kept])  # purged twice: since the first time
-        joined = np.concatenate([self._ids[kept], new])
-        versions = np.concatenate([self._versions[kept], np.full(len(new), version, np.uint32)])
-        order = np.argsort(joined)
-        self._ids, self._versions = joined[order], versions[order]
+        kept = ~np.isin(self._ids, ids[restored])
+        new = np.setdiff1d(ids[purged], self._ids[kept])  # purged twice: since the first time
+        self._ids, self._versions = _joined(self._ids[kept], self._versions[kept], new, version)
+        kept = ~np.isin(self._restored, ids[restored])
+        self._restored, self._restored_by = _joined(
+            self._restored[kept], self._restored_by[kept], np.unique(ids[restored]), version
+        )
 
     def since(self, doc_ids: bytes | memoryview, written: int) -> U32:
         """The version since which each document is purged that a spans file says is; doc_ids: 16 bytes each.
@@ -96,22 +110,48 @@ class Purges:
         ``written``: the version that wrote the file (:func:`written_by`). It is the answer too where no changes tell
         of a document: whoever read an earlier one is taken to have seen it.
         """
-        wanted = np.frombuffer(doc_ids, _ID)
-        found = np.full(len(wanted), written, np.uint32)
-        if len(self._ids) and len(wanted):
-            places = np.minimum(np.searchsorted(self._ids, wanted), len(self._ids) - 1)
-            known = self._ids[places] == wanted
-            found[known] = np.minimum(self._versions[places[known]], np.uint32(written))
-        return found
+        known, versions = _look_up(self._ids, self._versions, doc_ids)
+        return np.where(known, np.minimum(versions, np.uint32(written)), np.uint32(written))
+
+    def restored_after(self, doc_ids: bytes | memoryview, since: int) -> tuple[bytes, int] | None:
+        """The first of the documents that a version later than ``since`` restored, and the last one that did."""
+        known, versions = _look_up(self._restored, self._restored_by, doc_ids)
+        for row in np.flatnonzero(known & (versions > since))[:1].tolist():
+            return bytes(doc_ids[16 * row : 16 * row + 16]), int(versions[row])
+        return None
+
+    def table(self) -> pa.Table:
+        """doc_id (16 bytes) and version (uint32) of what is purged, by doc_id."""
+        data = pa.py_buffer(self._ids.tobytes())
+        ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(self._ids), [None, data])
+        return pa.table({"doc_id": ids, "version": pa.array(self._versions)})
+
+
+def _joined(ids: np.ndarray, versions: U32, new: np.ndarray, version: int) -> tuple[np.ndarray, U32]:
+    """Both, and ``new`` ids of one version, by id."""
+    joined = np.concatenate([ids, new])
+    order = np.argsort(joined)
+    return joined[order], np.concatenate([versions, np.full(len(new), version, np.uint32)])[order]
+
+
+def _look_up(ids: np.ndarray, versions: U32, doc_ids: bytes | memoryview) -> tuple[NDArray[np.bool_], U32]:
+    """Whether each document is one of ``ids``, and its version (0 if not)."""
+    wanted = np.frombuffer(doc_ids, _ID)
+    known, found = np.zeros(len(wanted), np.bool_), np.zeros(len(wanted), np.uint32)
+    if len(ids) and len(wanted):
+        places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+        known = ids[places] == wanted
+        found[known] = versions[places[known]]
+    return known, found
 
 
 def _read(path: str) -> pa.Table:
+    """Its actions as bytes."""
+    schema = pa.schema([CHANGES_SCHEMA.field("doc_id"), pa.field("action", pa.binary(), nullable=False)])
     try:
-        table = pq.ParquetFile(path).read(use_threads=False)
-        missing = [name for name in CHANGES_SCHEMA.names if name not in table.column_names]
-        if missing:
-            raise InputError(f"{path}: has no column {missing[0]!r}")
-        found = table.select(CHANGES_SCHEMA.names).cast(CHANGES_SCHEMA)
+        file = pq.ParquetFile(path)
+        require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
+        found = file.read(schema.names, use_threads=False).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     return found

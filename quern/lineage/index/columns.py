@@ -6,6 +6,7 @@ reads the fences and the one block they point to, and nothing is answered from a
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from quern.errors import QuernError
 
-__all__ = ["BLOCK_BYTES", "I64", "Column", "ColumnWriter", "DamagedIndexError", "write_column"]
+__all__ = ["BLOCK_BYTES", "I64", "Column", "ColumnWriter", "DamagedIndexError", "not_opened", "write_column"]
 
 I64 = NDArray[np.int64]
 
@@ -35,6 +36,14 @@ class DamagedIndexError(QuernError):
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}")
+
+
+def not_opened(path: str, error: OSError) -> QuernError:
+    """What is said of a file of the index that cannot be opened; one that is missing is damage."""
+    if isinstance(error, FileNotFoundError):
+        return DamagedIndexError(path, "is missing")
+    advice = "; allow more (ulimit -n)" if error.errno == errno.EMFILE else ""
+    return QuernError(f"{path}: cannot be opened ({error.strerror or error}{advice})")
 
 
 def _digest(path: str, data: memoryview) -> int:
@@ -117,8 +126,8 @@ class Column:
                 if size < _FOOTER.size:
                     raise DamagedIndexError(path, f"has {size} bytes, expected more")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise DamagedIndexError(path, "is missing") from None
+        except OSError as error:
+            raise not_opened(path, error) from None
         magic, itemsize, fenced, count, digest = _FOOTER.unpack_from(self._map, size - _FOOTER.size)
         blocks = -(-count * itemsize // BLOCK_BYTES)
         end = count * itemsize
@@ -146,7 +155,8 @@ class Column:
             self.release()
 
     def release(self) -> None:
-        """Take the pages that were read out of this process's memory; they stay in the page cache."""
+        """Take the pages that were read out of this process's memory; they stay in the page cache, and a block of them
+        that was compared with its checksum is not compared again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def _check(self, blocks: I64) -> None:

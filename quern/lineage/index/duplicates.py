@@ -14,6 +14,7 @@ from quern.errors import InputError
 from quern.lineage.index.columns import I64, Column, DamagedIndexError
 from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
+from quern.lineage.index.tables import require_columns
 
 __all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_row", "write_duplicates"]
 
@@ -99,9 +100,7 @@ def _batches(path: str, columns: tuple[str, str]) -> Iterator[list[memoryview]]:
     if not os.path.exists(path):
         return
     table = _table(path)
-    missing = [name for name in columns if name not in table.schema_arrow.names]
-    if missing:
-        raise InputError(f"{path}: has no column {missing[0]!r}")
+    require_columns(path, table.schema_arrow.names, columns)
     try:
         for batch in table.iter_batches(_ROWS, columns=list(columns), use_threads=False):
             parts = []
@@ -116,16 +115,17 @@ def _batches(path: str, columns: tuple[str, str]) -> Iterator[list[memoryview]]:
 
 
 def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
-    """One row of a Parquet file; only its row group is read. The columns of ``schema`` are as it says, others as the
-    file has them.
+    """One row of a Parquet file; only its row group is read, and of that the columns of ``schema``, as it says, and
+    those of numbers, which are measurements.
 
     Raises:
-        InputError: the file cannot be read, has no such row or not these columns, or text in it is not UTF-8.
+        InputError: the file cannot be read, has no such row or not these columns, or a value in it is none of its type:
+            text that is not UTF-8, a time beyond the year 9999.
     """
     table = _table(path)
-    missing = [name for name in schema.names if name not in table.schema_arrow.names]
-    if missing:
-        raise InputError(f"{path}: has no column {missing[0]!r}")
+    numbers = [field.name for field in table.schema_arrow if _is_number(field.type)]
+    wanted = list(dict.fromkeys([*schema.names, *numbers]))
+    require_columns(path, table.schema_arrow.names, wanted)
     number, group = row, 0
     while group < table.metadata.num_row_groups and row >= table.metadata.row_group(group).num_rows:
         row -= table.metadata.row_group(group).num_rows
@@ -133,19 +133,27 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
     if group == table.metadata.num_row_groups:
         raise InputError(f"{path}: has {table.metadata.num_rows} rows, expected more; it has changed")
     try:
-        columns = table.read_row_group(group, use_threads=False).slice(row, 1)
+        columns = table.read_row_group(group, columns=wanted, use_threads=False).slice(row, 1)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     found = {}
     for name in columns.column_names:
-        column, kind = columns[name], schema.field(name).type if name in schema.names else None
+        column = columns[name]
+        kind = schema.field(name).type if name in schema.names else column.type
         try:
-            found[name] = (column if kind is None else column.cast(kind))[0].as_py()
+            found[name] = column.cast(kind)[0].as_py()
         except UnicodeDecodeError:
             raise InputError(f"{path}: row {number}: {name}: expected UTF-8") from None
         except pa.ArrowException:
             raise InputError(f"{path}: row {number}: {name}: expected {kind}, got {column.type}") from None
+        except (OverflowError, ValueError, KeyError) as error:  # a time that Python has not, a zone that nobody knows
+            why = " ".join(str(error).split())[:120]
+            raise InputError(f"{path}: row {number}: {name}: expected {kind} ({why})") from None
     return found
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
 
 class _Pairs:

@@ -39,7 +39,8 @@ def _place(path: str) -> str:
 class Opened:
     """Parts that are open, at most ``limit``: each holds up to four file descriptors; the least lately used one goes.
 
-    What has been given out stays readable.
+    What has been given out stays readable; what nobody holds any more is closed at once, by its count of references:
+    a part must be in no cycle of them.
     """
 
     def __init__(self, limit: int = 100) -> None:

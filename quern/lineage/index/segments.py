@@ -18,6 +18,7 @@ from quern.errors import InputError
 from quern.lineage.index.columns import I64, Column, DamagedIndexError, write_column
 from quern.lineage.index.hashes import Hashes, halves, sort_order, write_hashes
 from quern.lineage.index.records import Opened, read_sealed
+from quern.lineage.index.tables import require_columns
 from quern.lineage.index.urls import Urls, write_urls
 
 __all__ = ["RECORD", "SEGMENT_DOCUMENTS", "Piece", "Segment", "plan_segments", "write_segment"]
@@ -88,9 +89,7 @@ def _open(path: str) -> pq.ParquetFile:
         raise InputError(f"{path}: is gone; the run is being written to") from None
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
-    missing = sorted({*_HASHES, *_TEXTS} - {*table.schema_arrow.names})
-    if missing:
-        raise InputError(f"{path}: has no column {missing[0]!r}; expected a verdict table")
+    require_columns(path, table.schema_arrow.names, sorted((*_HASHES, *_TEXTS)), "a verdict table")
     return table
 
 

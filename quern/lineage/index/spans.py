@@ -18,11 +18,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from quern import storage
 from quern.errors import InputError
-from quern.lineage.index.changes import U32, Purges, purged_at, written_by
+from quern.lineage.index.changes import U32, Purges, changes_file, purged_at, written_by
 from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError, write_column
 from quern.lineage.index.joins import Buckets, Numbers
 from quern.lineage.index.records import Opened
 from quern.lineage.index.segments import Segment
+from quern.lineage.index.tables import require_columns
 from quern.tokenize.shards import SPANS_SCHEMA, ShardInfo, ShardReader
 
 __all__ = ["SpanColumns", "Spans", "write_spans"]
@@ -59,11 +60,16 @@ class Spans:
         return purged_at(self.purged_since, version)
 
 
-def write_spans(folder: str, scratch: str, readers: Sequence[ShardReader], segments: Sequence[Segment]) -> None:
-    """Write the spans of all streams to ``folder``, which is empty.
+def write_spans(
+    folder: str, scratch: str, readers: Sequence[ShardReader], since: Sequence[int], segments: Sequence[Segment]
+) -> None:
+    """Write the spans of all streams to ``folder``, which is empty. ``since``: the corpus version since which the
+    tokens of each stream stand where they do.
 
     Raises:
-        InputError: a spans file is damaged, or names a document that has no verdict, or a document has two spans.
+        InputError: a spans file is damaged, or names a document that has no verdict, or a document has two spans; or
+            one that is purged was restored meanwhile, where it stands: a restoration makes another stream, and no one
+            version could tell who saw it.
     """
     codes = Buckets(scratch, "codes", _CODE, len(segments))
     bases = np.array([segment.base for segment in segments], np.int64)
@@ -75,7 +81,7 @@ def write_spans(folder: str, scratch: str, readers: Sequence[ShardReader], segme
             ColumnWriter(f"{path}.starts", "<i8", fences=True) as starts,
             ColumnWriter(f"{path}.purged", "<u4") as purged,
         ):
-            for own_starts, own_purged, doc_ids in _read_stream(reader, purges):
+            for own_starts, own_purged, doc_ids in _read_stream(reader, purges, since[stream]):
                 starts.append(own_starts)
                 purged.append(own_purged)
                 numbers.add(doc_ids)
@@ -114,18 +120,26 @@ def _known(numbers: I64, first: int, reader: ShardReader) -> None:
     raise InputError(f"{path}: row {row}: expected document {span.doc_id.hex()} to have one verdict row, got {found}")
 
 
-def _read_stream(reader: ShardReader, purges: Purges) -> Iterator[tuple[I64, U32, memoryview]]:
+def _read_stream(reader: ShardReader, purges: Purges, stands: int) -> Iterator[tuple[I64, U32, memoryview]]:
     """Starts (in the stream), since when they are purged, and doc_ids (16 bytes each) of a stream's spans, some at a
     time."""
     for shard, info in enumerate(reader.shards):
         path = os.path.join(reader.path, info.spans)
-        written = written_by(info.spans)
+        written = written_by(path)
         try:
             if storage.sha256(path) != info.spans_sha256:
                 raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
             for starts, purged, doc_ids in _read_shard(path, info):
                 since = np.zeros(len(starts), np.uint32)
-                since[purged] = purges.since(np.frombuffer(doc_ids, "V16")[purged].tobytes(), written)
+                gone = np.frombuffer(doc_ids, "V16")[purged].tobytes()
+                since[purged] = purges.since(gone, written)
+                restored = purges.restored_after(gone, stands)
+                if restored is not None:
+                    doc_id, version = restored
+                    raise InputError(
+                        f"{os.path.join(reader.root, changes_file(version))}: restored document {doc_id.hex()}, but "
+                        f"{reader.source} stands since version {stands}: a version that restores writes the source anew"
+                    )
                 yield starts + int(reader.offsets[shard]), since, doc_ids
         except FileNotFoundError:
             raise InputError(f"{path}: is missing") from None
@@ -136,9 +150,7 @@ def _read_stream(reader: ShardReader, purges: Purges) -> Iterator[tuple[I64, U32
 def _read_shard(path: str, info: ShardInfo) -> Iterator[tuple[I64, NDArray[np.bool_], memoryview]]:
     documents = end = 0
     with pq.ParquetFile(path) as file:
-        missing = [name for name in SPANS_SCHEMA.names if name not in file.schema_arrow.names]
-        if missing:
-            raise InputError(f"{path}: has no column {missing[0]!r}; expected a table of spans")
+        require_columns(path, file.schema_arrow.names, SPANS_SCHEMA.names, "a table of spans")
         for batch in file.iter_batches(_ROWS, columns=SPANS_SCHEMA.names, use_threads=False):
             ids, *others = (_cast(path, batch, field) for field in SPANS_SCHEMA)
             starts, lengths, purged = (column.to_numpy(zero_copy_only=False) for column in others)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import functools
 import os
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 import zstandard
 
-from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError
+from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError, not_opened
 
 __all__ = ["BLOCK", "Urls", "write_urls"]
 
@@ -84,6 +85,55 @@ def _text(raw: bytes, row: int, base: int) -> bytes | None:
     return raw[base + (start & ~_NULL) : base + stop]
 
 
+class _Frames:
+    """The frames of ``urls``, ``count`` of them; the file is closed when nobody holds this any more."""
+
+    def __init__(self, folder: str, count: int) -> None:
+        self.path = f"{folder}/urls"
+        self.column = Column(f"{folder}/url_frames", _FRAME)
+        if len(self.column) != count + 1:
+            raise DamagedIndexError(self.column.path, f"has {len(self.column)} items, expected {count + 1}")
+        self._codec = zstandard.ZstdDecompressor()
+        try:
+            file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (read from for as long as this is)
+        except OSError as error:
+            raise not_opened(self.path, error) from None
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        size, end = os.fstat(self._descriptor).st_size, int(self.column.slice(count, count + 1)["end"][0])
+        if size != end:
+            raise DamagedIndexError(self.path, f"has {size} bytes, expected {end}")
+
+    def check(self) -> None:
+        """Compare every checksum."""
+        self.column.check()
+        count = len(self.column) - 1
+        for first in range(0, count, _KINDS * _CHUNK_BLOCKS):
+            frames = self.column.slice(first, min(first + _KINDS * _CHUNK_BLOCKS, count) + 1)
+            for start, stop, expected in zip(*_bounds(frames[:-1], frames[1:]), strict=True):
+                self._bytes(start, stop, expected)
+
+    def _bytes(self, start: int, stop: int, expected: int) -> bytes:
+        """The bytes [start, stop) of the file, if this is their checksum."""
+        data = os.pread(self._descriptor, stop - start, start)
+        if xxhash.xxh3_64_intdigest(data) != expected:
+            raise DamagedIndexError(self.path, f"is damaged: bytes {start} to {stop} have a wrong checksum")
+        return data
+
+    def read(self, block: int, which: int) -> bytes:
+        """What one frame holds."""
+        index = _KINDS * block + which
+        frames = self.column.slice(index, index + 2)
+        ((start, stop, expected),) = zip(*_bounds(frames[:1], frames[1:]), strict=True)
+        return self._codec.decompress(self._bytes(start, stop, expected))
+
+    def read_many(self, blocks: I64, which: int) -> Iterator[bytes]:
+        """What the frames of one kind hold, block by block."""
+        frames = _KINDS * blocks + which
+        for start, stop, expected in zip(*_bounds(self.column.take(frames), self.column.take(frames + 1)), strict=True):
+            yield self._codec.decompress(self._bytes(start, stop, expected))
+
+
 class Urls:
     """The URLs of a segment of ``documents``, of which the first ``with_surt`` have a SURT and ``with_url`` a URL.
 
@@ -93,47 +143,19 @@ class Urls:
     def __init__(self, folder: str, documents: int, with_surt: int, with_url: int, plain_hosts: bool) -> None:
         self.documents, self.with_surt, self.with_url = documents, with_surt, with_url
         self.plain_hosts = plain_hosts
-        self._path = f"{folder}/urls"
-        self._frames = Column(f"{folder}/url_frames", _FRAME)
+        blocks = -(-documents // BLOCK)
+        self._frames = _Frames(folder, _KINDS * blocks)
         self._fences = Column(f"{folder}/url_fences", "u1")
         self._fence_ends = Column(f"{folder}/url_fence_ends", "<i8")
-        blocks = -(-documents // BLOCK)
-        for column, expected in ((self._frames, _KINDS * blocks + 1), (self._fence_ends, blocks + 1)):
-            if len(column) != expected:
-                raise DamagedIndexError(column.path, f"has {len(column)} items for {documents} documents")
-        try:
-            self._file = open(self._path, "rb")  # noqa: SIM115 (read from for as long as this is)
-        except FileNotFoundError:
-            raise DamagedIndexError(self._path, "is missing") from None
-        size = os.fstat(self._file.fileno()).st_size
-        end = int(self._frames.slice(_KINDS * blocks, _KINDS * blocks + 1)["end"][0])
-        if size != end:
-            raise DamagedIndexError(self._path, f"has {size} bytes, expected {end}")
-        self._codec = zstandard.ZstdDecompressor()
-        self._block = functools.lru_cache(_CACHED_BLOCKS)(self._read)
+        if len(self._fence_ends) != blocks + 1:
+            raise DamagedIndexError(self._fence_ends.path, f"has {len(self._fence_ends)} items, expected {blocks + 1}")
+        # not of a method of this: the cache and this would hold each other, and the files would stay open
+        self._block = functools.lru_cache(_CACHED_BLOCKS)(self._frames.read)
 
     def check(self) -> None:
         """Compare every checksum."""
-        for column in (self._frames, self._fences, self._fence_ends):
-            column.check()
-        count = len(self._frames) - 1
-        for first in range(0, count, _KINDS * _CHUNK_BLOCKS):
-            frames = self._frames.slice(first, min(first + _KINDS * _CHUNK_BLOCKS, count) + 1)
-            for start, stop, expected in zip(*_bounds(frames[:-1], frames[1:]), strict=True):
-                self._frame(start, stop, expected)
-
-    def _frame(self, start: int, stop: int, expected: int) -> bytes:
-        """The bytes [start, stop) of the file, if this is their checksum."""
-        data = os.pread(self._file.fileno(), stop - start, start)
-        if xxhash.xxh3_64_intdigest(data) != expected:
-            raise DamagedIndexError(self._path, f"is damaged: bytes {start} to {stop} have a wrong checksum")
-        return data
-
-    def _read(self, number: int, which: int) -> bytes:
-        index = _KINDS * number + which
-        frames = self._frames.slice(index, index + 2)
-        ((start, stop, expected),) = zip(*_bounds(frames[:1], frames[1:]), strict=True)
-        return self._codec.decompress(self._frame(start, stop, expected))
+        for part in (self._frames, self._fences, self._fence_ends):
+            part.check()
 
     def _base(self, number: int) -> int:
         """Where the texts of block ``number`` begin."""
@@ -149,13 +171,11 @@ class Urls:
         order = np.argsort(numbers, kind="stable")
         ordered = numbers[order]
         blocks, firsts = np.unique(ordered // BLOCK, return_index=True)
-        frames = _KINDS * blocks + which
-        bounds = _bounds(self._frames.take(frames), self._frames.take(frames + 1))
         places, rows = order.tolist(), (ordered % BLOCK).tolist()
         bases = (4 * (np.minimum(BLOCK, self.documents - blocks * BLOCK) + 1)).tolist()
         edges = [*firsts.tolist(), len(rows)]
-        for index, (start, stop, expected) in enumerate(zip(*bounds, strict=True)):
-            block, base = self._codec.decompress(self._frame(start, stop, expected)), bases[index]
+        for index, block in enumerate(self._frames.read_many(blocks, which)):
+            base = bases[index]
             for place in range(edges[index], edges[index + 1]):
                 texts[places[place]] = _text(block, rows[place], base)
         return texts
@@ -182,7 +202,7 @@ class Urls:
             number = (low + high) // 2
             text = self.text(number, which)
             if text is None:
-                raise DamagedIndexError(self._path, f"document {number} has no text, expected one")
+                raise DamagedIndexError(self._frames.path, f"document {number} has no text, expected one")
             if reached(text):
                 high = number
             else:

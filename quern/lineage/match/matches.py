@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quern import storage
 from quern.errors import InputError
+from quern.lineage.index.tables import require_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +25,17 @@ I64 = NDArray[np.int64]
 
 _METADATA = b"quern.match"
 _FORMAT = 1
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    kinds = {
+        "doc_id": pa.binary(16), "number": pa.int64(), "source": pa.string(), "url": pa.string(),
+        "stream": pa.string(), "identity": pa.string(), "start": pa.int64(), "stop": pa.int64(), "item": pa.int64(),
+        "item_id": pa.string(), "grams": pa.int64(), "coverage": pa.float64(),
+    }  # fmt: skip
+    return pa.schema([pa.field(name, kind, nullable=name == "url") for name, kind in kinds.items()])
 
 
 @dataclass(frozen=True)
@@ -89,18 +101,18 @@ class Matches:
 
         streams, items = self.streams.tolist(), self.item_index.tolist()
         columns = {
-            "doc_id": pa.array(self.doc_ids, pa.binary(16)),
-            "number": pa.array(self.numbers, pa.int64()),
-            "source": pa.array(self.sources, pa.string()),
-            "url": pa.array(self.urls, pa.string()),
-            "stream": pa.array([self.names[i] for i in streams], pa.string()),
-            "identity": pa.array([self.identities[i] for i in streams], pa.string()),
-            "start": pa.array(self.starts, pa.int64()),
-            "stop": pa.array(self.stops, pa.int64()),
-            "item": pa.array(self.item_index, pa.int64()),
-            "item_id": pa.array([self.items[i].id for i in items], pa.string()),
-            "grams": pa.array(self.grams, pa.int64()),
-            "coverage": pa.array(self.coverage, pa.float64()),
+            "doc_id": self.doc_ids,
+            "number": self.numbers,
+            "source": self.sources,
+            "url": self.urls,
+            "stream": [self.names[i] for i in streams],
+            "identity": [self.identities[i] for i in streams],
+            "start": self.starts,
+            "stop": self.stops,
+            "item": self.item_index,
+            "item_id": [self.items[i].id for i in items],
+            "grams": self.grams,
+            "coverage": self.coverage,
         }
         known = {
             "format": _FORMAT,
@@ -112,7 +124,7 @@ class Matches:
             "items": [[item.id, item.line, item.grams] for item in self.items],
         }
         sink = io.BytesIO()
-        table = pa.table(columns).replace_schema_metadata({_METADATA: json.dumps(known).encode()})
+        table = pa.table(columns, _schema()).replace_schema_metadata({_METADATA: json.dumps(known).encode()})
         pq.write_table(table, sink, compression="zstd")
         storage.publish_bytes(path, sink.getvalue())
 
@@ -157,13 +169,13 @@ class Matches:
         import pyarrow.parquet as pq
 
         try:
-            table = pq.read_table(io.BytesIO(storage.read_bytes(path)))
+            table = pq.ParquetFile(io.BytesIO(storage.read_bytes(path))).read()
             return cls._of_table(table)
         except FileNotFoundError:
             raise InputError(f"{path}: no such file") from None
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except (pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
+        except (pa.ArrowException, InputError, ValueError, KeyError, TypeError, IndexError) as error:
             why = " ".join(str(error).split())[:120]
             raise InputError(f"{path}: expected a result of quern lineage match --out ({why})") from None
 
@@ -187,6 +199,10 @@ class Matches:
         known = json.loads((table.schema.metadata or {})[_METADATA])
         if known["format"] != _FORMAT:
             raise ValueError(f"its format is {known['format']!r}, expected {_FORMAT}")
+        schema = _schema()
+        require_columns("the table", table.column_names, schema.names)
+        table = table.select(schema.names).cast(schema)
+        table.validate(full=True)  # text that is not UTF-8
         names = tuple(str(name) for name, _ in known["streams"])
         identities = tuple(str(identity) for _, identity in known["streams"])
         place = {identity: number for number, identity in enumerate(identities)}
