@@ -37,7 +37,15 @@ import pytest
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from test_mutations import ROOT, START, copied, environment
+from test_mutations import ROOT, copied, environment
+
+#: Runs pytest on the copy it stands in, and on no other quern that is installed.
+START = """
+import pathlib, sys
+import pytest, quern
+assert pathlib.Path(quern.__file__).resolve().is_relative_to(pathlib.Path.cwd().resolve()), quern.__file__
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 TARGETS = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "quern" / "parallel").glob("*.py"))),

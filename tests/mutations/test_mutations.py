@@ -30,20 +30,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 INDEX: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "index.yaml").read_text())
 TIMEOUT_S = 200
-"""Of one run; about 2 s on an idle machine."""
+"""Of one run, which takes seconds."""
 MORE = (
     "fsspec", "hypothesis", "pyarrow.compute", "pyarrow.parquet", "pydantic.fields", "pydantic.functional_validators",
     "pydantic.main", "torch.nn.attention.varlen", "yaml",
 )  # fmt: skip
 """What is imported once besides torch and pytest."""
-
-#: Runs pytest on the copy it stands in, and on no other quern that is installed.
-START = """
-import pathlib, sys
-import pytest, quern
-assert pathlib.Path(quern.__file__).resolve().is_relative_to(pathlib.Path.cwd().resolve()), quern.__file__
-sys.exit(pytest.main(sys.argv[1:]))
-"""
 
 
 def environment(folder: Path) -> dict[str, str]:

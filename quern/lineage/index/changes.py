@@ -67,8 +67,8 @@ def purged_at(since: ArrayLike, version: ArrayLike) -> NDArray[np.bool_]:
 class Purges:
     """What the versions up to ``version`` of the corpus in folder ``tokens`` purged, and did not restore since.
 
-    A version without a file purged nothing. Memory: 20 bytes a purged document and 20 a restored one; while a table is
-    read, that table too, about 200 bytes a row of it.
+    A version without a file purged nothing. Memory: 20 bytes a purged document and 20 a restored one, and the table of
+    one version while it is read.
 
     Raises:
         InputError: a file is damaged, or is no table of changes.
