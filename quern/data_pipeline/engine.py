@@ -211,7 +211,7 @@ class RayPool:
                     index, hand = waiting.pop(), idle.pop()
                     running[hand.actor.call.remote(function, current[index])] = (index, hand)
                 self._busy = len(running)
-                done = self._next([*running, *self._starting, *doubtful], label, alone=not running)
+                done: Any = self._next([*running, *self._starting, *doubtful], label, alone=not running)
                 for reference, (index, hand, since) in list(doubtful.items()):
                     if reference is not done and time.time() - since > DOUBT_S:
                         del doubtful[reference]

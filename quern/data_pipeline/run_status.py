@@ -88,7 +88,7 @@ def _driver(said: dict[str, Any] | None, complete: bool) -> dict[str, Any]:
 
 def _from_driver(said: dict[str, Any]) -> dict[str, Any]:
     phases = [*said.get("past", []), *([said["phase"]] if said.get("phase") else [])]
-    pages = next((phase for phase in phases if phase["name"] == "pages"), {})
+    pages: dict[str, Any] = next((phase for phase in phases if phase["name"] == "pages"), {})
     return {
         "pages": {"pages": pages.get("pages", 0), "kept": pages.get("kept", 0)},
         "quarantined": pages.get("quarantined", 0),
