@@ -10,6 +10,7 @@ can be pulled; that needs root. Nothing of another Ray on the machine is touched
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import secrets
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from ray.util import get_node_ip_address
 
 #: A lost machine is noticed within about ten seconds; Ray's own settings take twice as long.
 HEALTH = {
@@ -156,6 +158,11 @@ def _cable() -> Iterator[Cable]:
         subprocess.run(["ip", "link", "delete", cable.near], capture_output=True, check=False)
 
 
+def _ends_with_its_parent() -> None:
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when the parent is killed, no Ray is left
+
+
 def _ray_start(
     folder: Path, own: list[str], environment: dict[str, str], inside: list[str] | None = None
 ) -> subprocess.Popen[bytes]:
@@ -165,7 +172,7 @@ def _ray_start(
         "--disable-usage-stats", "--block",
     ]  # fmt: skip
     with open(folder / "ray.log", "ab") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, preexec_fn=_ends_with_its_parent)
 
 
 @contextmanager
@@ -173,11 +180,11 @@ def machines(folder: Path, *, namespace: bool = False) -> Iterator[Cluster]:
     """A cluster of two; its session is below ``folder``'s own temporary folder, and all of it ends with the block."""
     folder.mkdir(parents=True, exist_ok=True)
     session = Path("/tmp") / f"qc-{secrets.token_hex(3)}"  # sockets have short names or none
-    environment = {**os.environ, **HEALTH, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    environment = {**os.environ, **HEALTH, "RAY_AUTH_MODE": "disabled"}
     environment.pop("RAY_ADDRESS", None)
     cluster = None
     with _cable() if namespace else _nothing() as cable:
-        host = HEAD_ADDRESS if cable is not None else "127.0.0.1"
+        host = HEAD_ADDRESS if cable is not None else get_node_ip_address()  # a driver takes 127.0.0.1 for this
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]

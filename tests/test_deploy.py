@@ -31,14 +31,11 @@ def load(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CLOUDS)
 def test_ray_takes_the_cluster_file(name: str) -> None:
     """Ray's own schema, and what Ray makes of the file before it asks the cloud for anything."""
-    from ray.autoscaler._private.providers import _get_default_config
-    from ray.autoscaler._private.util import fill_default_max_workers, merge_setup_commands, validate_config
+    from ray.autoscaler._private.util import prepare_config, validate_config
 
-    config = load(name)
-    merged = {**_get_default_config(config["provider"]), **config}
-    merge_setup_commands(merged)
-    fill_default_max_workers(merged)
+    merged = prepare_config(load(name))
     validate_config(merged)
+    assert not any("ray-wheels" in command for command in merged["setup_commands"]), "Ray is the image's, and no other"
     with pytest.raises(Exception, match="autoscalor"):
         validate_config({**merged, "autoscalor": 1})
 
@@ -123,7 +120,8 @@ def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
     fakes = {
         "scontrol": 'printf "node1\\nnode2\\nnode3\\n"',
         "srun": f'{{ printf "%s\\037" "$@"; printf "\\n"; }} >> "{record}"\n'
-        'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; esac',
+        'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; '
+        f'*"quern data"*) until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
     }
     for name, body in fakes.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{body}\n")

@@ -300,12 +300,16 @@ def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any,
     if machine is None:
         return None
     there = NodeAffinitySchedulingStrategy(machine, soft=False)
-    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(*args)
+    task = ray.remote(_run).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(function, args)
     try:
         return ray.get(task, timeout=PATIENCE_S)
     except (GetTimeoutError, RayError) as error:
         log.warning("machine %s does not say what its worker died of: %s", machine[:8], _line(error))
         return None
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
 
 
 def _deaths() -> tuple[type[Exception], ...]:
