@@ -47,7 +47,7 @@ RECIPE = """
 run_dir: set-by-the-command
 sources: [{name: sample, kind: warc, paths: set-by-the-command}]
 extract: {engine: resiliparse}
-language: {keep: [en], threshold: 0.5, pre_skip: true}
+language: {keep: [en], threshold: 0.5, pre_skip: 0.2}
 quality: {order: [c4]}
 tokenize: {encoding: trained, vocab_size: 400, validation: 0.1, shard_tokens: 20000}
 """
