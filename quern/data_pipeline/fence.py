@@ -7,12 +7,13 @@ meant: the run's folder says whose workers may write, a partition's folder which
 
 from __future__ import annotations
 
+import json
 import socket
 import uuid
 from dataclasses import dataclass
 
 from quern import storage
-from quern.errors import InputError, QuernError
+from quern.errors import QuernError
 
 __all__ = ["Fence", "SupersededError"]
 
@@ -42,14 +43,14 @@ class Fence:
             SupersededError: another is named.
             QuernError: there is no such file: the work is over, or this machine does not see the run's folder.
         """
-        if not storage.exists(self.path):
+        try:
+            found = json.loads(storage.read_bytes(self.path))
+        except FileNotFoundError:
             raise QuernError(
                 f"{self.path}: is not seen on {socket.gethostname()}: every machine of the cluster must see the run's "
                 "folder under the same path, or it must be on an object store"
-            )
-        try:
-            found = storage.read_json(self.path)
-        except InputError:
-            found = None  # removed, or replaced, at this very moment
+            ) from None
+        except ValueError:
+            found = None  # replaced at this very moment
         if not isinstance(found, dict) or found.get("holder") != self.holder:
             raise SupersededError(f"{self.path}: another works here now, this process has nothing more to write")

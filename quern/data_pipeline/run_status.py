@@ -62,7 +62,9 @@ def _said(run_dir: str) -> dict[str, Any] | None:
         said = storage.read_json(path) if storage.exists(path) else None
     except InputError:
         return None  # it is a look, not a proof
-    return said if isinstance(said, dict) and isinstance(said.get("driver"), dict) else None
+    about = said.get("driver") if isinstance(said, dict) else None
+    figures = [about.get(key) for key in ("beat", "interval_s", "pid")] if isinstance(about, dict) else [None]
+    return said if all(isinstance(figure, int | float) for figure in figures) else None
 
 
 def _driver(said: dict[str, Any] | None, complete: bool) -> dict[str, Any]:

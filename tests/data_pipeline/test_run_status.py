@@ -98,8 +98,14 @@ def test_a_run_without_any_word_of_a_driver_is_told_of_too(run_dir: str) -> None
     commit(run_dir, "0", 10, 7)
     found = read_status(run_dir)
     assert (found["status"], found["driver"]["state"]) == ("stopped", "never heard of")
-    storage.publish_bytes(storage.join(run_dir, "status.json"), b"{torn")
-    assert read_status(run_dir) == found
+    for stranger in (
+        b"{torn",
+        b"[]",
+        b'{"driver": {"beat": "yesterday", "pid": 1, "interval_s": 5}}',
+        b'{"driver": {}}',
+    ):
+        storage.publish_bytes(storage.join(run_dir, "status.json"), stranger)
+        assert read_status(run_dir) == found
     with pytest.raises(InputError, match="no such file"):
         read_status(f"{run_dir}-none")
 
