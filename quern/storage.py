@@ -6,6 +6,7 @@ name: on a file system a file is written beside its place and renamed, on an obj
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,8 +14,9 @@ import posixpath
 import re
 import shutil
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -27,6 +29,7 @@ __all__ = [
     "exists",
     "fingerprint",
     "glob",
+    "guarded",
     "is_file",
     "is_local",
     "is_temporary",
@@ -46,6 +49,11 @@ __all__ = [
 
 #: Names of files while :func:`publish` writes them.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+
+REMOVE_ATTEMPTS = 6
+
+#: What :func:`guarded` has put before every publish of this process.
+_guards: list[Callable[[], None]] = []
 
 
 def split(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -131,6 +139,21 @@ def read_json(path: str) -> Any:
 
 
 @contextmanager
+def guarded(check: Callable[[], None]) -> Iterator[None]:
+    """Inside the block :func:`publish` calls ``check`` before a file gets its name; where it raises, none appears."""
+    _guards.append(check)
+    try:
+        yield
+    finally:
+        _guards.remove(check)
+
+
+def _check_guards() -> None:
+    for check in _guards:
+        check()
+
+
+@contextmanager
 def publish(path: str) -> Iterator[IO[bytes]]:
     """A binary stream that appears under ``path`` whole, when the block ends without an error, or not at all.
 
@@ -146,6 +169,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+            _check_guards()
             os.replace(temporary, inner)
         except BaseException:
             if os.path.exists(temporary):
@@ -156,6 +180,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as spool:
         yield spool
         spool.seek(0)
+        _check_guards()
         upload = fs.open(inner, "wb")
         try:
             shutil.copyfileobj(spool, upload, 8 << 20)
@@ -214,7 +239,17 @@ def fingerprint(path: str) -> str:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a file or folder and what is below it; nothing happens when it is not there."""
+    """Remove a file or folder and what is below it; nothing happens when it is not there.
+
+    A folder in which somebody writes at the same time is tried again for a moment, then the error is raised.
+    """
     fs, inner = split(path)
-    if fs.exists(inner):
-        fs.rm(inner, recursive=True)
+    for attempt in range(REMOVE_ATTEMPTS):
+        try:
+            if fs.exists(inner):
+                fs.rm(inner, recursive=True)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or attempt == REMOVE_ATTEMPTS - 1:
+                raise
+        time.sleep(0.05 * 2**attempt)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from quern import storage
-from quern.cli.output import JSON, err_console, json_stdout, out_console, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, reports_errors
 from quern.config import dump_yaml, load_config
-from quern.data_pipeline import report
+from quern.data_pipeline import report, run_status
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import open_engine
+from quern.data_pipeline.fence import Fence
+from quern.data_pipeline.heartbeat import Heartbeat
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run
 from quern.tokenize import run as tokenize
@@ -57,15 +61,26 @@ def run_data(config: DataRun) -> dict[str, Any]:
         if directory.complete:
             pages.check_unchanged(directory.record, partitions, config.run_dir)
             return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))
-        with Progress() as progress, open_engine(config.workers, config.ray.address) as engine:
-            result = pages.run(config, partitions, engine, progress)
-            progress.start_phase("tokens", len(result.partitions), None)
-            tokens = tokenize.run(
-                config.run_dir, result.partitions, config.tokenize, config.seed, engine,
-                storage.join(directory.scratch, "tokens"),
-            )  # fmt: skip
-            progress.end_phase()
-        return _finish(directory, result, tokens.to_dict()["sources"], pages.inputs_digest(partitions), config.seed)
+        with Progress() as progress:
+            workers: list[Callable[[], dict[str, int]]] = []
+            with Heartbeat(config.run_dir, lambda: _told(progress, workers)):
+                fence = Fence.claim(storage.join(directory.scratch, "driver.json"))
+                with open_engine(config.workers, config.ray.address, fence) as engine:
+                    workers.append(engine.counts)
+                    result = pages.run(config, partitions, engine, progress)
+                    progress.start_phase("tokens", len(result.partitions), None)
+                    tokens = tokenize.run(
+                        config.run_dir, result.partitions, config.tokenize, config.seed, engine,
+                        storage.join(directory.scratch, "tokens"),
+                    )  # fmt: skip
+                    progress.end_phase()
+                inputs = pages.inputs_digest(partitions)
+                return _finish(directory, result, tokens.to_dict()["sources"], inputs, config.seed)
+
+
+def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -> dict[str, Any]:
+    """What the heartbeat says: the phases, and the workers once there is an engine."""
+    return {**progress.snapshot(), "workers": workers[0]() if workers else None}
 
 
 def _finish(
@@ -108,23 +123,25 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
 
 @app.command()
 @reports_errors
-def status(run_dir: RunDir, json: bool = JSON) -> None:
-    """How far a run is: committed partitions and documents by phase."""
-    record = storage.read_json(storage.join(run_dir, "run.json"))
-    phases: dict[str, dict[str, int]] = {}
-    for path in storage.list_files(storage.join(run_dir, "commits")):
-        entry = storage.read_json(path)
-        row = phases.setdefault(entry["phase"], {"commits": 0, "pages": 0, "kept": 0})
-        row["commits"] += 1
-        row["pages"] += entry["counts"].get("pages", 0)
-        row["kept"] += entry["counts"].get("kept", 0)
+def status(
+    run_dir: RunDir,
+    watch: Annotated[
+        float | None, typer.Option("--watch", min=0.5, help="Look again every so many seconds, until it has ended.")
+    ] = None,
+    json: bool = JSON,
+) -> None:
+    """How far a run is, from its files: phase, partitions, pages, pace, trouble, and whether its driver lives."""
+    found = run_status.read_status(run_dir)
     with json_stdout(json) as emit:
-        emit({"status": record["status"], "phases": phases, "counts": record["counts"]})
-        if not json:
-            print(f"{run_dir}: {record['status']}")
-            for phase, row in phases.items():
-                pages_text = f", {row['pages']:,} pages, {row['kept']:,} kept" if row["pages"] else ""
-                print(f"  {phase:<11} {row['commits']:,} committed{pages_text}")
+        while True:
+            emit(found)
+            if not json:
+                for line in run_status.describe(run_dir, found):
+                    print(one_line(line))
+            if watch is None or found["status"] != "running":
+                return
+            time.sleep(watch)
+            found = run_status.read_status(run_dir)
 
 
 @app.command("report")

@@ -1,72 +1,42 @@
 """Where tasks run: a pool of fat Ray actors, or this process.
 
 Every phase is a function mapped over small task tuples; data moves through files, never through return values. An
-engine keeps one task an actor in flight, so nothing piles up in the object store, and replaces an actor that died.
-What a death means for the task is the caller's to say (``on_death``).
+engine keeps one task an actor in flight, so nothing piles up in the object store: at any moment it holds at most one
+task and one result a worker. An actor that died is replaced, and what its death means for the task is the caller's to
+say (``on_death``), who is told whether the process died or its whole machine was lost.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
+from quern import storage
+from quern.data_pipeline.fence import Fence
+from quern.data_pipeline.tasks import MAX_DEATHS, Death, Engine, InProcess, OnDeath
 from quern.errors import InputError, QuernError
 
-__all__ = ["Engine", "InProcess", "RayPool", "open_engine"]
+__all__ = ["Death", "Engine", "InProcess", "RayPool", "open_engine"]
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-OnDeath = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
 
-#: Deaths of one task without an ``on_death`` before the run gives up: a machine may vanish, a bug stays.
-MAX_DEATHS = 3
+#: Machines that one task may lose before it is taken for what takes them down.
+MAX_LOST_MACHINES = 10
 OBJECT_STORE_BYTES = 256 << 20
 #: Seconds without any worker after which a line says what is waited for.
 PATIENCE_S = 30.0
-
-
-class Engine(Protocol):
-    """Runs a function over tasks."""
-
-    num_workers: int
-
-    def map(
-        self,
-        function: Callable[..., R],
-        tasks: Sequence[tuple[Any, ...]],
-        *,
-        label: str,
-        on_death: OnDeath | None = None,
-    ) -> Iterator[tuple[int, R]]:
-        """Run ``function(*task)`` for every task; yield (task index, result) as they finish, in any order.
-
-        ``on_death(index, task)`` is called when the process that ran a task died; it returns the task to run instead
-        or raises. Without it a task is repeated as it is, at most :data:`MAX_DEATHS` times. The first exception a
-        task raises ends the map and is raised here.
-        """
-        ...
-
-
-class InProcess:
-    """Runs tasks one after the other in this process: for tests and for looking at one task in a debugger."""
-
-    num_workers = 1
-
-    def map(
-        self,
-        function: Callable[..., R],
-        tasks: Sequence[tuple[Any, ...]],
-        *,
-        label: str,
-        on_death: OnDeath | None = None,
-    ) -> Iterator[tuple[int, R]]:
-        """See :class:`Engine`."""
-        for index, task in enumerate(tasks):
-            yield index, function(*task)
+#: Seconds between two looks at whether the pool can have more workers.
+REGROW_S = 10.0
+#: Seconds for which a worker that cannot be reached may still turn out to be alive, or Ray to say what became of it.
+DOUBT_S = 60.0
 
 
 class _Worker:
@@ -75,57 +45,127 @@ class _Worker:
     It works in the driver's folder where that exists, so that relative paths mean the same file to both.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, fence: Fence | None) -> None:
         with suppress(OSError):
             os.chdir(folder)
+        self.fence = fence
 
     def call(self, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
         try:
-            return function(*task)
+            if self.fence is not None:
+                self.fence.check()
+            with nullcontext() if self.fence is None else storage.guarded(self.fence.check):
+                return function(*task)
         except QuernError as error:
             return error  # a value: Ray would wrap it and lose its type
 
-    def ready(self) -> int:
-        return os.getpid()
+    def ready(self) -> str:
+        """The id of the machine this process is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass(eq=False)
+class _Hand:
+    """One worker as the driver sees it."""
+
+    actor: Any
+    machine: str | None = None
+    """Known once it has come up."""
 
 
 class RayPool:
     """Up to ``num_workers`` actors of one CPU each on a Ray cluster.
 
     An actor is given work when its process has come up, and not before: a cluster with fewer CPUs, or with busy ones,
-    does the work with the actors it has room for.
+    does the work with the actors it has room for. Every :data:`REGROW_S` seconds the pool is brought back to its size.
+
+    Args:
+        num_workers: the size; None follows the CPUs of the cluster, as they come and go.
+        autoscaled: ask the cluster's autoscaler for as many CPUs as there is work for, while there is.
+        fence: what a worker checks before each task and each file.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self._actors: list[Any] = []
-        self._starting: dict[Any, Any] = {}
-        """Reference of the answer to ``ready`` → actor."""
+    def __init__(self, num_workers: int | None, *, autoscaled: bool = False, fence: Fence | None = None) -> None:
+        self._follows = num_workers is None
+        self.num_workers = num_workers or _cluster_cpus()
+        self._autoscaled = autoscaled
+        self._asked = 0
+        self._fence = fence
+        self._hands: list[_Hand] = []
+        self._starting: dict[Any, _Hand] = {}
+        """Reference of the answer to ``ready`` → worker."""
         self._failed_starts = 0
+        self._grown = float("-inf")
+        self._waited = 0.0
+        self._busy = 0
+
+    def counts(self) -> dict[str, int]:
+        """``wanted``, ``up``, ``starting`` and ``busy`` workers."""
+        starting = len(self._starting)
+        up = len(self._hands) - starting
+        return {"wanted": self.num_workers, "up": up, "starting": starting, "busy": min(self._busy, up)}
+
+    def _grow(self, tasks: int, *, now: bool = False) -> None:
+        """Start what is missing for ``tasks``, at most every :data:`REGROW_S` seconds unless ``now``."""
+        if not now and time.monotonic() - self._grown < REGROW_S:
+            return
+        self._grown = time.monotonic()
+        if self._follows:
+            self.num_workers = _cluster_cpus()
+        wanted = min(self.num_workers, tasks)
+        self._ask_for(wanted)
+        while len(self._hands) < wanted:
+            self._spawn()
+
+    def _ask_for(self, cpus: int) -> None:
+        """Tell the autoscaler how many CPUs there is work for; it keeps to the last figure until it is told another."""
+        if not self._autoscaled or cpus == self._asked:
+            return
+        from ray.autoscaler.sdk import request_resources
+
+        try:
+            request_resources(num_cpus=cpus)
+            self._asked = cpus
+        except Exception as error:  # a cluster without an autoscaler does its work with what it has
+            log.warning("the cluster's autoscaler cannot be asked for %d CPUs: %s", cpus, error)
 
     def _spawn(self) -> None:
         import ray
 
-        actor: Any = ray.remote(_Worker).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote(os.getcwd())
-        self._actors.append(actor)
-        self._starting[actor.ready.remote()] = actor
+        actor: Any = (
+            ray.remote(_Worker).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote(os.getcwd(), self._fence)
+        )
+        self._hands.append(hand := _Hand(actor))
+        self._starting[actor.ready.remote()] = hand
 
-    def _started(self, reference: Any, label: str) -> list[Any]:
-        """The actor that has come up; none if its process died, and another is started in its place."""
+    def _started(self, reference: Any, label: str) -> list[_Hand]:
+        """The worker that has come up; none if its process died, and another is started in its place."""
         import ray
 
-        actor = self._starting.pop(reference)
+        hand = self._starting.pop(reference)
         try:
-            ray.get(reference)
+            hand.machine = ray.get(reference)
         except _deaths() as death:
-            self._actors.remove(actor)
-            self._failed_starts += 1
+            self._dismiss(hand)
+            if not _is_loss(death, None):
+                self._failed_starts += 1
             if self._failed_starts > MAX_DEATHS:
                 raise QuernError(f"{label}: {self._failed_starts} worker processes did not come up: {death}") from None
             self._spawn()
             return []
         self._failed_starts = 0
-        return [actor]
+        return [hand]
+
+    def _dismiss(self, hand: _Hand) -> None:
+        """It is no worker of this pool any more; if its process lives, it is ended when it can be reached."""
+        import ray
+
+        with suppress(ValueError):
+            self._hands.remove(hand)
+        with suppress(Exception):
+            ray.kill(hand.actor)
 
     def map(
         self,
@@ -137,86 +177,155 @@ class RayPool:
     ) -> Iterator[tuple[int, R]]:
         """See :class:`Engine`."""
         import ray
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import ActorUnavailableError, RayTaskError
 
         waiting = list(range(len(tasks)))[::-1]
         current = list(tasks)
-        deaths = [0] * len(tasks)
-        while len(self._actors) < min(self.num_workers, len(tasks)):
-            self._spawn()
-        starting = list(self._starting.values())
-        idle = [actor for actor in self._actors if actor not in starting]
-        running: dict[Any, tuple[int, Any]] = {}
+        deaths, losses = [0] * len(tasks), [0] * len(tasks)
+        idle = [hand for hand in self._hands if hand not in self._starting.values()]
+        running: dict[Any, tuple[int, _Hand]] = {}
+        doubtful: dict[Any, tuple[int, _Hand, float]] = {}
+        """Reference of a second question → what could not be reached, and since when (Unix seconds)."""
+
+        def died(index: int, hand: _Hand, why: BaseException | str, *, lost: bool, at: float | None = None) -> None:
+            self._dismiss(hand)
+            losses[index] += lost
+            deaths[index] += not lost
+            if losses[index] > MAX_LOST_MACHINES:
+                raise QuernError(f"{label}: {losses[index]} machines were lost with task {index}: {why}") from None
+            death = Death(lost, at or time.time(), partial(_call_on, hand.machine))
+            if on_death is not None:
+                current[index] = on_death(index, current[index], death)
+            elif deaths[index] > MAX_DEATHS:
+                raise QuernError(
+                    f"{label}: the worker process died {deaths[index]} times on task {index}: {why}"
+                ) from None
+            waiting.append(index)
+            self._grow(len(waiting) + len(running) + len(doubtful), now=True)
+
+        self._grow(len(tasks), now=True)
         try:
-            while waiting or running:
+            while waiting or running or doubtful:
+                self._grow(len(waiting) + len(running) + len(doubtful))
                 while waiting and idle:
-                    index, actor = waiting.pop(), idle.pop()
-                    running[actor.call.remote(function, current[index])] = (index, actor)
-                done = self._next([*running, *self._starting], label, alone=not running)
+                    index, hand = waiting.pop(), idle.pop()
+                    running[hand.actor.call.remote(function, current[index])] = (index, hand)
+                self._busy = len(running)
+                done: Any = self._next([*running, *self._starting, *doubtful], label, alone=not running)
+                for reference, (index, hand, since) in list(doubtful.items()):
+                    if reference is not done and time.time() - since > DOUBT_S:
+                        del doubtful[reference]
+                        died(index, hand, "it cannot be reached", lost=True)
                 if done in self._starting:
                     idle += self._started(done, label)
-                    continue
-                index, actor = running.pop(done)
-                try:
-                    result = ray.get(done)
-                except _deaths() as death:
-                    self._actors.remove(actor)
-                    self._spawn()
-                    deaths[index] += 1
-                    if on_death is not None:
-                        current[index] = on_death(index, current[index])
-                    elif deaths[index] > MAX_DEATHS:
-                        raise QuernError(
-                            f"{label}: the worker process died {deaths[index]} times on task {index}: {death}"
-                        ) from None
-                    waiting.append(index)
-                    continue
-                except RayTaskError as error:
-                    raise error.as_instanceof_cause() from None
-                idle.append(actor)
-                if isinstance(result, QuernError):
-                    raise result
-                yield index, result
+                elif done in doubtful:
+                    index, hand, since = doubtful.pop(done)
+                    try:
+                        ray.get(done)  # it is there after all, but what it answered is not
+                        died(index, hand, "its answer was lost", lost=True)
+                    except ActorUnavailableError:
+                        doubtful[hand.actor.ready.remote()] = (index, hand, since)
+                    except _deaths() as death:
+                        died(index, hand, death, lost=_is_loss(death, hand.machine), at=since)
+                elif done in running:
+                    index, hand = running.pop(done)
+                    try:
+                        result = ray.get(done)
+                    except ActorUnavailableError:
+                        doubtful[hand.actor.ready.remote()] = (index, hand, time.time())
+                        continue
+                    except _deaths() as death:
+                        died(index, hand, death, lost=_is_loss(death, hand.machine))
+                        continue
+                    except RayTaskError as error:
+                        raise error.as_instanceof_cause() from None
+                    idle.append(hand)
+                    if isinstance(result, QuernError):
+                        raise result
+                    yield index, result
         finally:
-            if running:  # left early: what still runs must not write into a run that has ended
-                for _, actor in running.values():
-                    ray.kill(actor)
-                    self._actors.remove(actor)
+            # Left early: what still runs must not write into a run that has ended.
+            for hand in [*(hand for _, hand in running.values()), *(hand for _, hand, _ in doubtful.values())]:
+                self._dismiss(hand)
+            self._busy = 0
+            self._ask_for(0)
 
-    def _next(self, references: list[Any], label: str, *, alone: bool) -> Any:
-        """The next reference that is ready; who waits for a first worker is told so: no CPU may be free."""
+    def _next(self, references: list[Any], label: str, *, alone: bool) -> Any | None:
+        """The next reference that is ready, or None when it is time to look after the pool.
+
+        Who waits for a first worker is told so: no CPU may be free.
+        """
         import ray
 
-        while True:
-            ready, _ = ray.wait(references, num_returns=1, timeout=PATIENCE_S if alone else None)
-            if ready:
-                return ready[0]
+        pause = min(PATIENCE_S, REGROW_S)
+        ready, _ = ray.wait(references, num_returns=1, timeout=pause)
+        self._waited = self._waited + pause if alone and not ready else 0.0
+        if self._waited >= PATIENCE_S:
+            self._waited = 0.0
             free = ray.available_resources().get("CPU", 0)
             log.warning("%s: waiting for a worker; the Ray cluster has %g free CPUs", label, free)
+        return ready[0] if ready else None
 
     def close(self) -> None:
         """End the actors."""
-        import ray
-
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors.clear()
+        for hand in list(self._hands):
+            self._dismiss(hand)
         self._starting.clear()
+
+
+def _cluster_cpus() -> int:
+    import ray
+
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _is_loss(death: Exception, machine: str | None) -> bool:
+    """Whether a process, or the answer it had given, went because its whole machine did."""
+    import ray
+    from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError, RayActorError
+
+    if isinstance(death, NodeDiedError | ActorUnavailableError | ObjectLostError) or "node has died" in str(death):
+        return True
+    if isinstance(death, RayActorError) and death.preempted:
+        return True
+    return machine is not None and not any(node["NodeID"] == machine and node["Alive"] for node in ray.nodes())
+
+
+def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any | None:
+    """``function(*args)`` on that machine of the cluster; None when it is gone before it has answered."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if machine is None:
+        return None
+    there = NodeAffinitySchedulingStrategy(machine, soft=False)
+    task = ray.remote(_run).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(function, args)
+    try:
+        return ray.get(task, timeout=PATIENCE_S)
+    except (GetTimeoutError, RayError) as error:
+        log.warning("machine %s does not say what its worker died of: %s", machine[:8], _line(error))
+        return None
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
 
 
 def _deaths() -> tuple[type[Exception], ...]:
     """What Ray raises for a task whose process ended, whoever ended it; its memory monitor has an error of its own."""
-    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
+    from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
-    return (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+    return (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)
 
 
 @contextmanager
-def open_engine(workers: int | None, address: str | None = None) -> Iterator[Engine]:
+def open_engine(workers: int | None, address: str | None = None, fence: Fence | None = None) -> Iterator[RayPool]:
     """A Ray pool on the cluster at ``address`` ("auto", "host:port"), or on a local Ray started and ended here.
 
-    ``workers`` defaults to the CPUs of the cluster. A Ray that was already running in this process is used and left
-    as it is.
+    ``workers`` defaults to the CPUs of the cluster, and follows them. A cluster at an address is asked to grow to
+    ``workers``, where it can. A Ray that was already running in this process is used and left as it is. Workers do
+    nothing more when ``fence`` is another's.
 
     Raises:
         InputError: ``address`` is none.
@@ -248,7 +357,7 @@ def open_engine(workers: int | None, address: str | None = None) -> Iterator[Eng
                 ) from None
             except (ConnectionError, RuntimeError, RayError) as error:
                 raise QuernError(f"ray.address: no Ray cluster at {address!r} ({_line(error)})") from None
-    pool = RayPool(workers or max(1, int(ray.cluster_resources().get("CPU", 1))))
+    pool = RayPool(workers, autoscaled=address is not None and workers is not None, fence=fence)
     try:
         yield pool
     finally:

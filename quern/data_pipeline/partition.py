@@ -1,7 +1,9 @@
 """One partition through the chain, on one worker: read → stages → rows → files → commit.
 
 Runs in whatever process the engine gives it. Every :data:`FLUSH_PAGES` pages the finished rows are set down in the
-scratch folder; after a crash the partition goes on behind the last of them.
+scratch folder; after a crash the partition goes on behind the last of them. Each attempt sets down in a folder of its
+own and removes nothing, so that a worker that should be gone (its driver was killed, its machine was given up) neither
+takes from its successor nor writes over it.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import functools
 import itertools
 import logging
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +25,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.config import canonical_json
 from quern.data_pipeline.chain import QUALITY_GATE, Chain
-from quern.data_pipeline.commits import publish_commit
+from quern.data_pipeline.commits import find_commit, publish_commit
 from quern.data_pipeline.config import ChainConfig
 from quern.data_pipeline.document import (
     DOCUMENT_SCHEMA,
@@ -31,6 +34,7 @@ from quern.data_pipeline.document import (
     content_hash,
     verdict_schema,
 )
+from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.errors import QuernError
@@ -50,7 +54,7 @@ class PartitionTask:
 
     run_dir: str
     scratch: str
-    """A folder of this partition alone, for rows already finished."""
+    """A folder of this partition alone, for rows already finished; the driver removes it after the commit."""
     marker: str
     """Path of the marker file, on the machine that runs the task."""
     source: SourceConfig
@@ -84,7 +88,8 @@ class _Progress:
     by_reason: Counter[str] = field(default_factory=Counter)
     by_language: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"cpu": 0.0})
-    parts: int = 0
+    parts: list[str] = field(default_factory=list)
+    """Names below the scratch folder of what has been set down, of this attempt and of those it goes on from."""
 
     def add(self, page: Page) -> None:
         self.pages += 1
@@ -199,14 +204,27 @@ def _column(values: list[Any], field: pa.Field) -> pa.Array:
 def process_partition(task: PartitionTask) -> dict[str, Any]:
     """Read, judge and commit one partition; return its commit object.
 
-    Files written: verdicts, documents and signatures of the partition under ``task.run_dir``, then the commit.
+    Files written: verdicts, documents and signatures of the partition under ``task.run_dir``, then the commit. What
+    another attempt has committed in the meantime is not done again.
 
     Raises:
         QuernError: an input that cannot be opened, or two records with one identity.
+        SupersededError: another attempt at this partition has begun.
     """
+    entry = find_commit(
+        task.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
+    )
+    if entry is not None:
+        return entry
+    with storage.guarded(Fence.claim(storage.join(task.scratch, "attempt.json")).check):
+        return _process(task)
+
+
+def _process(task: PartitionTask) -> dict[str, Any]:
     chain = _chain(canonical_json(task.chain))
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
     rows = _Rows(chain.measures)
+    attempt = uuid.uuid4().hex[:12]
     progress = _resume(task)
     read_log = ReadLog()
     quarantined = dict(task.quarantined)
@@ -232,7 +250,7 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
                     marker.set(-1)
                     watchdog.rest()  # a slow disk or store is no page's fault
                     cpu = _count_time(progress, chain, cpu)
-                    _set_down(task, rows, progress)
+                    _set_down(task, attempt, rows, progress)
         marker.set(-1)
         _count_time(progress, chain, cpu)
         outputs = _publish(task, rows, progress.parts)
@@ -246,10 +264,10 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
             outputs=outputs,
             counts=progress.to_counts(read_log),
         )
+        Marker.remove(task.marker)  # on a machine of its own nobody else can
+        return entry
     finally:
         marker.close()
-    storage.remove_tree(task.scratch)
-    return entry
 
 
 def _identified(task: PartitionTask, read_log: ReadLog, seen: set[bytes]) -> Iterator[Page]:
@@ -286,42 +304,37 @@ def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     return now
 
 
-def _part(task: PartitionTask, number: int, name: str) -> str:
-    return storage.join(task.scratch, f"part-{number:05d}.{name}")
+_PROGRESS = "progress.json"
 
 
-def _set_down(task: PartitionTask, rows: _Rows, progress: _Progress) -> None:
+def _set_down(task: PartitionTask, attempt: str, rows: _Rows, progress: _Progress) -> None:
     """Flush finished rows to the scratch folder; the progress file is the commit of the part."""
+    part = f"{attempt}/part-{len(progress.parts):05d}"
     for name, table in rows.tables().items():
-        path = _part(task, progress.parts, f"{name}.arrow")
+        path = storage.join(task.scratch, f"{part}.{name}.arrow")
         with storage.publish(path) as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
-    progress.parts += 1
+    progress.parts.append(part)
     storage.write_json(
-        _part(task, progress.parts - 1, "progress.json"),
+        storage.join(task.scratch, f"{part}.{_PROGRESS}"),
         {"inputs": task.inputs, "config": task.config_hash, "progress": vars(progress)},
     )
     rows.clear()
 
 
 def _resume(task: PartitionTask) -> _Progress:
-    """Where an earlier attempt with the same inputs and config left off."""
-    progress = _Progress()
-    while True:
-        path = _part(task, progress.parts, "progress.json")
-        if not storage.exists(path):
-            return progress
+    """Where earlier attempts with the same inputs and config left off: the furthest of them, and no mixture of two."""
+    written = [path for path in storage.list_files(task.scratch) if path.endswith(f".{_PROGRESS}")]
+    for path in sorted(written, key=lambda path: path.rsplit("/", 1)[-1], reverse=True):
         stored = storage.read_json(path)
-        if stored["inputs"] != task.inputs or stored["config"] != task.config_hash:
-            if not progress.parts:  # else a part overwritten halfway could later pass for one of the old attempt
-                storage.remove_tree(task.scratch)
-            return progress
-        kept = stored["progress"]
-        tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
-        progress = _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)
+        if stored["inputs"] == task.inputs and stored["config"] == task.config_hash:
+            kept = stored["progress"]
+            tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
+            return _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)
+    return _Progress()
 
 
-def _publish(task: PartitionTask, rows: _Rows, parts: int) -> dict[str, str]:
+def _publish(task: PartitionTask, rows: _Rows, parts: Sequence[str]) -> dict[str, str]:
     """Write the partition's tables from its parts and the rows still in memory; return path → SHA-256."""
     outputs = {}
     rest = rows.tables()
@@ -329,9 +342,9 @@ def _publish(task: PartitionTask, rows: _Rows, parts: int) -> dict[str, str]:
         relative = f"{name}/{task.source.name}/{task.partition.name}.parquet"
         path = storage.join(task.run_dir, relative)
         with storage.publish(path) as file, pq.ParquetWriter(file, rows.schemas[name], compression="zstd") as writer:
-            for number in range(parts):
-                with storage.open_read(_part(task, number, f"{name}.arrow")) as part:
-                    writer.write_table(pa.ipc.open_file(part).read_all())
+            for part in parts:
+                with storage.open_read(storage.join(task.scratch, f"{part}.{name}.arrow")) as file_of_part:
+                    writer.write_table(pa.ipc.open_file(file_of_part).read_all())
             if rest[name].num_rows or not parts:
                 writer.write_table(rest[name])
         outputs[relative] = storage.sha256(path)

@@ -65,6 +65,7 @@ class _Phase:
     tokens: int = 0
     pages: int = 0
     kept: int = 0
+    damage: int = 0
     by_stage: Counter[str] = field(default_factory=Counter)
     count_in_work: Callable[[], int] | None = None
     in_work: int = 0
@@ -85,6 +86,7 @@ class _Phase:
         self.tokens += tokens
         self.pages += int(counts.get("pages", 0))
         self.kept += int(counts.get("kept", 0))
+        self.damage += len(counts.get("damage", ())) + int(counts.get("damage_left_out", 0))
         self.by_stage.update(counts.get("by_stage", {}))
         if not resumed:
             self.fresh += 1
@@ -111,6 +113,24 @@ class _Phase:
         else:
             left, pace = self.total - self.done, self.fresh / elapsed
         return left / pace if pace > 0 else None
+
+    def to_dict(self, now: float) -> dict[str, Any]:
+        """What another process is told of the phase."""
+        elapsed = now - self.began
+        fresh = self.fresh_documents + self.in_work
+        return {
+            "name": self.name,
+            "partitions": self.total,
+            "done": self.done,
+            "share": self.share,
+            "elapsed_s": round(elapsed, 1),
+            "eta_s": self.eta_s(now),
+            "pages": self.documents + self.in_work,
+            "pages_per_s": round(fresh / elapsed, 1) if elapsed > 0 else None,
+            "kept": self.kept,
+            "quarantined": self.by_stage.get("quarantine", 0),
+            "damage": self.damage,
+        }
 
     @property
     def unit(self) -> str:
@@ -171,6 +191,7 @@ class Progress:
         self._changed = False
         self._num_errors = 0
         self._errors: deque[str] = deque(maxlen=NUM_ERRORS_SHOWN)
+        self._past: list[dict[str, Any]] = []
         self._reported = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="progress") if background else None
@@ -250,6 +271,19 @@ class Progress:
             if self._phase is not None:
                 self._end("done")
 
+    def snapshot(self) -> dict[str, Any]:
+        """The phase in work (None between two), the phases that are over, and the errors, as plain data."""
+        with self._lock:
+            now = self._clock()
+            phase = self._phase
+            if phase is not None:
+                phase.look()
+            return {
+                "phase": phase.to_dict(now) if phase is not None else None,
+                "past": list(self._past),
+                "errors": {"num": self._num_errors, "last": list(self._errors)},
+            }
+
     def tick(self) -> None:
         """Draw if it is time to; the background thread calls this."""
         with self._guarded():
@@ -294,6 +328,7 @@ class Progress:
         self._phase = self._live = None
         if phase is not None and how == "done":
             phase.in_work = 0
+            self._past.append(phase.to_dict(self._clock()))
         if live is not None:
             live.stop()
         if phase is not None:

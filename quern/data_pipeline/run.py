@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
-import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from quern import storage
 from quern.config import digest
@@ -16,7 +17,7 @@ from quern.data_pipeline import dedup
 from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_commit
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.engine import Engine
+from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
 from quern.data_pipeline.partition import TABLES, PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
@@ -33,6 +34,8 @@ __all__ = [
     "plan_sources",
     "run",
 ]
+
+log = logging.getLogger(__name__)
 
 #: Raised whenever the code would make other bytes from the same config.
 PAGES_FORMAT = 1
@@ -158,12 +161,14 @@ def _run_pages(
     for index, entry in entries.items():
         progress.partition_done(entry["counts"], sizes[index], resumed=True)
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
-    strikes = _Strikes(config.isolation.page_timeout_s, progress)
+    strikes = _Strikes(config.isolation.page_timeout_s, progress, storage.is_local(scratch))
     results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
-    for position, entry in results:
-        entries[todo[position]] = entry
-        Marker.remove(tasks[todo[position]].marker)
-        progress.partition_done(entry["counts"], sizes[todo[position]])
+    with _Sweeper() as sweeper:
+        for position, entry in results:
+            entries[todo[position]] = entry
+            Marker.remove(tasks[todo[position]].marker)
+            sweeper.remove(tasks[todo[position]].scratch)
+            progress.partition_done(entry["counts"], sizes[todo[position]])
     progress.end_phase()
     if storage.is_local(markers):
         storage.remove_tree(markers)
@@ -184,22 +189,53 @@ def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
                 storage.remove_tree(path)
 
 
+class _Sweeper:
+    """Removes scratch folders of finished partitions, beside the run: on a store each takes a few round trips.
+
+    What is left of one into which a worker that should be gone still writes goes with the whole scratch folder.
+    """
+
+    def __enter__(self) -> Self:
+        self._threads = ThreadPoolExecutor(8, "sweeper")
+        return self
+
+    def remove(self, folder: str) -> None:
+        self._threads.submit(self._remove, folder)
+
+    @staticmethod
+    def _remove(folder: str) -> None:
+        try:
+            storage.remove_tree(folder)
+        except OSError as error:
+            log.info("%s: is removed at the end of the run (%s)", folder, error)
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=True)
+
+
 class _Strikes:
     """What a worker's death means for the page it had in work.
 
-    A page on which the clock ran out is quarantined at once. Any other death (out of memory, a lost machine, a kill)
-    may not be the page's fault: the page is tried once more, and quarantined when a worker dies on it again.
+    A page on which the clock ran out is quarantined at once. Any other death of the process (out of memory, a kill)
+    may not be the page's fault: the page is tried once more, and quarantined when a worker dies on it again. A lost
+    machine is no page's fault, however often it happens.
     """
 
-    def __init__(self, page_timeout_s: float, progress: Progress) -> None:
+    def __init__(self, page_timeout_s: float, progress: Progress, markers_are_shared: bool = True) -> None:
         self.page_timeout_s = page_timeout_s
         self.progress = progress
+        self.markers_are_shared = markers_are_shared
+        """Whether this process sees the markers of workers on other machines."""
         self.deaths: dict[tuple[int, int], int] = {}
 
-    def __call__(self, index: int, task: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, index: int, task: tuple[Any, ...], death: Death) -> tuple[Any, ...]:
         (work,) = task
         name = f"{work.source.name}/{work.partition.name}"
-        last = Marker.take(work.marker)
+        if death.lost_machine:
+            Marker.remove(work.marker)
+            self.progress.error(f"{name}: its machine was lost, the partition goes on elsewhere")
+            return task
+        last = Marker.take(work.marker) if self.markers_are_shared else death.ask(Marker.take, work.marker)
         ordinal = last.ordinal if last is not None else -1
         self.deaths[index, ordinal] = deaths = self.deaths.get((index, ordinal), 0) + 1
         blamed = dict(work.quarantined)
@@ -208,7 +244,7 @@ class _Strikes:
                 raise QuernError(f"{name}: the worker process died {deaths} times outside the pages; see Ray's logs")
             self.progress.error(f"{name}: worker died, the partition goes on")
             return task
-        hung = time.time() - last.began >= 0.7 * self.page_timeout_s
+        hung = death.at - last.began >= 0.7 * self.page_timeout_s
         if not hung and deaths == 1:
             self.progress.error(f"{name}: worker died at page {ordinal}, trying it once more")
             return task

@@ -6,7 +6,7 @@ import fcntl
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -170,4 +170,5 @@ def _remove_torn(path: str) -> None:
     for folder, _, names in os.walk(storage.split(path)[1]):
         for name in names:
             if storage.is_temporary(name):
-                os.unlink(os.path.join(folder, name))
+                with suppress(FileNotFoundError):  # its writer may still be there, and just be done
+                    os.unlink(os.path.join(folder, name))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quern.data_pipeline.engine import Engine, InProcess, open_engine
+from quern.data_pipeline.engine import Death, Engine, InProcess, open_engine
 from quern.errors import InputError, QuernError
 
 
@@ -105,12 +105,12 @@ def test_a_task_that_always_kills_ends_the_run_with_its_name(pool: Engine) -> No
 def test_the_caller_decides_what_a_death_means(pool: Engine) -> None:
     deaths = []
 
-    def on_death(index: int, task: tuple[Any, ...]) -> tuple[Any, ...]:
-        deaths.append(index)
+    def on_death(index: int, task: tuple[Any, ...], death: Death) -> tuple[Any, ...]:
+        deaths.append((index, death.lost_machine, death.ask(os.getcwd)))
         return (-task[0],)
 
     assert collected(pool, spared, [(-1,), (5,), (-2,)], on_death=on_death) == {0: -1, 1: -5, 2: -2}
-    assert deaths == [1]
+    assert deaths == [(1, False, os.getcwd())]
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_worker_that_the_memory_monitor_ends_is_a_death_like_any_other(tmp_pat
         "    time.sleep(seconds)\n"
         "    return seconds\n"
         "deaths = []\n"
-        "def on_death(index, task):\n"
+        "def on_death(index, task, death):\n"
         "    deaths.append(index)\n"
         "    return (0,)\n"
         "with open_engine(1) as engine:\n"

@@ -20,7 +20,7 @@ import pytest
 from quern.data_pipeline import partition as partition_module
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.engine import Engine, InProcess, open_engine
+from quern.data_pipeline.engine import Death, Engine, InProcess, open_engine
 from quern.data_pipeline.isolation import Marker
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
@@ -271,12 +271,12 @@ def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path)
     marker.close()
     with Progress(background=False) as progress:
         strikes = pages._Strikes(60, progress)
-        assert strikes(0, (task,)) == (task,)
-        assert strikes(0, (task,)) == (task,)
+        assert strikes(0, (task,), Death()) == (task,)
+        assert strikes(0, (task,), Death()) == (task,)
         marker = Marker(str(tmp_path / "marker"))
         marker.set(5)
         marker.close()
-        ((blamed,),) = [strikes(0, (task,))]
+        ((blamed,),) = [strikes(0, (task,), Death())]
     assert blamed.quarantined == ((5, "quarantine.crash"),)
 
 
@@ -313,7 +313,13 @@ def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another
         patch.setattr(partition_module.storage, "write_json", cut_off)
         with pytest.raises(KeyboardInterrupt):
             run(masked)
-    left = [path.name for path in (tmp_path / "run" / ".work").rglob("*.progress.json")]
-    assert left == [], "the parts of A ended where B began to write over them"
+    left = {path.parent.name for path in (tmp_path / "run" / ".work").rglob("*.progress.json")}
+    assert len(left) == 1, "the parts of A stand, B wrote beside them"
+    assert len(list((tmp_path / "run" / ".work").rglob("*.verdicts.arrow"))) == 3
     run(plain)
-    assert len(verdicts(tmp_path)) == 10
+    (table,) = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
+    shutil.rmtree(tmp_path / "run")
+    run(plain)
+    (whole,) = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
+    assert table.num_rows == 10
+    assert table.equals(whole)

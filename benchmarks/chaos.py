@@ -1,0 +1,283 @@
+"""Kills what a data run stands on, at random moments, and compares what comes out with an undisturbed run.
+
+    python benchmarks/chaos.py driver|worker|machine|link [--count N] [--seed S] [--folder DIR] [--json FILE]
+
+driver   kill -9 of the driver, then the same command again at once, while its old workers may still be there
+worker   kill -9 of one worker process or two
+machine  kill -9 of a raylet, alone or with all its processes, on a cluster of two; a new machine joins
+link     the second machine is in a network namespace of its own and its cable is pulled: it works on, unheard (root)
+
+Runs are of the demo's sample site with little else but the road itself, a flush every few pages. Tokens, verdicts,
+decisions and every counter must be those of the undisturbed run. A kill that came when there was nothing to strike is
+not counted. Exit status 1: something differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from chaos_cluster import Cluster, machines, pick  # noqa: E402
+
+KINDS = ("driver", "worker", "machine", "link")
+FLUSH_PAGES = 4
+#: Kills of a driver before it is left to end.
+DRIVER_KILLS = 3
+RUN_LIMIT_S = 240
+
+RECIPE = """
+run_dir: set-by-the-command
+sources: [{name: sample, kind: warc, paths: set-by-the-command}]
+extract: {engine: resiliparse}
+language: {keep: [en], threshold: 0.5, pre_skip: 0.2}
+quality: {order: [c4]}
+tokenize: {encoding: trained, vocab_size: 400, validation: 0.1, shard_tokens: 20000}
+"""
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    kind: str
+    struck: int = 0
+    missed: int = 0
+    runs: int = 0
+    differing: list[str] = field(default_factory=list)
+    phases: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "phases": dict(self.phases), "seconds": round(self.seconds, 1)}
+
+
+class Site:
+    """The inputs, the recipe and the undisturbed run."""
+
+    def __init__(self, folder: Path, pages: int) -> None:
+        from quern.demo import write_site
+
+        self.folder = folder
+        site = write_site(str(folder / "site"), seed=3, pages=pages)
+        self.warcs = [str(Path(path).resolve()) for path in site.warcs]
+        self.recipe = folder / "chaos.yaml"
+        self.recipe.write_text(RECIPE)
+
+    def start(self, run_dir: Path, address: str) -> subprocess.Popen[bytes]:
+        """The driver."""
+        command = [
+            sys.executable, str(HERE / "chaos.py"), "drive", "data", "run", str(self.recipe), f"run_dir={run_dir}",
+            f"sources.0.paths={json.dumps(self.warcs)}", f"ray.address={address}", "workers=2",
+        ]  # fmt: skip
+        log = open(f"{run_dir}.log", "ab")  # noqa: SIM115
+        with log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+
+    def finish(self, driver: subprocess.Popen[bytes], run_dir: Path) -> None:
+        code = driver.wait(RUN_LIMIT_S)
+        if code != 0:
+            raise SystemExit(f"the run ended with {code}:\n{Path(f'{run_dir}.log').read_text()[-4000:]}")
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """Everything that must not depend on what was killed."""
+    found: dict[str, Any] = {}
+    for name in ("tokens", "verdicts", "documents", "signatures", "duplicates"):
+        for path in sorted((run_dir / name).rglob("*")):
+            if path.is_file():
+                found[str(path.relative_to(run_dir))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    stats = json.loads((run_dir / "stats.json").read_text())
+    del stats["timing"]
+    return {**found, **{f"stats.{key}": value for key, value in stats.items()}}
+
+
+def phase_of(run_dir: Path) -> str:
+    """The phase that the driver last spoke of."""
+    with suppress(OSError, ValueError):
+        said = json.loads((run_dir / "status.json").read_text())
+        if said["phase"]:
+            return str(said["phase"]["name"])
+        return f"after {said['past'][-1]['name']}" if said["past"] else "starting"
+    return "starting"
+
+
+def await_first_beat(run_dir: Path, driver: subprocess.Popen[bytes]) -> None:
+    while driver.poll() is None:
+        with suppress(OSError, ValueError):
+            if json.loads((run_dir / "status.json").read_text())["driver"]["pid"] == driver.pid:
+                return
+        time.sleep(0.02)
+
+
+def await_target(kind: str, run_dir: Path, driver: subprocess.Popen[bytes], cluster: Cluster) -> None:
+    """Return when there is something to strike, or the run is over."""
+    await_first_beat(run_dir, driver)
+    while kind != "driver" and driver.poll() is None:
+        if cluster.workers() if kind == "worker" else cluster.others[-1].workers():
+            return
+        time.sleep(0.05)
+
+
+def undisturbed(kind: str, site: Site, cluster: Cluster) -> tuple[dict[str, Any], float]:
+    """What comes out, and for how many seconds there is something to strike."""
+    found = []
+    for number in range(2):  # the first warms the machine up
+        run_dir = site.folder / f"whole-{number}"
+        driver = site.start(run_dir, cluster.address)
+        await_target(kind, run_dir, driver, cluster)
+        began = time.monotonic()
+        site.finish(driver, run_dir)
+        found.append((result(run_dir), time.monotonic() - began))
+    if found[0][0] != found[1][0]:
+        raise SystemExit("two undisturbed runs differ")
+    return found[1]
+
+
+def strike_workers(cluster: Cluster, draw: random.Random) -> bool:
+    struck = False
+    for process in pick(cluster.workers(), draw.choice((1, 1, 2)), draw):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+            struck = True
+    return struck
+
+
+def strike_machine(cluster: Cluster, draw: random.Random) -> bool:
+    victim = cluster.others[-1]
+    return bool(victim.workers()) and victim.kill(raylet_alone=draw.random() < 0.5)
+
+
+def strike_link(cluster: Cluster, draw: random.Random) -> bool:
+    if not cluster.others[-1].workers() or cluster.cable is None:
+        return False
+    cluster.cable.plug("down")
+    return True
+
+
+STRIKES: dict[str, Callable[[Cluster, random.Random], bool]] = {
+    "worker": strike_workers, "machine": strike_machine, "link": strike_link,
+}  # fmt: skip
+
+
+def trial(kind: str, site: Site, cluster: Cluster, length_s: float, draw: random.Random, report: Report) -> None:
+    """One disturbed run."""
+    run_dir = site.folder / f"{kind}-{report.runs}"
+    struck = False
+    for _ in range(DRIVER_KILLS if kind == "driver" else 1):
+        driver = site.start(run_dir, cluster.address)
+        await_target(kind, run_dir, driver, cluster)
+        time.sleep(draw.uniform(0, length_s))
+        phase = phase_of(run_dir)
+        if driver.poll() is not None:
+            hit = False
+        elif kind == "driver":
+            driver.kill()
+            driver.wait()
+            hit = True
+        else:
+            hit = STRIKES[kind](cluster, draw)
+        report.struck += hit
+        report.missed += not hit
+        report.phases.update([phase] * hit)
+        struck |= hit
+        if driver.returncode == 0:
+            break
+    if driver.poll() is not None and driver.returncode != 0:
+        driver = site.start(run_dir, cluster.address)
+    site.finish(driver, run_dir)
+    if struck and kind == "link" and cluster.cable is not None:
+        cluster.cable.plug("up")
+    if struck and kind in ("machine", "link"):
+        cluster.others.pop().end()
+        cluster.add_machine()
+        time.sleep(3)
+
+
+def chaos(kind: str, count: int, seed: int, folder: Path, pages: int = 160) -> Report:
+    """Strike ``count`` times; every run is compared as soon as it has ended."""
+    draw = random.Random(f"{kind} {seed}")
+    report = Report(kind)
+    began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    site = Site(folder, pages)
+    with machines(folder, namespace=kind == "link") as cluster:
+        expected, length_s = undisturbed(kind, site, cluster)
+        print(f"undisturbed: {length_s:.1f} s, {len(expected)} files and counters", file=sys.stderr, flush=True)
+        while report.struck < count and report.missed < 3 * count + 3:
+            before = report.struck
+            trial(kind, site, cluster, length_s, draw, report)
+            run_dir = folder / f"{kind}-{report.runs}"
+            found = result(run_dir)
+            names = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+            report.differing += [f"{run_dir.name}: {name}" for name in names]
+            report.runs += 1
+            report.seconds = time.monotonic() - began
+            print(f"{kind}: {report.struck}/{count} struck ({report.struck - before} in this run), "
+                  f"{'same bytes' if not names else f'DIFFERS: {names}'}, {report.seconds:.0f} s",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            if not names:
+                shutil.rmtree(run_dir)
+    return report
+
+
+def drive(arguments: list[str]) -> None:
+    """quern itself, with a flush every few pages."""
+    from quern.cli.main import main as quern
+    from quern.data_pipeline import run
+
+    run.process_partition = in_small_parts  # type: ignore[assignment]
+    sys.argv = ["quern", *arguments]
+    quern()
+
+
+def in_small_parts(task: Any) -> Any:
+    from quern.data_pipeline import partition
+
+    partition.FLUSH_PAGES = FLUSH_PAGES
+    return partition.process_partition(task)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["drive"]:
+        drive(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--count", type=int, default=20, help="kills that strike (20)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pages", type=int, default=160, help="pages of the sample site")
+    parser.add_argument("--folder", type=Path, help="where to work; default is a temporary folder")
+    parser.add_argument("--json", type=Path, help="write the report here too")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="quern-chaos-") as temporary:
+        report = chaos(args.kind, args.count, args.seed, args.folder or Path(temporary), args.pages)
+    said = report.to_dict()
+    if args.json is not None:
+        args.json.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    print(f"{report.kind}: {report.struck} kills struck in {report.runs} runs ({said['phases']}), "
+          f"{report.missed} missed, {len(report.differing)} differences, {report.seconds:.0f} s")  # fmt: skip
+    if report.differing or report.struck < args.count:
+        print("\n".join(report.differing), file=sys.stderr)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

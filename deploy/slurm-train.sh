@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Training on Slurm: torchrun on every node, one rank a GPU.
+#
+#   sbatch deploy/slurm-train.sh configs/llama3-8b.yaml run_dir=/shared/runs/NAME
+#
+# The run's folder must be on a file system that all nodes share. Two minutes before the job's time is up every rank gets
+# SIGTERM, saves and ends with exit code 3; the job is put back into the queue and goes on from that checkpoint.
+#SBATCH --job-name=quern-train
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@120
+#SBATCH --output=quern-train-%j.log
+set -euo pipefail
+
+export OMP_NUM_THREADS=1
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
+
+srun --kill-on-bad-exit=1 --wait=60 \
+    torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \
+    -m quern.train "$@" &
+ranks=$!
+ended_early=0
+trap 'ended_early=1; kill -TERM "$ranks" 2> /dev/null' TERM
+code=0
+wait "$ranks" || code=$?
+if [ "$ended_early" = 1 ]; then
+    wait "$ranks" || code=$? # the first wait ended with the signal, not with the ranks
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,23 @@
+"""Whatever is killed, and whenever: the tokens, the verdicts and the counters are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("kind", ["driver", "worker", "machine"])
+def test_kills_change_no_byte_and_no_counter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import chaos
+
+    sys.modules.setdefault("chaos", chaos)
+    report = chaos.chaos(kind, 2, seed=1, folder=tmp_path)
+    assert report.differing == []
+    assert report.struck >= 2
