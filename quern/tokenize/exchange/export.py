@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ __all__ = ["EXPORT_FILE", "ExportReport", "Exported", "export"]
 EXPORT_FILE = "export.json"
 _CHUNK_TOKENS = 1 << 22
 _MOST_INT32 = 2**31 - 1
+_STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,9 @@ def _readers(run: str, sources: Sequence[str], held_out: bool) -> list[ShardRead
     listed = version.get("sources") if isinstance(version, dict) else None
     if not isinstance(listed, dict):
         raise InputError(f"{path}: sources: expected a mapping, got {listed!r:.60}")
+    odd = [name for name in listed if not _STREAM.fullmatch(name)]
+    if odd:
+        raise InputError(f"{path}: sources: expected <source> or <source>.val, got {odd[0]!r:.99}")
     suffix = ".val" if held_out else ""
     known = sorted(name.removesuffix(".val") for name in listed if name.endswith(".val") is held_out)
     unknown = [name for name in sources if name not in known]

@@ -21,7 +21,7 @@ class Vocabulary:
     """The bytes of every id of an encoding; ``known``: bool[vocab_size], whether an id has any."""
 
     def __init__(self, encoding: Encoding) -> None:
-        tokens = []
+        tokens: list[bytes | None] = []
         for number in range(encoding.vocab_size):
             try:
                 tokens.append(encoding.core.decode_single_token_bytes(number))
