@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 
+from quern.data_pipeline.document import content_hash
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.exchange.columns import I64
 
@@ -36,21 +36,35 @@ class Vocabulary:
         ``tokens``: all of them, one document after the other; ``lengths``: of each, EOT included.
         """
         ends = np.cumsum(lengths)
-        return [
-            self._text_hash(tokens[end - length : end - 1])
-            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
-        ]
+        hashes: list[bytes] = []
+        while len(hashes) < len(lengths):
+            first = len(hashes)
+            start = int(ends[first] - lengths[first])
+            last = int(np.searchsorted(ends, start + _PIECE, "right"))
+            if last == first:
+                hashes.append(self._text_hash(tokens[start : ends[first] - 1]))
+                continue
+            data, edges = self._bytes_of(tokens[start : ends[last - 1]])
+            froms, tos = edges[ends[first:last] - lengths[first:last] - start], edges[ends[first:last] - 1 - start]
+            hashes += [
+                content_hash(str(data[begin:end], "utf-8", "replace"))
+                for begin, end in zip(froms.tolist(), tos.tolist(), strict=True)
+            ]
+        return hashes
 
     def _text_hash(self, tokens: np.ndarray) -> bytes:
+        """Of one document's tokens, however many."""
         state = hashlib.blake2b(digest_size=16)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for data in self._pieces(tokens):
+        for first in range(0, len(tokens), _PIECE):
+            data, _ = self._bytes_of(tokens[first : first + _PIECE])
             state.update(decoder.decode(data).encode())
         state.update(decoder.decode(b"", final=True).encode())
         return state.digest()
 
-    def _pieces(self, tokens: np.ndarray) -> Iterator[memoryview]:
-        for first in range(0, len(tokens), _PIECE):
-            found = self._bytes.take(pa.array(tokens[first : first + _PIECE].astype(np.int64)))
-            edges = np.frombuffer(found.buffers()[1], np.int64)[found.offset : found.offset + len(found) + 1]
-            yield memoryview(found.buffers()[2])[int(edges[0]) : int(edges[-1])]
+    def _bytes_of(self, tokens: np.ndarray) -> tuple[memoryview, I64]:
+        """The bytes of some tokens, and where each token's begin in them (and at last where they end)."""
+        found = self._bytes.take(pa.array(tokens.astype(np.int64)))
+        _, offsets, data = found.buffers()
+        edges = np.frombuffer(offsets, np.int64)[found.offset : found.offset + len(found) + 1]
+        return memoryview(data or b""), edges

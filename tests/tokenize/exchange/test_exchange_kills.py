@@ -1,4 +1,4 @@
-"""Killed before any change of a file: nothing stands under the final name, or all of it; the next run clears the rest."""
+"""Killed before any change of a file: under the final name stands all or nothing; the next run clears the rest."""
 
 from __future__ import annotations
 
@@ -106,11 +106,16 @@ def test_a_killed_import_leaves_nothing_that_is_not_whole(fate: _Fate, tmp_path:
 def test_two_writers_of_one_name(tmp_path: Path) -> None:
     """Neither takes the other for a dead one; the first to end has the name."""
     out = str(tmp_path / "out")
-    with pytest.raises(InputError, match="is there already"), staged(out) as one:
-        Path(one, "a").write_text("one")
-        with staged(out) as two:
-            assert Path(one, "a").exists()
-            Path(two, "a").write_text("two")
+
+    def both() -> None:
+        with staged(out) as one:
+            Path(one, "a").write_text("one")
+            with staged(out) as two:
+                assert Path(one, "a").exists()
+                Path(two, "a").write_text("two")
+
+    with pytest.raises(InputError, match="is there already"):
+        both()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert Path(out, "a").read_text() == "two"
 
