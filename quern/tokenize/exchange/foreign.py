@@ -81,18 +81,27 @@ class TokenFile:
             raise InputError(f"{path}.loss: loss masks cannot be imported; remove the file to import without them")
         self._source = Source(path)
         self.size = self._source.size
-        if format == "megatron":
-            self._index = Index(index_path(path))
-            self.dtype = self._index.dtype
-        else:
-            stated = _metadata_dtype(path) if format == "datatrove" else None
-            self.dtype = np.dtype(stated or dtype).newbyteorder("<")
-            if format == "datatrove" and os.path.lexists(f"{path}.index"):
-                self._ends = Source(f"{path}.index")
-        if self.size % self.dtype.itemsize:
-            raise InputError(
-                f"{path}: has {self.size} bytes, expected a multiple of {self.dtype.itemsize} ({self.dtype.name})"
-            )
+        try:
+            self.dtype = self._open_beside(dtype)
+            if self.size % self.dtype.itemsize:
+                raise InputError(
+                    f"{path}: has {self.size} bytes, expected a multiple of {self.dtype.itemsize} ({self.dtype.name})"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_beside(self, dtype: str) -> np.dtype:
+        """Open what the format has beside the file; the type of ids."""
+        if self.format == "megatron":
+            self._index = Index(index_path(self.path))
+            return self._index.dtype
+        stated = None
+        if self.format == "datatrove":
+            stated = _metadata_dtype(self.path)
+            if os.path.lexists(f"{self.path}.index"):
+                self._ends = Source(f"{self.path}.index")
+        return np.dtype(stated or dtype).newbyteorder("<")
 
     def close(self) -> None:
         """Close the files."""

@@ -318,21 +318,22 @@ def _record_by_place(
 
 
 def _verdicts(source: str, ids: bytes, count: int, record: Mapping[str, Any], path: str) -> pa.Table:
+    """Rows of kept documents; ``path`` stands for a file that the record does not know."""
+    known: dict[str, Any] = {
+        **record,
+        "doc_id": pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(ids)]),
+        "source": [source] * count,
+        "failed_rules": [[]] * count,
+    }
+    if isinstance(known["source_file"], pa.ChunkedArray):
+        known["source_file"] = known["source_file"].fill_null(path)
     columns = []
     for own in _VERDICT:
-        if own.name == "doc_id":
-            columns.append(pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(ids)]))
-        elif own.name == "source":
-            columns.append(pa.array([source] * count))
-        elif own.name == "source_file" and own.name in record:
-            values = record[own.name]
-            named = values.fill_null(path) if isinstance(values, pa.ChunkedArray) else pa.array(values)
-            columns.append(named)
-        elif own.name in record:
-            values = record[own.name]
-            columns.append(values if isinstance(values, pa.ChunkedArray) else pa.array(values, own.type))
-        else:
+        values = known.get(own.name)
+        if values is None:
             columns.append(pa.nulls(count, own.type))
+        else:
+            columns.append(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, own.type))
     return pa.table(columns, schema=_VERDICT)
 
 

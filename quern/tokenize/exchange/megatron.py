@@ -59,7 +59,14 @@ class Index:
     def __init__(self, path: str) -> None:
         self.path = path
         self._source = Source(path)
-        size = self._source.size
+        try:
+            self._read_header()
+        except BaseException:
+            self._source.close()
+            raise
+
+    def _read_header(self) -> None:
+        path, size = self.path, self._source.size
         if size < HEADER.size:
             raise InputError(f"{path}: has {size} bytes, expected a header of {HEADER.size}")
         magic, version, code, sequences, entries = HEADER.unpack(self._source.read(0, HEADER.size))

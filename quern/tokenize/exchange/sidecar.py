@@ -143,10 +143,11 @@ def write_sidecars(targets: Sequence[Target], verdicts: str, scratch: str) -> No
 
     columns = ", ".join(f"v.{name}" for name in RECORD.names)
     sql = f"SELECT p.*, {columns} FROM placed p LEFT JOIN verdicts v ON p.doc_id = v.doc_id ORDER BY p.row"
+    read = _Verdicts(verdicts)
     with contextlib.closing(duckdb.connect(":memory:", config=_settings(scratch))) as connection:
         try:
             connection.register("placed", pa.RecordBatchReader.from_batches(_PLACED_ROWS, _placed_batches(targets)))
-            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, _verdict_batches(verdicts)))
+            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, read))
             found = _in_order(connection.sql(sql).to_arrow_reader(_ROWS), verdicts)
             held = pa.table([[]] * len(SIDECAR), schema=SIDECAR)
             for target in targets:
@@ -154,7 +155,7 @@ def write_sidecars(targets: Sequence[Target], verdicts: str, scratch: str) -> No
             assert not len(held)
             assert next(found, None) is None
         except duckdb.Error as error:
-            raise QuernError(f"{verdicts}: documents cannot be joined: {str(error).splitlines()[0]:.200}") from None
+            raise read.why(error, "documents cannot be joined") from None
 
 
 def find_twin(verdicts: str, scratch: str) -> bytes | None:
@@ -163,12 +164,13 @@ def find_twin(verdicts: str, scratch: str) -> bytes | None:
 
     sql = "SELECT doc_id FROM verdicts GROUP BY doc_id HAVING count(*) > 1 ORDER BY doc_id LIMIT 1"
     spill = os.path.join(scratch, ".spill")
+    read = _Verdicts(verdicts)
     with contextlib.closing(duckdb.connect(":memory:", config=_settings(spill))) as connection:
         try:
-            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, _verdict_batches(verdicts)))
+            connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, read))
             rows = connection.sql(sql).fetchall()
         except duckdb.Error as error:
-            raise QuernError(f"{verdicts}: doc_ids cannot be compared: {str(error).splitlines()[0]:.200}") from None
+            raise read.why(error, "doc_ids cannot be compared") from None
     storage.remove_tree(spill)
     return bytes(rows[0][0]) if rows else None
 
@@ -213,18 +215,34 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return pa.int64() if pa.types.is_timestamp(kind) else kind
 
 
-def _verdict_batches(folder: str) -> Iterator[pa.RecordBatch]:
-    """doc_id and record of every page of a source, types as :func:`_plain`."""
-    for path in storage.list_files(folder):
-        if not path.endswith(".parquet"):
-            continue
-        try:
-            with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(_ROWS, columns=_VERDICTS.names, use_threads=False):
-                    columns = [batch[field.name].cast(field.type) for field in _VERDICTS]
-                    yield pa.record_batch(columns, schema=_VERDICTS)
-        except (OSError, KeyError, pa.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+class _Verdicts:
+    """doc_id and record of every page of a source, types as :func:`_plain`, for DuckDB to read.
+
+    DuckDB makes text of what goes wrong here; so the error is kept.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._failed: InputError | None = None
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for path in storage.list_files(self._folder):
+            if not path.endswith(".parquet"):
+                continue
+            try:
+                with pq.ParquetFile(path) as file:
+                    for batch in file.iter_batches(_ROWS, columns=_VERDICTS.names, use_threads=False):
+                        columns = [batch[field.name].cast(field.type) for field in _VERDICTS]
+                        yield pa.record_batch(columns, schema=_VERDICTS)
+            except (OSError, KeyError, pa.ArrowException) as error:
+                why = " ".join(str(error).split())[:120]
+                self._failed = InputError(f"{path}: cannot be read: {why}")
+                raise self._failed from None
+
+    def why(self, error: Exception, what: str) -> QuernError:
+        """What to raise for an error of DuckDB's."""
+        told = " ".join(str(error).split())[:200]
+        return self._failed or QuernError(f"{self._folder}: {what}: {told}")
 
 
 def _in_order(batches: pa.RecordBatchReader, verdicts: str) -> Iterator[pa.Table]:

@@ -64,7 +64,7 @@ def test_a_file_holds_the_documents_of_its_shard_that_are_not_purged(
     for source in ("text", "web"):
         stream = f"{source}.val" if held_out else source
         shards = expected(listing, stream, eot)
-        assert sum(map(len, shards.values())) < len(listing.spans[stream])  # some are purged
+        assert held_out or sum(map(len, shards.values())) < len(listing.spans[stream])  # some are purged
         named = {f"{stream}_{shard:05d}": own for shard, own in shards.items()}
         files |= {stream: [doc for own in shards.values() for doc in own]} if merge else named
     assert len(files) > (2 if merge or held_out else 4) - 1
@@ -103,9 +103,9 @@ def test_the_table_tells_where_each_document_comes_from(run_dir: Path, listing: 
 
 
 def test_ids_of_a_large_vocabulary(tmp_path: Path) -> None:
-    run = runs.write_run(tmp_path / "run", documents=40, vocab_size=66_000)
-    eot = 65_999
-    shards = expected(runs.listing(documents=40, vocab_size=66_000), "web", eot_id=eot)
+    run = runs.write_run(tmp_path / "run", documents=40, vocab_size=65_700)
+    eot = 65_699
+    shards = expected(runs.listing(documents=40, vocab_size=65_700), "web", eot_id=eot)
     for format, dtype in (("megatron", "int32"), ("datatrove", "uint32"), ("bin", "uint32")):
         report = export(str(run), format, str(tmp_path / format), sources=["web"])  # type: ignore[arg-type]
         assert report.dtype == dtype
@@ -233,7 +233,7 @@ print(json.dumps([[row["input_ids"].tolist(), row["positions"].tolist()] for row
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [1000, 66_000])
+@pytest.mark.parametrize("vocab_size", [1000, 65_700])
 def test_datatrove_reads_what_is_exported_to_it(tmp_path: Path, vocab_size: int) -> None:
     """Its own dataset class: every window's ids, and each token's place in its document, from the index."""
     python = os.environ.get("QUERN_PEER_PYTHON")
