@@ -1,4 +1,4 @@
-"""``quern tokens``: look into shards."""
+"""``quern tokens``: look into shards, and carry them to other trainers and from them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import typer
 from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.tokens_exchange import export, import_
 from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
 
-app = typer.Typer(help="Look into token shards.", no_args_is_help=True)
+app = typer.Typer(help="Look into token shards, export and import them.", no_args_is_help=True)
+app.command("export")(export)
+app.command("import")(import_)
 
 
 @app.callback()

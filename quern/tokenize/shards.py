@@ -63,6 +63,14 @@ def _fields(path: str, value: Any, kinds: Mapping[str, type], below: str = "") -
     return fields
 
 
+def _inside(path: str, field: str, name: str, folders: bool = True) -> str:
+    """A name that a file of the corpus gives; one that leads out of its folder is refused."""
+    parts = name.split("/") if folders else [name]
+    if any(part in ("", ".", "..") or set(part) & {"/", "\\", "\0"} for part in parts):
+        raise InputError(f"{path}: {field}: expected the name of a file of the corpus, got {name!r:.99}")
+    return name
+
+
 @dataclass(frozen=True)
 class Span:
     """Where a document stands: ``length`` tokens from ``start`` of a shard, the EOT included."""
@@ -98,11 +106,12 @@ class ShardReader:
         version_path = os.path.join(self.root, VERSION_FILE)
         version = _fields(version_path, storage.read_json(version_path), _VERSION)
         self.version: int = version["version"]
-        self.ranks_path = os.path.join(self.root, version["encoding.ranks"])
+        self.ranks_path = os.path.join(self.root, _inside(version_path, "encoding.ranks", version["encoding.ranks"]))
         if self.source not in version["sources"]:
             known = ", ".join(sorted(version["sources"])) or "none"
             raise InputError(f"{path}: the corpus version has no source {self.source!r} (it has {known})")
         listed = _fields(version_path, version["sources"][self.source], _LISTED, f"sources.{self.source}.")
+        _inside(version_path, f"sources.{self.source}.manifest", listed["manifest"])
         manifest_path = os.path.join(self.root, listed["manifest"])
         manifest = self._read_manifest(listed)
         self.encoding: str = manifest["encoding"]
@@ -112,6 +121,9 @@ class ShardReader:
         self.seed: int = manifest["seed"]
         entries = enumerate(manifest["shards"])
         self.shards = tuple(ShardInfo(**_fields(manifest_path, e, _SHARD, f"shards.{n}.")) for n, e in entries)
+        for number, shard in enumerate(self.shards):
+            _inside(manifest_path, f"shards.{number}.bin", shard.bin, folders=False)
+            _inside(manifest_path, f"shards.{number}.spans", shard.spans, folders=False)
         sizes = [shard.tokens for shard in self.shards]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.total_tokens = int(self.offsets[-1])
@@ -130,8 +142,9 @@ class ShardReader:
         return manifest
 
     def _check(self, listed: Mapping[str, Any], verify: bool) -> None:
-        agreed = ("sha256", "spans_sha256", "tokens", "documents")
-        own = [[getattr(shard, name) for name in agreed] for shard in self.shards]
+        agreed = ("bin", "spans", "sha256", "spans_sha256", "tokens", "documents")
+        entries = version_entry(self.source, "", "", self.shards)["shards"]
+        own = [[*map(entry.get, agreed)] for entry in entries]
         if own != [isinstance(entry, dict) and [*map(entry.get, agreed)] for entry in listed["shards"]]:
             raise InputError(f"{self.path}: the manifest's shards are not those of {VERSION_FILE}")
         for shard in self.shards:

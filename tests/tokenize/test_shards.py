@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -319,3 +320,51 @@ def test_a_stream_goes_on_over_a_shard_without_documents(tmp_path: Path) -> None
     flat = [token for documents in (first, last) for _, tokens in documents for token in tokens]
     assert reader.tokens(0, 8).tolist() == flat
     assert [span.shard for span in reader.spans_between(0, 8)] == [0, 0, 2]
+
+
+OUTSIDE = ["../VERSION.json", "/etc/passwd", "web/../../x", "", ".", "..", "web//x", "web\\x", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("field", ["encoding.ranks", "sources.web.manifest"])
+def test_a_name_in_the_version_that_leads_out_of_the_corpus_is_refused(
+    corpus: tuple[Path, list[Documents]], field: str, name: str
+) -> None:
+    """What it names is there: a file of the right bytes beside the corpus."""
+    path = corpus[0].parent / "VERSION.json"
+    version = json.loads(path.read_text())
+    *above, last = field.split(".")
+    entry = version
+    for part in above:
+        entry = entry[part]
+    if name == "../VERSION.json" and last == "manifest":
+        shutil.copy(corpus[0] / "manifest.json", corpus[0].parent.parent / "VERSION.json")
+    entry[last] = name
+    path.write_text(json.dumps(version))
+    with pytest.raises(InputError, match=rf"VERSION\.json: {field}: expected the name of a file of the corpus"):
+        ShardReader(str(corpus[0]))
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "web/x"])
+@pytest.mark.parametrize("field", ["bin", "spans"])
+def test_a_name_in_the_manifest_that_leads_out_of_its_folder_is_refused(
+    corpus: tuple[Path, list[Documents]], field: str, name: str
+) -> None:
+    manifest, path = corpus[0] / "manifest.json", corpus[0].parent / "VERSION.json"
+    told, version = json.loads(manifest.read_text()), json.loads(path.read_text())
+    told["shards"][1][field] = name
+    manifest.write_text(json.dumps(told))
+    version["sources"]["web"]["sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    version["sources"]["web"]["shards"][1][field] = f"web/{name}"
+    path.write_text(json.dumps(version))
+    with pytest.raises(InputError, match=rf"manifest\.json: shards\.1\.{field}: expected the name of a file"):
+        ShardReader(str(corpus[0]))
+
+
+def test_a_shard_under_another_name_than_the_version_s_is_refused(corpus: tuple[Path, list[Documents]]) -> None:
+    path = corpus[0].parent / "VERSION.json"
+    version = json.loads(path.read_text())
+    version["sources"]["web"]["shards"][0]["bin"] = "web/shard_00001.bin"
+    path.write_text(json.dumps(version))
+    with pytest.raises(InputError, match=r"the manifest's shards are not those of VERSION\.json"):
+        ShardReader(str(corpus[0]))

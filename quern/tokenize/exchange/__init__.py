@@ -1,0 +1,1 @@
+"""Tokens to other trainers' formats, and from them: export, import, and the sidecar that keeps lineage between."""

@@ -1,0 +1,289 @@
+"""Token shards to the formats of other trainers, shard by shard, each byte verified on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from quern import storage
+from quern.errors import InputError
+from quern.tokenize.exchange.columns import I64, Source
+from quern.tokenize.exchange.foreign import FORMATS, SUFFIXES, Format
+from quern.tokenize.exchange.megatron import write_index
+from quern.tokenize.exchange.sidecar import Placed, Target, sidecar_path, write_sidecars
+from quern.tokenize.exchange.staging import staged
+from quern.tokenize.shards import VERSION_FILE, ShardReader
+
+__all__ = ["EXPORT_FILE", "ExportReport", "Exported", "export"]
+
+EXPORT_FILE = "export.json"
+_CHUNK_TOKENS = 1 << 22
+_MOST_INT32 = 2**31 - 1
+_STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file of tokens that was written."""
+
+    file: str
+    """Its name; the files that go with it are beside it."""
+    stream: str
+    """``<source>`` or ``<source>.val``."""
+    shards: tuple[str, ...]
+    """The shards it was made from."""
+    sha256: str
+    size_bytes: int
+    documents: int
+    tokens: int
+    """As written: without EOT if none were asked for."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote, as it stands in ``export.json``."""
+
+    format: str
+    run_id: str | None
+    corpus_version: int
+    encoding: str
+    vocab_size: int
+    eot_id: int
+    dtype: str
+    """Of the ids in the files."""
+    eot: bool
+    """Whether an EOT ends each document."""
+    purged_documents: int
+    """Left out."""
+    files: tuple[Exported, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def export(
+    run: str,
+    format: Format,
+    out: str,
+    *,
+    sources: Sequence[str] = (),
+    held_out: bool = False,
+    eot: bool = True,
+    merge: bool = False,
+) -> ExportReport:
+    """Write the tokens of a data run to the folder ``out``, which must not be there.
+
+    ``sources``: their names (none: all); ``held_out``: their held-out documents instead; ``eot``: whether the EOT stays
+    behind each document; ``merge``: one file a source instead of one a shard. A purged document is left out whole. A
+    shard without a document gives no file.
+
+    Raises:
+        InputError: the run, a source or an option is wrong, a shard is damaged, or ``out`` is there.
+    """
+    if format not in FORMATS:
+        raise InputError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
+    if format == "bin" and not eot:
+        raise InputError("format bin: nothing but the EOT says where a document ends there; it cannot be left out")
+    readers = _readers(run, sources, held_out)
+    first = readers[0]
+    dtype = _file_dtype(format, first)
+    with staged(out) as folder:
+        scratch = os.path.join(folder, ".work")
+        os.mkdir(scratch)
+        job = _Job(format, folder, scratch, os.path.join(os.path.dirname(first.root), "verdicts"), dtype, eot)
+        files: list[Exported] = []
+        for reader in readers:
+            files += _write_stream(job, reader, merge)
+        report = ExportReport(
+            format=format, run_id=_run_id(first), corpus_version=first.version, encoding=first.encoding,
+            vocab_size=first.vocab_size, eot_id=first.eot_id, dtype=dtype, eot=eot,
+            purged_documents=job.purged, files=tuple(files),
+        )  # fmt: skip
+        shutil.rmtree(scratch)
+        storage.write_json(os.path.join(folder, EXPORT_FILE), report.to_dict())
+    return report
+
+
+@dataclass
+class _Job:
+    """What every file needs."""
+
+    format: Format
+    folder: str
+    scratch: str
+    verdicts: str
+    dtype: str
+    eot: bool
+    purged: int = 0
+
+
+def _readers(run: str, sources: Sequence[str], held_out: bool) -> list[ShardReader]:
+    """The streams asked for, all of one corpus version and one encoding."""
+    if not storage.is_local(run):
+        raise InputError(f"{run}: shards are read from a local file system; copy the run here first")
+    tokens = os.path.join(os.path.abspath(storage.split(run)[1]), "tokens")
+    path = os.path.join(tokens, VERSION_FILE)
+    version = storage.read_json(path)
+    listed = version.get("sources") if isinstance(version, dict) else None
+    if not isinstance(listed, dict):
+        raise InputError(f"{path}: sources: expected a mapping, got {listed!r:.60}")
+    odd = [name for name in listed if not _STREAM.fullmatch(name)]
+    if odd:
+        raise InputError(f"{path}: sources: expected <source> or <source>.val, got {odd[0]!r:.99}")
+    suffix = ".val" if held_out else ""
+    known = sorted(name.removesuffix(".val") for name in listed if name.endswith(".val") is held_out)
+    unknown = [name for name in sources if name not in known]
+    if unknown or not known:
+        what = "held-out documents of a source" if held_out else "source"
+        wanted = f" {unknown[0]!r:.99}" if unknown else ""
+        raise InputError(f"{path}: the corpus version has no {what}{wanted} (it has {', '.join(known) or 'none'})")
+    names = dict.fromkeys(sources or known)
+    readers = [ShardReader(os.path.join(tokens, f"{name}{suffix}")) for name in names]
+    for reader in readers:
+        if (reader.version, reader.eot_id, reader.dtype) != (
+            readers[0].version, readers[0].eot_id, readers[0].dtype,
+        ):  # fmt: skip
+            raise InputError(f"{path}: has changed while it was read; try again")
+    return readers
+
+
+def _file_dtype(format: Format, reader: ShardReader) -> str:
+    """The type of ids in the files: Megatron knows no uint32."""
+    if format != "megatron" or reader.dtype == np.dtype("uint16"):
+        return reader.dtype.name
+    if reader.vocab_size - 1 > _MOST_INT32:
+        raise InputError(
+            f"{reader.path}: vocab_size: expected {_MOST_INT32} at most for int32, got {reader.vocab_size}"
+        )
+    return "int32"
+
+
+def _run_id(reader: ShardReader) -> str | None:
+    path = os.path.join(os.path.dirname(reader.root), "run.json")
+    record = storage.read_json(path) if os.path.exists(path) else None
+    ident = record.get("id") if isinstance(record, dict) else None
+    return ident if isinstance(ident, str) else None
+
+
+def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[Exported]:
+    """Write the files of a source, and what goes with them."""
+    count = len(reader.shards)
+    groups = [range(count)] if merge else [range(number, number + 1) for number in range(count)]
+    files, targets = [], []
+    for shards in groups:
+        name = reader.source if merge else f"{reader.source}_{shards.start:05d}"
+        placed = Placed(os.path.join(job.scratch, f"{name}.placed"))
+        written = _write_file(job, reader, shards, name, placed)
+        if written is not None:
+            files.append(written)
+            told = {"file": written.file, "sha256": written.sha256, "eot": job.eot}
+            targets.append(Target(os.path.join(job.folder, sidecar_path(name)), placed, told))
+    write_sidecars(targets, os.path.join(job.verdicts, reader.source.removesuffix(".val")), job.scratch)
+    return files
+
+
+def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed: Placed) -> Exported | None:
+    """Write one file of tokens and its index, noting its documents; None, and no file, if there are none."""
+    file = f"{name}{SUFFIXES[job.format]}"
+    state = hashlib.sha256()
+    dtype = np.dtype(job.dtype).newbyteorder("<")
+    part = os.path.join(job.scratch, file)
+    with ExitStack() as stack:
+        stack.callback(placed.close)
+        output = stack.enter_context(open(part, "wb"))
+        for shard in shards:
+            for tokens in _kept(job, reader, shard, placed):
+                data = tokens.astype(dtype, copy=False).tobytes()
+                state.update(data)
+                output.write(data)
+        output.flush()
+        os.fsync(output.fileno())
+    if not placed.documents:
+        return None
+    os.replace(part, os.path.join(job.folder, file))
+    _write_index(job, reader, name, file, placed)
+    names = tuple(reader.shards[shard].bin for shard in shards)
+    size = placed.tokens * dtype.itemsize
+    return Exported(file, reader.source, names, state.hexdigest(), size, placed.documents, placed.tokens)
+
+
+def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterator[np.ndarray]:
+    """The tokens of a shard's documents that are not purged, chunk by chunk; notes the documents.
+
+    Raises:
+        InputError: a byte of the shard or of its spans is not what the corpus version says.
+    """
+    info = reader.shards[shard]
+    path, spans_path = os.path.join(reader.path, info.bin), os.path.join(reader.path, info.spans)
+    if storage.sha256(spans_path) != info.spans_sha256:
+        raise InputError(f"{spans_path}: is damaged: its SHA-256 is not the one in the manifest")
+    table = reader.spans(shard)
+    lengths = table["length"].to_numpy()
+    kept = ~table["purged"].to_numpy(zero_copy_only=False)
+    written = lengths - (not job.eot)
+    most = int(lengths.max(initial=0))
+    if int(lengths.min(initial=1)) < 1 or (job.format == "megatron" and most > _MOST_INT32):
+        raise InputError(f"{spans_path}: expected documents of 1 to {_MOST_INT32} tokens, got one of {most}")
+    _note(table["doc_id"], kept, written, placed)
+    job.purged += int(len(kept) - np.count_nonzero(kept))
+    ends = np.cumsum(lengths)
+    source = Source(path)
+    try:
+        for first in range(0, info.tokens, _CHUNK_TOKENS):
+            count = min(_CHUNK_TOKENS, info.tokens - first)
+            itemsize = reader.dtype.itemsize
+            data = source.read_on(first * itemsize, count * itemsize)
+            yield _choose(np.frombuffer(data, reader.dtype.newbyteorder("<")), first, ends, kept, job.eot, reader)
+        if source.finish() != info.sha256:
+            raise InputError(f"{path}: is damaged: its SHA-256 is not the one in the manifest")
+    finally:
+        source.close()
+
+
+def _note(doc_ids: pa.ChunkedArray, kept: np.ndarray, written: I64, placed: Placed) -> None:
+    ids = pa.concat_arrays([*doc_ids.chunks, pa.nulls(0, doc_ids.type)]).filter(pa.array(kept))
+    data = memoryview(ids.buffers()[1] or b"")[16 * ids.offset : 16 * (ids.offset + len(ids))]
+    placed.add(bytes(data), written[kept])
+
+
+def _choose(tokens: np.ndarray, first: int, ends: I64, kept: np.ndarray, eot: bool, reader: ShardReader) -> np.ndarray:
+    """Those of ``tokens``, which stand from ``first`` on in the shard, that are exported."""
+    last = first + len(tokens)
+    low, high = (int(np.searchsorted(ends, place, "right")) for place in (first, last - 1))
+    edges = np.minimum(ends[low : high + 1], last)
+    over = np.diff(np.concatenate([[first], edges]))
+    closing = ends[low : high + 1]
+    closing = closing[closing <= last] - 1 - first
+    if (tokens[closing] != reader.eot_id).any():
+        raise InputError(f"{reader.path}: expected the EOT, {reader.eot_id}, at the end of each document")
+    if eot and kept[low : high + 1].all():
+        return tokens
+    wanted = np.repeat(kept[low : high + 1], over)
+    if not eot:
+        wanted[closing] = False
+    return tokens[wanted]
+
+
+def _write_index(job: _Job, reader: ShardReader, name: str, file: str, placed: Placed) -> None:
+    """What the format has beside a file of tokens."""
+    if job.format == "megatron":
+        with storage.publish(os.path.join(job.folder, f"{name}.idx")) as index:
+            write_index(index, job.dtype, placed.documents, placed.lengths)
+    if job.format == "datatrove":
+        with storage.publish(os.path.join(job.folder, f"{file}.index")) as index:
+            end = 0
+            for lengths in placed.lengths():
+                index.write((end + np.cumsum(lengths)).astype("<u8").tobytes())
+                end += int(lengths.sum())
+        told = f"{reader.encoding}|{np.dtype(job.dtype).itemsize}\n{placed.tokens}\n{placed.tokens:,} T"
+        storage.publish_bytes(os.path.join(job.folder, f"{file}.metadata"), told.encode())

@@ -1,0 +1,344 @@
+"""Token files of other trainers to a data run, which the trainer and lineage read like any other.
+
+A document is known by where it stands: its ``doc_id`` is of the source, the file's relative path and the byte at which
+the document starts. Where the sidecar of quern's own export lies beside a file, ids and records come from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from quern import storage
+from quern.data_pipeline.document import make_doc_id, verdict_schema
+from quern.data_pipeline.sources.plan import partition_name
+from quern.errors import InputError
+from quern.tokenize.encoding import Encoding, load_encoding
+from quern.tokenize.exchange.columns import I64
+from quern.tokenize.exchange.foreign import FORMATS, Batch, Format, TokenFile, data_path, stem
+from quern.tokenize.exchange.new_run import Shards, write_run
+from quern.tokenize.exchange.sidecar import RECORD, Sidecar, TableWriter, find_twin, sidecar_path
+from quern.tokenize.exchange.staging import staged
+from quern.tokenize.exchange.texts import Vocabulary
+
+__all__ = ["ImportOptions", "ImportReport", "Imported", "ingest"]
+
+_SOURCE = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}")
+_DECIDING = ("format", "encoding", "dtype", "shard_tokens", "sidecars")
+_VERDICT = verdict_schema(())
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How files are read and what they become."""
+
+    format: Format
+    encoding: str
+    ranks: str | None = None
+    eot: int | None = None
+    """The id that ends documents; None: the encoding's EOT."""
+    source: str = "imported"
+    root: str | None = None
+    """What the files' paths are relative to in doc_ids; None: each file's own folder."""
+    dtype: str | None = None
+    """Of ids in files that do not say so; None: the encoding's."""
+    shard_tokens: int = 2**30
+    sidecars: bool = True
+    """Whether sidecars beside the files are used."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A file that was read."""
+
+    file: str
+    relative_path: str
+    sha256: str
+    documents: int
+    tokens: int
+    """In the corpus, EOTs included."""
+    eots_added: int
+    """Documents that did not end with an EOT and got one."""
+    empty: int
+    """Documents without a token that were left out."""
+    passed_over_bytes: int
+    """Bytes that no document of the index holds."""
+    sidecar: bool
+    """Whether ids and records came from a sidecar."""
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import read and wrote."""
+
+    source: str
+    documents: int
+    tokens: int
+    shards: int
+    files: tuple[Imported, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportReport:
+    """Make the data run ``out``, which must not be there, from token files, in the order given.
+
+    A document that does not end with an EOT gets one. Ids are those of ``options.encoding``.
+
+    Raises:
+        InputError: an option, a file, an index or a sidecar is wrong (file and record are named), the encoding cannot
+            be had, two documents have the same doc_id, or ``out`` is there. Then nothing is left of ``out``.
+    """
+    _check(files, options)
+    encoding = load_encoding(options.encoding, options.ranks)
+    eot = encoding.eot_id if options.eot is None else options.eot
+    if not 0 <= eot < encoding.vocab_size:
+        raise InputError(f"eot: expected an id of {encoding.name}, 0 to {encoding.vocab_size - 1}, got {eot}")
+    paths = _paths(files, options)
+    with staged(out) as folder:
+        job = _Job(options, encoding, eot, Vocabulary(encoding), folder)
+        tokens_folder = os.path.join(folder, "tokens", options.source)
+        with Shards(tokens_folder, encoding.dtype, options.shard_tokens) as shards:
+            read = tuple(_read_file(job, shards, path, relative) for path, relative in paths)
+            infos = shards.infos
+        if any(own.sidecar for own in read):
+            _refuse_twins(folder, options.source)
+        deciding = {name: getattr(options, name) for name in _DECIDING}
+        write_run(folder, options.source, encoding, eot, infos, deciding, [asdict(own) for own in read])
+    tokens, documents = sum(info.tokens for info in infos), sum(info.documents for info in infos)
+    return ImportReport(options.source, documents, tokens, len(infos), read)
+
+
+@dataclass(frozen=True)
+class _Job:
+    options: ImportOptions
+    encoding: Encoding
+    eot: int
+    vocabulary: Vocabulary
+    folder: str
+
+
+def _check(files: Sequence[str], options: ImportOptions) -> None:
+    if options.format not in FORMATS:
+        raise InputError(f"format: expected one of {', '.join(FORMATS)}, got {options.format!r}")
+    if not files:
+        raise InputError("expected one file or more, got none")
+    if not _SOURCE.fullmatch(options.source):
+        raise InputError(f"source: expected a name of a-z, 0-9, _ and -, got {options.source!r:.99}")
+    if options.dtype not in (None, "uint16", "uint32"):
+        raise InputError(f"dtype: expected uint16 or uint32, got {options.dtype!r}")
+    if options.dtype is not None and options.format == "megatron":
+        raise InputError("dtype: a Megatron index says it itself; leave it out")
+    if options.shard_tokens < 1:
+        raise InputError(f"shard_tokens: expected an integer ≥ 1, got {options.shard_tokens}")
+
+
+def _paths(files: Sequence[str], options: ImportOptions) -> list[tuple[str, str]]:
+    """Absolute path of each file of tokens, and the path by which its documents are known."""
+    root = None if options.root is None else os.path.abspath(options.root)
+    found: dict[str, str] = {}
+    for given in files:
+        if not storage.is_local(given):
+            raise InputError(f"{given}: expected a file on a local file system; copy it here first")
+        path = os.path.abspath(data_path(options.format, storage.split(given)[1]))
+        if any("\ud800" <= character <= "\udfff" for character in path):
+            name = path.encode("utf-8", "backslashreplace").decode()
+            raise InputError(f"{name}: expected a file name in UTF-8; rename it")
+        relative = os.path.basename(path) if root is None else os.path.relpath(path, root)
+        if relative.split(os.sep)[0] == os.pardir:
+            raise InputError(f"{path}: lies outside the root {root!r}")
+        if relative in found:
+            raise InputError(
+                f"{found[relative]} and {path} have the same relative path, {relative!r}, by which documents are "
+                "known; give --root, a folder above both, or each file once"
+            )
+        found[relative] = path
+    return [(path, relative) for relative, path in found.items()]
+
+
+@dataclass
+class _Counts:
+    documents: int = 0
+    tokens: int = 0
+    eots_added: int = 0
+    empty: int = 0
+    held_bytes: int = 0
+
+
+def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
+    """All documents of one file into the shards, and their verdicts."""
+    options = job.options
+    with closing(TokenFile(options.format, path, options.dtype or job.encoding.dtype)) as file:
+        sidecar = _sidecar(options, path)
+        rows = None if sidecar is None else _Rows(sidecar)
+        name = partition_name(relative)
+        verdicts = os.path.join(job.folder, "verdicts", options.source, f"{name}.parquet")
+        counts = _Counts()
+        with storage.publish(verdicts) as output, TableWriter(output, _VERDICT) as table:
+            for batch in _batches(file, sidecar, job.eot):
+                counts.held_bytes += int(batch.lengths.sum()) * file.dtype.itemsize
+                _take(job, shards, table, file, relative, batch, rows, counts)
+        shards.end_file()
+        sha256 = file.finish()
+        if sidecar is not None:
+            _settle(sidecar, rows, path, sha256)
+        return Imported(
+            path, relative, sha256, counts.documents, counts.tokens, counts.eots_added, counts.empty,
+            file.size - counts.held_bytes, sidecar is not None,
+        )  # fmt: skip
+
+
+def _sidecar(options: ImportOptions, path: str) -> Sidecar | None:
+    beside = sidecar_path(stem(options.format, path))
+    return Sidecar(beside, path) if options.sidecars and os.path.lexists(beside) else None
+
+
+def _batches(file: TokenFile, sidecar: Sidecar | None, eot: int) -> Iterator[Batch]:
+    if file.indexed:
+        return file.batches(file.bounds())
+    if sidecar is not None:
+        return file.batches(sidecar.bounds(file.size, file.dtype.itemsize))
+    return file.batches_by_eot(eot)
+
+
+class _Rows:
+    """The rows of a sidecar, so many at a time as asked for."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar, self._tables = sidecar, sidecar.rows()
+        self._held: pa.Table | None = None
+        self.taken = 0
+        self.eot = sidecar.eot
+
+    def take(self, starts: I64, lengths: I64) -> pa.Table:
+        """The rows of documents, which must start and be as long (in tokens) as these."""
+        parts, missing = [], len(starts)
+        while missing:
+            if self._held is None or not len(self._held):
+                self._held = next(self._tables, None)
+                if self._held is None:
+                    raise InputError(f"{self._sidecar.path}: has {self.taken} documents; the file has more")
+            parts.append(self._held.slice(0, missing))
+            self._held = self._held.slice(len(parts[-1]))
+            missing -= len(parts[-1])
+            self.taken += len(parts[-1])
+        table = pa.concat_tables(parts).combine_chunks()
+        wrong = (table["start"].to_numpy() != starts) | (table["length"].to_numpy() != lengths)
+        if wrong.any():
+            number = self.taken - len(table) + int(np.flatnonzero(wrong)[0])
+            raise InputError(f"{self._sidecar.path}: row {number}: is not the document that the file has there")
+        return table
+
+
+def _settle(sidecar: Sidecar, rows: _Rows | None, path: str, sha256: str) -> None:
+    """The sidecar was of this file, and of all of it."""
+    if sidecar.sha256 != sha256:
+        raise InputError(
+            f"{sidecar.path}: is of other bytes than {path} has now (SHA-256 {sha256}); import without sidecars"
+        )
+    assert rows is not None
+    if rows.taken != sidecar.documents:
+        raise InputError(f"{sidecar.path}: has {sidecar.documents} documents, the file has {rows.taken}")
+
+
+def _take(
+    job: _Job, shards: Shards, table: TableWriter, file: TokenFile, relative: str, batch: Batch,
+    rows: _Rows | None, counts: _Counts,
+) -> None:  # fmt: skip
+    """One batch of documents: check its ids, end each with an EOT, write it."""
+    _check_ids(job, file, batch)
+    offsets, lengths, itemsize = batch.offsets, batch.lengths, file.dtype.itemsize
+    known = None if rows is None else rows.take(offsets // itemsize, lengths)
+    if known is None and not lengths.all():
+        counts.empty += int(np.count_nonzero(lengths == 0))
+        offsets, lengths = offsets[lengths > 0], lengths[lengths > 0]
+    if not len(lengths):
+        return
+    tokens = batch.tokens.astype(job.encoding.dtype)
+    ends = np.cumsum(lengths)
+    open_ended = np.ones(len(lengths), bool)
+    if rows is None or rows.eot:
+        full = lengths > 0
+        open_ended[full] = tokens[ends[full] - 1] != job.eot
+    tokens = np.insert(tokens, ends[open_ended], job.eot)
+    with_eot = lengths + open_ended
+    if known is None:
+        source, positions = job.options.source, offsets.tolist()
+        ids = b"".join(make_doc_id(source, relative, position) for position in positions)
+        record = _record_by_place(job, file, offsets, lengths, tokens, with_eot)
+    else:
+        ids = b"".join(known["doc_id"].to_pylist())
+        record = {name: known[name] for name in RECORD.names}
+    shards.add(ids, with_eot, tokens)
+    table.add(_verdicts(job.options.source, ids, len(with_eot), record, file.path))
+    counts.documents += len(with_eot)
+    counts.tokens += int(with_eot.sum())
+    counts.eots_added += int(np.count_nonzero(open_ended))
+
+
+def _check_ids(job: _Job, file: TokenFile, batch: Batch) -> None:
+    """Every id is one of the encoding's."""
+    tokens, most = batch.tokens, job.encoding.vocab_size
+    wrong = (tokens < 0) | (tokens >= most) if tokens.dtype.kind == "i" else tokens >= most
+    if not wrong.any():
+        wrong = ~job.vocabulary.known[tokens]
+        if not wrong.any():
+            return
+    place = int(np.flatnonzero(wrong)[0])
+    ends = np.cumsum(batch.lengths)
+    number = int(np.searchsorted(ends, place, "right"))
+    within = place - int(ends[number] - batch.lengths[number])
+    gap = " (it leaves this one out)" if 0 <= int(tokens[place]) < most else ""
+    raise InputError(
+        f"{file.path}: document at byte {int(batch.offsets[number])}: token {within}: expected an id of "
+        f"{job.encoding.name}, 0 to {most - 1}{gap}, got {int(tokens[place])}"
+    )
+
+
+def _record_by_place(
+    job: _Job, file: TokenFile, offsets: I64, lengths: I64, tokens: np.ndarray, with_eot: I64
+) -> dict[str, Any]:
+    """What is known of documents of which nothing is known but their place."""
+    hashes = job.vocabulary.text_hashes(tokens, with_eot)
+    return {
+        "source_file": [file.path] * len(offsets),
+        "record_offset": offsets,
+        "record_length": lengths * file.dtype.itemsize,
+        "post_filter_hash": hashes,
+    }
+
+
+def _verdicts(source: str, ids: bytes, count: int, record: Mapping[str, Any], path: str) -> pa.Table:
+    """Rows of kept documents; ``path`` stands for a file that the record does not know."""
+    known: dict[str, Any] = {
+        **record,
+        "doc_id": pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(ids)]),
+        "source": [source] * count,
+        "failed_rules": [[]] * count,
+    }
+    if isinstance(known["source_file"], pa.ChunkedArray):
+        known["source_file"] = known["source_file"].fill_null(path)
+    columns = []
+    for own in _VERDICT:
+        values = known.get(own.name)
+        if values is None:
+            columns.append(pa.nulls(count, own.type))
+        else:
+            columns.append(values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, own.type))
+    return pa.table(columns, schema=_VERDICT)
+
+
+def _refuse_twins(folder: str, source: str) -> None:
+    """Sidecars may give one doc_id to two documents."""
+    twin = find_twin(os.path.join(folder, "verdicts", source), folder)
+    if twin is not None:
+        raise InputError(f"two documents have the doc_id {twin.hex()}; import one of the files without sidecars")

@@ -1,0 +1,131 @@
+"""The data run that an import makes: its shards, its manifest, its version, its ``run.json``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from quern import __version__, storage
+from quern.config import digest
+from quern.tokenize.encoding import Encoding
+from quern.tokenize.exchange.columns import I64
+from quern.tokenize.run import ENCODING_FILE
+from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardInfo, ShardWriter, version_entry
+
+__all__ = ["Shards", "write_run"]
+
+_LAST_KEY = 2**64 - 1
+
+
+class Shards:
+    """Writes one shard after the other; a shard closes at the end of its file, and at the first document end at or
+    above ``shard_tokens``."""
+
+    def __init__(self, folder: str, dtype: str, shard_tokens: int) -> None:
+        self._folder, self._dtype, self._most = folder, dtype, shard_tokens
+        self._writer: ShardWriter | None = None
+        self._tokens = 0
+        self._infos: list[ShardInfo] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(kind, error, trace)
+
+    def add(self, doc_ids: bytes, lengths: I64, tokens: np.ndarray) -> None:
+        """Append documents."""
+        ends = np.cumsum(lengths)
+        first = place = 0
+        while first < len(lengths):
+            if self._writer is None:
+                self._writer = ShardWriter(self._folder, len(self._infos), self._dtype).__enter__()
+                self._tokens = 0
+            last = int(np.searchsorted(ends, place + self._most - self._tokens, "left")) + 1
+            last = min(last, len(lengths))
+            end = int(ends[last - 1])
+            self._writer.add(doc_ids[16 * first : 16 * last], lengths[first:last], tokens[place:end])
+            self._tokens += end - place
+            first, place = last, end
+            if self._tokens >= self._most:
+                self._close()
+
+    def _close(self) -> None:
+        assert self._writer is not None
+        # documents stand as in their files, not by place key: a look-up must try every shard
+        self._infos.append(self._writer.finish(first_key=0, last_key=_LAST_KEY))
+        self._writer = None
+
+    def end_file(self) -> None:
+        """Close the shard that is open: files and shards can be told from each other by name."""
+        if self._writer is not None:
+            self._close()
+
+    @property
+    def infos(self) -> tuple[ShardInfo, ...]:
+        """The entries of all shards that are closed."""
+        return tuple(self._infos)
+
+
+def write_run(
+    folder: str,
+    source: str,
+    encoding: Encoding,
+    eot: int,
+    infos: Sequence[ShardInfo],
+    options: Mapping[str, Any],
+    files: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write the ranks, the manifest, the version and ``run.json`` of a run of one source.
+
+    ``options``: what decides the tokens; ``files``: what was read, each with relative_path, sha256 and sidecar.
+    """
+    tokens = os.path.join(folder, "tokens")
+    storage.publish_bytes(os.path.join(tokens, ENCODING_FILE), encoding.ranks_file)
+    told = {
+        "vocab_size": encoding.vocab_size,
+        "dtype": encoding.dtype,
+        "eot_id": eot,
+    }
+    manifest = {
+        **told,
+        "source": source,
+        "encoding": encoding.name,
+        "ranks_sha256": encoding.ranks_sha256,
+        "seed": 0,
+        "shard_tokens": options["shard_tokens"],
+        "validation": 0.0,
+        "tokens": sum(info.tokens for info in infos),
+        "documents": sum(info.documents for info in infos),
+        "shards": [info.to_dict() for info in infos],
+    }
+    path = os.path.join(tokens, source, MANIFEST)
+    storage.write_json(path, manifest)
+    version = {
+        "version": 1,
+        "parent": None,
+        "kind": "initial",
+        "encoding": {**told, "name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256},
+        "sources": {source: version_entry(source, MANIFEST, storage.sha256(path), infos)},
+    }
+    storage.write_json(os.path.join(tokens, VERSION_FILE), version)
+    config = {**options, "source": source, "eot_id": eot, "ranks_sha256": encoding.ranks_sha256}
+    inputs = digest([[own[name] for name in ("relative_path", "sha256", "sidecar")] for own in files])
+    record = {
+        "id": digest(["import", config, inputs]),
+        "config": {"import": config},
+        "config_hash": digest(config),
+        "versions": {"quern": __version__},
+        "counts": {"documents": manifest["documents"]},
+        "inputs": inputs,
+        "files": list(files),
+        "status": "complete",
+    }
+    storage.write_json(os.path.join(folder, "run.json"), record)

@@ -1,0 +1,94 @@
+"""The commands: out, in again, and the other commands on what was imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plain_formats as plain
+import pytest
+from import_case import EOT, write
+from typer.testing import CliRunner
+
+from quern.cli.main import app
+
+DOCUMENTS = [[*b"mill and stone", EOT], [*b"the river", EOT], [*b"flour", EOT]]
+
+
+def quern(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def asked(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """What a command prints with --json, which goes to the file descriptor."""
+
+    def ask(*arguments: object) -> Any:
+        capfd.readouterr()
+        done = quern(*arguments, "--json")
+        assert done.exit_code == 0, done.output
+        return json.loads(capfd.readouterr().out)
+
+    return ask
+
+
+@pytest.fixture
+def imported(asked: Callable[..., Any], ranks: str, tmp_path: Path) -> Path:
+    path = write("megatron", tmp_path, "a", DOCUMENTS)
+    told = asked("tokens", "import", path, "--format", "megatron", "--out", tmp_path / "run", "--encoding", "own",
+                 "--ranks", ranks)  # fmt: skip
+    assert (told["documents"], told["tokens"], told["files"][0]["sidecar"]) == (3, 31, False)
+    return tmp_path / "run"
+
+
+def test_what_is_shown_of_an_imported_document(imported: Path, asked: Callable[..., Any], tmp_path: Path) -> None:
+    """The second document, by one of its tokens: 15 tokens of 2 bytes stand before it."""
+    shard = "imported/shard_00000"
+    life = asked("lineage", "show", imported, "--shard", shard, "--token", 17)
+    document = life["document"]
+    assert document["doc_id"] == plain.place_id("imported", "a.bin", 30).hex()
+    assert (document["url"], document["outcome"], document["source"]) == (None, "kept", "imported")
+    assert document["record"] | {"file": str(tmp_path / "a.bin"), "offset": 30, "length": 20} == document["record"]
+    assert (document["text"]["text"], document["text"]["same"]) == ("the river", True)
+    shown = quern("lineage", "show", imported, "--shard", shard, "--token", 17).stdout
+    assert "at byte 30, 20 bytes" in shown
+    found = asked("tokens", "inspect", imported / "tokens/imported/shard_00000.bin", "--at", 17)
+    assert found["page"]["record_offset"] == 30
+    rows = asked("lineage", "sql", imported, "select record_offset from verdicts order by 1")
+    assert [next(iter(row.values())) if isinstance(row, dict) else row[0] for row in rows["rows"]] == [0, 30, 50]
+    assert asked("data", "status", imported)["status"] == "complete"
+
+
+def test_out_and_in_on_the_terminal(imported: Path, tmp_path: Path) -> None:
+    done = quern(
+        "tokens", "export", imported, "--format", "datatrove", "--out", tmp_path / "out", "--no-eot", "--merge"
+    )
+    assert done.exit_code == 0, done.output
+    assert "1 of 3 documents, 28 tokens" in done.stdout
+    assert plain.read_datatrove(tmp_path / "out" / "imported.ds")[1] == [document[:-1] for document in DOCUMENTS]
+    ranks = imported / "tokens" / "encoding.tiktoken"
+    back = quern("tokens", "import", tmp_path / "out" / "imported.ds", "--format", "datatrove", "--out",
+                 tmp_path / "back", "--encoding", "own", "--ranks", ranks)  # fmt: skip
+    assert back.exit_code == 0, back.output
+    assert "3, 3 of them known by their crawl record" in back.stdout
+    assert "3 documents got an EOT" in back.stdout
+    offsets = [plain.place_id("imported", "a.bin", offset) for offset in (0, 30, 50)]
+    assert [doc_id for doc_id, _ in plain.read_run(tmp_path / "back", "imported")] == offsets
+
+
+def test_a_wrong_input_is_one_line_and_exit_code_2(imported: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ("tokens", "export", imported, "--format", "tar", "--out", tmp_path / "x"),
+        ("tokens", "export", tmp_path, "--format", "bin", "--out", tmp_path / "x"),
+        ("tokens", "import", tmp_path / "a.bin", "--format", "datatrove", "--out", tmp_path / "x",
+         "--encoding", "nope"),
+        ("tokens", "import", tmp_path / "b.bin", "--format", "bin", "--out", tmp_path / "x", "--encoding", "own",
+         "--ranks", imported / "tokens" / "encoding.tiktoken"),
+    ):  # fmt: skip
+        done = quern(*arguments)
+        assert done.exit_code == 2, done.output
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert done.stderr.startswith("error: ")
+        assert not (tmp_path / "x").exists()
