@@ -268,9 +268,10 @@ def _run_duplicates(
     entry = find_commit(config.run_dir, "duplicates", "all", "decisions", inputs=inputs, config=settings)
     if entry is None or not _stands(config.run_dir, entry):
         scratch = storage.join(config.run_dir, ".work", "duplicates")
-        storage.remove_tree(scratch)
         withdraw_commit(config.run_dir, "duplicates", "all", "decisions")
-        report = dedup.run(config.run_dir, names, priorities, config.duplicates, engine, scratch)
+        report = dedup.run(
+            config.run_dir, names, priorities, config.duplicates, engine, scratch, inputs=digest([inputs, settings])
+        )
         entry = publish_commit(
             config.run_dir,
             "duplicates",

@@ -1,10 +1,10 @@
 """Duplicates: signatures → bands → candidates → verified pairs → survivors."""
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig, recall, recall_curve
-from quern.data_pipeline.dedup.decide import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
 from quern.data_pipeline.dedup.run import FORMAT, DuplicatesReport, run
 from quern.data_pipeline.dedup.shingles import minhash_hash, normalise, shingle_hash
 from quern.data_pipeline.dedup.signature import SCHEME, Signature, minhash
+from quern.data_pipeline.dedup.tables import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
 
 __all__ = [
     "CLUSTERS",

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["PAIR", "BandStats", "band_keys", "propose"]
+__all__ = [
+    "MAX_SIZE",
+    "MEMBER",
+    "PAIR",
+    "BandStats",
+    "band_keys",
+    "propose",
+    "ranks_of",
+    "repeated",
+    "sizes_of",
+    "tokens",
+    "unique_pairs",
+]
 
-#: A proposed pair: ranks in survivor order, ``low`` before ``high``, and the first band in which they met.
-PAIR = np.dtype([("low", "<i8"), ("high", "<i8"), ("band", "u1")])
+#: A document under the key of one of its bands.
+MEMBER = np.dtype([("key", "<u8"), ("doc", "<u8"), ("band", "u1")])
+#: A proposed pair of documents, ``low`` before ``high`` in survivor order, and the first band in which they met.
+PAIR = np.dtype([("low", "<u8"), ("high", "<u8"), ("band", "u1")])
+
+#: Here a document is its rank and, in the low 24 bits, how many shingles it has, as far as they can say.
+_SIZE_BITS = np.uint64(24)
+MAX_SIZE = (1 << 24) - 1
+
+
+def tokens(ranks: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """uint64: documents of these ranks (below 2^40) and numbers of shingles, in the order of the ranks."""
+    return (ranks.astype(np.uint64) << _SIZE_BITS) | np.minimum(sizes, MAX_SIZE).astype(np.uint64)
+
+
+def ranks_of(docs: np.ndarray) -> np.ndarray:
+    """int64: the ranks in :func:`tokens`."""
+    return (docs >> _SIZE_BITS).astype(np.int64)
+
+
+def sizes_of(docs: np.ndarray) -> np.ndarray:
+    """int64: the numbers of shingles in :func:`tokens`; one of :data:`MAX_SIZE` may be more."""
+    return (docs & np.uint64(MAX_SIZE)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -21,7 +55,7 @@ class BandStats:
     capped: int
     """Of these, those with more than ``max_members`` documents, so that not every pair was proposed."""
     largest: int
-    """Documents in the largest of them."""
+    """Documents in the largest of them; 0 without any."""
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
@@ -42,39 +76,85 @@ def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
     return keys
 
 
-def propose(keys: np.ndarray, bands: np.ndarray, ranks: np.ndarray, max_members: int) -> tuple[np.ndarray, BandStats]:
-    """The pairs (:data:`PAIR`, each once, sorted by low and high) of documents that share a band key.
+def repeated(members: np.ndarray) -> np.ndarray:
+    """The rows (:data:`MEMBER`) whose key occurs more than once: most do not."""
+    keys = np.ascontiguousarray(members["key"])
+    order = np.argsort(keys)
+    keys = keys[order]
+    equal = keys[1:] == keys[:-1]
+    twice = np.zeros(len(keys), dtype=bool)
+    twice[1:] |= equal
+    twice[:-1] |= equal
+    return members[order[twice]]
 
-    ``keys`` (uint64), ``bands`` (uint8) and ``ranks`` (int64) run in parallel, a row for each document and band. Of
-    the documents that share a key each is proposed against the ``max_members`` first in survivor order; with at most
-    that many documents these are all pairs.
+
+def propose(
+    blocks: Callable[[], Iterable[np.ndarray]], max_members: int, max_pairs: int
+) -> Generator[np.ndarray, None, BandStats]:
+    """Yields the pairs (:data:`PAIR`) of documents that share a band key, at most about ``max_pairs`` at a time.
+
+    ``blocks`` gives the rows (:data:`MEMBER`), one for each document and band; it is called twice. Of the documents
+    that share a key each is proposed against the ``max_members`` first in survivor order; with at most that many
+    documents these are all pairs. A pair is given once for each band in which it meets. Memory is for a block,
+    ``max_pairs`` pairs, and at most ``max_members`` rows of each different key.
     """
-    order = np.lexsort((ranks, bands, keys))
-    keys, bands, ranks = keys[order], bands[order], ranks[order]
-    starts = np.ones(len(keys), dtype=bool)
-    starts[1:] = (keys[1:] != keys[:-1]) | (bands[1:] != bands[:-1])
-    first = np.flatnonzero(starts)
-    sizes = np.diff(np.append(first, len(keys)))
-    stats = BandStats(
-        shared=int((sizes > 1).sum()),
-        capped=int((sizes > max_members).sum()),
-        largest=int(sizes.max(initial=0)) if (sizes > 1).any() else 0,
-    )
-    first_of = np.repeat(first, sizes)
-    place = np.arange(len(keys)) - first_of
-    num_partners = np.minimum(place, max_members)
-    high = np.repeat(np.arange(len(keys)), num_partners)
-    nth = np.arange(len(high)) - np.repeat(np.cumsum(num_partners) - num_partners, num_partners)
-    pairs = np.empty(len(high), dtype=PAIR)
-    pairs["low"] = ranks[first_of[high] + nth]
-    pairs["high"] = ranks[high]
-    pairs["band"] = bands[high]
-    return unique_pairs(pairs), stats
+    table = np.empty(0, dtype=MEMBER)
+    for block in blocks():
+        table = _first_members(np.concatenate((table, block)), max_members)
+    sizes = np.zeros(int(_starts(table).sum()), dtype=np.int64)
+    for block in blocks():
+        yield from _propose_block(table, block, max_pairs, sizes)
+    return BandStats(int((sizes > 1).sum()), int((sizes > max_members).sum()), int(sizes[sizes > 1].max(initial=0)))
+
+
+def _starts(members: np.ndarray) -> np.ndarray:
+    """Where keys begin in sorted rows. Equal keys of different bands are a freak of their hash, and different."""
+    starts = np.ones(len(members), dtype=bool)
+    starts[1:] = (members["key"][1:] != members["key"][:-1]) | (members["band"][1:] != members["band"][:-1])
+    return starts
+
+
+def _first_members(members: np.ndarray, most: int) -> np.ndarray:
+    """The ``most`` first of each key in survivor order, sorted."""
+    members = members[np.lexsort((members["doc"], members["band"], members["key"]))]
+    first = np.flatnonzero(_starts(members))
+    place = np.arange(len(members)) - np.repeat(first, np.diff(np.append(first, len(members))))
+    return members[place < most]
+
+
+def _propose_block(table: np.ndarray, block: np.ndarray, max_pairs: int, sizes: np.ndarray) -> Iterable[np.ndarray]:
+    """The pairs of ``block``'s rows with those of ``table`` before them; counts the rows of each key."""
+    every = np.concatenate((table, block))
+    given = np.arange(len(every)) >= len(table)
+    order = np.lexsort((given, every["doc"], every["band"], every["key"]))  # a row of the table before itself
+    every, given = every[order], given[order]
+    starts = _starts(every)  # every key begins with a row of the table
+    key = np.cumsum(starts) - 1
+    sizes += np.bincount(key[given], minlength=len(sizes))
+    last = np.cumsum(~given) - 1  # the row of the table at or before each
+    first = last[starts][key]
+    itself = table["doc"][last] == every["doc"]
+    partners = np.where(given, last - first + 1 - itself, 0)
+    rows = np.flatnonzero(partners)
+    partners, first, high, band = partners[rows], first[rows], every["doc"][rows], every["band"][rows]
+    sums = np.cumsum(partners)
+    done = 0
+    while done < len(rows):
+        before = int(sums[done - 1]) if done else 0
+        end = max(int(np.searchsorted(sums, before + max_pairs, side="right")), done + 1)
+        count = partners[done:end]
+        nth = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        pairs = np.empty(len(nth), dtype=PAIR)
+        pairs["low"] = table["doc"][np.repeat(first[done:end], count) + nth]
+        pairs["high"] = np.repeat(high[done:end], count)
+        pairs["band"] = np.repeat(band[done:end], count)
+        yield pairs
+        done = end
 
 
 def unique_pairs(pairs: np.ndarray) -> np.ndarray:
-    """Each pair once, under its first band, sorted by low and high."""
-    pairs = pairs[np.lexsort((pairs["band"], pairs["high"], pairs["low"]))]
+    """Each pair once, under its first band, sorted by high and low."""
+    pairs = pairs[np.lexsort((pairs["band"], pairs["low"], pairs["high"]))]
     new = np.ones(len(pairs), dtype=bool)
     new[1:] = (pairs["low"][1:] != pairs["low"][:-1]) | (pairs["high"][1:] != pairs["high"][:-1])
     return pairs[new]

@@ -1,19 +1,34 @@
-"""Connected components: which documents belong together, whoever of them is kept."""
+"""Connected components: which documents belong together, whoever of them is kept.
+
+Edges that fit one task go through a library. More go through rounds of two steps, each an exchange of bounded tasks:
+Kiveris et al., *Connected Components in MapReduce and Beyond*, SoCC 2014, sections 3 and 4. *Large star* joins every
+larger neighbour of a node to the smallest of its neighbours and itself, *small star* every smaller one and the node;
+neither changes what is connected, and when neither changes an edge, every component is a star around its smallest node.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["components"]
+import numpy as np
+
+from quern.data_pipeline.dedup.exchange import Slice, bucket_of_rank
+from quern.data_pipeline.dedup.work import Done, Work
+
+__all__ = ["EDGE", "both_ways", "components", "join_at_once", "large_star", "small_star", "star_edges"]
+
+#: One direction of an edge between two ranks.
+EDGE = np.dtype([("node", "<i8"), ("other", "<i8")])
 
 
 def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """``(nodes, labels)``: every node of the edges, ascending, and the smallest node that each is connected to.
 
-    Edge i joins ``a[i]`` and ``b[i]`` (int64); so are nodes and labels. One process, about 100 bytes an edge.
+    Edge i joins ``a[i]`` and ``b[i]`` (int64); so are nodes and labels. About 100 bytes an edge.
     """
+    from scipy.sparse import coo_array  # here: it takes its time to import, and most workers never come by
+    from scipy.sparse.csgraph import connected_components
+
     nodes, ends = np.unique(np.concatenate((a, b)), return_inverse=True)
     if len(nodes) == 0:
         return nodes, nodes
@@ -23,3 +38,95 @@ def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     smallest = np.full(count, np.iinfo(np.int64).max, dtype=np.int64)
     np.minimum.at(smallest, label, nodes)
     return nodes, smallest[label]
+
+
+def both_ways(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """:data:`EDGE` rows: the edges between ``a[i]`` and ``b[i]`` in both directions."""
+    edges = np.empty(2 * len(a), dtype=EDGE)
+    edges["node"], edges["other"] = np.concatenate((a, b)), np.concatenate((b, a))
+    return edges
+
+
+def star_edges(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """:data:`EDGE` rows, both directions: what the edges connect, as stars around the smallest nodes."""
+    nodes, labels = components(a, b)
+    leaf = nodes != labels
+    return both_ways(nodes[leaf], labels[leaf])
+
+
+def join_at_once(work: Work, parts: Sequence[Slice]) -> Done:
+    """Task: all edges → stars. For as many edges as a task can hold."""
+    edges = np.concatenate([part.read(EDGE) for part in parts])
+    forward = edges[edges["node"] < edges["other"]]
+    stars = star_edges(forward["node"], forward["other"])
+    buckets = parts[0].buckets
+    writer = work.writer("stars", 0, buckets, EDGE)
+    writer.add(stars, bucket_of_rank(stars["node"], buckets))
+    return Done((0,), {"stars": writer.close()})
+
+
+def large_star(work: Work, index: int, into: str, parts: Sequence[Slice]) -> Done:
+    """Task: the edges of one range of nodes, in both directions → one direction, from the larger end.
+
+    Gives back how many edges changed.
+    """
+    return _star(work, index, into, parts, larger=True)
+
+
+def small_star(work: Work, index: int, into: str, parts: Sequence[Slice]) -> Done:
+    """Task: the edges of one range of nodes, from the larger end → both directions. Gives back how many changed."""
+    return _star(work, index, into, parts, larger=False)
+
+
+def _star(work: Work, index: int, into: str, parts: Sequence[Slice], *, larger: bool) -> Done:
+    """Of a range with more edges than a task can hold, the smallest neighbours are found in a first reading.
+
+    Memory is for the different nodes of the range and one block.
+    """
+
+    def blocks() -> Iterable[np.ndarray]:
+        for part in parts:
+            for block in part.blocks(EDGE, work.max_records):
+                yield _distinct(block)
+
+    nodes, least = _least_neighbours(blocks)
+    buckets = parts[0].buckets
+    writer = work.writer(into, index, buckets, EDGE)
+    changed = 0
+    for block in blocks():
+        node, other = block["node"], block["other"]
+        smallest = least[np.searchsorted(nodes, node)]
+        if larger:
+            smallest = np.minimum(smallest, node)
+            out = other > node
+            changed += int((out & (smallest != node)).sum())
+            edges = np.empty(int(out.sum()), dtype=EDGE)
+            edges["node"], edges["other"] = other[out], smallest[out]
+        else:
+            out = other != smallest
+            changed += int(out.sum())
+            edges = both_ways(other[out], smallest[out])
+        writer.add(edges, bucket_of_rank(edges["node"], buckets))
+    if not larger:
+        kept = both_ways(nodes, least)
+        writer.add(kept, bucket_of_rank(kept["node"], buckets))
+    return Done((changed,), {into: writer.close()})
+
+
+def _distinct(edges: np.ndarray) -> np.ndarray:
+    edges = edges[np.lexsort((edges["other"], edges["node"]))]
+    new = np.ones(len(edges), dtype=bool)
+    new[1:] = (edges["node"][1:] != edges["node"][:-1]) | (edges["other"][1:] != edges["other"][:-1])
+    return edges[new]
+
+
+def _least_neighbours(blocks: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """``(nodes, least)``: the nodes, ascending, and the smallest neighbour of each."""
+    table = np.empty(0, dtype=EDGE)
+    for block in blocks():
+        table = np.concatenate((table, block))
+        table = table[np.lexsort((table["other"], table["node"]))]
+        starts = np.ones(len(table), dtype=bool)
+        starts[1:] = table["node"][1:] != table["node"][:-1]
+        table = table[starts]
+    return table["node"].copy(), table["other"].copy()

@@ -1,116 +1,199 @@
-"""The last task: removals of all passes and verified pairs → the two tables of decisions."""
+"""From verified pairs to rows of decisions: who is removed, in which cluster, under their ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from quern import storage
-from quern.data_pipeline.dedup.clusters import components
-from quern.data_pipeline.dedup.equal import removals
-from quern.data_pipeline.dedup.exchange import read_array
-from quern.data_pipeline.dedup.facts import Work, read_ids
-from quern.data_pipeline.dedup.verify import VERIFIED, survivors
-from quern.data_pipeline.document import HASH
+from quern.data_pipeline.dedup.bands import PAIR
+from quern.data_pipeline.dedup.clusters import EDGE, star_edges
+from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank, read_records
+from quern.data_pipeline.dedup.near import LENGTH, PLANS, SHINGLE
+from quern.data_pipeline.dedup.order import read_documents
+from quern.data_pipeline.dedup.records import KINDS, REMOVED, kind_code
+from quern.data_pipeline.dedup.verify import VERIFIED, Removed, survivors, survivors_after, verify
+from quern.data_pipeline.dedup.work import Done, Work
 
-__all__ = ["CLUSTERS", "CLUSTER_SCHEMA", "DECISIONS", "DECISION_SCHEMA", "KINDS", "Outcome", "decide", "write_tables"]
+__all__ = [
+    "CLUSTER",
+    "DECISION",
+    "find_survivors",
+    "identify_members",
+    "identify_originals",
+    "label_pairs",
+    "name_clusters",
+    "verify_group",
+]
 
-DECISIONS = "duplicates/decisions.parquet"
-CLUSTERS = "duplicates/clusters.parquet"
-
-#: The passes in their order: a document removed by one is not looked at by the next.
-KINDS = ("exact", "url", "near")
-
-DECISION_SCHEMA = pa.schema(
+_MEMBER = np.dtype([("node", "<i8"), ("root", "<i8")])
+_NAMED = np.dtype([("root", "<i8"), ("high", "<u8"), ("low", "<u8"), ("count", "<i8")])
+#: A removed document, the id of the one it is a duplicate of beside it.
+_HALF = np.dtype([*REMOVED.descr, ("by_high", "<u8"), ("by_low", "<u8")])
+#: The row of a removed document.
+DECISION = np.dtype(
     [
-        pa.field("doc_id", HASH, nullable=False),
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("duplicate_of", HASH, nullable=False),
-        pa.field("cluster_id", HASH, nullable=False),
-        pa.field("similarity", pa.float64()),
-        pa.field("band", pa.int16()),
+        ("high", "<u8"),
+        ("low", "<u8"),
+        ("by_high", "<u8"),
+        ("by_low", "<u8"),
+        ("similarity", "<f8"),
+        ("band", "<i2"),
+        ("kind", "u1"),
     ]
 )
-CLUSTER_SCHEMA = pa.schema([pa.field("doc_id", HASH, nullable=False), pa.field("cluster_id", HASH, nullable=False)])
+#: The row of a member of a cluster.
+CLUSTER = np.dtype([("high", "<u8"), ("low", "<u8"), ("name_high", "<u8"), ("name_low", "<u8")])
+#: Sorting a verified pair takes two records' worth, naming a member three.
+_RECORDS_PER_VERIFIED, _RECORDS_PER_NAMED = 2, 3
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was decided, counted."""
+def verify_group(
+    work: Work, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], buckets: int
+) -> Done:
+    """Task: one group's pairs (``first`` … ``last`` of a plan) → those that are similar enough, and what they connect.
 
-    removed: dict[int, dict[str, int]]
-    """Partition index → kind → documents."""
-    verified_pairs: int
-    clusters: int
-    largest_cluster: int
-
-
-def decide(work: Work, kinds: Sequence[str], groups: int, documents: int) -> Outcome:
-    """Task: write both tables, rows sorted by ``doc_id``. Takes memory for the removals and verified pairs.
-
-    ``duplicate_of`` is the document that was kept in that pass; a later pass may have removed it in its turn.
+    ``parts`` are the group's lengths and shingles.
     """
-    removed = {kind: removals(work, kind, documents) for kind in kinds if kind != "near"}
-    verified = np.concatenate(
-        [np.empty(0, dtype=VERIFIED), *(read_array(work.file("verified", group)) for group in range(groups))]
+    pairs = read_records(work.file(PLANS, plan), PAIR, first, last)
+    lengths, shingles = parts[0].read(LENGTH), parts[1].read(SHINGLE)
+    starts = np.cumsum(lengths["size"]) - lengths["size"]
+    order = np.argsort(lengths["rank"])
+    found = verify(
+        pairs, lengths["rank"][order], starts[order], lengths["size"][order], shingles, work.config.threshold
     )
-    near = survivors(verified)
-    pieces = [(name, rows["rank"], rows["by"], np.ones(len(rows)) if name == "exact" else np.full(len(rows), np.nan),
-               np.full(len(rows), -1)) for name, rows in removed.items()]  # fmt: skip
-    pieces.append(("near", near["high"], near["low"], near["similarity"], near["band"].astype(np.int64)))
-    kind = np.concatenate([np.full(len(piece[1]), KINDS.index(piece[0])) for piece in pieces])
-    rank, by, similarity, band = (np.concatenate([piece[i] for piece in pieces]) for i in range(1, 5))
-
-    ids = read_ids(work)
-    ends = [(rows["rank"], rows["by"]) for rows in removed.values()] + [(verified["low"], verified["high"])]
-    nodes, labels = components(np.concatenate([a for a, _ in ends]), np.concatenate([b for _, b in ends]))
-    members, cluster = _name_clusters(nodes, labels, ids)
-    cluster_of = cluster[np.searchsorted(nodes, rank)]
-    order = np.lexsort((ids[rank, 1], ids[rank, 0]))
-    decisions = [
-        _hashes(ids[rank[order]]),
-        pa.DictionaryArray.from_arrays(pa.array(kind[order], pa.int32()), pa.array(KINDS)).cast(pa.string()),
-        _hashes(ids[by[order]]),
-        _hashes(cluster_of[order]),
-        pa.array(similarity[order], mask=np.isnan(similarity[order])),
-        pa.array(band[order], pa.int16(), mask=band[order] < 0),
-    ]
-    by_id = np.lexsort((ids[members, 1], ids[members, 0]))
-    clusters = [_hashes(ids[members[by_id]]), _hashes(cluster[by_id])]
-    write_tables(work.run_dir, decisions, clusters)
-
-    partition = read_array(storage.join(work.scratch, "partitions"))[rank]
-    counts: dict[int, dict[str, int]] = {}
-    for code, name in enumerate(KINDS):
-        for index, count in enumerate(np.bincount(partition[kind == code]).tolist()):
-            if count:
-                counts.setdefault(index, {})[name] = count
-    sizes = np.unique(labels, return_counts=True)[1]
-    return Outcome(counts, len(verified), len(sizes), int(sizes.max(initial=0)))
+    verified, edges = work.writer("verified", group, buckets, VERIFIED), work.writer("near-edges", group, buckets, EDGE)
+    verified.add(found, bucket_of_rank(found["high"], buckets))
+    stars = star_edges(found["low"], found["high"])
+    edges.add(stars, bucket_of_rank(stars["node"], buckets))
+    return Done((len(found),), {"verified": verified.close(), "near-edges": edges.close()})
 
 
-def _name_clusters(nodes: np.ndarray, labels: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``nodes`` and the name of each one's cluster, uint64[nodes, 2]: the smallest id in it."""
-    order = np.lexsort((ids[nodes, 1], ids[nodes, 0], labels))
-    starts = np.ones(len(order), dtype=bool)
-    starts[1:] = labels[order][1:] != labels[order][:-1]
-    names = np.empty((len(nodes), 2), dtype=np.uint64)
-    names[order] = ids[nodes[order[starts]]][np.cumsum(starts) - 1]
-    return nodes, names
+def label_pairs(work: Work, index: int, stars: Slice, verified: Slice | None, buckets: int) -> Done:
+    """Task: one range of nodes → the members of clusters by range of ranks, and the verified pairs by cluster."""
+    members = work.writer("members", index, work.ranges, _MEMBER)
+    pieces = [np.empty(0, dtype=EDGE)]
+    roots = np.empty(0, dtype=np.int64)
+    for block in stars.blocks(EDGE, work.max_records):
+        leaf = block["other"] < block["node"]
+        pieces.append(block[leaf])
+        roots = np.union1d(roots, block["node"][~leaf])
+    leaves = np.concatenate(pieces)
+    leaves = leaves[np.argsort(leaves["node"])]
+    for node, root in ((leaves["node"], leaves["other"]), (roots, roots)):
+        rows = np.empty(len(node), dtype=_MEMBER)
+        rows["node"], rows["root"] = node, root
+        members.add(rows, work.range_of(node))
+    components = work.writer("components", index, buckets, VERIFIED)
+    for block in verified.blocks(VERIFIED, work.max_records) if verified is not None else ():
+        root = leaves["other"][np.searchsorted(leaves["node"], block["high"])]  # the later of two is never a root
+        components.add(block, bucket_of_rank(root, buckets))
+    return Done((), {"members": members.close(), "components": components.close()})
 
 
-def _hashes(words: np.ndarray) -> pa.Array:
-    data = pa.py_buffer(words.astype(">u8").tobytes())
-    return pa.FixedSizeBinaryArray.from_buffers(HASH, len(words), [None, data])
+def find_survivors(work: Work, index: int, part: Slice) -> Done:
+    """Task: the verified pairs of some clusters → who is removed for whom.
+
+    Clusters with more pairs than a task can hold are sorted by way of files and decided from the first document on,
+    with one bit for each document of the run.
+    """
+    writer = work.writer("near-removed", index, work.ranges, REMOVED)
+    for found in _survivors(work, index, part):
+        rows = np.empty(len(found), dtype=REMOVED)
+        rows["rank"], rows["by"], rows["similarity"] = found["high"], found["low"], found["similarity"]
+        rows["band"], rows["kind"] = found["band"], kind_code("near")
+        writer.add(rows, work.range_of(rows["by"]))
+    return Done((), {"near-removed": writer.close()})
 
 
-def write_tables(run_dir: str, decisions: Sequence[pa.Array], clusters: Sequence[pa.Array]) -> None:
-    """Publish both tables; equal rows are equal bytes."""
-    for name, columns, schema in ((DECISIONS, decisions, DECISION_SCHEMA), (CLUSTERS, clusters, CLUSTER_SCHEMA)):
-        with storage.publish(storage.join(run_dir, name)) as file:
-            table = pa.Table.from_arrays(list(columns), schema=schema)
-            pq.write_table(table, file, compression="zstd", row_group_size=1 << 17, store_schema=False)
+def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
+    most = max(work.max_records // _RECORDS_PER_VERIFIED, 1)
+    if part.records <= most:
+        yield survivors(part.read(VERIFIED))
+        return
+    num_pieces = 2 * -(-part.records // most)
+    stride = max(part.records // (_SAMPLES_PER_PIECE * num_pieces), 1)
+    sample = np.sort(np.concatenate([block["high"][::stride] for block in part.blocks(VERIFIED, most)]))
+    cuts = sample[np.arange(1, num_pieces) * len(sample) // num_pieces]
+    folder = f"sorting-{index:06d}"
+    writer = work.writer(folder, 0, num_pieces, VERIFIED)
+    for block in part.blocks(VERIFIED, most):
+        writer.add(block, np.searchsorted(cuts, block["high"], side="right"))
+    written = writer.close()
+    removed = Removed(work.first_ranks[-1])
+    for piece in range(num_pieces):
+        own = Slice(work.folder(folder), (written.files,), num_pieces, piece, piece + 1, int(written.counts[piece]))
+        yield survivors_after(removed, own.read(VERIFIED))
+
+
+def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:
+    """Task: removals for the documents of one range of ranks → with the ids of these, by range of who is removed."""
+    ids = read_documents(work, index, "id")["id"]
+    writer = work.writer("halves", index, work.ranges, _HALF)
+    for part in parts:
+        for block in part.blocks(REMOVED, work.max_records // 2 + 1):
+            rows = np.empty(len(block), dtype=_HALF)
+            for name in REMOVED.names or ():
+                rows[name] = block[name]
+            rows["by_high"], rows["by_low"] = ids[block["by"] - work.first_ranks[index]].T
+            writer.add(rows, work.range_of(rows["rank"]))
+    return Done((), {"halves": writer.close()})
+
+
+def identify_members(work: Work, index: int, removed: Slice, members: Slice, nodes: int, buckets: int) -> Done:
+    """Task: one range of ranks → its removed documents by id, and its members of clusters by cluster.
+
+    Gives back how many were removed, of each source by each kind.
+    """
+    documents = read_documents(work, index, "id", "source")
+    first = work.first_ranks[index]
+    counts = np.zeros(len(work.sources) * len(KINDS), dtype=np.int64)
+    decisions = work.writer("decisions", index, buckets, DECISION)
+    for block in removed.blocks(_HALF, work.max_records // 2 + 1):
+        place = block["rank"] - first
+        rows = np.empty(len(block), dtype=DECISION)
+        for name in ("by_high", "by_low", "similarity", "band", "kind"):
+            rows[name] = block[name]
+        rows["high"], rows["low"] = documents["id"][place].T
+        decisions.add(rows, bucket_of_key(rows["high"], buckets))
+        counts += np.bincount(documents["source"][place] * len(KINDS) + block["kind"], minlength=len(counts))
+    named = work.writer("named", index, nodes, _NAMED)
+    for block in members.blocks(_MEMBER, work.max_records // 2 + 1):
+        rows = np.empty(len(block), dtype=_NAMED)
+        rows["root"], rows["count"] = block["root"], 1
+        rows["high"], rows["low"] = documents["id"][block["node"] - first].T
+        named.add(rows, bucket_of_rank(rows["root"], nodes))
+    return Done(tuple(counts.tolist()), {"decisions": decisions.close(), "named": named.close()})
+
+
+def name_clusters(work: Work, index: int, part: Slice, buckets: int) -> Done:
+    """Task: the members of some clusters → with the smallest id of each as its name, by id.
+
+    Gives back the number of clusters, and of documents in the largest. Of more members than a task can hold, names
+    are found in a first reading; memory is for the clusters and one block.
+    """
+    most = max(work.max_records // _RECORDS_PER_NAMED, 1)
+
+    def blocks() -> Iterable[np.ndarray]:
+        return part.blocks(_NAMED, most)
+
+    names = np.empty(0, dtype=_NAMED)
+    for block in blocks():
+        names = np.concatenate((names, block))
+        names = names[np.lexsort((names["low"], names["high"], names["root"]))]
+        starts = np.flatnonzero(np.concatenate(([True], names["root"][1:] != names["root"][:-1])))
+        counts = np.add.reduceat(names["count"], starts)
+        names = names[starts]
+        names["count"] = counts
+    writer: Writer = work.writer("clusters", index, buckets, CLUSTER)
+    for block in blocks():
+        own = names[np.searchsorted(names["root"], block["root"])]
+        rows = np.empty(len(block), dtype=CLUSTER)
+        rows["high"], rows["low"] = block["high"], block["low"]
+        rows["name_high"], rows["name_low"] = own["high"], own["low"]
+        writer.add(rows, bucket_of_key(rows["high"], buckets))
+    return Done((len(names), int(names["count"].max(initial=0))), {"clusters": writer.close()})
+
+
+#: Verified pairs of a large cluster that are looked at for each piece that it is cut into.
+_SAMPLES_PER_PIECE = 1024

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import xxhash
 
-__all__ = ["KEYED", "REMOVAL", "find_equal", "scoped_keys", "url_keys"]
+__all__ = ["KEYED", "REMOVAL", "find_equal", "firsts", "scope_words", "url_keys"]
 
 #: A document under a 128-bit key. Of those with an equal key the one with the least ``(order, rank)`` stays.
 KEYED = np.dtype([("high", "<u8"), ("low", "<u8"), ("order", "<i8"), ("rank", "<i8")])
@@ -14,15 +16,32 @@ KEYED = np.dtype([("high", "<u8"), ("low", "<u8"), ("order", "<i8"), ("rank", "<
 REMOVAL = np.dtype([("rank", "<i8"), ("by", "<i8")])
 
 
-def find_equal(documents: np.ndarray) -> np.ndarray:
-    """:data:`REMOVAL` rows by rank: every one of ``documents`` (:data:`KEYED`) but the first of each key."""
+def find_equal(documents: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """:data:`REMOVAL` rows: every one of ``documents`` (:data:`KEYED`) but the first of each key.
+
+    ``known`` (:data:`KEYED`) are documents that stand before others elsewhere; of a key that they have, the first is
+    found among both, and rows are given for ``documents`` alone.
+    """
+    every, starts = _by_key(np.concatenate((known, documents)))
+    survivor = every["rank"][np.maximum.accumulate(np.where(starts, np.arange(len(every)), 0))]
+    away = every["rank"] != survivor
+    removed = np.empty(int(away.sum()), dtype=REMOVAL)
+    removed["rank"], removed["by"] = every["rank"][away], survivor[away]
+    return removed
+
+
+def firsts(documents: np.ndarray) -> np.ndarray:
+    """The first of ``documents`` (:data:`KEYED`) of each key."""
+    ordered, starts = _by_key(documents)
+    return ordered[starts]
+
+
+def _by_key(documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The documents by key, the first of each in front, and where keys begin."""
     ordered = documents[np.lexsort((documents["rank"], documents["order"], documents["low"], documents["high"]))]
     starts = np.ones(len(ordered), dtype=bool)
     starts[1:] = (ordered["high"][1:] != ordered["high"][:-1]) | (ordered["low"][1:] != ordered["low"][:-1])
-    survivor = ordered["rank"][np.maximum.accumulate(np.where(starts, np.arange(len(ordered)), 0))]
-    removed = np.empty(int((~starts).sum()), dtype=REMOVAL)
-    removed["rank"], removed["by"] = ordered["rank"][~starts], survivor[~starts]
-    return removed[np.argsort(removed["rank"])]
+    return ordered, starts
 
 
 def url_keys(urls: list[str]) -> np.ndarray:
@@ -31,8 +50,7 @@ def url_keys(urls: list[str]) -> np.ndarray:
     return np.frombuffer(digests, dtype=">u8").reshape(-1, 2).astype(np.uint64)
 
 
-def scoped_keys(keys: np.ndarray, source: str | None) -> np.ndarray:
-    """``keys`` (uint64, any shape), changed one to one by the name of a source; as they are without one."""
-    if source is None:
-        return keys
-    return keys ^ np.uint64(xxhash.xxh3_64_intdigest(source.encode()))
+def scope_words(sources: Sequence[str], scope: str) -> np.ndarray:
+    """uint64[sources]: what keys are combined with (exclusive or) so that they are equal only inside ``scope``."""
+    words = [xxhash.xxh3_64_intdigest(source.encode()) if scope == "source" else 0 for source in sources]
+    return np.array(words, dtype=np.uint64)

@@ -1,64 +1,238 @@
-"""Arrays on their way from task to task: files of a scratch folder, on any store.
+"""Records on their way from task to task: files of a scratch folder, on any store.
 
-A *run* is one file of fixed-size records grouped by part, with the parts' offsets at its head: a task writes one run,
-whatever the number of parts, and a reader of one part reads only that part of every run.
+An *exchange* has a number of buckets. Every writer leaves files of fixed-size records grouped by bucket, with the
+buckets' offsets at their head, each of a bounded size: a writer holds one in memory. A reader takes a range of buckets
+and reads those parts of all files, and nothing else of them; the driver, which knows only how many records each bucket
+has, cuts the ranges so that each fits a task's memory. Of a bucket too large for that (one key that very many records
+share) a reader takes a block at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from quern import storage
 
-__all__ = ["num_parts", "part_of_key", "read_array", "read_part", "read_parts", "write_array", "write_run"]
+__all__ = [
+    "MAX_BUCKETS",
+    "Exchange",
+    "Slice",
+    "Writer",
+    "Written",
+    "bucket_of_key",
+    "bucket_of_rank",
+    "cuts",
+    "num_buckets",
+    "read_range",
+    "read_records",
+    "scatter",
+]
+
+#: A writer's buckets have to fit 16 bits, which are sorted in linear time; the rest keeps heads small.
+MAX_BUCKETS = 1 << 14
+_OFFSET = np.dtype("<i8")
+#: Ranges a task is given are cut from this many times as many buckets, so that they come out about equal.
+_BUCKETS_PER_TASK = 4
+#: The least a writer gathers before it leaves a file, however small the tasks.
+_LEAST_RECORDS = 64
 
 
-def num_parts(records: int, records_per_task: int) -> int:
-    """How many tasks share ``records``: a function of the data alone, never of the workers."""
-    return max(1, -(-records // records_per_task))
+@dataclass(frozen=True)
+class Written:
+    """What one writer left."""
+
+    files: int
+    counts: np.ndarray
+    """int64[buckets]: records."""
 
 
-def part_of_key(keys: np.ndarray, parts: int) -> np.ndarray:
-    """int64 part of each uniformly distributed uint64 key; equal keys share a part, a part is a range of keys."""
-    return ((keys >> np.uint64(32)) * np.uint64(parts) >> np.uint64(32)).astype(np.int64)
+@dataclass(frozen=True)
+class Exchange:
+    """What all writers of a stage left."""
+
+    folder: str
+    files: tuple[int, ...]
+    """Files of each writer."""
+    counts: np.ndarray
+    """int64[buckets]: records."""
+
+    @property
+    def records(self) -> int:
+        return int(self.counts.sum())
+
+    def slice(self, first: int, last: int) -> Slice:
+        """The buckets from ``first`` up to and without ``last``."""
+        return Slice(self.folder, self.files, len(self.counts), first, last, int(self.counts[first:last].sum()))
+
+    def slices(self, max_records: int) -> list[Slice]:
+        """All records in slices of at most ``max_records`` each, or of one bucket."""
+        return [self.slice(first, last) for first, last in cuts(self.counts, max_records)]
 
 
-def write_array(path: str, array: np.ndarray) -> None:
-    """Publish a one-dimensional array, whole or not at all."""
-    with storage.publish(path) as file:
-        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+def cuts(counts: np.ndarray, most: int) -> list[tuple[int, int]]:
+    """Ranges (first, last) of consecutive ``counts`` with a sum of at most ``most``, or of one; none is empty."""
+    sums = np.cumsum(counts)
+    ranges = []
+    first, before = 0, 0
+    while first < len(counts) and before < sums[-1]:
+        last = max(int(np.searchsorted(sums, before + most, side="right")), first + 1)
+        if sums[last - 1] > before:
+            ranges.append((first, last))
+        first, before = last, int(sums[last - 1])
+    return ranges
 
 
-def read_array(path: str) -> np.ndarray:
-    """What :func:`write_array` wrote."""
-    with storage.open_read(path) as file:
-        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        return array
+@dataclass(frozen=True)
+class Slice:
+    """A range of an exchange's buckets, for one task."""
+
+    folder: str
+    files: tuple[int, ...]
+    buckets: int
+    first: int
+    last: int
+    records: int
+
+    def read(self, dtype: np.dtype) -> np.ndarray:
+        """All records, in the order of the files."""
+        records = np.empty(self.records, dtype=dtype)
+        done = 0
+        for piece in self._pieces(dtype, max(self.records, 1)):
+            records[done : done + len(piece)] = piece
+            done += len(piece)
+        return records
+
+    def blocks(self, dtype: np.dtype, max_records: int) -> Iterator[np.ndarray]:
+        """All records in that order, at most ``max_records`` at a time."""
+        held: list[np.ndarray] = []
+        room = max_records
+        for piece in self._pieces(dtype, max_records):
+            while len(piece) >= room:
+                yield _joined([*held, piece[:room]])
+                held, piece, room = [], piece[room:], max_records
+            if len(piece):
+                held.append(piece)
+                room -= len(piece)
+        if held:
+            yield _joined(held)
+
+    def _pieces(self, dtype: np.dtype, max_records: int) -> Iterator[np.ndarray]:
+        if self.records == 0:
+            return
+        head = _OFFSET.itemsize * (self.buckets + 1)
+        for writer, files in enumerate(self.files):
+            for number in range(files):
+                path = _path(self.folder, writer, number)
+                start, end = (
+                    int(np.frombuffer(read_range(path, _OFFSET.itemsize * at, _OFFSET.itemsize * (at + 1)), _OFFSET)[0])
+                    for at in (self.first, self.last)
+                )
+                for at in range(start, end, max_records):
+                    upto = min(at + max_records, end)
+                    data = read_range(path, head + at * dtype.itemsize, head + upto * dtype.itemsize)
+                    yield np.frombuffer(data, dtype=dtype)
 
 
-def write_run(path: str, records: np.ndarray, part: np.ndarray, parts: int) -> None:
-    """Publish ``records`` (any dtype without objects) grouped by ``part`` (int, 0 ≤ part < parts), in their order."""
-    offsets = np.zeros(parts + 1, dtype="<i8")
-    np.cumsum(np.bincount(part, minlength=parts), out=offsets[1:])
-    if parts > 1:
-        records = records[np.argsort(part, kind="stable")]
-    with storage.publish(path) as file:
-        file.write(offsets.tobytes())
-        file.write(np.ascontiguousarray(records).tobytes())
+def _joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def read_part(path: str, part: int, parts: int, dtype: np.dtype) -> np.ndarray:
-    """The records of one part of a run."""
-    with storage.open_read(path) as file:
-        file.seek(8 * part)
-        first, last = np.frombuffer(file.read(16), dtype="<i8").tolist()
-        file.seek(8 * (parts + 1) + first * dtype.itemsize)
-        return np.frombuffer(file.read((last - first) * dtype.itemsize), dtype=dtype)
+class Writer:
+    """Writes one task's records of an exchange, ``max_records`` a file."""
+
+    def __init__(self, folder: str, index: int, buckets: int, dtype: np.dtype, max_records: int) -> None:
+        self._folder, self._index, self._buckets = folder, index, buckets
+        size = max(max_records, _LEAST_RECORDS)
+        self._records = np.empty(size, dtype=dtype)  # pages that are not written to take no memory
+        self._bucket = np.empty(size, dtype=np.uint16)
+        self._held = self._files = 0
+        self._counts = np.zeros(buckets, dtype=np.int64)
+
+    def add(self, records: np.ndarray, bucket: np.ndarray | int) -> None:
+        """``records`` with the bucket of each (int, 0 ≤ bucket < buckets), or one for all."""
+        done = 0
+        while done < len(records):
+            take = min(len(records) - done, len(self._records) - self._held)
+            into = slice(self._held, self._held + take)
+            self._records[into] = records[done : done + take]
+            self._bucket[into] = bucket if isinstance(bucket, int) else bucket[done : done + take]
+            self._held += take
+            done += take
+            if self._held == len(self._records):
+                self._flush()
+
+    def _flush(self) -> None:
+        bucket, records = self._bucket[: self._held], self._records[: self._held]
+        counts = np.bincount(bucket, minlength=self._buckets)
+        offsets = np.zeros(self._buckets + 1, dtype=_OFFSET)
+        np.cumsum(counts, out=offsets[1:])
+        if self._buckets > 1:
+            records = records[np.argsort(bucket, kind="stable")]
+        with storage.publish(_path(self._folder, self._index, self._files)) as file:
+            file.write(offsets.tobytes())
+            file.write(memoryview(records).cast("B"))
+        self._counts += counts
+        self._files += 1
+        self._held = 0
+
+    def close(self) -> Written:
+        """Write what is left."""
+        if self._held:
+            self._flush()
+        return Written(self._files, self._counts)
 
 
-def read_parts(paths: Iterable[str], part: int, parts: int, dtype: np.dtype) -> np.ndarray:
-    """The records of one part of many runs, in the order of ``paths``."""
-    pieces = [read_part(path, part, parts, dtype) for path in paths]
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
+def scatter(
+    folder: str, index: int, buckets: int, parts: Iterable[tuple[np.ndarray, np.ndarray]], max_records: int
+) -> Written:
+    """Write ``parts`` (records and the bucket of each; at least one part) as one writer."""
+    writer: Writer | None = None
+    for records, bucket in parts:
+        writer = writer or Writer(folder, index, buckets, records.dtype, max_records)
+        writer.add(records, bucket)
+    return writer.close() if writer else Written(0, np.zeros(buckets, dtype=np.int64))
+
+
+def _path(folder: str, writer: int, number: int) -> str:
+    return storage.join(folder, f"{writer:06d}-{number:04d}")
+
+
+def num_buckets(records: int, max_records: int) -> int:
+    """How many buckets ``records`` want: a function of the data alone, never of the workers."""
+    if records <= max_records:
+        return 1
+    return min(_BUCKETS_PER_TASK * -(-records // max_records), MAX_BUCKETS)
+
+
+def bucket_of_key(keys: np.ndarray, buckets: int) -> np.ndarray:
+    """int64 bucket of each uniformly distributed uint64 key; equal keys share one, a bucket is a range of keys."""
+    return ((keys >> np.uint64(32)) * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
+
+
+def bucket_of_rank(ranks: np.ndarray, buckets: int) -> np.ndarray:
+    """int64 bucket of each rank, neighbours far apart."""
+    mixed = ranks.astype(np.uint64)
+    mixed ^= mixed >> np.uint64(31)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return bucket_of_key(mixed, buckets)
+
+
+def read_range(path: str, start: int, end: int) -> bytes:
+    """The bytes from ``start`` up to and without ``end`` of a file on any store, and no others."""
+    fs, inner = storage.split(path)
+    if storage.is_local(path):
+        with open(inner, "rb", buffering=0) as file:
+            file.seek(start)
+            return file.read(end - start)
+    data: bytes = fs.cat_file(inner, start=start, end=end)
+    return data
+
+
+def read_records(path: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
+    """The records from ``start`` up to and without ``end`` of a file of nothing but records."""
+    return np.frombuffer(read_range(path, start * dtype.itemsize, end * dtype.itemsize), dtype=dtype)

@@ -1,79 +1,100 @@
-"""The tasks of the near pass: bands by key range, proposals, a plan, the shingles it needs, verified pairs."""
+"""The tasks of the near pass up to its candidates: bands, proposals, and what each verification needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from quern import storage
-from quern.data_pipeline.dedup.bands import PAIR, BandStats, band_keys, propose, unique_pairs
-from quern.data_pipeline.dedup.clusters import components
-from quern.data_pipeline.dedup.equal import present
-from quern.data_pipeline.dedup.exact import scoped_keys
-from quern.data_pipeline.dedup.exchange import (
-    part_of_key,
-    read_array,
-    read_part,
-    read_parts,
-    write_array,
-    write_run,
+from quern.data_pipeline.dedup.bands import (
+    MAX_SIZE,
+    MEMBER,
+    PAIR,
+    BandStats,
+    band_keys,
+    propose,
+    ranks_of,
+    repeated,
+    sizes_of,
+    tokens,
+    unique_pairs,
 )
-from quern.data_pipeline.dedup.facts import Ids, Place, Work, id_words, read_ranks, read_rows
-from quern.data_pipeline.dedup.verify import could_match, verify
+from quern.data_pipeline.dedup.exact import scope_words
+from quern.data_pipeline.dedup.exchange import Slice, bucket_of_key, bucket_of_rank
+from quern.data_pipeline.dedup.order import NUMBERED, read_documents
+from quern.data_pipeline.dedup.signatures import signature_batches
+from quern.data_pipeline.dedup.verify import could_match, fitting
+from quern.data_pipeline.dedup.work import Done, Place, Shard, Work
 from quern.errors import QuernError
 
-__all__ = ["Plan", "plan_verification", "propose_pairs", "verify_group", "write_bands", "write_shingles"]
+__all__ = [
+    "LENGTH",
+    "PLANS",
+    "SHINGLE",
+    "locate_documents",
+    "plan_verification",
+    "propose_pairs",
+    "select_candidates",
+    "write_bands",
+    "write_shingles",
+]
 
-_MEMBER = np.dtype([("key", "<u8"), ("rank", "<i8"), ("band", "u1")])
-_NEED = np.dtype([("rank", "<i8"), ("group", "<i8")])
-_LENGTH = np.dtype([("rank", "<i8"), ("size", "<i8")])
-_SHINGLE = np.dtype("<u8")
+#: A candidate beside its anchor: the first of all documents that its later one was proposed against.
+_ANCHORED = np.dtype([("anchor", "<u8"), *PAIR.descr])
+#: A document that a group of a plan needs.
+_NEED = np.dtype([("rank", "<i8"), ("plan", "<u4"), ("group", "<u4")])
+#: The same, found.
+_NEEDED = np.dtype([("rank", "<i8"), ("row", "<u4"), ("group", "<u4")])
+LENGTH = np.dtype([("rank", "<i8"), ("size", "<i8")])
+SHINGLE = np.dtype("<u8")
+#: The files of planned pairs.
+PLANS = "plans"
 _SHINGLES_PER_RECORD = 8
+#: A pair to verify is three records' worth of memory.
+_RECORDS_PER_PAIR = 3
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be verified."""
-
-    candidate_pairs: int
-    """Different pairs that the bands proposed."""
-    groups: int
-    """Verification tasks, for the pairs whose sizes do not already rule a similarity ≥ threshold out."""
+def _ranks_of_rows(work: Work, shard: Shard, numbered: Slice) -> np.ndarray:
+    """int64: the rank of each of a shard's documents, −1 for those that are gone."""
+    ranks = np.empty(sum(shard.documents), dtype=np.int64)
+    for block in numbered.blocks(NUMBERED, work.max_records):
+        ranks[block["row"]] = block["rank"]
+    return ranks
 
 
-def write_bands(work: Work, place: Place, gone: str | None, parts: int) -> None:
-    """Task: one partition's signatures → the band keys of its documents that are still there, by key range.
-
-    Also notes the number of shingles of each document, in the order of the partition's facts.
+def write_bands(work: Work, shard: Shard, numbered: Slice, buckets: int) -> Done:
+    """Task: one shard's signatures → the band keys of its documents that are still there, by key range.
 
     Raises:
         QuernError: a kept document has no row, or a signature was made with other settings.
     """
-    path = work.table("signatures", place)
-    ids, ranks = read_array(work.file("facts", place.index))["id"], read_ranks(work, place)
-    index, here = Ids(ids), present(gone, ranks)
-    sizes = np.zeros(len(ids), dtype=np.int64)
-    seen = np.zeros(len(ids), dtype=bool)
-    members = [np.empty(0, dtype=_MEMBER)]
-    for batch in read_rows(path, ["doc_id", "signature", "shingles"]):
-        rows = index.rows(id_words(batch.column("doc_id"), f"{path}: doc_id"))
-        known = rows >= 0
-        seen[rows[known]] = True
-        lengths = batch.column("shingles").value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        sizes[rows[known]] = lengths[known]
-        signed = known & batch.column("signature").is_valid().to_numpy(zero_copy_only=False)
-        signed[signed] = here[rows[signed]]
-        members.append(_members(work, place, batch.column("signature").filter(pa.array(signed)), ranks[rows[signed]]))
-    if not seen.all():
-        raise QuernError(f"{path}: has no row for {int((~seen).sum())} of {len(seen)} kept documents")
-    records = np.concatenate(members)
-    write_array(work.file("sizes", place.index), sizes)
-    write_run(work.file("bands", place.index), records, part_of_key(records["key"], parts), parts)
+    ranks = _ranks_of_rows(work, shard, numbered)
+    scopes = scope_words(work.sources, work.config.scope)
+    writer = work.writer("bands", shard.index, buckets, MEMBER)
+    before = 0
+    for place, documents in zip(shard.places, shard.documents, strict=True):
+        own = ranks[before : before + documents]
+        seen = np.zeros(documents, dtype=bool)
+        for rows, batch in signature_batches(work, place, documents, ["signature", "shingles"]):
+            known = rows >= 0
+            seen[rows[known]] = True
+            here = known & batch.column("signature").is_valid().to_numpy(zero_copy_only=False)
+            here[here] = own[rows[here]] >= 0
+            kept = batch.filter(pa.array(here))
+            sizes = kept.column("shingles").value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            docs = tokens(own[rows[here]], sizes)
+            members = _members(work, place, kept.column("signature"), docs, scopes[place.source])
+            writer.add(members, bucket_of_key(members["key"], buckets))
+        if not seen.all():
+            path = work.table("signatures", place)
+            raise QuernError(f"{path}: has no row for {int((~seen).sum())} of {len(seen)} kept documents")
+        before += documents
+    return Done((), {"bands": writer.close()})
 
 
-def _members(work: Work, place: Place, column: pa.ListArray, ranks: np.ndarray) -> np.ndarray:
+def _members(work: Work, place: Place, column: pa.ListArray, docs: np.ndarray, scope: np.uint64) -> np.ndarray:
     config = work.config
     if (column.value_lengths().to_numpy(zero_copy_only=False) != config.num_perm).any():
         raise QuernError(
@@ -81,102 +102,143 @@ def _members(work: Work, place: Place, column: pa.ListArray, ranks: np.ndarray) 
             "the pages were made with another config"
         )
     signatures = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, config.num_perm)
-    keys = scoped_keys(band_keys(signatures, config.bands, config.rows), work.scope(place))
-    members = np.empty(keys.size, dtype=_MEMBER)
+    keys = band_keys(signatures, config.bands, config.rows) ^ scope
+    members = np.empty(keys.size, dtype=MEMBER)
     members["key"] = keys.ravel()
-    members["rank"] = np.repeat(ranks, config.bands)
-    members["band"] = np.tile(np.arange(config.bands, dtype=np.uint8), len(ranks))
+    members["doc"] = np.repeat(docs, config.bands)
+    members["band"] = np.tile(np.arange(config.bands, dtype=np.uint8), len(docs))
     return members
 
 
-def propose_pairs(work: Work, part: int, parts: int) -> BandStats:
-    """Task: one key range of all partitions' bands → the pairs they propose."""
-    members = read_parts(work.files("bands"), part, parts, _MEMBER)
-    pairs, stats = propose(members["key"], members["band"], members["rank"], work.config.max_band_members)
-    write_array(work.file("pairs", part), pairs)
-    return stats
+def propose_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
+    """Task: one key range of all bands → the pairs they propose, by their later document.
 
-
-def plan_verification(work: Work, parts: int) -> Plan:
-    """Task: the proposals of all key ranges → verification groups of bounded size, and what each needs.
-
-    Pairs are sorted by connected component, so that a document's shingles go to as few groups as can be; a component
-    too large for one group is cut, which costs reading and changes no result. Takes about 150 bytes a proposal.
+    Gives back :class:`BandStats`' numbers. Of a range with more rows than a task can hold, the first of each key are
+    found in one reading, and the pairs follow in a second.
     """
-    pairs = unique_pairs(np.concatenate([read_array(work.file("pairs", part)) for part in range(parts)]))
-    candidate_pairs = len(pairs)
-    ranks = np.unique(np.concatenate((pairs["low"], pairs["high"])))
-    sizes = _sizes(work, ranks)
-    low, high = (sizes[np.searchsorted(ranks, pairs[end])] for end in ("low", "high"))
-    possible = could_match(low, high, work.config.threshold)
-    pairs, low, high = pairs[possible], low[possible], high[possible]
-    if len(pairs) == 0:
-        return Plan(candidate_pairs, 0)
-    nodes, labels = components(pairs["low"], pairs["high"])
-    order = np.lexsort((pairs["high"], pairs["low"], labels[np.searchsorted(nodes, pairs["low"])]))
-    pairs, low, high = pairs[order], low[order], high[order]
-    new_low = np.ones(len(pairs), dtype=bool)
-    new_low[1:] = pairs["low"][1:] != pairs["low"][:-1]
-    budget = work.records_per_task * _SHINGLES_PER_RECORD
-    cost = np.cumsum(_SHINGLES_PER_RECORD + high + low * new_low)
-    group = np.unique((cost - 1) // budget, return_inverse=True)[1]
-    groups = int(group[-1]) + 1
-    write_run(storage.join(work.scratch, "groups"), pairs, group, groups)
-    needs = np.empty(2 * len(pairs), dtype=_NEED)
-    needs["rank"] = np.concatenate((pairs["low"], pairs["high"]))
-    needs["group"] = np.tile(group, 2)
-    needs = np.unique(needs)
-    partition = read_array(storage.join(work.scratch, "partitions"))[needs["rank"]].astype(np.int64)
-    write_run(storage.join(work.scratch, "needs"), needs, partition, work.num_partitions)
-    return Plan(candidate_pairs, groups)
+    writer = work.writer("pairs", index, buckets, PAIR)
+
+    def blocks() -> Iterable[np.ndarray]:
+        return [whole] if whole is not None else part.blocks(MEMBER, work.max_records)
+
+    whole = repeated(part.read(MEMBER)) if part.records <= work.max_records else None
+    proposals = propose(blocks, work.config.max_band_members, work.max_records)
+    stats = _drain(proposals, writer, buckets)
+    return Done((stats.shared, stats.capped, stats.largest), {"pairs": writer.close()})
 
 
-def _sizes(work: Work, ranks: np.ndarray) -> np.ndarray:
-    """Number of shingles of each of ``ranks`` (ascending)."""
-    sizes = np.zeros(len(ranks), dtype=np.int64)
-    for index in range(work.num_partitions):
-        own = read_part(storage.join(work.scratch, "ranks"), index, work.num_partitions, np.dtype("<i8"))
-        place = np.minimum(np.searchsorted(ranks, own), max(len(ranks) - 1, 0))
-        found = ranks[place] == own if len(ranks) else np.zeros(len(own), dtype=bool)
-        sizes[place[found]] = read_array(work.file("sizes", index))[found]
-    return sizes
+def _drain(proposals: Generator[np.ndarray, None, BandStats], writer, buckets: int) -> BandStats:
+    while True:
+        try:
+            pairs = next(proposals)
+        except StopIteration as end:
+            stats: BandStats = end.value
+            return stats
+        writer.add(pairs, bucket_of_rank(pairs["high"], buckets))
 
 
-def write_shingles(work: Work, place: Place, groups: int) -> None:
-    """Task: one partition's shingles, of the documents that are to be verified, by verification group."""
-    needs = read_part(storage.join(work.scratch, "needs"), place.index, work.num_partitions, _NEED)
-    lengths, part, shingles = [np.empty(0, dtype=_LENGTH)], [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=_SHINGLE)]
-    if len(needs):
-        path = work.table("signatures", place)
-        index, ranks = Ids(read_array(work.file("facts", place.index))["id"]), read_ranks(work, place)
-        for batch in read_rows(path, ["doc_id", "shingles"]):
-            rows = index.rows(id_words(batch.column("doc_id"), path))
-            rank = np.where(rows >= 0, ranks[np.maximum(rows, 0)], -1)
-            first = np.searchsorted(needs["rank"], rank, side="left")
-            copies = np.searchsorted(needs["rank"], rank, side="right") - first
-            row = np.repeat(np.arange(len(rank)), copies)
+def select_candidates(work: Work, index: int, part: Slice, buckets: int) -> Done:
+    """Task: the proposals of one range of later documents → different pairs that sizes do not rule out, by anchor.
+
+    Gives back the number of different pairs. Similar documents have the same anchor, mostly, so that their shingles
+    go to one place. A range with more pairs than a task can hold is read as many times as it is too large.
+    """
+    writer = work.writer("candidates", index, buckets, _ANCHORED)
+    different = 0
+    for pairs in _by_later(work, part):
+        pairs = unique_pairs(pairs)
+        different += len(pairs)
+        low, high = sizes_of(pairs["low"]), sizes_of(pairs["high"])
+        unknown = (low == MAX_SIZE) | (high == MAX_SIZE)
+        starts = np.ones(len(pairs), dtype=bool)
+        starts[1:] = pairs["high"][1:] != pairs["high"][:-1]
+        anchor = pairs["low"][starts][np.cumsum(starts) - 1]
+        possible = could_match(low, high, work.config.threshold) | unknown
+        rows = np.empty(int(possible.sum()), dtype=_ANCHORED)
+        rows["anchor"] = anchor[possible]
+        for name in ("low", "high", "band"):
+            rows[name] = pairs[name][possible]
+        writer.add(rows, bucket_of_rank(rows["anchor"], buckets))
+    return Done((different,), {"candidates": writer.close()})
+
+
+def _by_later(work: Work, part: Slice) -> Iterator[np.ndarray]:
+    """The pairs of a range, all of one later document at once."""
+    times = max(1, -(-part.records // work.max_records))
+    if times == 1:
+        yield part.read(PAIR)
+        return
+    for time in range(times):
+        pieces = [np.empty(0, dtype=PAIR)]
+        for block in part.blocks(PAIR, work.max_records):
+            pieces.append(block[bucket_of_rank(block["high"] ^ np.uint64(0x5851F42D4C957F2D), times) == time])
+        yield np.concatenate(pieces)
+
+
+def plan_verification(work: Work, index: int, part: Slice) -> Done:
+    """Task: the candidates of one range of anchors → groups whose shingles a task can hold, and what each needs.
+
+    Gives back the number of pairs of each group. A set of similar documents too large for one group is cut, and the
+    documents of its anchor's neighbourhood then go to each of them.
+    """
+    writer = work.writer("needs", index, work.ranges, _NEED)
+    budget = work.max_records * _SHINGLES_PER_RECORD
+    groups: list[int] = []
+    with storage.publish(work.file(PLANS, index)) as file:
+        for rows in part.blocks(_ANCHORED, max(work.max_records // _RECORDS_PER_PAIR, 1)):
+            rows = rows[np.lexsort((rows["low"], rows["high"], rows["anchor"]))]
+            for start, end, docs in fitting(rows["low"], rows["high"], budget, _SHINGLES_PER_RECORD):
+                pairs = np.empty(end - start, dtype=PAIR)
+                for name in PAIR.names or ():
+                    pairs[name] = rows[name][start:end]
+                file.write(pairs.tobytes())
+                needs = np.empty(len(docs), dtype=_NEED)
+                needs["rank"], needs["plan"], needs["group"] = ranks_of(docs), index, len(groups)
+                writer.add(needs, work.range_of(needs["rank"]))
+                groups.append(len(pairs))
+    return Done(tuple(groups), {"needs": writer.close()})
+
+
+def locate_documents(work: Work, index: int, part: Slice, first_groups: Sequence[int], shards: int) -> Done:
+    """Task: what groups need of one range of ranks → by the shard that has it. ``first_groups`` is of each plan."""
+    documents = read_documents(work, index, "shard", "row")
+    writer = work.writer("needed", index, shards, _NEEDED)
+    first = np.array(first_groups)
+    for needs in part.blocks(_NEED, work.max_records):
+        place = needs["rank"] - work.first_ranks[index]
+        rows = np.empty(len(needs), dtype=_NEEDED)
+        rows["rank"], rows["row"] = needs["rank"], documents["row"][place]
+        rows["group"] = first[needs["plan"]] + needs["group"]
+        writer.add(rows, documents["shard"][place])
+    return Done((), {"needed": writer.close()})
+
+
+def write_shingles(work: Work, shard: Shard, needed: Slice, groups: int) -> Done:
+    """Task: one shard's shingles, of the documents that are to be verified, by verification group."""
+    needs = needed.read(_NEEDED)
+    needs = needs[np.lexsort((needs["group"], needs["row"]))]
+    needed_rows = needs["row"].astype(np.int64)
+    lengths = work.writer("lengths", shard.index, groups, LENGTH)
+    shingles = work.writer("shingles", shard.index, groups, SHINGLE)
+    before = 0
+    for place, documents in zip(shard.places, shard.documents, strict=True):
+        first, last = np.searchsorted(needed_rows, [before, before + documents])
+        own, rows_of = needs[first:last], needed_rows[first:last] - before
+        before += documents
+        if not len(own):
+            continue
+        for rows, batch in signature_batches(work, place, documents, ["shingles"]):
+            start = np.searchsorted(rows_of, rows, side="left")
+            copies = np.searchsorted(rows_of, rows, side="right") - start
+            row = np.repeat(np.arange(len(rows)), copies)
+            if not len(row):
+                continue
             nth = np.arange(len(row)) - np.repeat(np.cumsum(copies) - copies, copies)
+            wanted = own[start[row] + nth]
             taken = batch.column("shingles").take(pa.array(row))
-            here = np.empty(len(row), dtype=_LENGTH)
-            here["rank"] = rank[row]
-            here["size"] = taken.value_lengths().to_numpy(zero_copy_only=False)
-            lengths.append(here)
-            part.append(needs["group"][first[row] + nth])
-            shingles.append(taken.flatten().to_numpy(zero_copy_only=False))
-    sizes, groups_of = np.concatenate(lengths), np.concatenate(part)
-    write_run(work.file("lengths", place.index), sizes, groups_of, groups)
-    write_run(work.file("shingles", place.index), np.concatenate(shingles), np.repeat(groups_of, sizes["size"]), groups)
-
-
-def verify_group(work: Work, group: int, groups: int) -> int:
-    """Task: one group's pairs → those that are similar enough. Returns their number."""
-    pairs = read_part(storage.join(work.scratch, "groups"), group, groups, PAIR)
-    lengths = read_parts(work.files("lengths"), group, groups, _LENGTH)
-    shingles = read_parts(work.files("shingles"), group, groups, _SHINGLE)
-    starts = np.cumsum(lengths["size"]) - lengths["size"]
-    order = np.argsort(lengths["rank"])
-    verified = verify(
-        pairs, lengths["rank"][order], starts[order], lengths["size"][order], shingles, work.config.threshold
-    )
-    write_array(work.file("verified", group), verified)
-    return len(verified)
+            here = np.empty(len(row), dtype=LENGTH)
+            here["rank"] = wanted["rank"]
+            here["size"] = taken.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            lengths.add(here, wanted["group"])
+            shingles.add(taken.flatten().to_numpy(zero_copy_only=False), np.repeat(wanted["group"], here["size"]))
+    return Done((), {"lengths": lengths.close(), "shingles": shingles.close()})

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
 
-from quern import storage
-from quern.data_pipeline.dedup.bands import BandStats
+import numpy as np
+
+from quern.config import digest
 from quern.data_pipeline.dedup.config import DuplicatesConfig, recall_curve
-from quern.data_pipeline.dedup.decide import CLUSTER_SCHEMA, DECISION_SCHEMA, KINDS, Outcome, decide, write_tables
-from quern.data_pipeline.dedup.equal import find_removals, mark_gone, write_keys
-from quern.data_pipeline.dedup.exchange import num_parts
-from quern.data_pipeline.dedup.facts import Place, Work, rank_documents, read_facts
-from quern.data_pipeline.dedup.near import (
-    Plan,
-    plan_verification,
-    propose_pairs,
-    verify_group,
-    write_bands,
-    write_shingles,
-)
+from quern.data_pipeline.dedup.exchange import cuts
+from quern.data_pipeline.dedup.facts import read_facts
+from quern.data_pipeline.dedup.passes import Found, cluster, near, order_documents, remove_equal, write_rows
+from quern.data_pipeline.dedup.records import KINDS
+from quern.data_pipeline.dedup.stages import Stages
+from quern.data_pipeline.dedup.work import Place, Shard, Work
 from quern.data_pipeline.engine import Engine
 from quern.errors import QuernError
 
@@ -32,10 +25,11 @@ __all__ = ["FORMAT", "RECORDS_PER_TASK", "DuplicatesReport", "run"]
 #: Raised whenever the code would write other bytes from the same pages and config.
 FORMAT = 1
 
-#: 17 bytes each when bands are sorted; a task then takes a few hundred MB.
-RECORDS_PER_TASK = 1 << 22
+#: 16 to 32 bytes each; a task then takes about 300 MB.
+RECORDS_PER_TASK = 1 << 21
 
-R = TypeVar("R")
+#: Raised whenever scratch files or stages change, so that none of another version is taken up.
+SCRATCH_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -75,102 +69,87 @@ def run(
     engine: Engine,
     scratch: str,
     *,
+    inputs: str | None = None,
     records_per_task: int = RECORDS_PER_TASK,
 ) -> DuplicatesReport:
     """Write ``duplicates/decisions.parquet`` and ``duplicates/clusters.parquet`` of the run, and count them.
 
     Reads the ``verdicts`` and ``signatures`` of ``partitions`` (source, partition). ``priorities`` says whose copy
     stays: greater first, 0 for a source that is not named. The tables are the same bytes for any order of the
-    partitions, any number of workers and any ``records_per_task``. ``scratch`` is a folder of this call's own, best
-    empty; the caller removes it.
+    partitions, any number of workers and any ``records_per_task``. ``scratch`` is a folder of this call's own; the
+    caller removes it. ``inputs`` is a digest of what the tables read hold: a call with the same arguments goes on
+    where an earlier one in the same folder ended; without it everything is done anew.
 
     Raises:
         QuernError: a partition is given twice, two documents have the same id, a table lacks what is needed.
     """
-    places = _places(partitions)
-    work = Work(run_dir, scratch, config, len(places), records_per_task)
-    each = partial(_each, engine)
-    counts = each(read_facts, [(work, place) for place in places], "duplicates: read")
+    sources, places = _places(partitions)
+    work = Work(run_dir, scratch, config, sources, tuple(priorities.get(name, 0) for name in sources), records_per_task)
+    key = None
+    if inputs is not None:
+        settings = config.model_dump(mode="json")
+        key = digest([SCRATCH_FORMAT, inputs, sorted(partitions), work.priorities, settings, records_per_task])
+    stages = Stages(engine, scratch, key)
+    counts = [count for (count,) in stages.run(read_facts, [(work, place) for place in places], "read").numbers]
     documents = sum(counts)
-    outcome, plan, bands = Outcome({}, 0, 0, 0), Plan(0, 0), [BandStats(0, 0, 0)]
+    found = Found()
+    removed, clusters, largest = np.zeros((len(sources), len(KINDS)), dtype=np.int64), 0, 0
     if documents:
-        outcome, plan, bands = _search(work, places, priorities, documents, each)
+        shards = _shards(places, counts, max(records_per_task // config.bands, 1))
+        work = order_documents(stages, work, shards, documents)
+        for kind in ("exact", "url"):
+            if getattr(config, kind):
+                remove_equal(stages, work, kind, found)
+        if config.near:
+            near(stages, work, shards, found)
+        members = cluster(stages, work, found)
+        removed, clusters, largest = write_rows(stages, work, members, found)
     else:
-        write_tables(run_dir, _no_rows(DECISION_SCHEMA), _no_rows(CLUSTER_SCHEMA))
+        write_rows(stages, work, None, found)
     per_source: Counter[str] = Counter()
     for place, count in zip(places, counts, strict=True):
-        per_source[place.source] += count
-    removed = _removed_by_source(places, outcome)
-    capped = sum(stats.capped for stats in bands)
+        per_source[sources[place.source]] += count
+    by_source = _removed_by_source(sources, removed)
     return DuplicatesReport(
         documents=dict(sorted(per_source.items())),
-        removed=removed,
-        alarms=tuple(_alarms(per_source, removed, config.alarm_share)),
-        notes=tuple(_notes(capped, config.max_band_members)),
+        removed=by_source,
+        alarms=tuple(_alarms(per_source, by_source, config.alarm_share)),
+        notes=tuple(_notes(found.bands.capped, config.max_band_members)),
         recall=recall_curve(config),
-        candidate_pairs=plan.candidate_pairs,
-        verified_pairs=outcome.verified_pairs,
-        shared_bands=sum(stats.shared for stats in bands),
-        capped_bands=capped,
-        largest_band=max(stats.largest for stats in bands),
-        clusters=outcome.clusters,
-        largest_cluster=outcome.largest_cluster,
+        candidate_pairs=found.candidate_pairs,
+        verified_pairs=found.verified_pairs,
+        shared_bands=found.bands.shared,
+        capped_bands=found.bands.capped,
+        largest_band=found.bands.largest,
+        clusters=clusters,
+        largest_cluster=largest,
     )
 
 
-def _search(
-    work: Work, places: Sequence[Place], priorities: Mapping[str, int], documents: int, each: Callable[..., list[Any]]
-) -> tuple[Outcome, Plan, list[BandStats]]:
-    """Everything between the facts and the tables."""
-    kinds = [kind for kind in KINDS if getattr(work.config, kind)]
-    each(rank_documents, [(work, tuple(priorities.get(place.source, 0) for place in places))], "duplicates: order")
-    gone: str | None = None
-    for kind in kinds:
-        if kind == "near":
-            continue
-        parts = num_parts(documents, work.records_per_task)
-        each(write_keys, [(work, place, kind, gone, parts) for place in places], f"duplicates: {kind} keys")
-        each(find_removals, [(work, kind, part, parts) for part in range(parts)], f"duplicates: {kind}")
-        gone, before = storage.join(work.scratch, f"gone-{kind}"), gone
-        each(mark_gone, [(work, kind, before, gone, documents)], f"duplicates: {kind} removed")
-    plan, bands = Plan(0, 0), [BandStats(0, 0, 0)]
-    if "near" in kinds:
-        parts = num_parts(documents * work.config.bands, work.records_per_task)
-        each(write_bands, [(work, place, gone, parts) for place in places], "duplicates: bands")
-        bands = each(propose_pairs, [(work, part, parts) for part in range(parts)], "duplicates: candidates")
-        (plan,) = each(plan_verification, [(work, parts)], "duplicates: plan")
-        if plan.groups:
-            each(write_shingles, [(work, place, plan.groups) for place in places], "duplicates: shingles")
-            each(verify_group, [(work, group, plan.groups) for group in range(plan.groups)], "duplicates: verify")
-    (outcome,) = each(decide, [(work, kinds, plan.groups, documents)], "duplicates: decide")
-    return outcome, plan, bands
-
-
-def _each(engine: Engine, function: Callable[..., R], tasks: Sequence[tuple[Any, ...]], label: str) -> list[R]:
-    """The results of all tasks, in the order of the tasks."""
-    results = dict(engine.map(function, tasks, label=label))
-    return [results[index] for index in range(len(tasks))]
-
-
-def _places(partitions: Sequence[tuple[str, str]]) -> list[Place]:
+def _places(partitions: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], list[Place]]:
     ordered = sorted(partitions)
     for first, second in pairwise(ordered):
         if first == second:
             raise QuernError(f"the partition {first[0]}/{first[1]} is given twice")
-    return [Place(index, source, name) for index, (source, name) in enumerate(ordered)]
+    sources = tuple(sorted({source for source, _ in ordered}))
+    number = {source: i for i, source in enumerate(sources)}
+    return sources, [Place(index, number[source], name) for index, (source, name) in enumerate(ordered)]
 
 
-def _no_rows(schema: Any) -> list[Any]:
-    return [column.combine_chunks() for column in schema.empty_table().columns]
+def _shards(places: Sequence[Place], counts: Sequence[int], most: int) -> list[Shard]:
+    """Consecutive partitions with at most ``most`` documents together, or one."""
+    shards: list[Shard] = []
+    for first, last in cuts(np.array(counts), most):
+        shards.append(Shard(len(shards), tuple(places[first:last]), tuple(counts[first:last])))
+    return shards
 
 
-def _removed_by_source(places: Sequence[Place], outcome: Outcome) -> dict[str, dict[str, int]]:
-    removed: dict[str, dict[str, int]] = {}
-    for index, kinds in sorted(outcome.removed.items()):
-        here = removed.setdefault(places[index].source, {})
-        for kind, count in kinds.items():
-            here[kind] = here.get(kind, 0) + count
-    return {source: {kind: kinds[kind] for kind in KINDS if kind in kinds} for source, kinds in removed.items()}
+def _removed_by_source(sources: Sequence[str], removed: np.ndarray) -> dict[str, dict[str, int]]:
+    found = {
+        source: {kind: count for kind, count in zip(KINDS, row, strict=True) if count}
+        for source, row in zip(sources, removed.tolist(), strict=True)
+    }
+    return {source: kinds for source, kinds in found.items() if kinds}
 
 
 def _alarms(

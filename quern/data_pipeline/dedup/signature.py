@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from datasketch import MinHash
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
@@ -29,6 +28,8 @@ def permutations(num_perm: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
     They are datasketch's own.
     """
+    from datasketch import MinHash  # here: it brings scipy, which takes its time to import
+
     a, b = MinHash(num_perm=num_perm, seed=seed, scheme=SCHEME).permutations
     for array in (a, b):
         array.flags.writeable = False

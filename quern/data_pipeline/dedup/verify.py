@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
-__all__ = ["VERIFIED", "could_match", "jaccard", "survivors", "verify"]
+from quern.data_pipeline.dedup.bands import ranks_of, sizes_of
 
-#: A pair whose similarity was computed and reached the threshold.
+__all__ = ["VERIFIED", "Removed", "could_match", "fitting", "survivors", "survivors_after", "verify"]
+
+#: A pair whose similarity was computed and reached the threshold; ``low`` and ``high`` are ranks.
 VERIFIED = np.dtype([("low", "<i8"), ("high", "<i8"), ("similarity", "<f8"), ("band", "u1")])
 
+#: Shingles that are compared at once.
+_SHINGLES = 1 << 20
+#: Pairs looked at to begin with when they are divided, and the most.
+_PAIRS, _MOST_PAIRS = 1 << 12, 1 << 18
+#: Verified pairs that are decided at once.
 _BATCH = 1 << 16
 
 
@@ -17,13 +27,23 @@ def could_match(sizes_a: np.ndarray, sizes_b: np.ndarray, threshold: float) -> n
     return np.minimum(sizes_a, sizes_b) / np.maximum(sizes_a, sizes_b) >= threshold
 
 
-def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """|A ∩ B| / |A ∪ B| of two sorted arrays of unique uint64; 0 if both are empty."""
-    both = np.concatenate((a, b))
-    both.sort(kind="stable")  # merges the two sorted runs
-    common = int(np.count_nonzero(both[1:] == both[:-1]))
-    union = len(both) - common
-    return common / union if union else 0.0
+def fitting(low: np.ndarray, high: np.ndarray, budget: int, per_pair: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """``(start, end, documents)``: the pairs in consecutive pieces, and the different documents of each.
+
+    ``low`` and ``high`` are documents as in ``bands.tokens``. The sizes of a piece's documents and ``per_pair`` for
+    each of its pairs come to at most ``budget``, or it has one pair.
+    """
+    start, count = 0, _PAIRS
+    while start < len(low):
+        end = min(start + count, len(low))
+        docs = np.unique(np.concatenate((low[start:end], high[start:end])))
+        cost = int(sizes_of(docs).sum()) + per_pair * (end - start)
+        if cost > budget and end - start > 1:
+            count = max((end - start) // 2, 1)
+            continue
+        yield start, end, docs
+        start = end
+        count = min(2 * count, _MOST_PAIRS) if 3 * cost < budget else count
 
 
 def verify(
@@ -32,18 +52,75 @@ def verify(
     """The ``pairs`` (``bands.PAIR``) whose similarity is ≥ ``threshold``, with it (:data:`VERIFIED`), in their order.
 
     ``ranks`` (int64, ascending) are the documents at hand; those of ``ranks[i]`` are the ``sizes[i]`` values of
-    ``shingles`` (uint64) from ``starts[i]`` on, sorted and unique.
+    ``shingles`` (uint64) from ``starts[i]`` on, sorted and unique. Pairs of the same documents should stand together.
     """
-    sets = [shingles[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    low, high = np.searchsorted(ranks, pairs["low"]), np.searchsorted(ranks, pairs["high"])
-    similarity = np.empty(len(pairs))
-    for i, (a, b) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
-        similarity[i] = jaccard(sets[a], sets[b])
+    low, high = ranks_of(pairs["low"]), ranks_of(pairs["high"])
+    similarity = np.zeros(len(pairs))
+    for start, end, docs in fitting(pairs["low"], pairs["high"], _SHINGLES, 0):
+        at = np.searchsorted(ranks, ranks_of(docs))
+        size = sizes[at]
+        a, b = (np.searchsorted(docs, pairs[side][start:end]) for side in ("low", "high"))
+        common = _common(_sets(starts[at], size, shingles), a, b)
+        union = size[a] + size[b] - common
+        similarity[start:end] = np.divide(common, union, out=np.zeros(len(union)), where=union > 0)
     hit = similarity >= threshold
     verified = np.empty(int(hit.sum()), dtype=VERIFIED)
-    verified["low"], verified["high"], verified["band"] = pairs["low"][hit], pairs["high"][hit], pairs["band"][hit]
+    verified["low"], verified["high"], verified["band"] = low[hit], high[hit], pairs["band"][hit]
     verified["similarity"] = similarity[hit]
     return verified
+
+
+def _sets(starts: np.ndarray, sizes: np.ndarray, shingles: np.ndarray) -> Any:
+    """A sparse matrix with a row for each set and a column for each shingle that at least two of them have."""
+    from scipy.sparse import csr_array  # here: it takes its time to import, and most workers never come by
+
+    ends = np.cumsum(sizes)
+    values = shingles[np.arange(int(sizes.sum())) + np.repeat(starts - ends + sizes, sizes)]
+    order = np.argsort(values)
+    ordered = values[order]
+    new = np.ones(len(values), dtype=bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    shared = np.zeros(len(values), dtype=bool)
+    shared[1:] = ~new[1:]
+    shared[:-1] |= ~new[1:]
+    column = np.empty(len(values), dtype=np.int32)
+    column[order] = np.cumsum(new & shared) - 1
+    kept = np.empty(len(values), dtype=bool)
+    kept[order] = shared
+    rows = np.concatenate(([0], np.cumsum(kept)))[np.concatenate(([0], ends))]
+    columns = column[kept]
+    shape = (len(sizes), int((new & shared).sum()) or 1)
+    sets = csr_array((np.ones(len(columns), dtype=np.int8), columns, rows.astype(np.int32)), shape=shape)
+    sets.has_canonical_format = True  # shingles are sorted and unique, and so are columns
+    return sets
+
+
+def _common(sets: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """int64: how many columns rows ``a[i]`` and ``b[i]`` of ``sets`` have in common."""
+    width = np.diff(sets.indptr).astype(np.int64)
+    cost = np.cumsum(width[a] + width[b] + 1)
+    common = np.empty(len(a), dtype=np.int64)
+    start = 0
+    while start < len(a):
+        before = int(cost[start - 1]) if start else 0
+        end = max(int(np.searchsorted(cost, before + 4 * _SHINGLES, side="right")), start + 1)
+        common[start:end] = np.diff(sets[a[start:end]].multiply(sets[b[start:end]]).indptr)
+        start = end
+    return common
+
+
+class Removed:
+    """Which of the documents 0 … n − 1 were removed so far: a bit each."""
+
+    def __init__(self, documents: int) -> None:
+        self._bits = np.zeros(-(-documents // 8), dtype=np.uint8)
+
+    def of(self, documents: np.ndarray) -> np.ndarray:
+        """bool for each of ``documents``."""
+        return (self._bits[documents >> 3] >> (documents & 7).astype(np.uint8)) & 1 == 1
+
+    def add(self, documents: np.ndarray) -> None:
+        np.bitwise_or.at(self._bits, documents >> 3, (1 << (documents & 7)).astype(np.uint8))
 
 
 def survivors(verified: np.ndarray) -> np.ndarray:
@@ -53,13 +130,48 @@ def survivors(verified: np.ndarray) -> np.ndarray:
     as a duplicate of the most similar one, and among equals of the first. Similarity is not passed on: of a chain
     A ~ B ~ C with A and C different, B goes and C stays.
     """
+    documents, ends = np.unique(np.concatenate((verified["low"], verified["high"])), return_inverse=True)
+    labelled = verified.copy()
+    labelled["low"], labelled["high"] = ends[: len(verified)], ends[len(verified) :]
+    rows = survivors_after(Removed(len(documents)), labelled)
+    rows["low"], rows["high"] = documents[rows["low"]], documents[rows["high"]]
+    return rows
+
+
+def survivors_after(removed: Removed, verified: np.ndarray) -> np.ndarray:
+    """As :func:`survivors`, when every document before the first ``high`` is decided; ``removed`` is added to."""
     ordered = verified[np.lexsort((verified["low"], -verified["similarity"], verified["high"]))]
-    removed: set[int] = set()
-    rows: list[int] = []
-    for start in range(0, len(ordered), _BATCH):
-        block = ordered[start : start + _BATCH]
-        for i, (low, high) in enumerate(zip(block["low"].tolist(), block["high"].tolist(), strict=True), start):
-            if high not in removed and low not in removed:
-                removed.add(high)
-                rows.append(i)
-    return ordered[np.array(rows, dtype=np.int64)]
+    pieces = [ordered[:0]]
+    start = 0
+    while start < len(ordered):
+        end = int(
+            np.searchsorted(ordered["high"], ordered["high"][min(start + _BATCH, len(ordered)) - 1], side="right")
+        )
+        pieces.append(_decide(removed, ordered[start:end]))
+        start = end
+    return np.concatenate(pieces)
+
+
+def _decide(removed: Removed, pairs: np.ndarray) -> np.ndarray:
+    low, high = pairs["low"], pairs["high"]
+    starts = np.flatnonzero(np.concatenate(([True], high[1:] != high[:-1])))
+    settled = low < high[0]
+    goes = np.logical_or.reduceat(settled & ~removed.of(low), starts)
+    removed.add(high[starts][goes])
+    # what is left hangs on documents of this very batch, to be decided one after the other
+    open_ = np.flatnonzero(~goes & ~np.logical_and.reduceat(settled, starts))
+    ends = np.append(starts[1:], len(pairs))
+    later: set[int] = set()
+    for document, first, last in zip(
+        high[starts[open_]].tolist(), starts[open_].tolist(), ends[open_].tolist(), strict=True
+    ):
+        before = low[first:last]
+        if any(
+            not gone and other not in later
+            for other, gone in zip(before.tolist(), removed.of(before).tolist(), strict=True)
+        ):
+            later.add(document)
+    removed.add(np.fromiter(later, dtype=np.int64, count=len(later)))
+    kept = np.where(removed.of(low), len(pairs), np.arange(len(pairs)))
+    first_kept = np.minimum.reduceat(kept, starts)
+    return pairs[first_kept[first_kept < ends]]

@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.dedup.bands import PAIR, band_keys, propose, unique_pairs
+from quern.data_pipeline.dedup.bands import (
+    MAX_SIZE,
+    MEMBER,
+    PAIR,
+    band_keys,
+    propose,
+    ranks_of,
+    repeated,
+    sizes_of,
+    tokens,
+    unique_pairs,
+)
 from quern.data_pipeline.dedup.signature import minhash
 
 _ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 12)), unique=True, max_size=40)
@@ -42,31 +53,52 @@ def test_keys_use_all_64_bits_evenly():
     assert (abs(ones - 0.5) < 0.05).all()
 
 
-@given(_ROWS, st.integers(1, 4))
-def test_each_member_meets_the_first_ones_of_its_band(rows, max_members):
-    rows = list({(key, band, rank) for key, band, rank in rows})
+def proposed(members: np.ndarray, max_members: int, block: int, max_pairs: int):
+    """All pairs of the rows given in blocks, and the stats."""
+    starts = range(0, len(members), block)
+    made = propose(lambda: [members[start : start + block] for start in starts], max_members, max_pairs)
+    pieces = [np.empty(0, dtype=PAIR)]
+    while True:
+        try:
+            pieces.append(next(made))
+        except StopIteration as end:
+            return pieces, end.value
+
+
+@given(_ROWS, st.integers(1, 4), st.sampled_from([1, 3, 100]), st.sampled_from([1, 5, 100]))
+def test_each_member_meets_the_first_ones_of_its_band(rows, max_members, block, max_pairs):
     groups: dict[tuple[int, int], list[int]] = {}
-    for key, band, rank in rows:
-        groups.setdefault((key, band), []).append(rank)
-    expected: dict[tuple[int, int], int] = {}
-    for (_, band), ranks in groups.items():
-        ranks.sort()
-        for high in range(len(ranks)):
-            for low in range(min(high, max_members)):
-                pair = ranks[low], ranks[high]
-                expected[pair] = min(band, expected.get(pair, band))
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    pairs, stats = propose(columns[:, 0].astype(np.uint64), columns[:, 1].astype(np.uint8), columns[:, 2], max_members)
-    assert pairs.dtype == PAIR
-    assert pairs.tolist() == [(low, high, band) for (low, high), band in sorted(expected.items())]
-    sizes = [len(ranks) for ranks in groups.values() if len(ranks) > 1]
+    for key, band, doc in rows:
+        groups.setdefault((key, band), []).append(doc)
+    expected = []
+    for (_, band), docs in groups.items():
+        docs.sort()
+        expected += [
+            (docs[low], docs[high], band) for high in range(len(docs)) for low in range(min(high, max_members))
+        ]
+    members = np.array([(key, doc, band) for key, band, doc in rows], dtype=MEMBER)
+    pieces, stats = proposed(members, max_members, block, max_pairs)
+    assert sorted(np.concatenate(pieces).tolist()) == sorted(expected)
+    assert all(len(piece) <= max(max_pairs, max_members) for piece in pieces)
+    sizes = [len(docs) for docs in groups.values() if len(docs) > 1]
     assert (stats.shared, stats.capped) == (len(sizes), sum(size > max_members for size in sizes))
     assert stats.largest == max(sizes, default=0)
+    twice = repeated(members)
+    keys = [key for key, _, _ in rows]
+    assert sorted(twice.tolist()) == sorted((key, doc, band) for key, band, doc in rows if keys.count(key) > 1)
+
+
+def test_a_document_is_its_rank_and_size_in_one_number():
+    ranks, sizes = np.array([0, 5, 2**40 - 1]), np.array([0, MAX_SIZE, MAX_SIZE + 9])
+    docs = tokens(ranks, sizes)
+    assert ranks_of(docs).tolist() == ranks.tolist()
+    assert sizes_of(docs).tolist() == [0, MAX_SIZE, MAX_SIZE]
+    assert (np.diff(docs.astype(object)) > 0).all()
 
 
 def test_a_pair_proposed_by_many_ranges_is_kept_once_under_its_first_band():
     pairs = np.array([(1, 2, 5), (0, 3, 2), (1, 2, 4), (0, 3, 2), (1, 3, 0)], dtype=PAIR)
-    assert unique_pairs(pairs).tolist() == [(0, 3, 2), (1, 2, 4), (1, 3, 0)]
+    assert unique_pairs(pairs).tolist() == [(1, 2, 4), (0, 3, 2), (1, 3, 0)]
 
 
 @pytest.mark.slow
@@ -84,7 +116,9 @@ def test_bands_find_the_share_of_planted_pairs_that_theory_says(similarity):
     for seed in range(num_seeds):
         signatures = np.stack([minhash(row, 128, seed) for both in zip(first, second, strict=True) for row in both])
         bands = np.tile(np.arange(16, dtype=np.uint8), 2 * num_pairs)
-        pairs, _ = propose(band_keys(signatures, 16, 8).ravel(), bands, ranks, 32)
+        members = np.empty(len(ranks), dtype=MEMBER)
+        members["key"], members["doc"], members["band"] = band_keys(signatures, 16, 8).ravel(), ranks, bands
+        pairs = unique_pairs(np.concatenate(proposed(members, 32, len(members), 1 << 20)[0]))
         assert (pairs["low"] // 2 == pairs["high"] // 2).mean() > 0.99
         found += int((pairs["low"] // 2 == pairs["high"] // 2).sum())
     theory = 1 - (1 - similarity**8) ** 16

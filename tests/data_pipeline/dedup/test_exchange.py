@@ -1,59 +1,104 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.dedup.exchange import (
-    num_parts,
-    part_of_key,
-    read_array,
-    read_part,
-    read_parts,
-    write_array,
-    write_run,
+    Exchange,
+    Writer,
+    bucket_of_key,
+    bucket_of_rank,
+    cuts,
+    num_buckets,
+    read_records,
 )
 
-
-def test_a_part_of_a_run_holds_its_records_in_their_order(tmp_path):
-    dtype = np.dtype([("key", "<u8"), ("band", "u1")])
-    records = np.array([(i, i % 7) for i in range(100)], dtype=dtype)
-    part = np.array([(i * 5) % 4 for i in range(100)])
-    path = str(tmp_path / "deep" / "run")
-    write_run(path, records, part, 6)
-    for wanted in range(6):
-        expected = [(i, i % 7) for i in range(100) if (i * 5) % 4 == wanted]
-        assert read_part(path, wanted, 6, dtype).tolist() == expected
-    assert read_parts([path, path], 1, 6, dtype).tolist() == 2 * read_part(path, 1, 6, dtype).tolist()
+RECORD = np.dtype([("key", "<u8"), ("band", "u1")])
 
 
-def test_an_empty_run_has_only_empty_parts(tmp_path):
-    path = str(tmp_path / "run")
-    write_run(path, np.empty(0, dtype="<i8"), np.empty(0, dtype=np.int64), 3)
-    assert [len(read_part(path, part, 3, np.dtype("<i8"))) for part in range(3)] == [0, 0, 0]
+def written(folder: str, buckets: int, writers: list[list[tuple[int, int]]], max_records: int = 64) -> Exchange:
+    """Every writer's (bucket, value) records, given in pieces of uneven size."""
+    left = []
+    for index, rows in enumerate(writers):
+        writer = Writer(folder, index, buckets, RECORD, max_records)
+        for start in range(0, len(rows), 37):
+            piece = rows[start : start + 37]
+            records = np.array([(value, value % 7) for _, value in piece], dtype=RECORD)
+            writer.add(records, np.array([bucket for bucket, _ in piece]))
+        left.append(writer.close())
+    return Exchange(folder, tuple(each.files for each in left), sum(each.counts for each in left))
 
 
-def test_runs_and_arrays_live_on_other_stores_too():
-    records = np.arange(50, dtype=np.int64)
-    write_run("memory://scratch/run", records, records % 3, 3)
-    assert read_part("memory://scratch/run", 2, 3, records.dtype).tolist() == list(range(2, 50, 3))
-    write_array("memory://scratch/array", records.reshape(25, 2))
-    assert (read_array("memory://scratch/array") == records.reshape(25, 2)).all()
+@pytest.mark.parametrize("store", ["", "memory://scratch"])
+def test_a_range_of_buckets_is_read_back_and_nothing_else(tmp_path, store):
+    rows = [[((value * 5) % 6, value) for value in range(start, start + 300)] for start in (0, 1000)]
+    exchange = written(f"{store or tmp_path}/deep/e", 6, [rows[0], [], rows[1]])
+    assert exchange.files == (5, 0, 5)  # 64 records a file
+    assert exchange.records == 600
+    for first in range(6):
+        for last in range(first + 1, 7):
+            part = exchange.slice(first, last)
+            expected = sorted((v, v % 7) for each in rows for bucket, v in each if first <= bucket < last)
+            assert sorted(part.read(RECORD).tolist()) == expected
+            assert part.records == len(expected)
+            for most in (1, 7, 50, 10**6):
+                blocks = list(part.blocks(RECORD, most))
+                assert [len(block) for block in blocks[:-1]] == [most] * (len(blocks) - 1)
+                assert 0 < len(blocks[-1]) <= most
+                assert np.concatenate(blocks).tolist() == part.read(RECORD).tolist()
+
+
+def test_records_of_a_bucket_stay_in_the_order_they_were_written(tmp_path):
+    """Two exchanges written side by side can be read side by side."""
+    exchange = written(str(tmp_path), 3, [[(value % 3, value) for value in range(500)]])
+    assert exchange.slice(1, 2).read(RECORD)["key"].tolist() == list(range(1, 500, 3))
+
+
+def test_a_writer_holds_no_more_than_a_file(tmp_path):
+    writer = Writer(str(tmp_path), 0, 2, RECORD, 100)
+    writer.add(np.zeros(1050, dtype=RECORD), 1)
+    assert len(list(tmp_path.iterdir())) == 10
+    assert (writer.close().files, len(list(tmp_path.iterdir()))) == (11, 11)
+
+
+def test_an_empty_exchange_has_no_slices(tmp_path):
+    exchange = written(str(tmp_path), 3, [[], []])
+    assert exchange.slices(10) == []
+    assert exchange.slice(0, 3).read(RECORD).tolist() == []
+    assert list(exchange.slice(1, 2).blocks(RECORD, 5)) == []
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40))
+def test_cuts_cover_everything_once_and_none_is_too_large_unless_it_is_one(counts, most):
+    ranges = cuts(np.array(counts, dtype=np.int64), most)
+    covered = [index for first, last in ranges for index in range(first, last)]
+    assert covered == sorted(set(covered))
+    assert all(counts[index] == 0 for index in set(range(len(counts))) - set(covered))
+    for first, last in ranges:
+        assert sum(counts[first:last]) > 0
+        assert sum(counts[first:last]) <= most or last == first + 1
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.integers(1, 1000))
-def test_parts_are_ranges_of_keys(keys, parts):
-    part = part_of_key(np.array(sorted(keys), dtype=np.uint64), parts)
-    assert part.min() >= 0
-    assert part.max() < parts
-    assert (np.diff(part) >= 0).all()
+def test_buckets_are_ranges_of_keys(keys, buckets):
+    bucket = bucket_of_key(np.array(sorted(keys), dtype=np.uint64), buckets)
+    assert bucket.min() >= 0
+    assert bucket.max() < buckets
+    assert (np.diff(bucket) >= 0).all()
 
 
-def test_parts_are_about_equal():
+def test_buckets_are_about_equal():
     keys = np.random.default_rng(0).integers(0, 2**64, 70_000, dtype=np.uint64)
-    sizes = np.bincount(part_of_key(keys, 7), minlength=7)
-    assert abs(sizes - 10_000).max() < 500
+    for bucket in (bucket_of_key(keys, 7), bucket_of_rank(np.arange(70_000), 7)):
+        assert abs(np.bincount(bucket, minlength=7) - 10_000).max() < 500
 
 
-def test_the_number_of_parts_comes_from_the_records_alone():
-    assert [num_parts(n, 10) for n in (0, 1, 10, 11, 100)] == [1, 1, 1, 2, 10]
+def test_the_number_of_buckets_comes_from_the_records_alone():
+    assert [num_buckets(n, 10) for n in (0, 1, 10, 11, 100, 10**9)] == [1, 1, 1, 8, 40, 1 << 14]
+
+
+def test_some_records_of_a_file_are_read(tmp_path):
+    (tmp_path / "r").write_bytes(np.arange(10, dtype="<i8").tobytes())
+    assert read_records(str(tmp_path / "r"), np.dtype("<i8"), 3, 6).tolist() == [3, 4, 5]

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.dedup.bands import PAIR
-from quern.data_pipeline.dedup.verify import VERIFIED, could_match, jaccard, survivors, verify
+from quern.data_pipeline.dedup.bands import PAIR, sizes_of, tokens
+from quern.data_pipeline.dedup.verify import VERIFIED, could_match, fitting, survivors, verify
 
 _SETS = st.sets(st.integers(0, 2**64 - 1) | st.integers(0, 12), max_size=30)
 _EDGES = st.dictionaries(
@@ -21,17 +22,66 @@ def as_verified(edges: dict[tuple[int, int], float]) -> np.ndarray:
     return np.array([(low, high, similarity, 0) for (low, high), similarity in edges.items()], dtype=VERIFIED)
 
 
-@given(_SETS, _SETS)
-def test_jaccard_is_that_of_sets(a, b):
-    assert jaccard(as_array(a), as_array(b)) == (len(a & b) / len(a | b) if a | b else 0.0)
+def as_pairs(ends: list[tuple[int, int, int]], sets: dict[int, set[int]]) -> np.ndarray:
+    low, high, band = np.array(ends, dtype=np.int64).reshape(-1, 3).T
+    pairs = np.empty(len(ends), dtype=PAIR)
+    for side, ranks in (("low", low), ("high", high)):
+        pairs[side] = tokens(ranks, np.array([len(sets[rank]) for rank in ranks.tolist()], dtype=np.int64))
+    pairs["band"] = band
+    return pairs
+
+
+def verified(ends: list[tuple[int, int, int]], sets: dict[int, set[int]], threshold: float) -> list[tuple]:
+    """The documents' shingles stand in an order of their own."""
+    order = sorted(sets, key=lambda rank: (rank * 7) % 5)
+    shingles = np.concatenate([np.empty(0, dtype=np.uint64), *(as_array(sets[rank]) for rank in order)])
+    ranks = np.array(sorted(sets), dtype=np.int64)
+    sizes = np.array([len(sets[rank]) for rank in ranks.tolist()], dtype=np.int64)
+    before = {rank: sum(len(sets[other]) for other in order[:place]) for place, rank in enumerate(order)}
+    starts = np.array([before[rank] for rank in ranks.tolist()], dtype=np.int64)
+    return verify(as_pairs(ends, sets), ranks, starts, sizes, shingles, threshold).tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1 << 20])
+@given(st.lists(_SETS, min_size=2, max_size=8), st.data(), st.sampled_from([0.1, 0.5, 0.8, 1.0]))
+def test_similarity_is_that_of_sets(at_once, sets, data, threshold):
+    ranks = [3 * i + 2 for i in range(len(sets))]
+    by_rank = dict(zip(ranks, sets, strict=True))
+    pair = st.tuples(st.sampled_from(ranks), st.sampled_from(ranks), st.integers(0, 9)).filter(lambda p: p[0] < p[1])
+    ends = data.draw(st.lists(pair, max_size=20))
+    expected = []
+    for low, high, band in ends:
+        a, b = by_rank[low], by_rank[high]
+        similarity = len(a & b) / len(a | b) if a | b else 0.0
+        if similarity >= threshold:
+            expected.append((low, high, similarity, band))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quern.data_pipeline.dedup.verify._SHINGLES", at_once)
+        assert verified(ends, by_rank, threshold) == expected
 
 
 def test_a_similarity_of_exactly_the_threshold_counts():
-    a, b = as_array(set(range(9))), as_array(set(range(1, 10)))  # 8 of 10
-    pairs = np.array([(3, 7, 5)], dtype=PAIR)
-    at = (pairs, np.array([3, 7]), np.array([0, 9]), np.array([9, 9]), np.concatenate((a, b)))
-    assert verify(*at, 0.8).tolist() == [(3, 7, 0.8, 5)]
-    assert verify(*at, np.nextafter(0.8, 1)).tolist() == []
+    sets = {3: set(range(9)), 7: set(range(1, 10))}  # 8 of 10
+    assert verified([(3, 7, 5)], sets, 0.8) == [(3, 7, 0.8, 5)]
+    assert verified([(3, 7, 5)], sets, np.nextafter(0.8, 1)) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=60),
+    st.lists(st.integers(0, 30), min_size=10, max_size=10),
+    st.integers(1, 120),
+    st.integers(0, 3),
+)
+def test_pieces_of_pairs_fit_or_are_one_pair(ends, sizes, budget, per_pair):
+    docs = tokens(np.arange(10), np.array(sizes))
+    low, high = (docs[np.array([end[side] for end in ends], dtype=np.int64)] for side in (0, 1))
+    done = 0
+    for start, end, found in fitting(low, high, budget, per_pair):
+        assert start == done < end
+        assert set(found.tolist()) == {*low[start:end].tolist(), *high[start:end].tolist()}
+        assert sizes_of(found).sum() + per_pair * (end - start) <= budget or end - start == 1
+        done = end
+    assert done == len(ends)
 
 
 @given(st.sets(st.integers(0, 12), min_size=1), st.sets(st.integers(0, 12), min_size=1), st.floats(0.01, 1))
@@ -42,13 +92,6 @@ def test_sizes_never_rule_a_similar_pair_out(a, b, threshold):
 
 def test_sizes_rule_out_what_cannot_be_similar():
     assert could_match(np.array([80, 79, 100]), np.array([100, 100, 80]), 0.8).tolist() == [True, False, True]
-
-
-def test_sets_are_found_wherever_their_values_stand():
-    shingles = np.array([50, 60, 1, 2, 3, 1, 2, 3, 4], dtype=np.uint64)
-    pairs = np.array([(0, 1, 0), (1, 9, 2), (0, 9, 1)], dtype=PAIR)
-    ranks, starts, sizes = np.array([0, 1, 9]), np.array([5, 2, 0]), np.array([4, 3, 2])
-    assert verify(pairs, ranks, starts, sizes, shingles, 0.5).tolist() == [(0, 1, 0.75, 0)]
 
 
 def test_similarity_is_not_passed_on_along_a_chain():
@@ -62,8 +105,9 @@ def test_a_document_counts_as_duplicate_of_the_most_similar_that_is_kept():
     assert survivors(as_verified({(1, 2): 0.9, (0, 2): 0.9}))["low"].tolist() == [0]
 
 
+@pytest.mark.parametrize("batch", [1, 3, 1 << 16])
 @given(_EDGES)
-def test_survivors_are_those_of_the_plain_rule(edges):
+def test_survivors_are_those_of_the_plain_rule(batch, edges):
     kept: list[int] = []
     expected = []
     for document in range(13):
@@ -73,7 +117,9 @@ def test_survivors_are_those_of_the_plain_rule(edges):
             expected.append((low, document, -similarity))
         else:
             kept.append(document)
-    rows = survivors(as_verified(edges))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quern.data_pipeline.dedup.verify._BATCH", batch)
+        rows = survivors(as_verified(edges))
     assert rows[["low", "high", "similarity"]].tolist() == expected
 
 
@@ -83,5 +129,6 @@ def test_the_order_of_the_pairs_does_not_matter(monkeypatch):
     edges = {(int(a), int(b)): float(rng.choice([0.8, 0.9])) for a, b in ends if a != b}
     pairs = as_verified(edges)
     expected = survivors(pairs).tolist()
-    monkeypatch.setattr("quern.data_pipeline.dedup.verify._BATCH", 7)
-    assert survivors(rng.permutation(pairs)).tolist() == expected
+    for batch in (1, 7, 40):
+        monkeypatch.setattr("quern.data_pipeline.dedup.verify._BATCH", batch)
+        assert survivors(rng.permutation(pairs)).tolist() == expected

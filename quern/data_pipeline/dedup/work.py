@@ -1,0 +1,82 @@
+"""What every task of duplicate removal is given, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quern import storage
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.exchange import Writer, Written
+
+__all__ = ["Done", "Place", "Shard", "Work"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A partition; ``index`` is its place among the run's partitions, sorted by source and name."""
+
+    index: int
+    source: int
+    """Its source's place in :attr:`Work.sources`."""
+    name: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Partitions that are read by one task: as many as have few enough documents, or one."""
+
+    index: int
+    places: tuple[Place, ...]
+    documents: tuple[int, ...]
+    """Of each partition."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every task is given."""
+
+    run_dir: str
+    scratch: str
+    config: DuplicatesConfig
+    sources: tuple[str, ...]
+    priorities: tuple[int, ...]
+    """Of the sources."""
+    max_records: int
+    """How many records a task sorts at once, and an eighth of the shingles it holds."""
+    first_ranks: tuple[int, ...] = (0,)
+    """Documents are kept in order in ranges; the first rank of each, and the number of all."""
+
+    def table(self, kind: str, place: Place) -> str:
+        """The committed table of a partition."""
+        return storage.join(self.run_dir, kind, self.sources[place.source], f"{place.name}.parquet")
+
+    def folder(self, exchange: str) -> str:
+        """Where the files of an exchange are."""
+        return storage.join(self.scratch, exchange)
+
+    def file(self, kind: str, index: int) -> str:
+        """A scratch file."""
+        return storage.join(self.scratch, kind, f"{index:06d}")
+
+    def writer(self, exchange: str, index: int, buckets: int, dtype: np.dtype) -> Writer:
+        """A writer of an exchange, one of those of all tasks."""
+        return Writer(self.folder(exchange), index, buckets, dtype, self.max_records)
+
+    @property
+    def ranges(self) -> int:
+        """Ranges of ranks."""
+        return len(self.first_ranks) - 1
+
+    def range_of(self, ranks: np.ndarray) -> np.ndarray:
+        """int64: the range that each rank is in."""
+        return np.searchsorted(np.array(self.first_ranks[1:]), ranks, side="right")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task gives back: how much it found, and which files of which exchanges it left."""
+
+    numbers: tuple[int, ...] = ()
+    written: dict[str, Written] = field(default_factory=dict)
