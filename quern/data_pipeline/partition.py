@@ -214,7 +214,10 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
     seen: set[bytes] = set()
     marker = Marker(task.marker)
     try:
-        with Watchdog(task.page_timeout_s) as watchdog, bounded_memory(task.worker_memory_mib):
+        with (
+            Watchdog(task.page_timeout_s, Marker.stack_of(task.marker)) as watchdog,
+            bounded_memory(task.worker_memory_mib),
+        ):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
             for ordinal in itertools.count():
@@ -225,6 +228,7 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
                     break
                 if ordinal < behind:  # judged by an earlier attempt; each has its own time here too
                     continue
+                watchdog.judge()
                 page, reached = _judge(chain, page, quarantined.get(ordinal))
                 rows.add(page, reached)
                 progress.add(page)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -158,7 +157,7 @@ def _run_pages(
     for index, entry in entries.items():
         progress.partition_done(entry["counts"], sizes[index], resumed=True)
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
-    strikes = _Strikes(config.isolation.page_timeout_s, progress)
+    strikes = _Strikes(progress)
     results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
     for position, entry in results:
         entries[todo[position]] = entry
@@ -187,12 +186,11 @@ def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
 class _Strikes:
     """What a worker's death means for the page it had in work.
 
-    A page on which the clock ran out is quarantined at once. Any other death (out of memory, a lost machine, a kill)
+    A page on which a clock ran out (its process wrote that down) is quarantined at once. Any other death (out of memory, a lost machine, a kill)
     may not be the page's fault: the page is tried once more, and quarantined when a worker dies on it again.
     """
 
-    def __init__(self, page_timeout_s: float, progress: Progress) -> None:
-        self.page_timeout_s = page_timeout_s
+    def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.deaths: dict[tuple[int, int], int] = {}
 
@@ -208,12 +206,13 @@ class _Strikes:
                 raise QuernError(f"{name}: the worker process died {deaths} times outside the pages; see Ray's logs")
             self.progress.error(f"{name}: worker died, the partition goes on")
             return task
-        hung = time.time() - last.began >= 0.7 * self.page_timeout_s
-        if not hung and deaths == 1:
+        if last.stack is None and deaths == 1:
             self.progress.error(f"{name}: worker died at page {ordinal}, trying it once more")
             return task
-        reason = "quarantine.timeout" if hung else "quarantine.crash"
-        self.progress.error(f"{name}: page {ordinal} is quarantined ({reason})")
+        reason, where = "quarantine.crash", ""
+        if last.stack is not None:
+            reason, where = "quarantine.timeout", f", at {last.place}"
+        self.progress.error(f"{name}: page {ordinal} is quarantined ({reason}{where})")
         return (replace(work, quarantined=(*work.quarantined, (ordinal, reason))),)
 
 
