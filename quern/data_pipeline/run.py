@@ -186,8 +186,9 @@ def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
 class _Strikes:
     """What a worker's death means for the page it had in work.
 
-    A page on which a clock ran out (its process wrote that down) is quarantined at once. Any other death (out of memory, a lost machine, a kill)
-    may not be the page's fault: the page is tried once more, and quarantined when a worker dies on it again.
+    A page on which a clock ran out (its process wrote that down) is quarantined at once. Any other death (out of
+    memory, a lost machine, a kill) may not be the page's fault: the page is tried once more, and quarantined when a
+    worker dies on it again.
     """
 
     def __init__(self, progress: Progress) -> None:
