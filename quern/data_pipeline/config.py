@@ -42,7 +42,9 @@ class IsolationConfig(Section):
     """What one page may cost before its worker is ended and the page quarantined."""
 
     page_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """CPU seconds of the worker; ten times as many by the wall clock."""
     worker_memory_mib: Annotated[int, Field(ge=512)] = 6144
+    """Private memory of the worker, its programs and models included."""
 
 
 class PipelineConfig(ChainConfig):

@@ -187,13 +187,13 @@ class RayPool:
         doubtful: dict[Any, tuple[int, _Hand, float]] = {}
         """Reference of a second question → what could not be reached, and since when (Unix seconds)."""
 
-        def died(index: int, hand: _Hand, why: BaseException | str, *, lost: bool, at: float | None = None) -> None:
+        def died(index: int, hand: _Hand, why: BaseException | str, *, lost: bool) -> None:
             self._dismiss(hand)
             losses[index] += lost
             deaths[index] += not lost
             if losses[index] > MAX_LOST_MACHINES:
                 raise QuernError(f"{label}: {losses[index]} machines were lost with task {index}: {why}") from None
-            death = Death(lost, at or time.time(), partial(_call_on, hand.machine))
+            death = Death(lost, partial(_call_on, hand.machine))
             if on_death is not None:
                 current[index] = on_death(index, current[index], death)
             elif deaths[index] > MAX_DEATHS:
@@ -226,7 +226,7 @@ class RayPool:
                     except ActorUnavailableError:
                         doubtful[hand.actor.ready.remote()] = (index, hand, since)
                     except _deaths() as death:
-                        died(index, hand, death, lost=_is_loss(death, hand.machine), at=since)
+                        died(index, hand, death, lost=_is_loss(death, hand.machine))
                 elif done in running:
                     index, hand = running.pop(done)
                     try:

@@ -4,13 +4,13 @@ HTML goes through trafilatura without comments (see :mod:`quern.data_pipeline.ex
 option, through resiliparse. ``deduplicate`` stays off: it remembers earlier pages, so the text would depend on order.
 
 lxml spends minutes in C on some shapes of page, where no signal arrives. So size, number of elements, elements in one
-run of text, and table cells made by spans are bounded on the raw HTML, before any parser sees it.
+run of text, attributes, and table cells made by spans are bounded on the raw HTML, before any parser sees it (see
+:mod:`quern.data_pipeline.page_bounds`). Nesting needs no bound of ours: libxml2 reads no deeper than 256 elements.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from typing import Literal, Self
 
@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 
 from quern.config import Section
 from quern.data_pipeline.document import Page
+from quern.data_pipeline.page_bounds import has_attributes_over, inline_run, num_elements, table_cells
 
-__all__ = ["Extract", "ExtractConfig", "inline_run", "num_elements", "table_cells"]
+__all__ = ["Extract", "ExtractConfig"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,12 @@ class ExtractConfig(Section):
     """Elements in one run without a block: trafilatura's time grows with its square."""
     max_table_cells: int = Field(default=50_000, ge=1)
     """Cells a page's tables take once ``colspan`` and ``rowspan`` are spelled out, counted only where they occur."""
+    max_attributes: int = Field(default=50_000, ge=1)
+    """Attributes of all elements of a page."""
+    max_element_attributes: int = Field(default=1_000, ge=1)
+    """Attributes of one element: lxml's time grows with their square."""
+    max_text_bytes: int = Field(default=5 << 20, ge=1)
+    """UTF-8 bytes of a page's text, HTML or not: to be measured it takes up to seventy times as much memory."""
 
     @model_validator(mode="after")
     def _engine_has_what_is_set(self) -> Self:
@@ -51,59 +58,6 @@ class ExtractConfig(Section):
                 if getattr(self, field) != type(self).model_fields[field].default:
                     raise ValueError(f"{field}: expected only with engine trafilatura, got engine {self.engine}")
         return self
-
-
-_BLOCK_NAMES = (
-    "address article aside blockquote body caption center dd details dialog dir div dl dt fieldset figcaption figure "
-    "footer form frameset h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav noscript ol optgroup option p "
-    "pre script section select style summary table tbody td template tfoot th thead title tr ul"
-)
-_BLOCK_TAGS = frozenset(_BLOCK_NAMES.split())
-_OPENING = re.compile(r"<([a-zA-Z][^\s<>/]{0,20})")
-_TABLE_PART = re.compile(r"<([tT](?:[rR]|[dD]|[hH]|[aA][bB][lL][eE]))(?![a-zA-Z0-9:-])([^<>]*)")
-_SPAN = re.compile(r"\b(col|row)span\s*=\s*(?:[\"']\s*)?(\d{1,6})", re.IGNORECASE)
-#: trafilatura reads no higher span, and pads rows to no more columns.
-_MAX_SPAN = 100
-
-
-def num_elements(html: str) -> int:
-    """An upper bound on the elements of a page, from one pass over the text."""
-    return html.count("<") - html.count("</")
-
-
-def inline_run(html: str) -> int:
-    """The most opening tags between two of blocks: the children a paragraph can have."""
-    longest = run = 0
-    for match in _OPENING.finditer(html):
-        if match.group(1).lower() in _BLOCK_TAGS:
-            run = 0
-        else:
-            run += 1
-            longest = max(longest, run)
-    return longest
-
-
-def table_cells(html: str) -> int:
-    """The cells that tables with ``colspan`` or ``rowspan`` unfold to, rows padded; 0 for a page without spans."""
-    total = rows = widest = width = 0
-    spans = False
-    for match in _TABLE_PART.finditer(html):
-        tag, attributes = match.group(1).lower(), match.group(2)
-        if tag == "table":
-            total += rows * min(widest, _MAX_SPAN)
-            rows = widest = width = 0
-        elif tag == "tr":
-            rows += 1
-            width = 0
-        else:
-            span = {"col": 1, "row": 1}
-            for axis, digits in _SPAN.findall(attributes):
-                span[axis.lower()] = min(int(digits), _MAX_SPAN)
-                spans = True
-            total += span["col"] * span["row"] - 1
-            width += span["col"]
-            widest = max(widest, width)
-    return total + rows * min(widest, _MAX_SPAN) if spans else 0
 
 
 def _resiliparse_text(html: str) -> str | None:
@@ -121,7 +75,8 @@ def _trafilatura_engine(config: ExtractConfig) -> Callable[[str], str | None]:
 
 
 class Extract:
-    """Sets ``text`` and ``extracted``; fails ``extract.too_large``, ``too_many_elements``, ``failed`` or ``empty``.
+    """Sets ``text`` and ``extracted``, or fails: ``extract.too_large``, ``extract.too_many_elements``,
+    ``extract.too_many_attributes``, ``extract.failed``, ``extract.empty`` or ``extract.text_too_large``.
 
     A page of media ``text`` is its own text, with newlines normalised.
     """
@@ -149,21 +104,32 @@ class Extract:
         return self._keep(page, text or "")
 
     def _keep(self, page: Page, text: str) -> Page:
-        if text.strip():
-            page.text = page.extracted = text
-        else:
+        if not text.strip():
             page.fail(self.name, "extract.empty")
+        elif _is_larger(text, self.config.max_text_bytes):
+            page.fail(self.name, "extract.text_too_large")
+        else:
+            page.text = page.extracted = text
         return page
 
     def _refusal(self, html: str) -> str | None:
         """The bound a page breaks, if any; every check is linear in the text."""
         config = self.config
-        # a code point is at most four bytes, so most pages need no encoding to be measured
-        if len(html) * 4 > config.max_html_bytes and len(html.encode("utf-8", "replace")) > config.max_html_bytes:
+        if _is_larger(html, config.max_html_bytes):
             return "extract.too_large"
         # "<" alone bounds both counts of elements, and is the cheaper count
         if html.count("<") > min(config.max_elements, config.max_inline_elements) and (
             num_elements(html) > config.max_elements or inline_run(html) > config.max_inline_elements
         ):
             return "extract.too_many_elements"
-        return "extract.too_many_elements" if table_cells(html) > config.max_table_cells else None
+        if table_cells(html) > config.max_table_cells:
+            return "extract.too_many_elements"
+        if has_attributes_over(html, config.max_attributes, config.max_element_attributes):
+            return "extract.too_many_attributes"
+        return None
+
+
+def _is_larger(text: str, max_bytes: int) -> bool:
+    """Whether ``text`` is longer than so many bytes of UTF-8."""
+    # a code point is at most four bytes, so most texts need no encoding to be measured
+    return len(text) * 4 > max_bytes and len(text.encode("utf-8", "replace")) > max_bytes

@@ -1,8 +1,10 @@
 """One page never costs a partition: who was on the table when the process ended, and an end that cannot be ignored.
 
-A parser can hang for minutes in C, where neither signals nor other Python threads run. So the clock is faulthandler's:
-a C thread that needs no interpreter lock and ends the process at the limit. The ordinal of the page in work stands in
-a small mapped file, which outlives the process and tells the driver which page it was.
+A parser can hang for minutes in C, where neither Python's signal handlers nor its other threads run. So the clocks are
+the kernel's, and what they ring is faulthandler's handler in C: it writes the stack down and lets the signal end the
+process, whoever holds the interpreter lock. A page's time is CPU time of its process, so that a busy machine costs no
+page its life; a wall clock, ten times as patient, catches what sleeps. The ordinal of the page in work stands in a
+small mapped file, and the stack beside it: both outlive the process and tell the driver which page it was, and why.
 """
 
 from __future__ import annotations
@@ -10,22 +12,28 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
+import re
 import resource
+import signal
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from quern import storage
 
-__all__ = ["Last", "Marker", "Watchdog", "bounded_memory", "marker_folder", "pages_in_work"]
+__all__ = ["WALL_FACTOR", "Last", "Marker", "Watchdog", "bounded_memory", "marker_folder", "pages_in_work"]
+
+#: Wall seconds a page may take for each CPU second: twenty processes on a core, or a disk that is slow to swap, pass.
+WALL_FACTOR = 10
 
 _LAYOUT = struct.Struct("<qd")
+_STACK = ".stack"
+_FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,14 @@ class Last:
 
     ordinal: int
     began: float
+    stack: str | None = None
+    """Where the process stood when a clock ran out on the page, innermost frame first; None if none did."""
+
+    @property
+    def place(self) -> str:
+        """The innermost frame of ``stack``, in a few words."""
+        found = _FRAME.search(self.stack or "")
+        return f"{os.path.basename(found[1])}:{found[2]} in {found[3]}" if found else "no Python code"
 
 
 class Marker:
@@ -56,36 +72,51 @@ class Marker:
         self._file.close()
 
     @staticmethod
+    def stack_of(path: str) -> str:
+        """Where the stack of the process that writes the marker ``path`` is written when a clock runs out."""
+        return path + _STACK
+
+    @staticmethod
     def take(path: str) -> Last | None:
         """What the marker last said, once: it must not be said again of a process that died before its first page."""
         last = Marker.read(path)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        Marker.remove(path)
         return last
 
     @staticmethod
     def remove(path: str) -> None:
         """The partition is finished; on another machine there is nothing to remove."""
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        for name in (path, path + _STACK):
+            with suppress(FileNotFoundError):
+                os.unlink(name)
 
     @staticmethod
     def read(path: str) -> Last | None:
         """What the marker last said; None when there is none, or no page was in work."""
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except FileNotFoundError:
-            return None
+        data = _content(path)
         if len(data) != _LAYOUT.size:
             return None
-        last = Last(*_LAYOUT.unpack(data))
-        return last if last.ordinal >= 0 else None
+        ordinal, began = _LAYOUT.unpack(data)
+        stack = _content(path + _STACK).decode("utf-8", "replace")
+        return Last(ordinal, began, stack or None) if ordinal >= 0 else None
+
+
+def _content(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1 << 20)
+    except FileNotFoundError:
+        return b""
 
 
 def pages_in_work(folder: str) -> int:
     """Pages that the partitions with a marker in ``folder`` are through with."""
-    paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    paths = (
+        os.path.join(parent, name)
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if not name.endswith(_STACK)
+    )
     return sum(last.ordinal for last in map(Marker.read, paths) if last is not None)
 
 
@@ -95,38 +126,52 @@ def marker_folder(scratch: str) -> str:
 
 
 class Watchdog:
-    """Ends the process when one page takes longer than ``limit_s``.
+    """Ends the process when one page takes more than ``limit_s`` CPU seconds, of all its threads together.
 
-    Arming starts a C thread, so a running clock is kept for several pages: a page is ended between 3/4 and all of
-    the limit.
+    So it does at :data:`WALL_FACTOR` times as many seconds by the wall clock, which runs while a page is judged and
+    not while it is read: a slow store is no page's fault. What ran out is in ``stack_path``, empty or missing else.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    _CLOCKS = ((signal.ITIMER_PROF, signal.SIGPROF), (signal.ITIMER_REAL, signal.SIGALRM))
+
+    def __init__(self, limit_s: float, stack_path: str) -> None:
         self.limit_s = limit_s
-        self._armed = float("-inf")
-        self._file = None if hasattr(sys.stderr, "fileno") else open(os.devnull, "w")  # noqa: SIM115
+        self._stack_path = stack_path
+        self._undo = ExitStack()
 
     def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            file = undo.enter_context(open(self._stack_path, "wb"))
+            for timer, number in self._CLOCKS:
+                timers, handler = signal.setitimer(timer, 0), signal.getsignal(number)
+                undo.callback(signal.setitimer, timer, *timers)
+                if handler not in (signal.SIG_DFL, None):  # the default ends the process
+                    signal.signal(number, signal.SIG_DFL)
+                    undo.callback(signal.signal, number, handler)
+                faulthandler.register(number, file, all_threads=True, chain=True)
+                undo.callback(faulthandler.unregister, number)
+            undo.callback(self.rest)
+            self._undo = undo.pop_all()
         return self
 
     def page(self) -> None:
-        """A new page begins."""
-        now = time.monotonic()
-        if now - self._armed > self.limit_s / 4:
-            faulthandler.dump_traceback_later(self.limit_s, exit=True, file=self._file or sys.__stderr__ or 2)
-            self._armed = now
+        """A new page begins: it is read."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, self.limit_s)
+
+    def judge(self) -> None:
+        """The page is read: what it costs from here on is its own, sleep too."""
+        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * self.limit_s)
 
     def rest(self) -> None:
-        """No page is in work: the clock stands still until the next one."""
-        faulthandler.cancel_dump_traceback_later()
-        self._armed = float("-inf")
+        """No page is in work: the clocks stand still until the next one."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        if self._file is not None:
-            self._file.close()
+        self._undo.close()
 
 
 @contextmanager

@@ -232,7 +232,10 @@ def _process(task: PartitionTask) -> dict[str, Any]:
     seen: set[bytes] = set()
     marker = Marker(task.marker)
     try:
-        with Watchdog(task.page_timeout_s) as watchdog, bounded_memory(task.worker_memory_mib):
+        with (
+            Watchdog(task.page_timeout_s, Marker.stack_of(task.marker)) as watchdog,
+            bounded_memory(task.worker_memory_mib),
+        ):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
             for ordinal in itertools.count():
@@ -243,6 +246,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
                     break
                 if ordinal < behind:  # judged by an earlier attempt; each has its own time here too
                     continue
+                watchdog.judge()
                 page, reached = _judge(chain, page, quarantined.get(ordinal))
                 rows.add(page, reached)
                 progress.add(page)

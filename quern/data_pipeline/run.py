@@ -161,7 +161,7 @@ def _run_pages(
     for index, entry in entries.items():
         progress.partition_done(entry["counts"], sizes[index], resumed=True)
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
-    strikes = _Strikes(config.isolation.page_timeout_s, progress, storage.is_local(scratch))
+    strikes = _Strikes(progress, storage.is_local(scratch))
     results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
     with _Sweeper() as sweeper:
         for position, entry in results:
@@ -216,13 +216,12 @@ class _Sweeper:
 class _Strikes:
     """What a worker's death means for the page it had in work.
 
-    A page on which the clock ran out is quarantined at once. Any other death of the process (out of memory, a kill)
-    may not be the page's fault: the page is tried once more, and quarantined when a worker dies on it again. A lost
-    machine is no page's fault, however often it happens.
+    A page on which a clock ran out (its process wrote that down) is quarantined at once. Any other death of the process
+    (out of memory, a kill) may not be the page's fault: the page is tried once more, and quarantined when a worker dies
+    on it again. A lost machine is no page's fault, however often it happens.
     """
 
-    def __init__(self, page_timeout_s: float, progress: Progress, markers_are_shared: bool = True) -> None:
-        self.page_timeout_s = page_timeout_s
+    def __init__(self, progress: Progress, markers_are_shared: bool = True) -> None:
         self.progress = progress
         self.markers_are_shared = markers_are_shared
         """Whether this process sees the markers of workers on other machines."""
@@ -244,12 +243,13 @@ class _Strikes:
                 raise QuernError(f"{name}: the worker process died {deaths} times outside the pages; see Ray's logs")
             self.progress.error(f"{name}: worker died, the partition goes on")
             return task
-        hung = death.at - last.began >= 0.7 * self.page_timeout_s
-        if not hung and deaths == 1:
+        if last.stack is None and deaths == 1:
             self.progress.error(f"{name}: worker died at page {ordinal}, trying it once more")
             return task
-        reason = "quarantine.timeout" if hung else "quarantine.crash"
-        self.progress.error(f"{name}: page {ordinal} is quarantined ({reason})")
+        reason, where = "quarantine.crash", ""
+        if last.stack is not None:
+            reason, where = "quarantine.timeout", f", at {last.place}"
+        self.progress.error(f"{name}: page {ordinal} is quarantined ({reason}{where})")
         return (replace(work, quarantined=(*work.quarantined, (ordinal, reason))),)
 
 

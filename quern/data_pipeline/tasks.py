@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 __all__ = ["MAX_DEATHS", "Death", "Engine", "InProcess", "OnDeath"]
@@ -21,8 +20,6 @@ class Death:
 
     lost_machine: bool = False
     """The whole machine went, or cannot be reached any more: nothing that the task did is to blame."""
-    at: float = field(default_factory=time.time)
-    """When it was noticed (Unix seconds)."""
     call_there: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
     """Runs a function on the machine where it died; None: that machine is this one."""
 

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from quern.data_pipeline import extract_trafilatura
 from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract import Extract, ExtractConfig, inline_run, num_elements, table_cells
+from quern.data_pipeline.extract import Extract, ExtractConfig
+from quern.data_pipeline.page_bounds import inline_run, num_elements, table_cells
 
 WORDS = "The wheel turns, the grain falls, and the flour, fine and white, fills the sack. " * 4
 

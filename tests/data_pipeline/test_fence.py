@@ -142,7 +142,7 @@ def test_what_another_attempt_has_committed_is_not_done_again(tmp_path: Path) ->
 def test_a_lost_machine_is_no_page_s_fault(tmp_path: Path) -> None:
     task = task_of(settings(tmp_path), tmp_path)
     with Progress(background=False) as progress:
-        strikes = pages._Strikes(60, progress)
+        strikes = pages._Strikes(progress)
         for _ in range(9):
             marker = Marker(task.marker)
             marker.set(5)
@@ -153,7 +153,6 @@ def test_a_lost_machine_is_no_page_s_fault(tmp_path: Path) -> None:
 
 
 def test_where_markers_are_the_workers_own_it_is_their_machine_that_is_asked(tmp_path: Path) -> None:
-    """The clock is that of the death, not of the answer, which may take its time."""
     task = task_of(settings(tmp_path), tmp_path)
     asked = []
 
@@ -163,18 +162,17 @@ def test_where_markers_are_the_workers_own_it_is_their_machine_that_is_asked(tmp
         return last
 
     with Progress(background=False) as progress:
-        strikes = pages._Strikes(60, progress, markers_are_shared=False)
+        strikes = pages._Strikes(progress, markers_are_shared=False)
         marker = Marker(task.marker)
         marker.set(5)
-        began = Marker.read(task.marker).began  # type: ignore[union-attr]
         marker.close()
-        (same,) = strikes(0, (task,), Death(at=began + 1, call_there=call_there))
+        (same,) = strikes(0, (task,), Death(call_there=call_there))
         assert same == task
         marker = Marker(task.marker)
         marker.set(7)
-        began = Marker.read(task.marker).began  # type: ignore[union-attr]
         marker.close()
-        (hung,) = strikes(0, (task,), Death(at=began + 59, call_there=call_there))
+        Path(Marker.stack_of(task.marker)).write_text('  File "there.py", line 3 in parse')
+        (hung,) = strikes(0, (task,), Death(call_there=call_there))
     assert hung.quarantined == ((7, "quarantine.timeout"),)
     assert asked == [(task.marker,)] * 2
 

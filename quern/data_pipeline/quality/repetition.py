@@ -24,7 +24,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +49,13 @@ MEASURES = (
 )
 
 _BASE = 0x9E3779B97F4A7C15
+_ALL_BITS = (1 << 64) - 1
 _MIX = np.uint64(0xD6E8FEB86659FD93)
-_POWERS_KEPT = 1 << 16
+#: Characters summed at once, so that a huge text never becomes arrays of its length: their powers are kept.
+_BLOCK = 1 << 16
+#: Values sorted to find repeated ones; fewer are sifted by a table that takes 64 to 128 bytes a value.
+_SORTED_FROM = 1 << 18
+_BASE_OF_BLOCKS = pow(_BASE, _BLOCK, 1 << 64)
 _FIRST_CHARS = 12
 
 Hashes = NDArray[np.uint64]
@@ -147,21 +151,20 @@ class _Grams:
 
     def __init__(self, words: Sequence[str]) -> None:
         self.num_words = len(words)
-        self.lengths: Ints = np.fromiter(map(len, words), np.int64, len(words))
-        self.ends: Ints = np.cumsum(self.lengths)
-        self.starts: Ints = self.ends - self.lengths
-        self.num_chars = int(self.ends[-1]) if len(words) else 0
-        codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32)
-        powers, inverses = _powers(self.num_chars + 1)
-        self._sums: Hashes = np.zeros(self.num_chars + 1, np.uint64)
-        np.cumsum((codes + np.uint64(1)) * _MIX * powers[: self.num_chars], out=self._sums[1:])
-        self._inverses = inverses[self.starts]
-        self._words = _mix(self._spelled(np.arange(self.num_words), self.ends) + self.lengths.astype(np.uint64))
+        self.lengths: NDArray[np.int32] = np.fromiter(map(len, words), np.int32, len(words))
+        bounds = np.zeros(self.num_words + 1, np.int64)
+        np.cumsum(self.lengths, out=bounds[1:])
+        self.starts, self.ends = bounds[:-1], bounds[1:]
+        self.num_chars = int(bounds[-1])
+        # over the characters up to each word's start and to the end, and up to a few characters behind each start
+        self._sums, self._sums_behind = _sums_at("".join(words), bounds, self._firsts(_FIRST_CHARS))
+        self._inverses = _inverse_powers(self.starts)
+        self._words = _mix((self._sums[1:] - self._sums[:-1]) * self._inverses + self.lengths.astype(np.uint64))
         self._sequences: tuple[int, Ints, Hashes] = (1, np.arange(self.num_words), self._words)
 
-    def _spelled(self, places: Ints, ends: Ints) -> Hashes:
-        """Σ codeⱼ·baseʲ modulo 2⁶⁴ over the characters from each place's word to ``ends``, words run together."""
-        return (self._sums[ends] - self._sums[self.starts[places]]) * self._inverses[places]
+    def _firsts(self, num_chars: int) -> Ints:
+        """The places so many characters behind the starts of words, as far as the text goes."""
+        return self.starts[: np.searchsorted(self.starts, self.num_chars - num_chars, "right")] + num_chars
 
     def repeated_sequences(self, n: int) -> tuple[Ints, Hashes]:
         """Places and hashes of the n-grams that, as sequences of words, occur more than once; n grows by call."""
@@ -212,9 +215,10 @@ class _Grams:
         """
         if self.num_words < 5:
             return np.zeros(0, np.int64)
-        known = np.flatnonzero(self.starts + _FIRST_CHARS <= self.num_chars)
+        known = len(self._sums_behind)
+        spelled = (self._sums_behind - self._sums[:known]) * self._inverses[:known]
         marked = np.zeros(self.num_words, np.bool_)
-        marked[known[_repeated(self._spelled(known, self.starts[known] + _FIRST_CHARS))]] = True
+        marked[_repeated(spelled)] = True
         marked[:-4] |= self.ends[4:] - self.starts[:-4] < _FIRST_CHARS
         return np.flatnonzero(marked)
 
@@ -222,21 +226,24 @@ class _Grams:
         """datatrove's characters of duplicate n-grams: a greedy walk from the left. n is 5 or more."""
         places = self._may_be_spelled_twice
         places = places[places <= self.num_words - n]
-        ends = self.ends[places + n - 1]
-        hashes = self._spelled(places, ends)
+        hashes = (self._sums[places + n] - self._sums[places]) * self._inverses[places]
         repeated = _repeated(hashes)
         places = places[repeated]
-        chars = ends[repeated] - self.starts[places]
+        chars = self.ends[places + n - 1] - self.starts[places]
         seen: set[int] = set()
         total = free = 0
-        for place, key, length in zip(places.tolist(), hashes[repeated].tolist(), chars.tolist(), strict=True):
-            if place < free:
-                continue
-            if key in seen:
-                total += length
-                free = place + n
-            else:
-                seen.add(key)
+        for begin in range(0, len(places), _BLOCK):  # as Python's own integers they take five times the memory
+            block = slice(begin, begin + _BLOCK)
+            for place, key, length in zip(
+                places[block].tolist(), hashes[repeated[block]].tolist(), chars[block].tolist(), strict=True
+            ):
+                if place < free:
+                    continue
+                if key in seen:
+                    total += length
+                    free = place + n
+                else:
+                    seen.add(key)
         return total
 
     def duplicates_covered(self, n: int) -> int:
@@ -255,17 +262,60 @@ def _mix(values: Hashes) -> Hashes:
     return np.asarray(values ^ (values >> np.uint64(29)), np.uint64)
 
 
+def _sums_at(text: str, *places: Ints) -> list[Hashes]:
+    """Σ codeⱼ·baseʲ modulo 2⁶⁴ over the characters of ``text`` before each of some places, which ascend."""
+    sums = [np.empty(len(some), np.uint64) for some in places]
+    done = [0] * len(places)
+    powers, _ = _powers()
+    before, factor = np.uint64(0), 1
+    for begin in range(0, max(len(text), 1), _BLOCK):
+        codes = np.frombuffer(text[begin : begin + _BLOCK].encode("utf-32-le", "surrogatepass"), np.uint32)
+        block = np.zeros(len(codes) + 1, np.uint64)
+        np.cumsum((codes + np.uint64(1)) * _MIX * powers[: len(codes)], out=block[1:])
+        if begin:
+            block *= np.uint64(factor)
+            block += before
+        end = begin + len(codes)
+        for number, some in enumerate(places):
+            upto = len(some) if end == len(text) else int(np.searchsorted(some, end))
+            sums[number][done[number] : upto] = block[some[done[number] : upto] - begin]
+            done[number] = upto
+        before, factor = block[-1], factor * _BASE_OF_BLOCKS & _ALL_BITS
+    return sums
+
+
+def _inverse_powers(places: Ints) -> Hashes:
+    """base⁻ᵖ modulo 2⁶⁴ of each place p; places ascend."""
+    _, inverses = _powers()
+    last = int(places[-1]) if len(places) else 0
+    if last < _BLOCK:
+        return inverses[places]
+    of_blocks = np.full(last // _BLOCK + 1, pow(_BASE_OF_BLOCKS, -1, 1 << 64), np.uint64)
+    of_blocks[0] = 1
+    powers = inverses[places % _BLOCK]
+    powers *= np.multiply.accumulate(of_blocks)[places // _BLOCK]
+    return powers
+
+
 def _repeated(values: Hashes) -> Ints:
     """The places, ascending, of values that occur more than once."""
-    # Values that share their leading bits with no other need no sorting: of eight times as many slots as values, few
-    # hold two.
-    bits = (8 * len(values)).bit_length()
-    slots = (values >> np.uint64(64 - bits)).astype(np.int64)
-    places = np.flatnonzero(np.bincount(slots)[slots] > 1)
-    candidates = values[places]
-    ordered = np.sort(candidates)
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-    return places[_is_in(candidates, repeated)] if len(repeated) else places[:0]
+    if len(values) < _SORTED_FROM:
+        # Values that share their leading bits with no other need no sorting: of eight times as many slots as values,
+        # few hold two.
+        bits = (8 * len(values)).bit_length()
+        slots = (values >> np.uint64(64 - bits)).astype(np.int64)
+        places = np.flatnonzero(np.bincount(slots)[slots] > 1)
+        candidates = values[places]
+        ordered = np.sort(candidates)
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        return places[_is_in(candidates, repeated)] if len(repeated) else places[:0]
+    order = np.argsort(values, kind="stable").astype(np.int32)
+    same = np.zeros(len(values) + 1, np.bool_)
+    ordered = values[order]
+    np.equal(ordered[1:], ordered[:-1], out=same[1:-1])
+    places = order[same[1:] | same[:-1]].astype(np.int64)
+    places.sort()
+    return places
 
 
 def _is_in(values: Hashes, ordered: Hashes) -> NDArray[np.bool_]:
@@ -281,20 +331,12 @@ def _counts(values: Hashes) -> Ints:
     return np.asarray(counts[inverse], np.int64)
 
 
-def _powers(count: int) -> tuple[Any, Any]:
-    return _kept_powers() if count <= _POWERS_KEPT else _compute_powers(count)
-
-
 @cache
-def _kept_powers() -> tuple[Hashes, Hashes]:
-    return _compute_powers(_POWERS_KEPT)
-
-
-def _compute_powers(count: int) -> tuple[Hashes, Hashes]:
-    """Powers 0 … count − 1 of the base and of its inverse, modulo 2⁶⁴."""
+def _powers() -> tuple[Hashes, Hashes]:
+    """Powers 0 … block − 1 of the base and of its inverse, modulo 2⁶⁴."""
     tables = []
     for base in (_BASE, pow(_BASE, -1, 1 << 64)):
-        factors = np.full(count, base, np.uint64)
+        factors = np.full(_BLOCK, base, np.uint64)
         factors[0] = 1
         tables.append(np.multiply.accumulate(factors))
     return tables[0], tables[1]

@@ -1,0 +1,145 @@
+"""What a page would cost its parser, counted on the raw HTML in linear time.
+
+Every count is an upper bound on what the parser builds, or refines one that was passed; none parses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+__all__ = ["has_attributes_over", "inline_run", "num_elements", "table_cells"]
+
+_BLOCK_NAMES = (
+    "address article aside blockquote body caption center dd details dialog dir div dl dt fieldset figcaption figure "
+    "footer form frameset h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav noscript ol optgroup option p "
+    "pre script section select style summary table tbody td template tfoot th thead title tr ul"
+)
+_BLOCK_TAGS = frozenset(_BLOCK_NAMES.split())
+_OPENING = re.compile(r"<([a-zA-Z][^\s<>/]{0,20})")
+_TABLE_PART = re.compile(r"<([tT](?:[rR]|[dD]|[hH]|[aA][bB][lL][eE]))(?![a-zA-Z0-9:-])([^<>]*)")
+_SPAN = re.compile(r"\b(col|row)span\s*=\s*(?:[\"']\s*)?(\d{1,6})", re.IGNORECASE)
+#: trafilatura reads no higher span, and pads rows to no more columns.
+_MAX_SPAN = 100
+
+
+def num_elements(html: str) -> int:
+    """An upper bound on the elements of a page, from one pass over the text.
+
+    Of closing tags only ``</p>`` makes an element, where none is open (HTML standard, 13.2.6.4.7).
+    """
+    return html.count("<") - html.count("</") + max(0, html.count("</p") - html.count("<p"))
+
+
+def inline_run(html: str) -> int:
+    """The most opening tags between two of blocks: the children a paragraph can have."""
+    longest = run = 0
+    for match in _OPENING.finditer(html):
+        if match.group(1).lower() in _BLOCK_TAGS:
+            run = 0
+        else:
+            run += 1
+            longest = max(longest, run)
+    return longest
+
+
+def table_cells(html: str) -> int:
+    """The cells that tables with ``colspan`` or ``rowspan`` unfold to, rows padded; 0 for a page without spans."""
+    total = rows = widest = width = 0
+    spans = False
+    for match in _TABLE_PART.finditer(html):
+        tag, attributes = match.group(1).lower(), match.group(2)
+        if tag == "table":
+            total += rows * min(widest, _MAX_SPAN)
+            rows = widest = width = 0
+        elif tag == "tr":
+            rows += 1
+            width = 0
+        else:
+            span = {"col": 1, "row": 1}
+            for axis, digits in _SPAN.findall(attributes):
+                span[axis.lower()] = min(int(digits), _MAX_SPAN)
+                spans = True
+            total += span["col"] * span["row"] - 1
+            width += span["col"]
+            widest = max(widest, width)
+    return total + rows * min(widest, _MAX_SPAN) if spans else 0
+
+
+#: A tag that is longer than twice this and holds no ``>`` is found by looking so far apart.
+_STRIDE = 4096
+_SEPARATOR = re.compile(r"[\s/]+")
+_TAG_START = re.compile(r"<(?:(!--)|([a-zA-Z][^\s/>]*))")
+#: What the parser takes as characters up to its own closing tag.
+_RAW_TEXT = frozenset(("script", "style", "textarea", "title", "xmp", "iframe", "noembed", "noframes"))
+_ATTRIBUTE = re.compile(
+    r"""[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z)|[^\s>"'][^\s>]*+)?+)?+"""
+)
+
+
+def has_attributes_over(html: str, most: int, most_of_one: int) -> bool:
+    """Whether a page has more than ``most`` attributes, or one element more than ``most_of_one``.
+
+    Attributes are counted only where a page gives cause: it holds more equals signs than ``most``, or a long stretch
+    between two ``>`` with many words. What neither shows (attributes without values between others whose values hold
+    ``>``) is left to the page's clock.
+    """
+    # an attribute is a letter and what parts it from the next
+    if len(html) < 2 * min(most, most_of_one):
+        return False
+    if html.count("=") <= most and not _has_long_tag(html, most_of_one):
+        return False
+    total = 0
+    for of_one in _attribute_counts(html, most_of_one):
+        total += of_one
+        if total > most or of_one > most_of_one:
+            return True
+    return False
+
+
+def _has_long_tag(html: str, most: int) -> bool:
+    """Whether some stretch without ``>`` begins a tag and is parted more than ``most`` times behind it."""
+    at = 0
+    while at < len(html):
+        end = html.find(">", at, at + _STRIDE)
+        if end < 0:
+            begin = html.rfind(">", 0, at) + 1
+            end = html.find(">", at)
+            end = len(html) if end < 0 else end
+            tag = _TAG_START.search(html, begin, end)
+            if tag is not None and sum(1 for _ in _SEPARATOR.finditer(html, tag.end(), end)) > most:
+                return True
+            at = end
+        at += _STRIDE
+    return False
+
+
+def _attribute_counts(html: str, most: int) -> Iterator[int]:
+    """The attributes of each tag that has some, repeated ones too; of a tag with more than ``most``, one more."""
+    at = 0
+    unclosed: set[str] = set()
+    while (tag := _TAG_START.search(html, at)) is not None:
+        at = tag.end()
+        if tag[1]:
+            at = _behind(html, "-->", at, unclosed)
+            continue
+        count = 0
+        while count <= most and (attribute := _ATTRIBUTE.match(html, at)) is not None:
+            count += 1
+            at = attribute.end()
+        if count:
+            yield count
+        name = tag[2].lower()
+        if name in _RAW_TEXT:
+            at = _behind(html, f"</{name}", at, unclosed)
+
+
+def _behind(html: str, closing: str, at: int, unclosed: set[str]) -> int:
+    """The place behind the next ``closing``; ``at`` itself where there is none, which is looked for once."""
+    if closing in unclosed:
+        return at
+    found = re.compile(re.escape(closing), re.IGNORECASE).search(html, at)
+    if found is None:
+        unclosed.add(closing)
+        return at
+    return found.end()
