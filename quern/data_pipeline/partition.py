@@ -114,6 +114,7 @@ class _Progress:
             "other_records": dict(read_log.other_records),
             "damage": list(read_log.damage),
             "damage_left_out": read_log.damage_left_out,
+            **({"range": read_log.edges.to_dict()} if read_log.edges is not None else {}),
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),
         }
@@ -217,9 +218,14 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
         with Watchdog(task.page_timeout_s) as watchdog, bounded_memory(task.worker_memory_mib):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
-            for ordinal in itertools.count():
+
+            def begin_page() -> None:
                 marker.set(ordinal)
                 watchdog.page()
+
+            read_log.tick = begin_page  # passing over damage is slow for no page's fault
+            for ordinal in itertools.count():
+                begin_page()
                 page = next(pages, None)
                 if page is None:
                     break
@@ -299,9 +305,19 @@ def _set_down(task: PartitionTask, rows: _Rows, progress: _Progress) -> None:
     progress.parts += 1
     storage.write_json(
         _part(task, progress.parts - 1, "progress.json"),
-        {"inputs": task.inputs, "config": task.config_hash, "progress": vars(progress)},
+        {**_made_from(task), "progress": vars(progress)},
     )
     rows.clear()
+
+
+def _made_from(task: PartitionTask) -> dict[str, Any]:
+    """What must be the same for rows of one attempt to be rows of another."""
+    part = task.partition.range
+    return {
+        "inputs": task.inputs,
+        "config": task.config_hash,
+        **({"range": [part.start, part.end, part.first, part.kind]} if part is not None else {}),
+    }
 
 
 def _resume(task: PartitionTask) -> _Progress:
@@ -312,7 +328,7 @@ def _resume(task: PartitionTask) -> _Progress:
         if not storage.exists(path):
             return progress
         stored = storage.read_json(path)
-        if stored["inputs"] != task.inputs or stored["config"] != task.config_hash:
+        if {key: stored[key] for key in stored if key != "progress"} != _made_from(task):
             if not progress.parts:  # else a part overwritten halfway could later pass for one of the old attempt
                 storage.remove_tree(task.scratch)
             return progress

@@ -36,7 +36,7 @@ _STEP_BYTES = 64
 
 
 class Signs:
-    """What members of a file hold: ``starts(content)``, ``holds(content)`` tell a record at, or after, its beginning."""
+    """What members hold: ``starts`` tells bytes that begin with a record, ``holds`` bytes in which one begins."""
 
     def __init__(self, starts: Starts, holds: Starts) -> None:
         self.starts = starts

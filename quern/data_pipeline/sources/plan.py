@@ -115,6 +115,11 @@ class Partition:
     range: Range | None = None
 
     @property
+    def undivided(self) -> str:
+        """The name of the partition this is a range of; its own where it is none."""
+        return self.name if self.range is None else self.name.removesuffix(f"-{self.range.name}")
+
+    @property
     def size(self) -> int:
         """Bytes of input as stored."""
         if self.range is not None:

@@ -121,7 +121,7 @@ class Records:
             yield found
         if part is not None:
             self.edges = self._edges(part, begin, part.size if stop is None else stop, records)
-        if not records and (part is None or part.end >= part.size and not begin):
+        if not records and (part is None or (part.end >= part.size and not begin)):
             self._note(0, "no WARC or ARC record found")
 
     def _walk(self, end: int | None) -> Iterator[Record | int]:
