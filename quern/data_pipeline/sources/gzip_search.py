@@ -21,6 +21,7 @@ _BLOCK_BYTES = 1 << 20
 _STEP_BYTES = 1 << 16
 _BEGINNING_BYTES = 2048
 _FIRST_BYTES = 64
+_HEADER_BYTES = 10
 
 #: RFC 1952, 2.3: no reserved flag is set; RFC 1951, 3.2.3: without flags (a header of ten bytes) the first deflate
 #: block is of one of three kinds.
@@ -48,8 +49,6 @@ def header_length(raw: bytes, at: int = 0) -> int | None:
 
 def beginning(deflated: bytes) -> bytes:
     """The first bytes, up to two thousand, of a deflate stream's content; what comes before damage counts."""
-    if deflated[:1] and not deflated[0] & 6 and not _stored(deflated):
-        return b""
     inflate = zlib.decompressobj(-15)
     try:
         first = inflate.decompress(deflated, _FIRST_BYTES)
@@ -64,10 +63,11 @@ def beginning(deflated: bytes) -> bytes:
         return first
 
 
-def _stored(deflated: bytes) -> bool:
-    """Whether the length of a stored block fits its complement (RFC 1951, 3.2.4); true where there is too little."""
-    size, complement = deflated[1:3], deflated[3:5]
-    return len(complement) < 2 or size[0] ^ complement[0] == size[1] ^ complement[1] == 0xFF
+def _no_stored(raw: bytes, at: int) -> bool:
+    """Whether a stored block's length does not fit its complement (RFC 1951, 3.2.4)."""
+    if at + 5 > len(raw) or raw[at] & 6:
+        return False
+    return raw[at + 1] ^ raw[at + 3] != 0xFF or raw[at + 2] ^ raw[at + 4] != 0xFF
 
 
 def find_member(
@@ -94,14 +94,16 @@ def find_member(
             at = match.start()
             if at >= usable or (stop is not None and offset + at >= stop):
                 break
-            probe = block[at : at + PROBE_BYTES]
-            length = header_length(probe)
-            if length is None:
+            if block[at + 3]:
+                length = header_length(block[at : at + PROBE_BYTES])
+            else:  # seen at a glance, as there can be hundreds of thousands a megabyte
+                length = None if _no_stored(block, at + _HEADER_BYTES) else _HEADER_BYTES
+            content = beginning(block[at + length : at + PROBE_BYTES]) if length is not None else b""
+            if not content:
                 continue
-            content = beginning(probe[length:])
             if starts(content):
                 return offset + at
-            if otherwise is not None and content:
+            if otherwise is not None:
                 accepted = otherwise(offset + at)
                 file.seek(offset + len(block))
                 if accepted:

@@ -8,7 +8,6 @@ import random
 import struct
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,6 @@ def untouched(folder: Path, content: bytes, wanted: list[tuple[str, int]]) -> No
 
 @pytest.mark.parametrize("how", [FIXED, CODED, STORED], ids=["fixed codes", "own codes", "stored"])
 def test_any_flipped_bit_of_a_member_leaves_those_behind_it(tmp_path: Path, how: dict[str, int]) -> None:
-    # With fixed codes, a decoder that runs over a member's end falls into step with the next one and ends with it.
     members = [small(number, **how) for number in range(3)]
     starts_at = [sum(map(len, members[:i])) for i in range(3)]
     wanted = [(f"http://e.com/{i}", starts_at[i]) for i in (1, 2)]
@@ -59,42 +57,45 @@ def test_any_flipped_bit_of_a_member_leaves_those_behind_it(tmp_path: Path, how:
         untouched(tmp_path, bytes(broken) + members[1] + members[2], wanted)
 
 
-def test_fixed_codes_do_swallow_the_next_member() -> None:
-    """The case above is real: some flipped bit makes zlib decode over the next member and stop at its very end."""
-    first, second = small(0, **FIXED), small(1, **FIXED)
-    ends = set()
-    for bit in range(80, 8 * len(first)):
-        broken = bytearray(first + second)
-        broken[bit // 8] ^= 1 << bit % 8
-        inflate = zlib.decompressobj(-15)
-        try:
-            inflate.decompress(bytes(broken[10:]))
-        except zlib.error:
-            continue
-        if inflate.eof:
-            ends.add(len(broken) - len(inflate.unused_data) + 8)
-    assert len(first + second) in ends
+def stored(text: bytes, size: int) -> bytes:
+    """A member of one stored block that says to be ``size`` bytes long and is ``text``, without a trailer."""
+    return b"\x1f\x8b\x08\0\0\0\0\0\0\xff\x01" + struct.pack("<HH", size, size ^ 0xFFFF) + text
+
+
+def first_record() -> bytes:
+    return record(b"<html>" + b"first " * 50 + b"</html>", url="http://e.com/first", compress=False)
+
+
+@pytest.mark.parametrize("num_swallowed", [1, 2, 3])
+def test_members_swallowed_to_the_very_end_of_the_last_are_given_back(tmp_path: Path, num_swallowed: int) -> None:
+    # The decoder ends where a member ends: behind it stands a magic, or the file's end, as if nothing were amiss.
+    text, others = first_record(), many(3)
+    trailer = struct.pack("<II", zlib.crc32(text), len(text))
+    size = len(text + trailer + b"".join(others[:num_swallowed])) - 8
+    first = stored(text + trailer, size)
+    wanted = [(f"http://e.com/{i}", len(first) + sum(map(len, others[:i]))) for i in range(3)]
+    untouched(tmp_path, first + b"".join(others), wanted)
+    # A damaged one among those that were swallowed does not cost the sound ones behind it.
+    hurt = bytearray(b"".join(others))
+    hurt[len(others[0]) // 2] ^= 0xFF
+    untouched(tmp_path, first + bytes(hurt), wanted[1:])
 
 
 def test_a_member_that_swallows_the_rest_of_the_file_gives_it_back(tmp_path: Path) -> None:
     # A stored block that is said to be longer than it is: the decoder meets the end of the file before any damage.
-    text = record(b"<html>first</html>", url="http://e.com/first", compress=False)
-    body = b"\x01" + struct.pack("<HH", 60_000, 60_000 ^ 0xFFFF) + text
-    first = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + body + struct.pack("<II", zlib.crc32(text), len(text))
-    others = many(3)
-    log = ReadLog()
+    text, others, log = first_record(), many(3), ReadLog()
+    first = stored(text + struct.pack("<II", zlib.crc32(text), len(text)), 60_000)
     found = read_bytes(tmp_path, first + b"".join(others), log)
-    assert [page.url for page in found if page.fault is None] == [f"http://e.com/{i}" for i in range(3)]
-    assert min(damages(log))[0] == 0
+    assert [page.url for page in found] == ["http://e.com/first", *(f"http://e.com/{i}" for i in range(3))]
+    assert (0, "the file ends inside this gzip member") in damages(log)
     places = [len(first) + sum(map(len, others[:i])) for i in range(3)]
-    assert [page.record_offset for page in found][-3:] == places
+    assert [page.record_offset for page in found] == [0, *places]
 
 
 def test_what_a_member_swallowed_is_no_part_of_its_page(tmp_path: Path) -> None:
     """The page that is damaged is as long as its own bytes made it, not longer by those of its neighbour."""
-    text = record(b"<html>" + b"first " * 50 + b"</html>", url="http://e.com/first", compress=False)
-    body = b"\x01" + struct.pack("<HH", 60_000, 60_000 ^ 0xFFFF) + text
-    first = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + body
+    text = first_record()
+    first = stored(text, 60_000)
     members = GzipMembers(io.BytesIO(first + many(1)[0]), lambda *_: None, Signs(starts, starts))
     assert members.advance()
     content = b"".join(iter(members.piece, b""))
@@ -259,6 +260,20 @@ def test_the_budget_of_rereading_ends_in_one_pass(tmp_path: Path, monkeypatch: p
     assert members.reread > 1 << 20
     assert file.count < 60 * (1 << 20), f"{file.count} bytes read of {20 * size}"
     assert last == len(one) + len(content) + 1, "the sound member at the end is found all the same"
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_reader_that_passes_over_much_says_that_it_is_at_work(tmp_path: Path, compress: bool) -> None:
+    # The clock of a page counts from the last sign of work: passing over 12 MB on a slow store is no page's fault.
+    one, two = many(2, compress=compress)
+    for between in (bytes(12 << 20), b"\x1f\x8b\x09" * (4 << 20)):
+        calls: list[int] = []
+        read_bytes(tmp_path, one + between + two, ReadLog(tick=lambda: calls.append(1)), "x.warc")
+        assert len(calls) >= 12
+    large = record(bytes(12 << 20), kind="metadata", compress=compress)
+    calls = []
+    read_bytes(tmp_path, one + large + two, ReadLog(tick=lambda: calls.append(1)), "x.warc")
+    assert len(calls) >= 10
 
 
 def test_reading_twice_gives_the_same(tmp_path: Path) -> None:
