@@ -26,7 +26,7 @@ from fuzz_cases import TARGETS
 
 __all__ = ["run_case", "run_for"]
 
-_LAYOUT = struct.Struct("<QQ")
+_LAYOUT = struct.Struct("<QQd")
 
 
 def run_case(target: str, seed: int, number: int) -> None:
@@ -35,13 +35,16 @@ def run_case(target: str, seed: int, number: int) -> None:
 
 
 def _cases(target: str, seed: int, begin: int, until: float, cpu_s: float, memory: int, shared: mmap.mmap) -> None:
-    """Run cases from ``begin`` on until the clock says so; the number in work and of findings stand in ``shared``."""
+    """Run cases from ``begin`` until the clock says so. ``shared`` holds the one in work, findings, seconds of loading."""
+    loaded = -time.time()
     run_case(target, seed, -1)  # models, lists and corpora are loaded outside the limits
+    loaded += time.time()
+    until += loaded
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + memory, resource.RLIM_INFINITY))
     number, findings = begin, 0
     while time.time() < until:
-        _LAYOUT.pack_into(shared, 0, number, findings)
+        _LAYOUT.pack_into(shared, 0, number, findings, loaded)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # not handled: the process ends
         try:
             run_case(target, seed, number)
@@ -52,7 +55,7 @@ def _cases(target: str, seed: int, begin: int, until: float, cpu_s: float, memor
             sys.stdout.flush()
         number += 1
     signal.setitimer(signal.ITIMER_PROF, 0)
-    _LAYOUT.pack_into(shared, 0, number, findings)
+    _LAYOUT.pack_into(shared, 0, number, findings, loaded)
 
 
 def run_for(target: str, seed: int, seconds: float, cpu_s: float, memory: int) -> tuple[int, int]:
@@ -69,8 +72,9 @@ def run_for(target: str, seed: int, seconds: float, cpu_s: float, memory: int) -
                 os._exit(1)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        number, own = _LAYOUT.unpack_from(shared)
+        number, own, loaded = _LAYOUT.unpack_from(shared)
         findings += own
+        until += loaded
         begin = number
         if status != 0:
             ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "an error of its own"

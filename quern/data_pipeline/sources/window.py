@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from typing import IO, Literal
 
 from quern.data_pipeline.sources.compression import compression_of, pieces
 from quern.data_pipeline.sources.gzip_members import GzipMembers, Note, Signs
-from quern.data_pipeline.sources.gzip_search import find_member
+from quern.data_pipeline.sources.gzip_search import beginning, find_member, header_length
 
 __all__ = ["Packing", "Window", "packing_of"]
 
@@ -22,25 +23,36 @@ _BLOCK_BYTES = 1 << 20
 
 
 def packing_of(file: IO[bytes], name: str, signs: Signs, tick: Callable[[], None]) -> Packing:
-    """How records lie in ``file``. Where its first bytes do not say, the first record or member behind them does."""
+    """How records lie in ``file``: as its first bytes say, if they lead to a record; else as the first record does."""
     file.seek(0)
     head = file.read(_PEEK_BYTES)
-    compression = compression_of(head)
-    if compression is not None:
-        return "gzip" if compression == "gzip" else "stream"
     if not head or signs.starts(head):
         return "plain"
+    compression = compression_of(head)
+    if compression == "gzip":
+        length = header_length(head)
+        if length is not None and signs.starts(beginning(head[length:])):
+            return "gzip"
+    elif compression is not None and signs.starts(next(pieces(BytesIO(head + file.read(_BLOCK_BYTES)), _ignore), b"")):
+        return "stream"
     member = find_member(file, 0, None, signs.starts, tick)
-    if member is None or name.endswith(".gz"):
-        return "plain" if member is None else "gzip"
+    if member is not None and (compression == "gzip" or name.endswith(".gz")):
+        return "gzip"
     file.seek(0)
     before, offset = b"", 0
-    while offset < member and (block := file.read(_BLOCK_BYTES)):
+    while (member is None or offset < member) and (block := file.read(_BLOCK_BYTES)):
         tick()
-        if signs.holds((before + block)[: len(before) + member - offset]):
+        content = before + block
+        if signs.holds(content if member is None else content[: len(before) + member - offset]):
             return "plain"
         before, offset = block[-_PEEK_BYTES:], offset + len(block)
-    return "gzip"
+    if member is not None:
+        return "gzip"
+    return "plain" if compression is None else "gzip" if compression == "gzip" else "stream"
+
+
+def _ignore(offset: int, why: str) -> None:
+    """Damage met in a trial reading is noted when it is met again."""
 
 
 class Window:

@@ -272,7 +272,7 @@ def test_a_reader_that_passes_over_much_says_that_it_is_at_work(tmp_path: Path, 
         assert len(calls) >= 12
     large = record(bytes(12 << 20), kind="metadata", compress=compress)
     calls = []
-    read_bytes(tmp_path, one + large + two, ReadLog(tick=lambda: calls.append(1)), "x.warc")
+    read_bytes(tmp_path, one + large + two, ReadLog(tick=lambda: calls.append(1)), "x.warc", max_bytes=1 << 20)
     assert len(calls) >= 10
 
 
