@@ -35,7 +35,7 @@ def run_case(target: str, seed: int, number: int) -> None:
 
 
 def _cases(target: str, seed: int, begin: int, until: float, cpu_s: float, memory: int, shared: mmap.mmap) -> None:
-    """Run cases from ``begin`` until the clock says so. ``shared`` holds the one in work, findings, seconds of loading."""
+    """Run cases from ``begin`` until the clock says so; ``shared``: the one in work, findings, seconds of loading."""
     loaded = -time.time()
     run_case(target, seed, -1)  # models, lists and corpora are loaded outside the limits
     loaded += time.time()

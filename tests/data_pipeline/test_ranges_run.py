@@ -16,7 +16,7 @@ from warcio.warcwriter import WARCWriter
 
 from quern import storage
 from quern.cli.main import app
-from quern.data_pipeline import report
+from quern.data_pipeline import partition, report
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import InProcess
 from quern.data_pipeline.progress import Progress
@@ -180,6 +180,36 @@ def test_a_run_that_died_while_ranges_were_put_right_goes_on_and_may_cut_otherwi
         grind(settings)
     assert 0 < len(done) < len(pages.plan_sources(settings))
     assert facts(folder / "killed") == expected
+
+
+def test_rows_of_a_range_read_from_one_place_are_not_mixed_with_those_from_another(
+    base: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A range that is read again dies behind its first flush; the next driver reads it from its own beginning first."""
+    folder, _, expected = base
+    settings = config(folder, "mixed", 2500)
+    process, judge, state = pages.process_partition, partition._judge, {"again": False, "judged": 0}
+
+    def watched(task: Any) -> Any:
+        state["again"] = task.partition.range is not None and task.partition.range.first is not None
+        state["judged"] = 0
+        return process(task)
+
+    def dying(*given: Any) -> Any:
+        state["judged"] += 1
+        if state["again"] and state["judged"] == 2:
+            raise KeyboardInterrupt
+        return judge(*given)
+
+    monkeypatch.setattr(partition, "FLUSH_PAGES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "process_partition", watched)
+        patch.setattr(partition, "_judge", dying)
+        with pytest.raises(KeyboardInterrupt):
+            grind(settings)
+    assert list((folder / "mixed" / ".work").rglob("*.progress.json"))
+    grind(settings)
+    assert facts(folder / "mixed") == expected
 
 
 def test_an_unfinished_run_may_be_cut_otherwise(base: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,12 +266,13 @@ def test_the_budget_of_rereading_ends_in_one_pass(tmp_path: Path, monkeypatch: p
 def test_a_reader_that_passes_over_much_says_that_it_is_at_work(tmp_path: Path, compress: bool) -> None:
     # The clock of a page counts from the last sign of work: passing over 12 MB on a slow store is no page's fault.
     one, two = many(2, compress=compress)
+    calls: list[int] = []
     for between in (bytes(12 << 20), b"\x1f\x8b\x09" * (4 << 20)):
-        calls: list[int] = []
+        calls.clear()
         read_bytes(tmp_path, one + between + two, ReadLog(tick=lambda: calls.append(1)), "x.warc")
         assert len(calls) >= 12
     large = record(bytes(12 << 20), kind="metadata", compress=compress)
-    calls = []
+    calls.clear()
     read_bytes(tmp_path, one + large + two, ReadLog(tick=lambda: calls.append(1)), "x.warc", max_bytes=1 << 20)
     assert len(calls) >= 10
 
