@@ -107,8 +107,8 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
     per_source = {
         source.name: {
             "partitions": sum(p.source == source.name for p in partitions),
-            "files": sum(len(p.files) for p in partitions if p.source == source.name),
-            "bytes": sum(f.size for p in partitions if p.source == source.name for f in p.files),
+            "files": len({f.path for p in partitions if p.source == source.name for f in p.files}),
+            "bytes": sum(p.size for p in partitions if p.source == source.name),
         }
         for source in config.sources
     }

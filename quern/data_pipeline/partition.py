@@ -119,6 +119,7 @@ class _Progress:
             "other_records": dict(read_log.other_records),
             "damage": list(read_log.damage),
             "damage_left_out": read_log.damage_left_out,
+            **({"range": read_log.edges.to_dict()} if read_log.edges is not None else {}),
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),
         }
@@ -238,9 +239,14 @@ def _process(task: PartitionTask) -> dict[str, Any]:
         ):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
-            for ordinal in itertools.count():
+
+            def begin_page() -> None:
                 marker.set(ordinal)
                 watchdog.page()
+
+            read_log.tick = begin_page  # passing over damage is slow for no page's fault
+            for ordinal in itertools.count():
+                begin_page()
                 page = next(pages, None)
                 if page is None:
                     break
@@ -321,9 +327,19 @@ def _set_down(task: PartitionTask, attempt: str, rows: _Rows, progress: _Progres
     progress.parts.append(part)
     storage.write_json(
         storage.join(task.scratch, f"{part}.{_PROGRESS}"),
-        {"inputs": task.inputs, "config": task.config_hash, "progress": vars(progress)},
+        {**_made_from(task), "progress": vars(progress)},
     )
     rows.clear()
+
+
+def _made_from(task: PartitionTask) -> dict[str, Any]:
+    """What must be the same for rows of one attempt to be rows of another."""
+    part = task.partition.range
+    return {
+        "inputs": task.inputs,
+        "config": task.config_hash,
+        **({"range": [part.start, part.end, part.first, part.kind]} if part is not None else {}),
+    }
 
 
 def _resume(task: PartitionTask) -> _Progress:
@@ -331,7 +347,7 @@ def _resume(task: PartitionTask) -> _Progress:
     written = [path for path in storage.list_files(task.scratch) if path.endswith(f".{_PROGRESS}")]
     for path in sorted(written, key=lambda path: path.rsplit("/", 1)[-1], reverse=True):
         stored = storage.read_json(path)
-        if stored["inputs"] == task.inputs and stored["config"] == task.config_hash:
+        if {key: stored[key] for key in stored if key != "progress"} == _made_from(task):
             kept = stored["progress"]
             tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
             return _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)

@@ -94,6 +94,16 @@ class _Phase:
             self.fresh_documents += documents
             self.fresh_tokens += tokens
 
+    def put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any]) -> None:
+        """A partition was done again, and better: ``counts`` in place of what was ``counted`` for it."""
+        more, kept = (int(counts.get(name, 0)) - int(counted.get(name, 0)) for name in ("pages", "kept"))
+        self.documents += more
+        self.fresh_documents += more
+        self.pages += more
+        self.kept += kept
+        self.by_stage.update(counts.get("by_stage", {}))
+        self.by_stage.subtract(counted.get("by_stage", {}))
+
     @property
     def share(self) -> float:
         """Work done, 0 to 1: by input bytes, else by partitions."""
@@ -250,6 +260,14 @@ class Progress:
         with self._guarded():
             if self._phase is not None:
                 self._phase.add(counts, size_bytes, resumed)
+                self._changed = True
+                self._tick()
+
+    def partition_put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any]) -> None:
+        """A partition was done again: ``counts`` of its new commit in place of those ``counted`` before."""
+        with self._guarded():
+            if self._phase is not None:
+                self._phase.put_right(counts, counted)
                 self._changed = True
                 self._tick()
 

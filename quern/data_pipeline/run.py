@@ -6,7 +6,7 @@ import glob
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -21,7 +21,8 @@ from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
 from quern.data_pipeline.partition import TABLES, PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.sources import Partition, plan
+from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
+from quern.data_pipeline.sources.plan import NOT_DECIDING
 from quern.errors import InputError, QuernError
 
 __all__ = [
@@ -81,12 +82,14 @@ def check(config: PipelineConfig) -> None:
 
 def inputs_identity(partitions: Sequence[Partition]) -> str:
     """One digest over every input file's name and size: the same for the same crawl wherever it was copied to."""
-    return digest(sorted([p.source, f.relative_path, f.size] for p in partitions for f in p.files))
+    return digest(sorted({(p.source, f.relative_path, f.size) for p in partitions for f in p.files}))
 
 
 def inputs_digest(partitions: Sequence[Partition]) -> str:
     """One digest over every input file's identity and fingerprint."""
-    return digest(sorted([p.source, p.name, f.relative_path, f.fingerprint] for p in partitions for f in p.files))
+    return digest(
+        sorted({(p.source, p.undivided, f.relative_path, f.fingerprint) for p in partitions for f in p.files})
+    )
 
 
 def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
@@ -95,7 +98,7 @@ def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
     files = {path: storage.sha256(path) for path in sorted(named_files(chain))}
     hashes = {}
     for source in config.sources:
-        own = source.model_dump(mode="json", exclude={"paths", "root", "priority"})
+        own = source.model_dump(mode="json", exclude=set(NOT_DECIDING))
         hashes[source.name] = digest([PAGES_FORMAT, chain, files, own])
     return hashes
 
@@ -156,23 +159,50 @@ def _run_pages(
             entries[index] = entry
         else:
             withdraw_commit(config.run_dir, "pages", task.source.name, task.partition.name)
-    sizes = [sum(file.size for file in partition.files) for partition in partitions]
+    sizes = [partition.size for partition in partitions]
     progress.start_phase("pages", len(tasks), sum(sizes), lambda: pages_in_work(markers))
     for index, entry in entries.items():
         progress.partition_done(entry["counts"], sizes[index], resumed=True)
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
-    strikes = _Strikes(progress, storage.is_local(scratch))
-    results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
-    with _Sweeper() as sweeper:
-        for position, entry in results:
-            entries[todo[position]] = entry
-            Marker.remove(tasks[todo[position]].marker)
-            sweeper.remove(tasks[todo[position]].scratch)
-            progress.partition_done(entry["counts"], sizes[todo[position]])
+
+    def drive(todo: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        strikes = _Strikes(progress, storage.is_local(scratch))
+        results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
+        with _Sweeper() as sweeper:
+            for position, entry in results:
+                Marker.remove(tasks[todo[position]].marker)
+                sweeper.remove(tasks[todo[position]].scratch)
+                yield todo[position], entry
+
+    for index, entry in drive(todo):
+        entries[index] = entry
+        progress.partition_done(entry["counts"], sizes[index])
+    while again := _misread(partitions, entries):
+        for index, part in again.items():
+            tasks[index] = replace(tasks[index], partition=replace(partitions[index], range=part))
+            withdraw_commit(config.run_dir, "pages", tasks[index].source.name, partitions[index].name)
+        for index, entry in drive(sorted(again, key=lambda i: (-sizes[i], i))):
+            progress.partition_put_right(entry["counts"], entries[index]["counts"])
+            entries[index] = entry
     progress.end_phase()
     if storage.is_local(markers):
         storage.remove_tree(markers)
     return [entries[index] for index in range(len(tasks))]
+
+
+def _misread(partitions: Sequence[Partition], entries: Mapping[int, Mapping[str, Any]]) -> dict[int, Range]:
+    """Ranges of large files that did not meet their neighbours, and how each has to be read; by index."""
+    files: dict[tuple[str, str], list[tuple[int, Range]]] = {}
+    for index, partition in enumerate(partitions):
+        if partition.range is not None:
+            files.setdefault((partition.source, partition.undivided), []).append((index, partition.range))
+    again = {}
+    for members in files.values():
+        members.sort(key=lambda member: member[1].start)
+        seen = [Edges(**entries[index]["counts"]["range"]) for index, _ in members]
+        for at, part in misread([part for _, part in members], seen).items():
+            again[members[at][0]] = part
+    return again
 
 
 def _stands(run_dir: str, entry: Mapping[str, Any]) -> bool:

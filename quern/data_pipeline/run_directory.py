@@ -19,6 +19,8 @@ __all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
+#: The same of a source.
+_NOT_DECIDING_OF_SOURCES = ("split_bytes",)
 
 _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
               "pyarrow", "numpy", "ray")  # fmt: skip
@@ -118,7 +120,13 @@ def _same_libraries(path: str, begun: Mapping[str, str]) -> None:
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in NOT_DECIDING}
+    found = {key: value for key, value in config.items() if key not in NOT_DECIDING}
+    if isinstance(found.get("sources"), list):
+        found["sources"] = [
+            {key: value for key, value in source.items() if key not in _NOT_DECIDING_OF_SOURCES}
+            for source in found["sources"]
+        ]
+    return found
 
 
 def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
@@ -128,7 +136,9 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new}):
-            if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in ("paths", "root")):
+            if (not key and name in NOT_DECIDING) or (
+                key.startswith("sources.") and name in ("paths", "root", *_NOT_DECIDING_OF_SOURCES)
+            ):
                 continue
             found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
             if found:

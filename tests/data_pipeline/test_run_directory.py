@@ -51,6 +51,7 @@ def test_a_new_run_is_running_and_says_what_it_is(tmp_path: Path) -> None:
         {"ray": {"address": "auto"}},
         {"isolation": {"page_timeout_s": 1}},
         {"sources": [{"name": "s", "paths": "b", "kind": "warc"}]},
+        {"sources": [{"name": "s", "paths": "a", "kind": "warc", "split_bytes": 4096}]},
     ],
 )
 def test_what_decides_no_byte_may_change(tmp_path: Path, same: dict[str, Any]) -> None:

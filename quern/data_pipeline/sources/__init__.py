@@ -1,10 +1,12 @@
 """Where pages come from: WARC, ARC and WET files, JSON lines, Parquet, folders of text or code.
 
-:func:`plan` lists a source's files and cuts them into partitions; :func:`read` gives a partition's pages.
+:func:`plan` lists a source's files and cuts them into partitions; :func:`read` gives a partition's pages;
+:func:`misread` says which ranges of a large file did not meet their neighbours.
 """
 
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import InputFile, Partition, SourceConfig, plan
+from quern.data_pipeline.sources.ranges import Edges, Range, misread
 from quern.data_pipeline.sources.reading import read
 
-__all__ = ["InputFile", "Partition", "ReadLog", "SourceConfig", "plan", "read"]
+__all__ = ["Edges", "InputFile", "Partition", "Range", "ReadLog", "SourceConfig", "misread", "plan", "read"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from quern.data_pipeline.sources.ranges import Edges
 
 __all__ = ["ReadLog"]
 
@@ -20,6 +23,10 @@ class ReadLog:
     """``{"file", "offset", "why"}`` of each damage met, the first thousand a log; ``offset`` is in bytes (a row in
     Parquet)."""
     damage_left_out: int = 0
+    edges: Edges | None = None
+    """Of a partition that is a range of a file, once it has been read."""
+    tick: Callable[[], None] = lambda: None
+    """Called while a reader is at work and has no page to show for it: it passes over damage, or a large record."""
 
     def damaged(self, file: str, offset: int, why: str) -> None:
         """Note one damage."""

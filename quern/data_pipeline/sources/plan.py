@@ -19,14 +19,18 @@ from pydantic import Field, field_validator, model_validator
 
 from quern import storage
 from quern.config import Section
+from quern.data_pipeline.sources.ranges import Range, cut
 from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, list_tree
 from quern.errors import InputError
 
-__all__ = ["TREE_KINDS", "InputFile", "Partition", "SourceConfig", "plan"]
+__all__ = ["NOT_DECIDING", "TREE_KINDS", "InputFile", "Partition", "SourceConfig", "plan"]
 
 Kind = Literal["warc", "wet", "jsonl", "parquet", "text", "code"]
 TREE_KINDS = ("text", "code")
 RECORD_KINDS = ("jsonl", "parquet")
+RANGE_KINDS = ("warc", "wet")
+#: Fields that change no row of a source's pages, wherever and in whatever pieces its files are read.
+NOT_DECIDING = ("paths", "root", "priority", "split_bytes")
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -43,6 +47,8 @@ class SourceConfig(Section):
     """Of two duplicates the one of the source with the higher priority survives."""
     max_bytes: int = Field(default=32 << 20, ge=1)
     """A larger payload, line or file (bytes, decoded) is not read; its page fails with ``read.too_large``."""
+    split_bytes: int = Field(default=256 << 20, ge=1024)
+    """WARC and WET: a larger file (bytes as stored) is read in ranges of this size, each a partition of its own."""
 
     text_field: str = Field(default="text", min_length=1)
     """JSONL and Parquet: the field that holds the text."""
@@ -77,6 +83,7 @@ class SourceConfig(Section):
         foreign = {
             **dict.fromkeys(("text_field", "id_field", "url_field", "date_field"), RECORD_KINDS),
             **dict.fromkeys(("suffixes", "groups"), TREE_KINDS),
+            "split_bytes": RANGE_KINDS,
         }
         for field, kinds in foreign.items():
             if self.kind not in kinds and getattr(self, field) != type(self).model_fields[field].default:
@@ -100,11 +107,24 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Partition:
-    """A unit of work and of commit: one file, or a fixed group of a tree's files."""
+    """A unit of work and of commit: one file, a range of a large one, or a fixed group of a tree's files."""
 
     source: str
     name: str
     files: tuple[InputFile, ...]
+    range: Range | None = None
+
+    @property
+    def undivided(self) -> str:
+        """The name of the partition this is a range of; its own where it is none."""
+        return self.name if self.range is None else self.name.removesuffix(f"-{self.range.name}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of input as stored."""
+        if self.range is not None:
+            return self.range.end - self.range.start
+        return sum(file.size for file in self.files)
 
 
 def plan(source: SourceConfig) -> list[Partition]:
@@ -212,7 +232,12 @@ def _input_file(path: str, relative: str) -> InputFile:
 def _partitions(source: SourceConfig, files: list[InputFile]) -> Iterator[Partition]:
     if source.kind not in TREE_KINDS:
         for file in files:
-            yield Partition(source.name, partition_name(file.relative_path), (file,))
+            name = partition_name(file.relative_path)
+            if source.kind not in RANGE_KINDS or file.size <= source.split_bytes:
+                yield Partition(source.name, name, (file,))
+                continue
+            for part in cut(file.size, source.split_bytes):
+                yield Partition(source.name, f"{name}-{part.name}", (file,), part)
         return
     grouped: dict[int, list[InputFile]] = {}
     for file in files:

@@ -9,6 +9,7 @@ from quern.data_pipeline.sources.jsonl import read_jsonl
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.parquet import read_parquet
 from quern.data_pipeline.sources.plan import InputFile, Partition, SourceConfig
+from quern.data_pipeline.sources.ranges import Range
 from quern.data_pipeline.sources.tree import read_file
 from quern.data_pipeline.sources.warc import read_warc
 from quern.errors import InputError
@@ -28,7 +29,7 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
     """
     for file in partition.files:
         try:
-            yield from _pages(source, file, log)
+            yield from _pages(source, file, log, partition.range)
         except FileNotFoundError:
             raise InputError(f"source {source.name}: {file.path}: no such file (it was there when planned)") from None
         except OSError as error:
@@ -37,10 +38,10 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
             ) from error
 
 
-def _pages(source: SourceConfig, file: InputFile, log: ReadLog) -> Iterator[Page]:
+def _pages(source: SourceConfig, file: InputFile, log: ReadLog, part: Range | None) -> Iterator[Page]:
     path, relative = file.path, file.relative_path
     if source.kind in ("warc", "wet"):
-        return read_warc(path, relative, source.name, source.max_bytes, log)
+        return read_warc(path, relative, source.name, source.max_bytes, log, part)
     if source.kind == "jsonl":
         return read_jsonl(path, relative, source, log)
     if source.kind == "parquet":

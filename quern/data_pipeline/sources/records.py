@@ -15,7 +15,7 @@ import hashlib
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from typing import IO
@@ -23,31 +23,30 @@ from typing import IO
 from warcio.recordloader import ArcWarcRecordLoader
 from warcio.statusandheaders import StatusAndHeadersParser, StatusAndHeadersParserException
 
-from quern.data_pipeline.sources.compression import Note
-from quern.data_pipeline.sources.window import Window
+from quern.data_pipeline.sources.gzip_members import Note
+from quern.data_pipeline.sources.gzip_search import find_member
+from quern.data_pipeline.sources.ranges import Edges, Range
+from quern.data_pipeline.sources.record_signs import (
+    ARC_FIRST,
+    ARC_LINE,
+    END_OF_HEAD,
+    SIGNS,
+    WARC_START,
+    Kind,
+    find_record,
+    starts,
+)
+from quern.data_pipeline.sources.window import Packing, Window, packing_of
 
-__all__ = ["PAGE_TYPES", "Record", "read_records"]
+__all__ = ["PAGE_TYPES", "Record", "Records"]
 
 #: WARC-Type of records that carry a page. ARC documents are given as ``response``.
 PAGE_TYPES = frozenset({"response", "resource", "conversion"})
 
 _MAX_HEAD_BYTES = 256 << 10
+_MAX_LINE_BYTES = 64 << 10
 _SCAN_BYTES = 256 << 10
 _OVERLAP_BYTES = 4 << 10
-_END_OF_HEAD = re.compile(rb"\n[ \t\r]*\n")
-_WARC_START = re.compile(rb"WARC/", re.IGNORECASE)
-# URL, IP address, date, media type (may be empty), five more fields in version 2, length.
-_ARC_LINE = re.compile(
-    rb"^((?:https?|ftp|gopher|dns|whois|nntp|news|mailto|mms|rtsp|filedesc):[^\r\n]*) "
-    rb"(\d{1,3}(?:\.\d{1,3}){3}|0|[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{1,40}) "
-    rb"(\d{8,20}) ([^ \r\n]*)(?:(?: [^ \r\n]+){5})? ([^ \r\n]+)[ \t\r]*(?:\n|\Z)",
-    re.MULTILINE | re.IGNORECASE,
-)
-# The beginning of an ARC line that is longer than a look ahead.
-_ARC_LONG = re.compile(rb"https?://[^\r\n]{2000}")
-_ARC_FIRST = re.compile(rb"filedesc://", re.IGNORECASE)
-_MARKER = re.compile(rb"^WARC/[01]\.\d+[ \t\r]*\n(?=[^\s:]+[ \t]*:)", re.MULTILINE | re.IGNORECASE)
-_TYPE_FIELD = re.compile(rb"^WARC-Type[ \t]*:", re.MULTILINE | re.IGNORECASE)
 _WARC = StatusAndHeadersParser(ArcWarcRecordLoader.WARC_TYPES)
 
 
@@ -67,61 +66,142 @@ class Record:
     """The gzip member is broken, and no block digest vouches for the content."""
 
 
-def read_records(file: IO[bytes], name: str, note: Note, max_bytes: int) -> Iterator[Record]:
+class Records:
     """Every record that can be made out, in file order; addresses are unique. Damage is noted, never raised.
 
     ``name`` is the file's; it decides only how a file is taken whose first bytes are neither a record nor compressed.
-    Blocks above ``max_bytes`` are skipped and marked.
+    Blocks above ``max_bytes`` are skipped and marked. With ``part`` only the records that begin in that range are
+    read; ``edges`` then says, when they have been, where it met its neighbours. ``tick`` is called while nothing
+    is found for long: the reader is at work.
     """
-    return iter(_Reader(Window(file, name, note, _starts), note, max_bytes))
 
-
-def _starts(content: bytes) -> bool:
-    """Whether bytes begin with a record (or the first part of one)."""
-    content = content.lstrip(b"\r\n")
-    return any(start.match(content) for start in (_WARC_START, _ARC_FIRST, _ARC_LINE, _ARC_LONG))
-
-
-class _Reader:
-    def __init__(self, window: Window, note: Note, max_bytes: int) -> None:
-        self._window = window
+    def __init__(
+        self,
+        file: IO[bytes],
+        name: str,
+        note: Note,
+        max_bytes: int,
+        *,
+        part: Range | None = None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.edges: Edges | None = None
+        self._file = file
+        self._name = name
         self._note = note
+        self._tick = tick
+        self._part = part
         self._max_block = max_bytes + _MAX_HEAD_BYTES
-        self._marker = _MARKER
+        self._kind: Kind = part.kind if part is not None else None
+        self._has_read = False
+        self._kind_mattered = False
+        self._by_stream = False
+        self._place = 0
         self._member_offsets = array("Q")
         self._stream_offsets: set[int] = set()
 
     def __iter__(self) -> Iterator[Record]:
-        window, found = self._window, 0
+        packing = packing_of(self._file, self._name, SIGNS, self._tick)
+        part, begin = self._part, 0
+        if part is not None:
+            found_at = part.first if part.first is not None else self._first(part, packing)
+            self._kind_mattered = False
+            if found_at is None or found_at >= part.end:
+                self.edges = self._edges(part, found_at, part.end if found_at is None else found_at, 0)
+                return
+            begin = found_at
+        self._window = Window(self._file, packing, self._note, SIGNS, begin=begin, tick=self._tick)
+        end = part.end if part is not None and packing != "stream" else None
+        records, stop = 0, None
+        for found in self._walk(end):
+            if isinstance(found, int):
+                stop = found
+                break
+            records += 1
+            yield found
+        if part is not None:
+            self.edges = self._edges(part, begin, part.size if stop is None else stop, records)
+        if not records and (part is None or (part.end >= part.size and not begin)):
+            self._note(0, "no WARC or ARC record found")
+
+    def _walk(self, end: int | None) -> Iterator[Record | int]:
+        """The records; last, where there is one, the place at or behind ``end`` at which the next would begin."""
+        window = self._window
         while window.next_segment():
+            if end is not None and window.in_member and window.member_start >= end:
+                yield window.member_start
+                return
             alone = window.in_member
             while True:
                 self._skip_newlines()
                 if not window.fill(1):
                     break
+                if end is not None and not window.in_member and window.position >= end:
+                    yield window.position
+                    return
                 record = self._record(alone)
                 alone = False
                 if record is not None:
-                    found += 1
                     yield record
-        if not found:
-            self._note(0, "no WARC or ARC record found")
+
+    def _first(self, part: Range, packing: Packing) -> int | None:
+        """Where a record seems to begin first in a range, by the signs a search goes by."""
+        if part.start == 0:
+            return 0
+        if packing == "stream":
+            return None
+        if packing == "gzip":
+            return find_member(self._file, part.start, part.end, starts, self._tick)
+        # From one byte before: a record begins behind a newline.
+        self._window = window = Window(self._file, packing, self._note, SIGNS, begin=part.start - 1)
+        window.next_segment()
+        while window.fill(1) and window.position < part.end:
+            self._tick()
+            found = self._find(1, min(window.fill(_SCAN_BYTES), part.end - window.position))
+            if found is not None:
+                return window.position + found
+            if window.ended:
+                break
+            window.skip(window.available - _OVERLAP_BYTES)
+        return None
+
+    def _edges(self, part: Range, first: int | None, stop: int, records: int) -> Edges:
+        window = getattr(self, "_window", None)
+        return Edges(
+            end=part.end,
+            first=first,
+            stop=stop,
+            kind=part.kind,
+            kind_mattered=self._kind_mattered,
+            stop_kind=self._kind,
+            records=records,
+            by_stream=self._by_stream,
+            reread=window.reread if window is not None else 0,
+        )
+
+    def _damage(self, why: str) -> None:
+        """Note damage at the record in work: its member, or (in a file that is not gzip) its own beginning."""
+        self._note(self._place, why)
 
     def _record(self, first: bool) -> Record | None:
         """The record at the cursor, or None behind damage (the cursor then stands at the next record)."""
         window, start = self._window, self._window.position
+        self._place = window.member_start if window.in_member else start
         joins = window.joins
         parsed = self._head()
         if isinstance(parsed, str):
-            self._note(start, parsed)
+            self._damage(parsed)
             self._resync()
             return None
         headers, kind, is_arc, declared = parsed
-        size, complete = self._block_size(start, declared)
+        size, complete = self._block_size(declared)
         keep = kind in PAGE_TYPES and size <= self._max_block
         block = window.take(size) if keep else b""
         if not keep:
+            content = window.position
             window.skip(size)
+            if window.position - content < size:
+                self._damage(f"record is cut off: {window.position - content} of {size} bytes")
         length = window.position - start
         self._skip_newlines()
         self._skip_junk()
@@ -137,30 +217,30 @@ class _Reader:
     def _head(self) -> tuple[dict[str, str], str, bool, int | None] | str:
         """(headers, type, is it ARC, Content-Length) and the cursor behind the header block; or what is wrong."""
         window = self._window
-        if window.fill(5, join=True) and _WARC_START.match(window.data, window.cursor):
+        if window.fill(5, join=True) and WARC_START.match(window.data, window.cursor):
             return self._warc_head()
         end = -1
-        while end < 0 and window.available <= _OVERLAP_BYTES * 16:
+        while end < 0:
             before = window.available
-            end = window.data.find(b"\n", window.cursor)
-            if end < 0 and window.fill(before + _OVERLAP_BYTES, join=True) == before:
-                end = len(window.data) - 1
+            end = window.data.find(b"\n", window.cursor, window.cursor + _MAX_LINE_BYTES)
+            if end < 0 and (before >= _MAX_LINE_BYTES or window.fill(before + _OVERLAP_BYTES, join=True) == before):
+                end = min(len(window.data), window.cursor + _MAX_LINE_BYTES) - 1
         line = bytes(window.data[window.cursor : end + 1])
-        match = _ARC_LINE.match(line)
+        match = ARC_LINE.match(line)
         if match is None:
-            return f"no record begins here, but {bytes(window.data[window.cursor : window.cursor + 40])!r}"
+            return f"no record begins here, but {line[:40]!r}"
         url, address, date, media, length = (field.decode("utf-8", "replace") for field in match.groups())
         window.skip(len(line))
-        self._marker = _ARC_LINE
+        self._kind, self._has_read = "arc", True
         headers = {"uri": url, "ip-address": address, "archive-date": date, "content-type": media}
-        return headers, "arc_header" if _ARC_FIRST.match(line) else "response", True, _number(length)
+        return headers, "arc_header" if ARC_FIRST.match(line) else "response", True, _number(length)
 
     def _warc_head(self) -> tuple[dict[str, str], str, bool, int | None] | str:
         window = self._window
         end = None
         while end is None:
             before = window.available
-            end = _END_OF_HEAD.search(window.data, window.cursor)
+            end = END_OF_HEAD.search(window.data, window.cursor, window.cursor + _MAX_HEAD_BYTES)
             if end is None:
                 if before > _MAX_HEAD_BYTES:
                     return f"record header is longer than {_MAX_HEAD_BYTES} bytes"
@@ -172,13 +252,14 @@ class _Reader:
         except StatusAndHeadersParserException as error:
             return f"not a WARC header ({error})"
         window.skip(size)
+        self._kind, self._has_read = "warc", True
         headers: dict[str, str] = {}
         for name, value in pairs:
             headers.setdefault(name.lower(), value)
         kind = headers.get("warc-type", "").strip().lower() or "none"
         return headers, kind, False, _number(headers.get("content-length"))
 
-    def _block_size(self, start: int, declared: int | None) -> tuple[int, bool]:
+    def _block_size(self, declared: int | None) -> tuple[int, bool]:
         """How many bytes from the cursor are this record's content, and whether all of it is there.
 
         The declared length holds where a record (or the end) follows it. Where not, and the next record begins inside
@@ -187,29 +268,33 @@ class _Reader:
         window = self._window
         if declared is not None and declared > self._max_block:
             left = window.left
-            if left is None or (declared <= left and self._follows(window.peek_at(declared), ended=True)):
+            if left is None:  # believed, unless the segment is over before so large a length could even matter
+                if window.fill(self._max_block + 1, join=True) > self._max_block:
+                    return declared, True
+            elif declared <= left and self._follows(window.peek_at(declared), ended=True):
                 return declared, True
-            self._note(start, f"Content-Length {declared} does not lead to a record")
-            declared = None
+            else:
+                self._damage(f"Content-Length {declared} does not lead to a record")
+                declared = None
         elif declared is None:
-            self._note(start, "no valid Content-Length")
+            self._damage("no valid Content-Length")
         if declared is None:
             marker = self._scan(0)
-            return (window.available if marker is None else self._trimmed(marker)), True
+            return min(window.available, self._max_block + 1) if marker is None else self._trimmed(marker), True
         available = min(declared, window.fill(declared, join=True))
         if available == declared and self._follows(window.peek(declared), window.ended):
             return declared, True
         marker = self._find(0, available)
         if marker is not None:
-            self._note(start, f"Content-Length {declared} runs into the next record")
+            self._damage(f"Content-Length {declared} runs into the next record")
             return self._trimmed(marker), True
         if available < declared:
-            self._note(start, f"record is cut off: {available} of {declared} bytes")
+            self._damage(f"record is cut off: {available} of {declared} bytes")
         return available, available == declared
 
     def _follows(self, content: bytes, ended: bool) -> bool:
         content = content.lstrip(b"\r\n")
-        return _starts(content) or (not content and ended)
+        return starts(content) or (not content and ended)
 
     def _trimmed(self, size: int) -> int:
         """``size`` without the two newlines that stand behind every block."""
@@ -223,51 +308,46 @@ class _Reader:
     def _find(self, start: int, stop: int) -> int | None:
         """Where, counted from the cursor, a record surely begins inside [start, stop)."""
         window = self._window
-        at = start
-        while at < stop:
-            match = self._marker.search(window.data, window.cursor + at, window.cursor + stop + _OVERLAP_BYTES)
-            if match is None or match.start() - window.cursor >= stop:
-                return None
-            begin, end = match.start() - window.cursor, match.end() - window.cursor
-            if self._marker is _ARC_LINE:
-                return begin
-            window.fill(end + 2 * _OVERLAP_BYTES)
-            head = bytes(window.data[window.cursor + end : window.cursor + end + 2 * _OVERLAP_BYTES])
-            blank = _END_OF_HEAD.search(head)
-            if _TYPE_FIELD.search(head, 0, blank.end() if blank else len(head)):
-                return begin
-            at = end
-        return None
+        self._kind_mattered |= not self._has_read
+        cursor = window.cursor
+        found = find_record(
+            window.data, cursor + start, cursor + stop, self._kind, lambda end: window.fill(end - cursor)
+        )
+        return None if found is None else found - cursor
 
     def _scan(self, start: int) -> int | None:
         """As :meth:`_find`, to the segment's end or as far as a block may be."""
         window, at = self._window, start
         while True:
-            available = window.fill(at + _SCAN_BYTES)
+            available = min(window.fill(at + _SCAN_BYTES), self._max_block)
             found = self._find(at, available)
-            if found is not None or window.ended or available > self._max_block:
+            if found is not None or window.ended or available == self._max_block:
                 return found
+            self._tick()
             at = max(at, available - _OVERLAP_BYTES)
 
     def _resync(self) -> None:
         """Move on to the next sure beginning of a record, or the end of the segment."""
         window = self._window
+        if window.in_member:  # what a broken member swallowed of others must not be taken for its own
+            window.fill(self._max_block)
         while True:
             found = self._scan(1)
             if found is not None:
                 window.skip(found)
                 return
-            if window.ended:
+            if window.ended and window.available <= self._max_block:
                 window.skip(window.available)
                 return
-            window.skip(window.available - _OVERLAP_BYTES)
+            window.skip(min(window.available, self._max_block) - _OVERLAP_BYTES)
 
     def _skip_junk(self) -> None:
         """Behind a record: move on if no other follows at once, so that what stands alone in its member shows."""
         window = self._window
         ahead = window.peek(0)
-        if ahead and not _starts(ahead):
-            self._note(window.position, f"no record begins here, but {ahead[:40]!r}")
+        if ahead and not starts(ahead):
+            self._place = window.member_start if window.in_member else window.position
+            self._damage(f"no record begins here, but {ahead[:40]!r}")
             self._resync()
 
     def _skip_newlines(self) -> None:
@@ -288,6 +368,7 @@ class _Reader:
             if record.offset != taken:
                 self._note(taken, f"two records have the address {taken}; one is given {record.offset}")
             self._stream_offsets.add(record.offset)
+            self._by_stream |= not alone
 
 
 def _holds(offsets: array[int], offset: int) -> bool:

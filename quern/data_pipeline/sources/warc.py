@@ -12,7 +12,8 @@ from quern.data_pipeline.document import Page
 from quern.data_pipeline.sources.charset import decode, header_charset, printable
 from quern.data_pipeline.sources.http import HttpResponse, TooLarge, decoded_payload, parse_response
 from quern.data_pipeline.sources.log import ReadLog
-from quern.data_pipeline.sources.records import PAGE_TYPES, Record, read_records
+from quern.data_pipeline.sources.ranges import Range
+from quern.data_pipeline.sources.records import PAGE_TYPES, Record, Records
 
 __all__ = ["parse_date", "read_warc"]
 
@@ -45,14 +46,22 @@ _DATE = re.compile(
 )
 
 
-def read_warc(path: str, relative_path: str, source: str, max_bytes: int, log: ReadLog) -> Iterator[Page]:
-    """The pages of one file in file order; other records are counted in ``log``, damage is noted there."""
+def read_warc(
+    path: str, relative_path: str, source: str, max_bytes: int, log: ReadLog, part: Range | None = None
+) -> Iterator[Page]:
+    """The pages of one file, or of a range of it, in file order; other records are counted in ``log``, damage is noted
+    there, and the edges of the range when it has been read.
+    """
     with storage.open_read(path) as file:
-        for record in read_records(file, path, lambda offset, why: log.damaged(path, offset, why), max_bytes):
+        records = Records(
+            file, path, lambda offset, why: log.damaged(path, offset, why), max_bytes, part=part, tick=log.tick
+        )
+        for record in records:
             if record.type in PAGE_TYPES:
                 yield _page(record, path, relative_path, source, max_bytes)
             else:
                 log.other_records[record.type] = log.other_records.get(record.type, 0) + 1
+        log.edges = records.edges
 
 
 def parse_date(text: str | None) -> dt.datetime | None:

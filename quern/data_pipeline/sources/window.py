@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import IO, Literal
 
-from quern.data_pipeline.sources.compression import GzipMembers, Note, Starts, compression_of, pieces
+from quern.data_pipeline.sources.compression import compression_of, pieces
+from quern.data_pipeline.sources.gzip_members import GzipMembers, Note, Signs
+from quern.data_pipeline.sources.gzip_search import beginning, find_member, header_length
 
-__all__ = ["Window"]
+__all__ = ["Packing", "Window", "packing_of"]
+
+#: How records lie in a file: in gzip members, as they are, or in a stream that can only be read from its beginning.
+Packing = Literal["gzip", "plain", "stream"]
 
 _COMPACT_BYTES = 1 << 18
 _PEEK_BYTES = 4 << 10
+_READ_BYTES = 1 << 17
+_BLOCK_BYTES = 1 << 20
+
+
+def packing_of(file: IO[bytes], name: str, signs: Signs, tick: Callable[[], None]) -> Packing:
+    """How records lie in ``file``: as its first bytes say, if they lead to a record; else as the first record does."""
+    file.seek(0)
+    head = file.read(_PEEK_BYTES)
+    if not head or signs.starts(head):
+        return "plain"
+    compression = compression_of(head)
+    if compression == "gzip":
+        length = header_length(head)
+        if length is not None and signs.starts(beginning(head[length:])):
+            return "gzip"
+    elif compression is not None and signs.starts(next(pieces(BytesIO(head + file.read(_BLOCK_BYTES)), _ignore), b"")):
+        return "stream"
+    member = find_member(file, 0, None, signs.starts, tick)
+    if member is not None and (compression == "gzip" or name.endswith(".gz")):
+        return "gzip"
+    file.seek(0)
+    before, offset = b"", 0
+    while (member is None or offset < member) and (block := file.read(_BLOCK_BYTES)):
+        tick()
+        content = before + block
+        if signs.holds(content if member is None else content[: len(before) + member - offset]):
+            return "plain"
+        before, offset = block[-_PEEK_BYTES:], offset + len(block)
+    if member is not None:
+        return "gzip"
+    return "plain" if compression is None else "gzip" if compression == "gzip" else "stream"
+
+
+def _ignore(offset: int, why: str) -> None:
+    """Damage met in a trial reading is noted when it is met again."""
 
 
 class Window:
@@ -22,29 +63,40 @@ class Window:
     with a record of its own (``joins`` counts that).
     """
 
-    def __init__(self, file: IO[bytes], name: str, note: Note, starts: Starts) -> None:
-        head = file.read(_PEEK_BYTES)
+    def __init__(
+        self,
+        file: IO[bytes],
+        packing: Packing,
+        note: Note,
+        signs: Signs,
+        *,
+        begin: int = 0,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A view from ``begin`` on, which is 0 or the place of a member or (in a plain file) any other."""
         self._size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        compression = compression_of(head)
-        is_gzip = compression == "gzip" or (
-            compression is None and name.endswith(".gz") and bool(head) and not starts(head)
-        )
+        file.seek(begin)
         self.data = bytearray()
         self.cursor = 0
         self.ended = True
         self.joins = 0
-        self.in_member = is_gzip
+        self.in_member = packing == "gzip"
         self.member_start = 0
         self.member_end = 0
         self.broken: str | None = None
-        self._base = 0
-        self._starts = starts
-        self._members = GzipMembers(file, note, starts) if is_gzip else None
-        self._pieces: Iterator[bytes] | None = None if is_gzip else pieces(file, note)
-        self._file = file if not is_gzip and compression is None else None
+        self._base = begin if packing == "plain" else 0
+        self._starts = signs.starts
+        self._tick = tick
+        self._members = GzipMembers(file, note, signs, begin=begin, tick=tick) if packing == "gzip" else None
+        self._pieces: Iterator[bytes] | None = pieces(file, note) if packing == "stream" else None
+        self._file = file if packing == "plain" else None
         self._began = False
         self._ahead: bytes | None = None
+
+    @property
+    def reread(self) -> int:
+        """How many bytes were decoded more than once, for damage."""
+        return self._members.reread if self._members is not None else 0
 
     @property
     def available(self) -> int:
@@ -68,6 +120,7 @@ class Window:
             return False
         self.ended = False
         self.member_start = self._members.start
+        self._end_early()
         return True
 
     def fill(self, count: int, *, join: bool = False) -> int:
@@ -77,11 +130,7 @@ class Window:
                 if not (join and self._join()):
                     break
                 continue
-            piece = self._piece()
-            if piece:
-                self.data += piece
-            else:
-                self._end()
+            self._more()
         return len(self.data) - self.cursor
 
     def peek(self, distance: int) -> bytes:
@@ -102,11 +151,8 @@ class Window:
             count -= self.available
             self._base += len(self.data)
             self.data, self.cursor = bytearray(), 0
-            piece = self._piece()
-            if piece:
-                self.data += piece
-            else:
-                self._end()
+            self._tick()
+            self._more()
         self.cursor += min(count, self.available)
         if self.cursor > _COMPACT_BYTES or self.cursor == len(self.data):
             del self.data[: self.cursor]
@@ -127,17 +173,35 @@ class Window:
         self._file.seek(here)
         return ahead
 
+    def _more(self) -> None:
+        piece = self._piece()
+        if piece:
+            self.data += piece
+            self._end_early()
+        else:
+            self._end()
+
     def _piece(self) -> bytes:
         if self._members is not None:
             return self._members.piece()
+        if self._file is not None:
+            return self._file.read(_READ_BYTES)
         assert self._pieces is not None
         return next(self._pieces, b"")
+
+    def _end_early(self) -> None:
+        """A member whose end is known gives no more; if it is broken, what it gave of others' bytes must go at once."""
+        if self._members is not None and self._members.end is not None:
+            self._end()
 
     def _end(self) -> None:
         self.ended = True
         if self._members is not None:
             self.member_end = self._members.end or 0
             self.broken = self._members.broken
+            excess, self._members.excess = self._members.excess, 0
+            if excess:
+                del self.data[max(self.cursor, len(self.data) - excess) :]
 
     def _join(self) -> bool:
         """Whether the next member goes on with what this one began; it is then at hand."""
@@ -150,4 +214,5 @@ class Window:
         self.data += piece
         self.ended = False
         self.joins += 1
+        self._end_early()
         return True

@@ -10,7 +10,8 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from quern.data_pipeline.document import Page
-from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
+from quern.data_pipeline.sources import Partition, Range, ReadLog, SourceConfig, misread, plan, read
+from quern.data_pipeline.sources.ranges import cut
 
 HTML = b"<!doctype html><html><head><title>t</title></head><body><p>Some words on a page.</p></body></html>"
 
@@ -75,3 +76,48 @@ def read_bytes(
 def whole(records: list[bytes]) -> bytes:
     """Plain records in a single gzip member."""
     return gzip.compress(b"".join(records))
+
+
+def in_ranges(path: Path, split_bytes: int, log: ReadLog | None = None, **settings: object) -> tuple[list[Page], int]:
+    """Every page of one file read in ranges, put right as a run does it; and how many ranges were read again."""
+    source = SourceConfig.model_validate({"name": "crawl", "kind": "warc", "paths": str(path)} | settings)
+    (whole,) = plan(source)
+    ranges = cut(path.stat().st_size, split_bytes)
+
+    def one(part: Range) -> tuple[list[Page], ReadLog]:
+        own = ReadLog()
+        return list(read(source, Partition("crawl", "x", whole.files, part), own)), own
+
+    done = [one(part) for part in ranges]
+    num_again = 0
+    for _ in range(len(ranges) + 3):
+        edges = [own.edges for _, own in done]
+        assert None not in edges
+        again = misread(ranges, edges)  # type: ignore[arg-type]
+        if not again:
+            break
+        num_again += len(again)
+        for index, part in again.items():
+            done[index] = one(part)
+    else:
+        raise AssertionError("ranges never met")
+    if log is not None:
+        for _, own in done:
+            for kind, count in own.other_records.items():
+                log.other_records[kind] = log.other_records.get(kind, 0) + count
+            log.damage += own.damage
+            log.damage_left_out += own.damage_left_out
+    return [page for found, _ in done for page in found], num_again
+
+
+def told(found: list[Page]) -> list[tuple[object, ...]]:
+    """What identifies pages and what they say, to compare two readings."""
+    return [
+        (page.doc_id, page.url, page.record_offset, page.record_length, page.record_id, page.fault, page.raw)
+        for page in found
+    ]
+
+
+def damages(log: ReadLog) -> set[tuple[int, str]]:
+    """(offset, why) of each damage noted."""
+    return {(item["offset"], item["why"]) for item in log.damage}

@@ -231,3 +231,35 @@ def test_hostile_heads_cost_linear_time(unit: bytes) -> None:
 
     seconds(100_000)
     assert seconds(1_600_000) < 100 * seconds(100_000) + 1
+
+
+def test_every_label_means_a_codec_that_reads_ascii() -> None:
+    wide = ("utf-16", "utf-32")
+    for label, codec in charset._CODECS.items():
+        assert codecs.lookup(codec).name
+        assert codec in charset._NAMES
+        text = "plain text" if codec.startswith(wide) else "plain text – ".encode(codec, "ignore").decode(codec)
+        assert decode(text.encode(codec), label, is_html=False) is not None
+
+
+def test_a_page_readable_as_ascii_is_not_the_utf16_it_says_it_is() -> None:
+    page = b'<html><head><meta charset="utf-16"></head>' + GERMAN.encode("cp1252")
+    decoded = decode(page, None, is_html=True)
+    assert decoded is not None
+    assert GERMAN in decoded[0]
+    assert decoded[1] == "windows-1252"
+
+
+def test_escapes_of_iso_2022_jp_count_only_where_a_label_says_so() -> None:
+    payload = b"<meta charset=iso-2022-jp>" + JAPANESE.encode("iso2022_jp")
+    assert payload.isascii()
+    assert decode(payload, None, is_html=True) == ("<meta charset=iso-2022-jp>" + JAPANESE, "iso-2022-jp")
+    terminal = b"\x1b[1mbold\x1b[0m"
+    assert decode(terminal, None, is_html=False) == (terminal.decode(), "utf-8")
+
+
+@pytest.mark.parametrize(("bom", "codec"), [(codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF32_BE, "utf-32-be")])
+def test_a_wide_page_cut_inside_a_unit_is_read_to_the_cut(bom: bytes, codec: str) -> None:
+    decoded = decode(bom + RUSSIAN.encode(codec)[:-1], "utf-8", is_html=True)
+    assert decoded is not None
+    assert decoded[0] == RUSSIAN[:-1]

@@ -225,3 +225,24 @@ def test_impossible_settings_are_refused(change: dict[str, object], message: str
 def test_a_resolved_config_reads_back_to_itself() -> None:
     config = source("x/*", kind="jsonl", text_field="body")
     assert SourceConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_file_larger_than_split_bytes_is_cut_into_ranges_that_are_the_file(tmp_path: Path) -> None:
+    (tmp_path / "large.warc").write_bytes(bytes(5000))
+    (tmp_path / "small.warc").write_bytes(bytes(2048))
+    found = plan(source(tmp_path / "*.warc", split_bytes=2048))
+    large = [partition for partition in found if partition.files[0].relative_path == "large.warc"]
+    assert [(p.range.start, p.range.end, p.size) for p in large if p.range] == [
+        (0, 2048, 2048),
+        (2048, 4096, 2048),
+        (4096, 5000, 904),
+    ]
+    (small,) = [partition for partition in found if partition.files[0].relative_path == "small.warc"]
+    assert (small.range, small.size, small.name) == (None, 2048, partition_name("small.warc"))
+    assert {p.undivided for p in large} == {partition_name("large.warc")}
+    # Cut otherwise, a range has another name: what is committed of one is never taken for the other.
+    other = plan(source(tmp_path / "large.warc", split_bytes=2049))
+    assert {p.name for p in other}.isdisjoint(p.name for p in large)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,150}", p.name) for p in found)
+    with pytest.raises(ValidationError, match="split_bytes: expected only with kind warc or wet"):
+        source(tmp_path / "x.jsonl", kind="jsonl", split_bytes=4096)
