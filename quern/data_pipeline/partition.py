@@ -213,8 +213,22 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
     cpu = time.process_time()
     seen: set[bytes] = set()
     marker = Marker(task.marker)
+    ordinal = -1
+
+    def rest() -> None:  # a slow disk or store is no page's fault
+        marker.set(-1)
+        watchdog.rest()
+
+    def go_on() -> None:
+        marker.set(ordinal)
+        watchdog.page()
+
     try:
-        with Watchdog(task.page_timeout_s) as watchdog, bounded_memory(task.worker_memory_mib):
+        with (
+            Watchdog(task.page_timeout_s) as watchdog,
+            bounded_memory(task.worker_memory_mib),
+            storage.around_waits(rest, go_on),
+        ):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
             for ordinal in itertools.count():
@@ -229,8 +243,7 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
                 rows.add(page, reached)
                 progress.add(page)
                 if len(rows) >= FLUSH_PAGES or rows.chars >= FLUSH_CHARS:
-                    marker.set(-1)
-                    watchdog.rest()  # a slow disk or store is no page's fault
+                    rest()
                     cpu = _count_time(progress, chain, cpu)
                     _set_down(task, rows, progress)
         marker.set(-1)

@@ -20,6 +20,9 @@ __all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run"]
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
 
+#: Keys of a source that say where its files are, and no more.
+_WHERE = ("paths", "root", "crawl", "files", "base", "format")
+
 _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
               "pyarrow", "numpy", "ray")  # fmt: skip
 
@@ -128,7 +131,7 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new}):
-            if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in ("paths", "root")):
+            if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in _WHERE):
                 continue
             found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
             if found:
@@ -145,9 +148,10 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
 
 @contextmanager
 def _sole_driver(path: str) -> Iterator[None]:
-    """Hold the run's lock. It goes with the process, however that ends; object stores have none."""
+    """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none."""
     if not storage.is_local(path):
-        yield
+        with storage.lease(storage.join(path, ".lease.json"), path):
+            yield
         return
     inner = storage.split(path)[1]
     try:
@@ -164,8 +168,9 @@ def _sole_driver(path: str) -> Iterator[None]:
 
 
 def _remove_torn(path: str) -> None:
-    """Temporary files of a driver that was killed while it wrote."""
+    """What a driver left that was killed while it wrote: temporary files, uploads that were never completed."""
     if not storage.is_local(path):
+        storage.give_up_uploads(path)
         return
     for folder, _, names in os.walk(storage.split(path)[1]):
         for name in names:
