@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from quern.data_pipeline.document import (
     verdict_schema,
 )
 from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory
+from quern.data_pipeline.parts import read_head, read_tables, write_part
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.errors import QuernError
 
@@ -299,21 +301,16 @@ def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     return now
 
 
-def _part(task: PartitionTask, number: int, name: str) -> str:
-    return storage.join(task.scratch, f"part-{number:05d}.{name}")
+def _part(task: PartitionTask, number: int) -> str:
+    return storage.join(task.scratch, f"part-{number:05d}")
 
 
 def _set_down(task: PartitionTask, rows: _Rows, progress: _Progress) -> None:
-    """Flush finished rows to the scratch folder; the progress file is the commit of the part."""
-    for name, table in rows.tables().items():
-        path = _part(task, progress.parts, f"{name}.arrow")
-        with storage.publish(path) as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+    """Flush finished rows to the scratch folder."""
+    path = _part(task, progress.parts)
     progress.parts += 1
-    storage.write_json(
-        _part(task, progress.parts - 1, "progress.json"),
-        {"inputs": task.inputs, "config": task.config_hash, "progress": vars(progress)},
-    )
+    head = {"inputs": task.inputs, "config": task.config_hash, "progress": vars(progress)}
+    write_part(path, head, rows.tables())
     rows.clear()
 
 
@@ -321,10 +318,9 @@ def _resume(task: PartitionTask) -> _Progress:
     """Where an earlier attempt with the same inputs and config left off."""
     progress = _Progress()
     while True:
-        path = _part(task, progress.parts, "progress.json")
-        if not storage.exists(path):
+        stored = read_head(_part(task, progress.parts))
+        if stored is None:
             return progress
-        stored = storage.read_json(path)
         if stored["inputs"] != task.inputs or stored["config"] != task.config_hash:
             if not progress.parts:  # else a part overwritten halfway could later pass for one of the old attempt
                 storage.remove_tree(task.scratch)
@@ -336,16 +332,18 @@ def _resume(task: PartitionTask) -> _Progress:
 
 def _publish(task: PartitionTask, rows: _Rows, parts: int) -> dict[str, str]:
     """Write the partition's tables from its parts and the rows still in memory; return path → SHA-256."""
-    outputs = {}
     rest = rows.tables()
-    for name in TABLES:
-        relative = f"{name}/{task.source.name}/{task.partition.name}.parquet"
-        path = storage.join(task.run_dir, relative)
-        with storage.publish(path) as file, pq.ParquetWriter(file, rows.schemas[name], compression="zstd") as writer:
-            for number in range(parts):
-                with storage.open_read(_part(task, number, f"{name}.arrow")) as part:
-                    writer.write_table(pa.ipc.open_file(part).read_all())
-            if rest[name].num_rows or not parts:
-                writer.write_table(rest[name])
-        outputs[relative] = storage.sha256(path)
-    return outputs
+    paths = {name: f"{name}/{task.source.name}/{task.partition.name}.parquet" for name in TABLES}
+    with ExitStack() as stack:
+        writers = {}
+        for name, path in paths.items():
+            file = stack.enter_context(storage.publish(storage.join(task.run_dir, path)))
+            writer = pq.ParquetWriter(file, rows.schemas[name], compression="zstd")
+            writers[name] = stack.enter_context(writer)
+        for number in range(parts):
+            for name, table in read_tables(_part(task, number)).items():
+                writers[name].write_table(table)
+        for name, table in rest.items():
+            if table.num_rows or not parts:
+                writers[name].write_table(table)
+    return {path: storage.sha256(storage.join(task.run_dir, path)) for path in paths.values()}

@@ -131,7 +131,7 @@ def translated(error: Exception, url: str, fix: str = "correct the address") -> 
             headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     if not code:  # another store's, or none that answered
-        said = [getattr(error, name, None) for name in ("status", "code", "status_code")]
+        said = (getattr(error, name, None) for name in ("status", "status_code", "code"))
         status = next((number for number in said if isinstance(number, int)), 0)
         headers = getattr(error, "headers", None) or {}
     text = " ".join(str(error).split())[:300] or type(error).__name__

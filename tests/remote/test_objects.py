@@ -85,8 +85,7 @@ def test_an_object_that_changes_while_it_is_read_is_an_error(server: Server) -> 
         file.read(1000)
         server.write("big", content(2 << 20, 2))
         with pytest.raises(ChangedError, match=r"runs/one/big: PreconditionFailed.*another one"):
-            while file.read(1 << 20):
-                pass
+            file.read()
 
 
 def test_bytes_that_are_not_those_that_were_put_are_read_again(server: Server) -> None:
@@ -148,9 +147,13 @@ def test_a_put_that_fails_leaves_nothing(server: Server, monkeypatch: pytest.Mon
 
 
 def test_an_error_in_the_block_puts_nothing(server: Server) -> None:
-    with pytest.raises(RuntimeError), storage.publish(url(server, "a")) as file:
-        file.write(b"half")
-        raise RuntimeError
+    def fail() -> None:
+        with storage.publish(url(server, "a")) as file:
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert server.objects() == {}
 
 

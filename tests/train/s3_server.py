@@ -57,6 +57,7 @@ class Proxy(ThreadingHTTPServer):
         self.seen: list[tuple[str, str, str]] = []  # method, target, fault or ""
         self.ranges: list[tuple[str, str, str]] = []  # target, Range and If-Match of each GET
         self.draw = random.Random(5)
+        self.storm: tuple[float, tuple[str, ...]] = (0.0, ())  # a share of all requests meets one of these
         self.under_way = self.most_under_way = 0
         self.ended = threading.Event()
         self.lock = threading.Lock()
@@ -79,6 +80,8 @@ class Proxy(ThreadingHTTPServer):
                     fault.times -= 1
                     what = fault.what
                     break
+            if not what and self.draw.random() < self.storm[0]:
+                what = self.draw.choice(self.storm[1])
             self.seen.append((method, target, what))
             return what
 
