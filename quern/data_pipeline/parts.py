@@ -17,17 +17,22 @@ from quern import storage
 
 __all__ = ["read_head", "read_tables", "write_part"]
 
+#: Where tables begin: Arrow maps columns where they lie, and wants them so.
+_ALIGN = 64
+
 
 def write_part(path: str, head: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
     """Publish a part. ``head`` is plain data; :func:`read_head` gives it back."""
     body, places = io.BytesIO(), {}
     for name, table in tables.items():
+        body.write(bytes(-body.tell() % _ALIGN))
         start = body.tell()
         with pa.ipc.new_file(body, table.schema) as writer:
             writer.write_table(table)
         places[name] = [start, body.tell() - start]
     with storage.publish(path) as file:
-        file.write(json.dumps({"head": dict(head), "tables": places}).encode() + b"\n")
+        line = json.dumps({"head": dict(head), "tables": places}).encode()
+        file.write(line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n")
         file.write(body.getbuffer())
 
 

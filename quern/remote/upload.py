@@ -79,7 +79,7 @@ def give_up_uploads(link: Connection, url: str, path: str, *, below: bool) -> No
         asked = {"Bucket": where["Bucket"], "Prefix": key, **more}
         found = link.once(url, "call_s3", "list_multipart_uploads", **asked)
         for upload in found.get("Uploads", []):
-            if below or upload["Key"] == key:
+            if upload["Key"].startswith(key) if below else upload["Key"] == key:
                 left = {"Bucket": where["Bucket"], "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 link.once(url, "call_s3", "abort_multipart_upload", **left)
         if not found.get("IsTruncated"):

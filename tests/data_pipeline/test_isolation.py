@@ -249,7 +249,7 @@ def test_the_clock_of_a_page_counts_neither_pages_done_before_nor_flushes(tmp_pa
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
     assert "KeyboardInterrupt" in run("die").stderr
-    assert len(list((tmp_path / "run" / ".work").rglob("*.progress.json"))) == 2
+    assert len(list((tmp_path / "run" / ".work").rglob("part-*"))) == 2
     done = run("read")
     assert done.returncode == 0, done.stderr[-2000:]
     shutil.rmtree(tmp_path / "run")
@@ -283,7 +283,7 @@ def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path)
 def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Config A left parts, B was killed between a part's rows and its progress file, then A goes on."""
+    """Config A left parts, B was killed while it wrote its first one, then A goes on."""
     monkeypatch.setattr(partition_module, "FLUSH_PAGES", 4)
     source = write_source(tmp_path, 10, {})
     plain = settings(tmp_path, source)
@@ -293,27 +293,25 @@ def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another
         with Progress(background=False) as progress:
             pages.run(config, pages.plan_sources(config), InProcess(), progress)
 
-    judge, write_json = partition_module._judge, partition_module.storage.write_json
+    judge = partition_module._judge
 
     def dying(chain: Any, page: Any, quarantine: Any) -> Any:
         if page.record_id == "9":
             raise KeyboardInterrupt
         return judge(chain, page, quarantine)
 
-    def cut_off(path: str, value: Any, **options: Any) -> None:
-        if path.endswith("progress.json"):
-            raise KeyboardInterrupt
-        write_json(path, value, **options)
+    def cut_off(path: str, head: Any, tables: Any) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(partition_module, "_judge", dying)
         with pytest.raises(KeyboardInterrupt):
             run(plain)
     with monkeypatch.context() as patch:
-        patch.setattr(partition_module.storage, "write_json", cut_off)
+        patch.setattr(partition_module, "write_part", cut_off)
         with pytest.raises(KeyboardInterrupt):
             run(masked)
-    left = [path.name for path in (tmp_path / "run" / ".work").rglob("*.progress.json")]
+    left = [path.name for path in (tmp_path / "run" / ".work").rglob("part-*")]
     assert left == [], "the parts of A ended where B began to write over them"
     run(plain)
     assert len(verdicts(tmp_path)) == 10
