@@ -2,6 +2,7 @@
 
 A path is a local path or an fsspec URL (``s3://bucket/key``). Nothing here ever leaves half a file under its final
 name: on a file system a file is written beside its place and renamed, on an object store the upload is the publish.
+What goes over a network goes by :mod:`quern.remote`: in bounded time, tried again, and with errors that say what to do.
 """
 
 from __future__ import annotations
@@ -12,34 +13,44 @@ import json
 import os
 import posixpath
 import re
-import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
 from quern.errors import InputError
+from quern.remote import Info, Objects, around_waits, hold, objects, takes_leases
+from quern.remote.concurrency import in_order
+from quern.remote.reader import open_object
 
 __all__ = [
+    "around_waits",
+    "describe",
+    "each",
     "exists",
     "fingerprint",
+    "give_up_uploads",
     "glob",
     "guarded",
     "is_file",
+    "is_folder",
     "is_local",
     "is_temporary",
     "join",
+    "lease",
     "list_files",
     "open_read",
     "publish",
     "publish_bytes",
     "read_bytes",
     "read_json",
+    "remove",
     "remove_tree",
     "sha256",
     "split",
@@ -47,6 +58,15 @@ __all__ = [
     "write_json",
 ]
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LOCAL = ("file", "local")
+_MAGIC = re.compile(r"[*?\[]")
+#: So many files of one folder are described by listing it.
+_MANY = 8
+#: What is held in memory of a file that is being published on a store; the rest is on this machine's disk.
+_SPOOL_BYTES = 8 << 20
 #: Names of files while :func:`publish` writes them.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
@@ -65,6 +85,12 @@ def split(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
     return fs, inner
 
 
+def _store(path: str) -> Objects | None:
+    """The store of a path; None for this machine's file system."""
+    scheme, mark, _ = path.partition("://")
+    return None if not mark or scheme in _LOCAL else objects(path)
+
+
 def is_local(path: str) -> bool:
     """Whether ``path`` is on this machine's file system."""
     return isinstance(split(path)[0], LocalFileSystem)
@@ -77,6 +103,9 @@ def join(base: str, *parts: str) -> str:
 
 def exists(path: str) -> bool:
     """Whether a file or folder is there."""
+    store = _store(path)
+    if store is not None:
+        return store.stat(path) is not None or store.has_folder(path)
     fs, inner = split(path)
     return bool(fs.exists(inner))
 
@@ -84,21 +113,68 @@ def exists(path: str) -> bool:
 def is_file(path: str) -> bool:
     """Whether a file is there; a text that is no path at all is none."""
     try:
+        store = _store(path)
+        if store is not None:
+            return store.stat(path) is not None
         fs, inner = split(path)
         return bool(fs.isfile(inner))
     except (InputError, OSError, ValueError):
         return False
 
 
+def is_folder(path: str) -> bool:
+    """Whether a folder is there; on an object store: whether anything is below it."""
+    store = _store(path)
+    if store is not None:
+        return store.has_folder(path)
+    fs, inner = split(path)
+    return bool(fs.isdir(inner))
+
+
 def glob(pattern: str) -> list[str]:
     """Files that match, sorted; each as a path of the same form as ``pattern``."""
+    store = _store(pattern)
+    if store is not None:
+        return sorted(_matching(store, pattern))
     fs, inner = split(pattern)
     found = sorted(name for name in fs.glob(inner) if not fs.isdir(name))
     return [_full(fs, name, pattern) for name in found]
 
 
+def _matching(store: Objects, pattern: str) -> Iterator[str]:
+    """Files on a store that match: folder by folder, so that only those are listed that can hold one."""
+    parts = pattern.split("/")
+    plain = next((index for index, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+    base, rest = "/".join(parts[:plain]), parts[plain:]
+    if not rest:
+        if store.stat(pattern) is not None:
+            yield pattern
+        return
+    if any("**" in part for part in rest):
+        matches = re.compile(glob_translate("/".join(rest)))
+        for name, info in store.list(base):
+            if info is not None and matches.match(name[len(base) + 1 :]):
+                yield name
+        return
+    folders = [base]
+    for part in rest[:-1]:
+        folders = [name for name, info in _in_folders(store, folders, part) if info is None]
+    yield from (name for name, info in _in_folders(store, folders, rest[-1]) if info is not None)
+
+
+def _in_folders(store: Objects, folders: Sequence[str], part: str) -> Iterator[tuple[str, Info | None]]:
+    matches = re.compile(glob_translate(part))
+    for folder in folders:
+        for name, info in store.list(folder, recursive=False):
+            if matches.match(posixpath.basename(name)):
+                yield name, info
+
+
 def list_files(folder: str) -> list[str]:
     """Every published file below ``folder``, sorted; empty when it is not there."""
+    store = _store(folder)
+    if store is not None:
+        return sorted(name for name, info in store.list(folder) if info is not None)
     fs, inner = split(folder)
     if not fs.exists(inner):
         return []
@@ -115,13 +191,19 @@ def _full(fs: fsspec.AbstractFileSystem, name: str, like: str) -> str:
 
 
 def open_read(path: str) -> IO[bytes]:
-    """Open for reading bytes, seekable."""
+    """Open for reading bytes, seekable. On a store all bytes are of one version of the object, or an error says so."""
+    store = _store(path)
+    if store is not None:
+        return open_object(store, path)
     fs, inner = split(path)
     return fs.open(inner, "rb")
 
 
 def read_bytes(path: str) -> bytes:
     """The whole file."""
+    store = _store(path)
+    if store is not None:
+        return store.read(path)
     with open_read(path) as file:
         return file.read()
 
@@ -159,8 +241,9 @@ def publish(path: str) -> Iterator[IO[bytes]]:
 
     On a file system the bytes are synced before the rename, so a published name always holds all of them.
     """
-    fs, inner = split(path)
-    if isinstance(fs, LocalFileSystem):
+    store = _store(path)
+    if store is None:
+        inner = split(path)[1]
         parent = os.path.dirname(inner)
         os.makedirs(parent, exist_ok=True)
         temporary = os.path.join(parent, f".{os.path.basename(inner)}.{uuid.uuid4().hex}.tmp")
@@ -177,25 +260,44 @@ def publish(path: str) -> Iterator[IO[bytes]]:
             raise
         sync(parent)
         return
-    with tempfile.TemporaryFile() as spool:
+    with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         yield spool
+        size, state = spool.seek(0, os.SEEK_END), hashlib.sha256()
         spool.seek(0)
+        while chunk := spool.read(1 << 20):
+            state.update(chunk)
         _check_guards()
-        upload = fs.open(inner, "wb")
-        try:
-            shutil.copyfileobj(spool, upload, 8 << 20)
-        except BaseException:
-            _discard(upload)
-            raise
-        upload.close()
+        store.put(path, spool, size, state.hexdigest())
 
 
-def _discard(upload: Any) -> None:
-    """Give an upload up. Closing it, and so leaving a ``with`` or being collected, would publish what it has so far."""
-    if hasattr(upload, "discard"):
-        upload.discard()
-    with suppress(AttributeError):  # a store that has nothing to upload
-        upload.closed = True
+@contextmanager
+def lease(path: str, what: str) -> Iterator[None]:
+    """Be the only one inside the block, on a store that can tell (S3); elsewhere nothing is held.
+
+    Raises:
+        QuernError: another process holds it, or took it over since this one was not heard of for long.
+    """
+    if not takes_leases(path):
+        yield
+        return
+    with hold(path, what):
+        yield
+
+
+def give_up_uploads(folder: str) -> None:
+    """Remove what killed processes left of uploads below a store's folder; nobody could ever read it."""
+    store = _store(folder)
+    if store is not None:
+        store.give_up_uploads(folder)
+
+
+def each(function: Callable[[T], R], items: Sequence[T], place: str) -> Iterator[R]:
+    """Results in order; where ``place`` is on a store, whose answers take their time, several are under way."""
+    store = _store(place)
+    if store is None:
+        yield from map(function, items)
+        return
+    yield from in_order(lambda item, stopped: function(item), items, store.width)
 
 
 def sync(path: str) -> None:
@@ -219,7 +321,15 @@ def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:
 
 
 def sha256(path: str) -> str:
-    """Hex SHA-256 of a file's bytes, in bounded memory."""
+    """Hex SHA-256 of a file's bytes, in bounded memory.
+
+    Of an object that :func:`publish` put it stands beside the object, which a store changes only as a whole.
+    """
+    store = _store(path)
+    if store is not None:
+        info = store.stat(path)
+        if info is not None and info.sha256 is not None:
+            return info.sha256
     state = hashlib.sha256()
     with open_read(path) as file:
         while chunk := file.read(1 << 20):
@@ -229,13 +339,50 @@ def sha256(path: str) -> str:
 
 def fingerprint(path: str) -> str:
     """A cheap identity of a file's present content: size with modification time (file system) or ETag (store)."""
+    return describe([path])[0][1]
+
+
+def describe(paths: Sequence[str]) -> list[tuple[int, str]]:
+    """(size in bytes, fingerprint) of each file. On stores many of one folder cost few requests.
+
+    Raises:
+        InputError: one is not there.
+    """
+    known: dict[str, Info] = {}
+    folders: dict[str, set[str]] = {}
+    for path in paths:
+        if _store(path) is not None:
+            folders.setdefault(posixpath.dirname(path), set()).add(path)
+    for folder, names in folders.items():
+        store = objects(folder)
+        if len(names) >= _MANY and store.lists:
+            known |= store.listed(folder, names)
+        left = sorted(names - known.keys())
+        known |= {name: info for name, info in zip(left, store.stats(left), strict=True) if info is not None}
+    return [_described(path, known) for path in paths]
+
+
+def _described(path: str, known: dict[str, Info]) -> tuple[int, str]:
+    if _store(path) is not None:
+        if path not in known:
+            raise InputError(f"{path}: no such file")
+        info = known[path]
+        return info.size, f"{info.size}:{info.etag or info.modified}"
     fs, inner = split(path)
     try:
-        info = fs.info(inner)
+        found = fs.info(inner)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    stamp = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("LastModified") or ""
-    return f"{info.get('size')}:{stamp}"
+    return int(found.get("size") or 0), f"{found.get('size')}:{found.get('mtime') or ''}"
+
+
+def remove(path: str) -> None:
+    """Remove a file; nothing happens when it is not there."""
+    store = _store(path)
+    if store is not None:
+        store.remove([path])
+    elif os.path.lexists(inner := split(path)[1]):
+        os.unlink(inner)
 
 
 def remove_tree(path: str) -> None:
@@ -243,6 +390,11 @@ def remove_tree(path: str) -> None:
 
     A folder in which somebody writes at the same time is tried again for a moment, then the error is raised.
     """
+    store = _store(path)
+    if store is not None:
+        below = [name for name, info in store.list(path) if info is not None]
+        store.remove([path, *(name for name in below if name != path)])
+        return
     fs, inner = split(path)
     for attempt in range(REMOVE_ATTEMPTS):
         try:

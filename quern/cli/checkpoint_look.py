@@ -14,6 +14,7 @@ from rich.table import Table
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
+from quern.remote.retry import StoreError
 from quern.train.branch import LEDGER_FILE, abandoned_in
 from quern.train.checkpoint.collect import Collected, NotWholeError, collect
 from quern.train.checkpoint.manifest import (
@@ -28,7 +29,6 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.checkpoint.places import elsewhere
 from quern.train.checkpoint.stored import is_url, open_source, open_store, store_of
-from quern.train.checkpoint.tiers.retry import StoreError
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.ledger import read_ledger
 from quern.train.resilience.good import good_steps

@@ -16,11 +16,11 @@ from rich.table import Table
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.config import load_config
 from quern.errors import InputError, QuernError
+from quern.remote.retry import StoreError
 from quern.train.checkpoint.folder import FolderLock, remove_folder
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoints_folder, read_manifest
 from quern.train.checkpoint.retention import Candidate, kept_in_store, survey
 from quern.train.checkpoint.stored import check_owner, store_of
-from quern.train.checkpoint.tiers.retry import StoreError
 from quern.train.checkpoint.tiers.store import prune_store
 from quern.train.config import GuardConfig, TrainConfig
 

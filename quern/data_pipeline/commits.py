@@ -24,7 +24,7 @@ def find_commit(
 ) -> dict[str, Any] | None:
     """The commit of a piece, or None when it is missing or was made from other inputs or another config."""
     path = commit_path(run_dir, phase, source, piece)
-    if not storage.exists(path):
+    if not storage.is_file(path):
         return None
     entry: dict[str, Any] = storage.read_json(path)
     return entry if entry["inputs"] == inputs and entry["config"] == config else None
@@ -32,7 +32,7 @@ def find_commit(
 
 def withdraw_commit(run_dir: str, phase: str, source: str, piece: str) -> None:
     """Remove a commit whose outputs are about to be replaced: it would count again if its inputs came back."""
-    storage.remove_tree(commit_path(run_dir, phase, source, piece))
+    storage.remove(commit_path(run_dir, phase, source, piece))
 
 
 def publish_commit(

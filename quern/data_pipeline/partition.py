@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from quern.data_pipeline.document import (
 )
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory
+from quern.data_pipeline.parts import read_head, read_tables, write_part
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.errors import QuernError
 
@@ -232,10 +234,21 @@ def _process(task: PartitionTask) -> dict[str, Any]:
     cpu = time.process_time()
     seen: set[bytes] = set()
     marker = Marker(task.marker)
+    ordinal = -1
+
+    def rest() -> None:  # a slow disk or store is no page's fault
+        marker.set(-1)
+        watchdog.rest()
+
+    def go_on() -> None:
+        marker.set(ordinal)
+        watchdog.page()
+
     try:
         with (
             Watchdog(task.page_timeout_s, Marker.stack_of(task.marker)) as watchdog,
             bounded_memory(task.worker_memory_mib),
+            storage.around_waits(rest, go_on),
         ):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
@@ -257,8 +270,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
                 rows.add(page, reached)
                 progress.add(page)
                 if len(rows) >= FLUSH_PAGES or rows.chars >= FLUSH_CHARS:
-                    marker.set(-1)
-                    watchdog.rest()  # a slow disk or store is no page's fault
+                    rest()
                     cpu = _count_time(progress, chain, cpu)
                     _set_down(task, attempt, rows, progress)
         marker.set(-1)
@@ -314,21 +326,11 @@ def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     return now
 
 
-_PROGRESS = "progress.json"
-
-
 def _set_down(task: PartitionTask, attempt: str, rows: _Rows, progress: _Progress) -> None:
-    """Flush finished rows to the scratch folder; the progress file is the commit of the part."""
+    """Flush finished rows to the scratch folder."""
     part = f"{attempt}/part-{len(progress.parts):05d}"
-    for name, table in rows.tables().items():
-        path = storage.join(task.scratch, f"{part}.{name}.arrow")
-        with storage.publish(path) as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
     progress.parts.append(part)
-    storage.write_json(
-        storage.join(task.scratch, f"{part}.{_PROGRESS}"),
-        {**_made_from(task), "progress": vars(progress)},
-    )
+    write_part(storage.join(task.scratch, part), {**_made_from(task), "progress": vars(progress)}, rows.tables())
     rows.clear()
 
 
@@ -344,10 +346,10 @@ def _made_from(task: PartitionTask) -> dict[str, Any]:
 
 def _resume(task: PartitionTask) -> _Progress:
     """Where earlier attempts with the same inputs and config left off: the furthest of them, and no mixture of two."""
-    written = [path for path in storage.list_files(task.scratch) if path.endswith(f".{_PROGRESS}")]
+    written = [path for path in storage.list_files(task.scratch) if path.rsplit("/", 1)[-1].startswith("part-")]
     for path in sorted(written, key=lambda path: path.rsplit("/", 1)[-1], reverse=True):
-        stored = storage.read_json(path)
-        if {key: stored[key] for key in stored if key != "progress"} == _made_from(task):
+        stored = read_head(path)
+        if stored is not None and {key: stored[key] for key in stored if key != "progress"} == _made_from(task):
             kept = stored["progress"]
             tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
             return _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)
@@ -356,16 +358,18 @@ def _resume(task: PartitionTask) -> _Progress:
 
 def _publish(task: PartitionTask, rows: _Rows, parts: Sequence[str]) -> dict[str, str]:
     """Write the partition's tables from its parts and the rows still in memory; return path → SHA-256."""
-    outputs = {}
     rest = rows.tables()
-    for name in TABLES:
-        relative = f"{name}/{task.source.name}/{task.partition.name}.parquet"
-        path = storage.join(task.run_dir, relative)
-        with storage.publish(path) as file, pq.ParquetWriter(file, rows.schemas[name], compression="zstd") as writer:
-            for part in parts:
-                with storage.open_read(storage.join(task.scratch, f"{part}.{name}.arrow")) as file_of_part:
-                    writer.write_table(pa.ipc.open_file(file_of_part).read_all())
-            if rest[name].num_rows or not parts:
-                writer.write_table(rest[name])
-        outputs[relative] = storage.sha256(path)
-    return outputs
+    paths = {name: f"{name}/{task.source.name}/{task.partition.name}.parquet" for name in TABLES}
+    with ExitStack() as stack:
+        writers = {}
+        for name, path in paths.items():
+            file = stack.enter_context(storage.publish(storage.join(task.run_dir, path)))
+            writer = pq.ParquetWriter(file, rows.schemas[name], compression="zstd")
+            writers[name] = stack.enter_context(writer)
+        for part in parts:
+            for name, table in read_tables(storage.join(task.scratch, part)).items():
+                writers[name].write_table(table)
+        for name, table in rest.items():
+            if table.num_rows or not parts:
+                writers[name].write_table(table)
+    return {path: storage.sha256(storage.join(task.run_dir, path)) for path in paths.values()}

@@ -149,16 +149,8 @@ def _run_pages(
         )
         for partition in partitions
     ]
-    _forget_others(config.run_dir, {(p.source, p.name) for p in partitions})
-    entries: dict[int, dict[str, Any]] = {}
-    for index, task in enumerate(tasks):
-        entry = find_commit(
-            config.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
-        )
-        if entry is not None and _stands(config.run_dir, entry):
-            entries[index] = entry
-        else:
-            withdraw_commit(config.run_dir, "pages", task.source.name, task.partition.name)
+    there = _forget_others(config.run_dir, {(p.source, p.name) for p in partitions})
+    entries = _standing(config.run_dir, tasks, there)
     sizes = [partition.size for partition in partitions]
     progress.start_phase("pages", len(tasks), sum(sizes), lambda: pages_in_work(markers))
     for index, entry in entries.items():
@@ -210,13 +202,37 @@ def _stands(run_dir: str, entry: Mapping[str, Any]) -> bool:
     return all(storage.exists(storage.join(run_dir, name)) for name in entry["outputs"])
 
 
-def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> None:
-    """Remove what earlier attempts made, committed or not, of inputs that the run no longer has; commits go first."""
+def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> set[str]:
+    """Remove what earlier attempts made, committed or not, of inputs that the run no longer has; commits go first.
+
+    Returns the paths below the run of what is left, one listing a folder.
+    """
+    left = set()
     for folder, suffix in (("commits/tokens", ".json"), ("commits/pages", ".json"), *((t, ".parquet") for t in TABLES)):
         for path in storage.list_files(storage.join(run_dir, folder)):
             source, name = path.split("/")[-2:]
             if (source, name.removesuffix(suffix)) not in wanted:
-                storage.remove_tree(path)
+                storage.remove(path)
+            else:
+                left.add(f"{folder}/{source}/{name}")
+    return left
+
+
+def _standing(run_dir: str, tasks: Sequence[PartitionTask], there: set[str]) -> dict[int, dict[str, Any]]:
+    """Index → commit of the tasks that need not be done again. Commits that vouch for what is not so are withdrawn."""
+
+    def find(index: int) -> dict[str, Any] | None:
+        source, name = tasks[index].source.name, tasks[index].partition.name
+        inputs, settings = tasks[index].inputs, tasks[index].config_hash
+        entry = find_commit(run_dir, "pages", source, name, inputs=inputs, config=settings)
+        if entry is not None and there.issuperset(entry["outputs"]):
+            return entry
+        withdraw_commit(run_dir, "pages", source, name)
+        return None
+
+    begun = [i for i, t in enumerate(tasks) if f"commits/pages/{t.source.name}/{t.partition.name}.json" in there]
+    found = zip(begun, storage.each(find, begun, run_dir), strict=True)
+    return {index: entry for index, entry in found if entry is not None}
 
 
 class _Sweeper:

@@ -19,8 +19,8 @@ __all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
-#: The same of a source.
-_NOT_DECIDING_OF_SOURCES = ("split_bytes",)
+#: Keys of a source that say where its files are and how they are cut, and no more.
+_WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes")
 
 _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
               "pyarrow", "numpy", "ray")  # fmt: skip
@@ -123,8 +123,7 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in config.items() if key not in NOT_DECIDING}
     if isinstance(found.get("sources"), list):
         found["sources"] = [
-            {key: value for key, value in source.items() if key not in _NOT_DECIDING_OF_SOURCES}
-            for source in found["sources"]
+            {key: value for key, value in source.items() if key != "split_bytes"} for source in found["sources"]
         ]
     return found
 
@@ -136,9 +135,7 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new}):
-            if (not key and name in NOT_DECIDING) or (
-                key.startswith("sources.") and name in ("paths", "root", *_NOT_DECIDING_OF_SOURCES)
-            ):
+            if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in _WHERE):
                 continue
             found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
             if found:
@@ -155,9 +152,10 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
 
 @contextmanager
 def _sole_driver(path: str) -> Iterator[None]:
-    """Hold the run's lock. It goes with the process, however that ends; object stores have none."""
+    """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none."""
     if not storage.is_local(path):
-        yield
+        with storage.lease(storage.join(path, ".lease.json"), path):
+            yield
         return
     inner = storage.split(path)[1]
     try:
@@ -174,8 +172,9 @@ def _sole_driver(path: str) -> Iterator[None]:
 
 
 def _remove_torn(path: str) -> None:
-    """Temporary files of a driver that was killed while it wrote."""
+    """What a driver left that was killed while it wrote: temporary files, uploads that were never completed."""
     if not storage.is_local(path):
+        storage.give_up_uploads(path)
         return
     for folder, _, names in os.walk(storage.split(path)[1]):
         for name in names:

@@ -263,7 +263,7 @@ def test_the_clock_of_a_page_counts_its_own_work_and_nothing_else(tmp_path: Path
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
 
     assert "KeyboardInterrupt" in run("die").stderr
-    assert len(list((tmp_path / "run" / ".work").rglob("*.progress.json"))) == 2
+    assert len(list((tmp_path / "run" / ".work").rglob("part-*"))) == 2
     for what in ("read", "flush", "sleep"):
         done = run(what)
         assert done.returncode == 0, (what, done.stderr[-2000:])
@@ -331,7 +331,7 @@ def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path)
 def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Config A left parts, B was killed between a part's rows and its progress file, then A goes on."""
+    """Config A left parts, B was killed while it wrote its first one, then A goes on."""
     monkeypatch.setattr(partition_module, "FLUSH_PAGES", 4)
     source = write_source(tmp_path, 10, {})
     plain = settings(tmp_path, source)
@@ -341,29 +341,26 @@ def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another
         with Progress(background=False) as progress:
             pages.run(config, pages.plan_sources(config), InProcess(), progress)
 
-    judge, write_json = partition_module._judge, partition_module.storage.write_json
+    judge = partition_module._judge
 
     def dying(chain: Any, page: Any, quarantine: Any) -> Any:
         if page.record_id == "9":
             raise KeyboardInterrupt
         return judge(chain, page, quarantine)
 
-    def cut_off(path: str, value: Any, **options: Any) -> None:
-        if path.endswith("progress.json"):
-            raise KeyboardInterrupt
-        write_json(path, value, **options)
+    def cut_off(path: str, head: Any, tables: Any) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(partition_module, "_judge", dying)
         with pytest.raises(KeyboardInterrupt):
             run(plain)
     with monkeypatch.context() as patch:
-        patch.setattr(partition_module.storage, "write_json", cut_off)
+        patch.setattr(partition_module, "write_part", cut_off)
         with pytest.raises(KeyboardInterrupt):
             run(masked)
-    left = {path.parent.name for path in (tmp_path / "run" / ".work").rglob("*.progress.json")}
+    left = {path.parent.name for path in (tmp_path / "run" / ".work").rglob("part-*")}
     assert len(left) == 1, "the parts of A stand, B wrote beside them"
-    assert len(list((tmp_path / "run" / ".work").rglob("*.verdicts.arrow"))) == 3
     run(plain)
     (table,) = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
     shutil.rmtree(tmp_path / "run")

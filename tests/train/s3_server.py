@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import random
 import threading
 import time
 import uuid
@@ -31,7 +32,8 @@ class Fault:
 
     ``what``: an error code of S3; ``cut answer`` and ``cut request`` end the connection in the middle of a body;
     ``lose answer`` carries the request out and says nothing; ``flip`` turns one bit of the answer's body over;
-    ``stall`` stops in the middle of the answer; ``drip`` sends the answer byte by byte.
+    ``stall`` stops in the middle of the answer; ``drip`` sends the answer byte by byte, ``slow`` at about 1.5 MB/s;
+    ``cut anywhere`` ends the connection at a random byte of the answer's body.
     """
 
     what: str
@@ -53,6 +55,10 @@ class Proxy(ThreadingHTTPServer):
         self.behind = port
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str, str]] = []  # method, target, fault or ""
+        self.ranges: list[tuple[str, str, str]] = []  # target, Range and If-Match of each GET
+        self.draw = random.Random(5)
+        self.storm: tuple[float, tuple[str, ...]] = (0.0, ())  # a share of all requests meets one of these
+        self.under_way = self.most_under_way = 0
         self.ended = threading.Event()
         self.lock = threading.Lock()
         self.delay_s = 0.0  # before each PUT
@@ -74,6 +80,8 @@ class Proxy(ThreadingHTTPServer):
                     fault.times -= 1
                     what = fault.what
                     break
+            if not what and self.draw.random() < self.storm[0]:
+                what = self.draw.choice(self.storm[1])
             self.seen.append((method, target, what))
             return what
 
@@ -95,7 +103,20 @@ class Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def forward(self) -> None:
+        with self.server.lock:
+            self.server.under_way += 1
+            self.server.most_under_way = max(self.server.most_under_way, self.server.under_way)
+        try:
+            self.passed_on()
+        finally:
+            with self.server.lock:
+                self.server.under_way -= 1
+
+    def passed_on(self) -> None:
         what = self.server.fault(self.command, self.path, self.headers.get("Authorization", ""))
+        if self.command == "GET":
+            condition = (self.headers.get("Range", ""), self.headers.get("If-Match", ""))
+            self.server.ranges.append((self.path, *condition))
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
@@ -151,7 +172,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if what in ("cut answer", "stall"):
+        if what == "cut anywhere":
+            self.wfile.write(data[: self.server.draw.randrange(len(data))] if data else b"")
+            self.close_connection = True
+        elif what == "slow":
+            for start in range(0, len(data), 16 << 10):
+                self.wfile.write(data[start : start + (16 << 10)])
+                if self.server.ended.wait(0.01):
+                    break
+        elif what in ("cut answer", "stall"):
             self.wfile.write(data[: len(data) // 2])
             self.wfile.flush()
             if what == "stall":

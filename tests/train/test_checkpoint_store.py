@@ -26,10 +26,12 @@ import s3_server
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from s3_server import Fault
 
+from quern import storage
 from quern.errors import InputError, QuernError
+from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.tiers import connection, pieces
-from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, SourceError, StoreError
+from quern.train.checkpoint.tiers import pieces
+from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
 from quern.train.checkpoint.tiers.store import Store, prune_store
 
 PART = 8 << 20
@@ -663,7 +665,7 @@ def test_what_the_store_says_of_a_file_is_never_older_than_the_file(tmp_path, di
     class Killed(BaseException):
         pass
 
-    publish = connection.storage.publish
+    publish = storage.publish
 
     def killed(path):
         if path.endswith(".sha256"):
@@ -671,7 +673,7 @@ def test_what_the_store_says_of_a_file_is_never_older_than_the_file(tmp_path, di
         return publish(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection.storage, "publish", killed)
+        patch.setattr(storage, "publish", killed)
         with pytest.raises(Killed):
             put(store, disk, "a", b"two")
     assert (tmp_path / "store" / FOLDER / "a").read_bytes() == b"two"

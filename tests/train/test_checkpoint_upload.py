@@ -29,11 +29,12 @@ import s3_server
 from s3_server import Fault
 
 from quern.errors import InputError
+from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
 from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers import pieces
+from quern.train.checkpoint.tiers.errors import IncompleteError
 from quern.train.checkpoint.tiers.mover import Mover
-from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, StoreError
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader, Waiting
 

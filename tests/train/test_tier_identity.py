@@ -12,10 +12,10 @@ import pytest
 from tier_case import SHA, manifest
 
 from quern.errors import InputError
+from quern.remote.retry import Backoff, StoreError
 from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.manifest import HISTORY_FILE, FileRecord, Manifest, sha256_of
 from quern.train.checkpoint.tiers.identity import identify
-from quern.train.checkpoint.tiers.retry import Backoff, StoreError
 from quern.train.checkpoint.tiers.store import Store
 
 ID, OTHER = "ab" * 16, "cd" * 16

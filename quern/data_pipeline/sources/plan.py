@@ -19,18 +19,20 @@ from pydantic import Field, field_validator, model_validator
 
 from quern import storage
 from quern.config import Section
+from quern.data_pipeline.sources.commoncrawl import BASE, FORMATS, crawl_files, parse_files
 from quern.data_pipeline.sources.ranges import Range, cut
 from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, list_tree
 from quern.errors import InputError
 
 __all__ = ["NOT_DECIDING", "TREE_KINDS", "InputFile", "Partition", "SourceConfig", "plan"]
 
-Kind = Literal["warc", "wet", "jsonl", "parquet", "text", "code"]
+Kind = Literal["warc", "wet", "jsonl", "parquet", "text", "code", "commoncrawl"]
 TREE_KINDS = ("text", "code")
 RECORD_KINDS = ("jsonl", "parquet")
-RANGE_KINDS = ("warc", "wet")
+CRAWL_KIND = ("commoncrawl",)
+RANGE_KINDS = ("warc", "wet", *CRAWL_KIND)
 #: Fields that change no row of a source's pages, wherever and in whatever pieces its files are read.
-NOT_DECIDING = ("paths", "root", "priority", "split_bytes")
+NOT_DECIDING = ("paths", "root", "priority", "split_bytes", "crawl", "files", "base", "format")
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -39,8 +41,16 @@ class SourceConfig(Section):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
     kind: Kind
-    paths: str | list[str]
+    paths: str | list[str] = ""
     """A path, a glob (``**`` too) or a list of them, local or fsspec URLs; a folder for kinds ``text`` and ``code``."""
+    crawl: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """Kind ``commoncrawl``, instead of ``paths``: the crawl's name, such as ``CC-MAIN-2026-30``."""
+    files: str | None = None
+    """Kind ``commoncrawl``: which files of the crawl, by their line in its list from 0: ``0-99,200``; null: all."""
+    base: str | None = None
+    """Kind ``commoncrawl``: where crawls lie, such as ``s3://commoncrawl``; null: ``https://data.commoncrawl.org``."""
+    format: Literal["warc", "wet"] | None = None
+    """Kind ``commoncrawl``: pages (``warc``, also null) or texts extracted by Common Crawl (``wet``)."""
     root: str | None = None
     """Relative paths (and so page identities) start below this folder instead of the entry's own."""
     priority: int = 0
@@ -67,9 +77,18 @@ class SourceConfig(Section):
     @classmethod
     def _some_paths(cls, paths: str | list[str]) -> str | list[str]:
         entries = [paths] if isinstance(paths, str) else paths
+        if paths == "":  # left out: kind commoncrawl has none, the others are told so below
+            return paths
         if not entries or not all(entry.strip() for entry in entries):
             raise ValueError(f"expected at least one path and no empty one, got {paths!r}")
         return paths
+
+    @field_validator("files")
+    @classmethod
+    def _some_files(cls, files: str | None) -> str | None:
+        if files is not None:
+            parse_files(files)
+        return files
 
     @field_validator("suffixes")
     @classmethod
@@ -84,10 +103,18 @@ class SourceConfig(Section):
             **dict.fromkeys(("text_field", "id_field", "url_field", "date_field"), RECORD_KINDS),
             **dict.fromkeys(("suffixes", "groups"), TREE_KINDS),
             "split_bytes": RANGE_KINDS,
+            **dict.fromkeys(("crawl", "files", "base", "format"), CRAWL_KIND),
         }
         for field, kinds in foreign.items():
             if self.kind not in kinds and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(f"{field}: expected only with kind {' or '.join(kinds)}, got kind {self.kind}")
+        if self.kind == "commoncrawl":
+            if self.crawl is None:
+                raise ValueError("crawl: expected the name of a crawl, such as CC-MAIN-2026-30, got nothing")
+            if self.paths != "" or self.root is not None:
+                raise ValueError("paths: expected crawl, and files, instead with kind commoncrawl")
+        elif self.paths == "":
+            raise ValueError("paths: expected at least one path, got nothing")
         return self
 
     @property
@@ -134,6 +161,11 @@ def plan(source: SourceConfig) -> list[Partition]:
         InputError: an entry matches nothing, a file lies outside ``root``, a file is listed twice, or two files have
             the same relative path (both are named).
     """
+    if source.kind == "commoncrawl":
+        assert source.crawl is not None
+        form = source.format or FORMATS[0]
+        found_files = crawl_files(source.name, source.crawl, source.base or BASE, form, source.files)
+        return _planned(source, {relative: path for path, relative in found_files})
     by_path: dict[str, tuple[str, str]] = {}
     by_relative: dict[str, str] = {}
     for entry in sorted(source.entries):
@@ -153,7 +185,16 @@ def plan(source: SourceConfig) -> list[Partition]:
             by_relative[relative] = path
         if not found:
             raise InputError(f"source {source.name}: {entry}: matches no file{_wanted(source)}")
-    files = [_input_file(path, relative) for relative, path in sorted(by_relative.items())]
+    return _planned(source, by_relative)
+
+
+def _planned(source: SourceConfig, by_relative: dict[str, str]) -> list[Partition]:
+    ordered = sorted(by_relative.items())
+    described = storage.describe([path for _, path in ordered])
+    files = [
+        InputFile(path, relative, fingerprint, size)
+        for (relative, path), (size, fingerprint) in zip(ordered, described, strict=True)
+    ]
     return sorted(_partitions(source, files), key=lambda partition: partition.name)
 
 
@@ -176,14 +217,14 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
     given, entry = entry, _normal(entry)
     fs, inner = storage.split(entry)
     is_tree = source.kind in TREE_KINDS
-    pattern = _GLOB.search(entry) is not None and not fs.exists(inner)
+    pattern = _GLOB.search(entry) is not None and not storage.exists(entry)
     if pattern:
         base = entry[: _GLOB.search(entry).start()].rpartition("/")[0]  # type: ignore[union-attr]
         base = storage.split(base)[1] if base else ("/" if entry.startswith("/") else storage.split(".")[1])
         paths = storage.glob(entry)
         if is_tree:
             paths = [path for path in paths if path.endswith(suffixes_of(source))]
-    elif fs.isdir(inner):
+    elif storage.is_folder(entry):
         if not is_tree:
             raise InputError(
                 f"source {source.name}: {given}: is a folder; kind {source.kind} expects files or a glob, "
@@ -191,7 +232,7 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
             )
         base, paths = inner, list_tree(entry, suffixes_of(source))
     else:
-        if not fs.exists(inner):
+        if not storage.exists(entry):
             return
         base, paths = inner.rpartition("/")[0], [entry if "://" in entry else inner]
     if source.root is not None:
@@ -222,11 +263,6 @@ def _normal(entry: str) -> str:
     if not os.path.exists(place) or not os.path.exists(plain) or not os.path.samefile(place, plain):
         return entry  # missing, or a link stands before a ``..``
     return posixpath.join(plain, entry[len(head) :]).rstrip("/")
-
-
-def _input_file(path: str, relative: str) -> InputFile:
-    fs, inner = storage.split(path)
-    return InputFile(path, relative, storage.fingerprint(path), int(fs.size(inner) or 0))
 
 
 def _partitions(source: SourceConfig, files: list[InputFile]) -> Iterator[Partition]:

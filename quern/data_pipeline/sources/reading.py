@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quern import storage
 from quern.data_pipeline.document import Page
 from quern.data_pipeline.sources.jsonl import read_jsonl
 from quern.data_pipeline.sources.log import ReadLog
@@ -29,6 +30,10 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
     """
     for file in partition.files:
         try:
+            if not storage.is_local(file.path) and storage.fingerprint(file.path) != file.fingerprint:
+                raise InputError(
+                    f"source {source.name}: {file.path}: changed since the run was planned; start it again"
+                )
             yield from _pages(source, file, log, partition.range)
         except FileNotFoundError:
             raise InputError(f"source {source.name}: {file.path}: no such file (it was there when planned)") from None
@@ -40,7 +45,7 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
 
 def _pages(source: SourceConfig, file: InputFile, log: ReadLog, part: Range | None) -> Iterator[Page]:
     path, relative = file.path, file.relative_path
-    if source.kind in ("warc", "wet"):
+    if source.kind in ("warc", "wet", "commoncrawl"):
         return read_warc(path, relative, source.name, source.max_bytes, log, part)
     if source.kind == "jsonl":
         return read_jsonl(path, relative, source, log)

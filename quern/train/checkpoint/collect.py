@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.remote.retry import StoreError
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, checkpoint_name
 from quern.train.checkpoint.places import Place, in_order, read_places
 from quern.train.checkpoint.sources import Source, find_source
-from quern.train.checkpoint.tiers.retry import StoreError
 
 __all__ = ["Collected", "NotWholeError", "Origin", "check_target", "collect"]
 

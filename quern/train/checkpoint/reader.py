@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quern.errors import InputError
 from quern.model.config import ModelShape
+from quern.remote.retry import StoreError
 from quern.train.checkpoint.dcp import load_tensors, save_tensors
 from quern.train.checkpoint.folder import publish_folder, staging_path
 from quern.train.checkpoint.manifest import (
@@ -31,7 +32,6 @@ from quern.train.checkpoint.metadata import read_metadata
 from quern.train.checkpoint.places import Place, check_together, elsewhere, in_order, read_places
 from quern.train.checkpoint.publish import complete_folder, read_ranks, written_by
 from quern.train.checkpoint.state import weight_sizes
-from quern.train.checkpoint.tiers.retry import StoreError
 from quern.train.checkpoint.tiers.store import Store
 
 __all__ = [

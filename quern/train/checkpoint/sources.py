@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quern.errors import InputError, QuernError
+from quern.remote.retry import StoreError
 from quern.train.branch import abandoned_in
 from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -25,7 +26,6 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.checkpoint.places import PLACES_FILE
 from quern.train.checkpoint.stored import configured_store, is_url, open_source, open_store
-from quern.train.checkpoint.tiers.retry import StoreError
 from quern.train.checkpoint.tiers.store import Store
 
 __all__ = ["Behind", "Source", "find_source"]

@@ -13,8 +13,8 @@ import yaml
 
 from quern import storage
 from quern.errors import InputError
+from quern.remote.retry import Backoff
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoint_name
-from quern.train.checkpoint.tiers.retry import Backoff
 from quern.train.checkpoint.tiers.store import Store
 
 __all__ = ["check_owner", "configured_store", "is_url", "open_source", "open_store", "store_of"]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.remote.retry import StoreError
 from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.manifest import HISTORY_FILE, Manifest, list_checkpoints
-from quern.train.checkpoint.tiers.retry import StoreError
 from quern.train.checkpoint.tiers.store import Store
 
 __all__ = ["Identity", "identify"]

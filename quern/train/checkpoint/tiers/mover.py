@@ -39,10 +39,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quern.errors import InputError, QuernError
+from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
 from quern.train.checkpoint.tiers.pieces import Rate
 from quern.train.checkpoint.tiers.rate import RateLimit
-from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, SourceError, StoreError
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_target
 
 __all__ = ["Mover", "main"]

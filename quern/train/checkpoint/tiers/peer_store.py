@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quern.errors import InputError
+from quern.remote.retry import StoreError
 from quern.train.checkpoint.manifest import MANIFEST_FILE, FileRecord, checkpoint_name
+from quern.train.checkpoint.tiers.errors import SourceError
 from quern.train.checkpoint.tiers.peer_files import SHA256
 from quern.train.checkpoint.tiers.peers import Peer, PeerError
 from quern.train.checkpoint.tiers.pieces import Rate
 from quern.train.checkpoint.tiers.rate import RateLimit
-from quern.train.checkpoint.tiers.retry import SourceError, StoreError
 
 __all__ = ["PeerStore", "is_peer"]
 

@@ -1,24 +1,18 @@
-"""A transfer in pieces of bounded size: of a local file, checked while it is read, and several under way at a time."""
+"""A transfer in pieces of bounded size: of a local file, checked while it is read."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
+from quern.remote.concurrency import PART_BYTES
+from quern.remote.retry import StoreError
 from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.tiers.retry import SourceError, StoreError
+from quern.train.checkpoint.tiers.errors import SourceError
 
-__all__ = ["PART_BYTES", "FilePieces", "Rate", "in_order"]
+__all__ = ["FilePieces", "Rate"]
 
-T = TypeVar("T")
-S = TypeVar("S")
-
-PART_BYTES = 8 << 20
-"""Bytes a request carries. S3 takes parts of 5 MiB to 5 GiB, and at most 10,000 of them."""
 _MAX_PARTS = 10_000
 
 
@@ -62,22 +56,3 @@ class FilePieces:
             raise SourceError(
                 f"{self.path}: expected SHA-256 {self.record.sha256}, as saved, has {state.hexdigest()}; not uploaded"
             )
-
-
-def in_order(action: Callable[[S, Callable[[], bool]], T], items: Iterable[S], width: int) -> Iterator[T]:
-    """Results of ``action`` for each item in turn, with up to ``width`` under way; after a failure none goes on."""
-    stop = threading.Event()
-    waiting: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(width, thread_name_prefix="store") as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(action, item, stop.is_set))
-                del item  # its bytes live no longer than its request
-                if len(waiting) == width:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            stop.set()
-            for future in waiting:
-                future.cancel()

@@ -6,7 +6,7 @@ its name whole or not at all, and only if the bytes read from the local disk sti
 with. That SHA-256 stays beside the object, as metadata on S3, elsewhere in a small file ``.<name>.sha256``, so that
 what is there is told from what is missing without reading it.
 
-Every request has a time limit, and is tried again as :mod:`.retry` says.
+Every request has a time limit, and is tried again as :mod:`quern.remote.retry` says.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from typing import Any
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.remote.concurrency import PART_BYTES, in_order
+from quern.remote.connection import Connection
+from quern.remote.retry import Backoff, StoreError
+from quern.remote.upload import give_up_uploads, put_object, upload_parts
 from quern.train.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, checkpoint_name
-from quern.train.checkpoint.tiers.connection import Connection
-from quern.train.checkpoint.tiers.pieces import PART_BYTES, FilePieces, Rate, in_order
-from quern.train.checkpoint.tiers.retry import Backoff, IncompleteError, StoreError
+from quern.train.checkpoint.tiers.errors import IncompleteError
+from quern.train.checkpoint.tiers.pieces import FilePieces, Rate
 
 __all__ = ["Store", "prune_store"]
 
@@ -56,7 +58,7 @@ class Store:
     takes_manifests = True
 
     def __init__(self, url: str, *, backoff: Backoff | None = None, timeout_s: float = 120.0, width: int = 3) -> None:
-        self._link = Connection(url, backoff or Backoff(), timeout_s)
+        self._link = Connection(url, backoff or Backoff(), timeout_s, "correct checkpoint.store")
         self.url, self.backoff, self.width = self._link.url, self._link.backoff, width
 
     def renew(self) -> None:
@@ -144,12 +146,12 @@ class Store:
         sidecar = _sidecar(name)
         self._remove(step, sidecar)
         if self._link.is_local or record.size > PART_BYTES:
-            self.backoff.run(lambda: self._link.write(url, pieces))
+            self.backoff.run(lambda: self._write(url, pieces))
         else:
             data = b"".join(pieces)
             self._link.ask(url, "pipe_file", target, data)
         proof = json.dumps({"sha256": record.sha256, "size": record.size}).encode()
-        self.backoff.run(lambda: self._link.write(self.address(step, sidecar), [proof]))
+        self.backoff.run(lambda: self._write(self.address(step, sidecar), [proof]))
 
     def fetch(self, step: int, name: str, record: FileRecord, into: str, rate: Rate | None = None) -> str:
         """Read the file into the local folder ``into``; returns its path there.
@@ -285,13 +287,7 @@ class Store:
         url, path = self.address(step, *name), self._path(step, *name)
         with suppress(StoreError, FileNotFoundError):  # nothing of it can be read under a file's name
             if self._link.is_s3:
-                where = self._link.locate(path)
-                prefix = where["Key"] if name else where["Key"] + "/"
-                found = self._link.once(url, "call_s3", "list_multipart_uploads", Bucket=where["Bucket"], Prefix=prefix)
-                for upload in found.get("Uploads", []):
-                    if not name or upload["Key"] == where["Key"]:
-                        left = {"Bucket": where["Bucket"], "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                        self._link.once(url, "call_s3", "abort_multipart_upload", **left)
+                give_up_uploads(self._link, url, path, below=not name)
             elif self._link.is_local and name:
                 for entry in self._link.entries(self._path(step), url):
                     beside = entry["name"].rpartition("/")[2]
@@ -299,36 +295,26 @@ class Store:
                         self._link.once(url, "rm_file", entry["name"])
 
     def _put_s3(self, step: int, name: str, pieces: FilePieces, record: FileRecord) -> None:
-        url, where = self.address(step, name), self._link.locate(self._path(step, name))
-        metadata = {"sha256": record.sha256}
+        url, path, metadata = self.address(step, name), self._path(step, name), {"sha256": record.sha256}
         if record.size <= PART_BYTES:
-            data = b"".join(pieces)
-            self._link.ask(url, "call_s3", "put_object", **where, Body=data, Metadata=metadata)
+            put_object(self._link, url, path, b"".join(pieces), Metadata=metadata)
             return
-        begun = self._link.ask(url, "call_s3", "create_multipart_upload", **where, Metadata=metadata)
-        where["UploadId"] = begun["UploadId"]
 
-        def send(part: tuple[int, bytes], stopped: Callable[[], bool]) -> dict[str, Any]:
-            number, data = part
-            options = {**where, "PartNumber": number, "Body": data}
-            sent = self.backoff.run(lambda: self._link.once(url, "call_s3", "upload_part", **options), stopped)
-            return {"PartNumber": number, "ETag": sent["ETag"]}
+        def stands() -> bool:
+            return self.has(step, name, record)
 
+        upload_parts(self._link, url, path, pieces, metadata, width=self.width, stands=stands)
+
+    def _write(self, url: str, pieces: Iterable[bytes]) -> None:
+        """Write a file once; it appears when all ``pieces`` have been taken, or not at all. Not for S3."""
         try:
-            parts = list(in_order(send, enumerate(pieces, 1), self.width))
-            try:
-                self._link.ask(url, "call_s3", "complete_multipart_upload", **where, MultipartUpload={"Parts": parts})
-            except FileNotFoundError:  # no such upload: completed by a try whose answer was lost, or aborted
-                if not self.has(step, name, record):
-                    raise
-        except BaseException as error:
-            try:
-                self._link.once(url, "call_s3", "abort_multipart_upload", **where)
-            except (StoreError, FileNotFoundError) as failure:
-                log.warning("%s: what was sent stays until the next try (%s)", url, failure)
-            if isinstance(error, FileNotFoundError):
-                raise StoreError(f"{url}: the upload was aborted by somebody else", transient=True) from error
+            with storage.publish(url) as file:
+                for data in pieces:
+                    file.write(data)
+        except QuernError:  # of the pieces
             raise
+        except Exception as error:
+            raise self._link.translated(error, url) from error
 
 
 def _sidecar(name: str) -> str:

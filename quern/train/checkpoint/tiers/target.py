@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from quern.remote.retry import Backoff
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.tiers.peer_store import PeerStore, is_peer
 from quern.train.checkpoint.tiers.pieces import Rate
-from quern.train.checkpoint.tiers.retry import Backoff
 from quern.train.checkpoint.tiers.store import Store
 
 __all__ = ["TOKEN_VARIABLE", "Target", "open_target"]

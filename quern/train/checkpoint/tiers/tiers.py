@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from quern.errors import InputError, QuernError
+from quern.remote.retry import Backoff, StoreError
 from quern.train.agree import Agreement, describe
 from quern.train.checkpoint.folder import make_staging_folder, publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
@@ -38,7 +39,6 @@ from quern.train.checkpoint.tiers.disk import Disk
 from quern.train.checkpoint.tiers.identity import identify
 from quern.train.checkpoint.tiers.nodes import find_nodes, reachable_address
 from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token
-from quern.train.checkpoint.tiers.retry import Backoff, StoreError
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
 from quern.train.checkpoint.tiers.whole import Found, Sites, find_whole

@@ -6,16 +6,18 @@ full jitter (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
 
 from quern.errors import QuernError
 
-__all__ = ["Backoff", "IncompleteError", "SourceError", "StoreError", "translated"]
+__all__ = ["Backoff", "ChangedError", "StoreError", "translated"]
 
 T = TypeVar("T")
 
@@ -23,7 +25,7 @@ T = TypeVar("T")
 _PASSING = {
     "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
     "RequestLimitExceeded", "BandwidthLimitExceeded", "TooManyRequests", "OperationAborted", "IncompleteBody",
-    "BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest",
+    "BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest", "ConditionalRequestConflict",
 }  # fmt: skip
 _CREDENTIALS = {
     "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired",
@@ -47,27 +49,40 @@ class StoreError(QuernError):
     """The store did not do what it was asked.
 
     ``transient``: it may pass by itself. Otherwise somebody has to act, as the message says.
+    ``retry_after_s``: how long the store wants to be left alone first (its ``Retry-After``).
+    ``credentials``: it does not take those it was shown.
     """
 
-    def __init__(self, message: str, *, transient: bool) -> None:
+    def __init__(self, message: str, *, transient: bool, retry_after_s: float = 0.0, credentials: bool = False) -> None:
         super().__init__(message)
         self.transient = transient
+        self.retry_after_s = retry_after_s
+        self.credentials = credentials
+
+    def __reduce__(self) -> Any:  # errors travel between processes
+        return _restored, (type(self), str(self), dict(vars(self)))
 
 
-class IncompleteError(StoreError):
-    """A manifest was to be put, and files that it names are not there yet: other nodes are still at it."""
+def _restored(kind: type[StoreError], message: str, state: dict[str, Any]) -> StoreError:
+    error = kind.__new__(kind, message)
+    error.args = (message,)
+    error.__dict__.update(state)
+    return error
+
+
+class ChangedError(StoreError):
+    """A condition on the object did not hold: it is another one than expected, or there already."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, transient=True)
-
-
-class SourceError(QuernError):
-    """A local file that was to be put is missing, or no longer holds the bytes that were saved."""
+        super().__init__(message, transient=False)
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """When to try again: after ``random() · min(cap_s, base_s · 2ⁿ)`` seconds, ``budget_s`` in all for one request."""
+    """When to try again: after ``random() · min(cap_s, base_s · 2ⁿ)`` seconds, ``budget_s`` in all for one request.
+
+    A store that says how long it wants to be left alone is left alone that long, and then half the delay more.
+    """
 
     base_s: float = 0.5
     cap_s: float = 30.0
@@ -93,6 +108,8 @@ class Backoff:
                 if not error.transient or stopped():
                     raise
                 delay = self.random() * min(self.cap_s, self.base_s * 2.0 ** min(tries - 1, 60))
+                if error.retry_after_s:
+                    delay = error.retry_after_s + delay / 2
                 spent = self.clock() - start
                 if spent + delay > self.budget_s:
                     message = f"{error}; given up after {tries} tries in {spent:.0f} s"
@@ -100,9 +117,9 @@ class Backoff:
             self.sleep(delay)
 
 
-def translated(error: Exception, url: str) -> StoreError | FileNotFoundError:
-    """What a store's error means, told from the answer's code, else from its type."""
-    code, status = "", 0
+def translated(error: Exception, url: str, fix: str = "correct the address") -> StoreError | FileNotFoundError:
+    """What a store's error means, told from the answer's code, else from its type; ``fix`` is what to do otherwise."""
+    code, status, headers = "", 0, {}
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -111,32 +128,51 @@ def translated(error: Exception, url: str) -> StoreError | FileNotFoundError:
         if isinstance(response, dict) and not code:
             code = str(response.get("Error", {}).get("Code", ""))
             status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     if not code:  # another store's, or none that answered
-        said = [getattr(error, name, None) for name in ("status", "code", "status_code")]
+        said = (getattr(error, name, None) for name in ("status", "status_code", "code"))
         status = next((number for number in said if isinstance(number, int)), 0)
+        headers = getattr(error, "headers", None) or {}
     text = " ".join(str(error).split())[:300] or type(error).__name__
     what = f"{url}: {f'{code}: ' if code else ''}{text}"
     number = error.errno if isinstance(error, OSError) else None
     names = {cls.__name__ for cls in type(error).__mro__}
     if code == "NoSuchBucket":
-        return StoreError(f"{what}; create the bucket or correct checkpoint.store", transient=False)
+        return StoreError(f"{what}; create the bucket or {fix}", transient=False)
+    if code == "PreconditionFailed" or status == 412:
+        return ChangedError(f"{what}; the object is another one than expected")
+    if code == "InvalidRange" or status == 416:
+        return ChangedError(f"{what}; the object has no such bytes")
     if code in _PASSING or status in (408, 425, 429) or status >= 500:
-        return StoreError(f"{what}; the store is overloaded or failing", transient=True)
+        pause = _retry_after(headers)
+        return StoreError(f"{what}; the store is overloaded or failing", transient=True, retry_after_s=pause)
     if code in _CREDENTIALS or status in (401, 403) or isinstance(error, PermissionError) or number in _REFUSED:
-        return StoreError(f"{what}; {_RENEW}", transient=False)
+        return StoreError(f"{what}; {_RENEW}", transient=False, credentials=True)
     if names & {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}:
-        return StoreError(f"{what}; {_RENEW}", transient=False)
+        return StoreError(f"{what}; {_RENEW}", transient=False, credentials=True)
     if isinstance(error, FileNotFoundError):
         return error
     if names & _NETWORK:
         return StoreError(f"{what}; the store cannot be reached", transient=True)
     if 400 <= status < 500:  # S3 answers an expired token with 400, to HEAD without saying so
-        return StoreError(f"{what}; {_RENEW}, or correct checkpoint.store", transient=False)
+        return StoreError(f"{what}; {_RENEW}, or {fix}", transient=False, credentials=True)
     if number in _WRONG or isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError):
-        return StoreError(f"{what}; correct checkpoint.store", transient=False)
+        return StoreError(f"{what}; {fix}", transient=False)
     if number in _FULL:
         return StoreError(f"{what}; make room there", transient=False)
     if isinstance(error, OSError):
         return StoreError(f"{what}; the store cannot be reached", transient=True)
-    return StoreError(f"{type(error).__name__}: {what}; correct checkpoint.store or its options", transient=False)
+    return StoreError(f"{type(error).__name__}: {what}; {fix} or its options", transient=False)
+
+
+def _retry_after(headers: Any) -> float:
+    """Seconds of a ``Retry-After`` (RFC 9110, section 10.2.3: a number, or a date), at most two minutes; else 0."""
+    value = next((str(text) for name, text in headers.items() if name.lower() == "retry-after"), "").strip()
+    if value.isdecimal():
+        return float(min(int(value[:9]), 120))
+    try:
+        until = parsedate_to_datetime(value) - dt.datetime.now(dt.UTC)
+    except (TypeError, ValueError):
+        return 0.0
+    return min(max(until.total_seconds(), 0.0), 120.0)

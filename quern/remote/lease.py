@@ -1,0 +1,224 @@
+"""Who may work on something in a store, one at a time: an object with a heartbeat, taken by conditional writes.
+
+A store has no locks that go with a process. So the holder writes the object anew every few seconds, but only if it
+is still the one it wrote before (``If-Match``). Whoever finds it takes it over only once it has stood unchanged for
+``stale_s`` seconds, by the store's clock or by watching it, or if its process, on this very machine, is gone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from quern.errors import QuernError
+from quern.remote.objects import Objects, objects
+from quern.remote.retry import Backoff, ChangedError, StoreError
+from quern.remote.s3 import S3
+
+__all__ = ["Lease", "hold", "takes_leases"]
+
+PERIOD_S = 5.0
+STALE_S = 30.0
+
+
+def takes_leases(url: str) -> bool:
+    """Whether the store of ``url`` can hold a lease: it needs conditional writes."""
+    return isinstance(objects(url).backend, S3)
+
+
+@contextmanager
+def hold(url: str, what: str, *, period_s: float = PERIOD_S, stale_s: float = STALE_S) -> Iterator[Lease]:
+    """Hold the lease at ``url`` inside the block. Called in the main thread, which is interrupted if it is lost.
+
+    Args:
+        what: what is being worked on, for messages.
+
+    Raises:
+        QuernError: somebody else holds it; or took it over, because this process had not been heard of for long.
+        StoreError: the store refuses, or cannot be reached.
+    """
+    lease = Lease(url, what, period_s, stale_s)
+    lease.take()
+    beating = threading.Thread(target=lease.keep, name="lease", daemon=True)
+    beating.start()
+    try:
+        yield lease
+        lease.check()
+    except KeyboardInterrupt:
+        lease.check()
+        raise
+    finally:
+        lease.let_go()
+        beating.join(period_s)
+
+
+class Lease:
+    """One process's claim. ``lost``: somebody else has it now."""
+
+    def __init__(self, url: str, what: str, period_s: float, stale_s: float) -> None:
+        self._url, self._what, self._period_s, self._stale_s = url, what, period_s, stale_s
+        self._owner = uuid.uuid4().hex
+        self._etag: str | None = None
+        self._beat = 0
+        self._ended = threading.Event()
+        self._changing = threading.Lock()
+        self.lost = False
+        self._store = objects(url)
+
+    def _s3(self) -> S3:
+        backend = self._store.backend
+        if not isinstance(backend, S3):
+            raise QuernError(f"{self._url}: expected a store that takes conditional writes")
+        return backend
+
+    def _content(self) -> bytes:
+        said = {"owner": self._owner, "beat": self._beat, **_process()}
+        return (json.dumps(said, sort_keys=True) + "\n").encode()
+
+    def _put(self, etag: str | None) -> None:
+        """Write the lease if it stands as ``etag`` says, or is this one's own: an answer may have been lost."""
+        data = self._content()
+        try:
+            self._etag = self._s3().put_if(self._url, data, etag)
+        except ChangedError:
+            said = self._read()
+            if said is None or said.get("owner") != self._owner:
+                raise
+            self._etag = self._s3().stat(self._url).etag
+            if said != json.loads(data):
+                self._etag = self._s3().put_if(self._url, data, self._etag)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            said = json.loads(self._store.read(self._url))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}
+        return said if isinstance(said, dict) else {}
+
+    def take(self) -> None:
+        """Take the lease, waiting for ``stale_s`` at most to learn whether its holder lives.
+
+        Raises:
+            QuernError: it does.
+        """
+        first: tuple[str, float] | None = None
+        while True:
+            held, etag = self._standing()
+            if held is None:
+                with suppress(ChangedError):  # somebody was quicker
+                    self._put(None)
+                    self._look_again()
+                    return
+                continue
+            if first is None:
+                first = etag, time.monotonic()
+            elif first[0] != etag:
+                raise QuernError(f"{self._what}: another driver is at work in this run ({_named(held)})")
+            if _is_gone(held) or self._age_s() > self._stale_s or time.monotonic() - first[1] > self._stale_s:
+                try:
+                    self._put(etag)
+                except ChangedError:
+                    continue
+                self._look_again()
+                return
+            time.sleep(self._period_s / 4)
+
+    def _standing(self) -> tuple[dict[str, Any] | None, str]:
+        info = self._store.stat(self._url)
+        held = self._read() if info is not None else None
+        return (held, info.etag) if info is not None and held is not None else (None, "")
+
+    def _age_s(self) -> float:
+        try:
+            age = self._s3().age_s(self._url)
+        except FileNotFoundError:
+            return 0.0
+        return 0.0 if age is None else age
+
+    def _look_again(self) -> None:
+        """A store that knows no conditions lets two create; the later one has it, and each finds out here."""
+        said = self._read()
+        if said is None or said.get("owner") != self._owner:
+            who = _named(said or {})
+            raise QuernError(f"{self._what}: another driver is at work in this run ({who})")
+
+    def keep(self) -> None:
+        """Write it anew every ``period_s`` until :meth:`let_go`. A store that is away for a while is waited for."""
+        with self._changing:  # from now on patience is short: the next heartbeat is another try
+            self._store = Objects(self._url, Backoff(budget_s=self._period_s), min(10.0, self._stale_s), 1)
+        while not self._ended.wait(self._period_s):
+            with self._changing:
+                if self._ended.is_set():
+                    return
+                self._beat += 1
+                try:
+                    self._put(self._etag)
+                except ChangedError:
+                    self.lost = True
+                except FileNotFoundError:  # removed: by whoever takes the run for abandoned
+                    self.lost = True
+                except StoreError:
+                    continue
+            if self.lost:
+                _thread.interrupt_main()
+                return
+
+    def check(self) -> None:
+        """Raises QuernError once the lease is lost."""
+        if self.lost:
+            raise QuernError(
+                f"{self._what}: another driver has taken this run over, since this one was not heard of for "
+                f"{self._stale_s:.0f} s; it goes on there"
+            )
+
+    def let_go(self) -> None:
+        """End the heartbeat and remove the lease, if it is still this one's."""
+        self._ended.set()
+        with self._changing:
+            if not self.lost and self._etag is not None:
+                with suppress(StoreError, FileNotFoundError):
+                    said = self._read()
+                    if said is not None and said.get("owner") == self._owner:
+                        self._store.remove([self._url])
+
+
+def _process() -> dict[str, Any]:
+    return {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "began": _began(os.getpid())}
+
+
+def _boot() -> str:
+    """Since when this machine is up, and in which world of process numbers this process lives."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _began(pid: int) -> str:
+    """When a process of this machine was started, in ticks since boot; empty if it is gone or cannot be told."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        words = file.read().rpartition(")")[2].split()
+        return "" if words[0] == "Z" else words[19]
+    return ""
+
+
+def _is_gone(held: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine, and is no more."""
+    mine = _process()
+    if not mine["boot"] or (held.get("host"), held.get("boot")) != (mine["host"], mine["boot"]):
+        return False
+    pid = held.get("pid")
+    return isinstance(pid, int) and _began(pid) != held.get("began")
+
+
+def _named(held: dict[str, Any]) -> str:
+    return f"process {held.get('pid', '?')} on {held.get('host', '?')}"

@@ -1,0 +1,165 @@
+"""Who may drive a run on a store: one at a time, and the next one when the first is gone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from s3_server import Fault, Server
+
+from quern.errors import QuernError
+from quern.remote import hold, lease
+
+OFTEN = 10**6
+
+
+def take(server: Server, period_s: float = 0.2, stale_s: float = 2.0) -> Any:
+    return hold(f"{server.url}/.lease.json", server.url, period_s=period_s, stale_s=stale_s)
+
+
+def written(server: Server) -> dict[str, Any]:
+    return json.loads(server.read(".lease.json"))
+
+
+def of_another_machine(server: Server, beat: int = 0) -> None:
+    said = {"owner": "f" * 32, "beat": beat, "host": "elsewhere", "boot": "other", "pid": 1, "began": "1"}
+    server.write(".lease.json", json.dumps(said).encode())
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_it_beats_while_it_is_held_and_goes_with_the_block(server: Server) -> None:
+    with take(server):
+        first = written(server)
+        wait_until(lambda: written(server)["beat"] > first["beat"] + 1)
+        assert written(server)["owner"] == first["owner"]
+    assert server.objects() == {}
+
+
+def test_a_second_one_is_refused_while_the_first_beats(server: Server) -> None:
+    with take(server), pytest.raises(QuernError, match=r"another driver is at work in this run \(process \d+ on "):
+        take(server).__enter__()
+
+
+def test_of_many_that_begin_at_once_one_gets_it(server: Server) -> None:
+    """Threads of one process: each has an owner of its own, and conditional writes decide."""
+    got, refused = [], []
+    together = threading.Barrier(4)
+
+    def begin() -> None:
+        mine = lease.Lease(f"{server.url}/.lease.json", "run", 0.2, 30.0)
+        together.wait()
+        try:
+            mine.take()
+        except QuernError as error:
+            refused.append(error)
+        else:
+            got.append(mine)
+            mine.keep()
+
+    threads = [threading.Thread(target=begin, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(refused) == 3)
+    assert len(got) == 1
+    got[0].let_go()
+    for thread in threads:
+        thread.join(10)
+    assert server.objects() == {}
+
+
+def test_one_that_is_heard_of_no_more_is_taken_over(server: Server) -> None:
+    of_another_machine(server)
+    start = time.monotonic()
+    with take(server):
+        assert 1.0 < time.monotonic() - start < 20
+        assert written(server)["owner"] != "f" * 32
+
+
+def test_one_that_beats_on_another_machine_is_left_alone(server: Server) -> None:
+    of_another_machine(server)
+    ended = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not ended.wait(0.3):
+            number += 1
+            of_another_machine(server, number)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(QuernError, match="process 1 on elsewhere"):
+            take(server).__enter__()
+    finally:
+        ended.set()
+        beating.join()
+    assert written(server)["owner"] == "f" * 32
+
+
+def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(server: Server) -> None:
+    code = (
+        "import sys, time\nfrom quern.remote import hold\n"
+        "with hold(sys.argv[1], 'run', period_s=60, stale_s=600):\n    print('held', flush=True)\n    time.sleep(600)\n"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, f"{server.url}/.lease.json"], stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    assert first.stdout.readline() == "held\n"
+    first.kill()
+    first.wait()
+    assert written(server)["pid"] == first.pid
+    with take(server, 0.2, 600.0):
+        assert written(server)["pid"] != first.pid
+
+
+def test_who_loses_it_is_stopped(server: Server) -> None:
+    start = time.monotonic()
+
+    def work() -> None:
+        with take(server):
+            of_another_machine(server)
+            while time.monotonic() - start < 60:
+                time.sleep(0.05)
+
+    with pytest.raises(QuernError, match=r"another driver has taken this run over.*not heard of for 2 s"):
+        work()
+    assert time.monotonic() - start < 50
+    assert written(server)["owner"] == "f" * 32  # what is not one's own is not removed
+
+
+@pytest.mark.parametrize("what", ["SlowDown", "lose answer"])
+def test_a_store_that_fails_for_a_while_takes_nothing_away(server: Server, what: str) -> None:
+    with take(server):
+        beat = written(server)["beat"]
+        server.proxy.faults = [Fault(what, "PUT", ".lease", 5)]
+        wait_until(lambda: server.proxy.struck(what) == 5)
+        wait_until(lambda: written(server)["beat"] > beat + 3)
+    assert server.objects() == {}
+
+
+def test_an_answer_that_is_lost_while_it_is_created_or_taken_over(server: Server) -> None:
+    server.proxy.faults = [Fault("lose answer", "PUT", ".lease")]
+    with take(server):
+        assert server.proxy.struck("lose answer") == 1
+    of_another_machine(server)
+    server.proxy.faults = [Fault("lose answer", "PUT", ".lease")]
+    with take(server):
+        assert server.proxy.struck("lose answer") == 2
+
+
+def test_a_lease_that_is_no_lease_is_taken_once_it_is_old(server: Server) -> None:
+    server.write(".lease.json", b"[]")
+    with take(server):
+        assert written(server)["beat"] >= 0
