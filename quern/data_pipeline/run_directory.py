@@ -42,7 +42,8 @@ class RunDirectory:
         return storage.join(self.path, ".work")
 
     def finish(self, counts: Mapping[str, Any], inputs: str) -> None:
-        """Set the run to complete, with its counts and the digest of its inputs."""
+        """Set the run to complete, with its counts and the digest of its inputs; nothing half written is left."""
+        _remove_torn(self.path)
         self.record = {**self.record, "status": "complete", "counts": dict(counts), "inputs": inputs}
         storage.write_json(storage.join(self.path, "run.json"), self.record)
         storage.remove_tree(self.scratch)
@@ -164,7 +165,7 @@ def _sole_driver(path: str) -> Iterator[None]:
 
 
 def _remove_torn(path: str) -> None:
-    """Temporary files of a driver that was killed while it wrote."""
+    """Temporary files of drivers and workers that were killed while they wrote."""
     if not storage.is_local(path):
         return
     for folder, _, names in os.walk(storage.split(path)[1]):
