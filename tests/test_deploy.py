@@ -123,8 +123,9 @@ def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
     fakes = {
         "scontrol": 'printf "node1\\nnode2\\nnode3\\n"',
         "srun": f'{{ printf "%s\\037" "$@"; printf "\\n"; }} >> "{record}"\n'
-        'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; '
-        f'*"quern data"*) printf "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" > "{record}.token"; until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
+        'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; *"quern data"*)\n'
+        f'printf "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" > "{record}.token"\n'
+        f'until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
     }
     for name, body in fakes.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
