@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -81,15 +80,15 @@ class Site:
         self.recipe = folder / "chaos.yaml"
         self.recipe.write_text(RECIPE)
 
-    def start(self, run_dir: Path, address: str) -> subprocess.Popen[bytes]:
+    def start(self, run_dir: Path, cluster: Cluster) -> subprocess.Popen[bytes]:
         """The driver."""
         command = [
             sys.executable, str(HERE / "chaos.py"), "drive", "data", "run", str(self.recipe), f"run_dir={run_dir}",
-            f"sources.0.paths={json.dumps(self.warcs)}", f"ray.address={address}", "workers=2",
+            f"sources.0.paths={json.dumps(self.warcs)}", f"ray.address={cluster.address}", "workers=2",
         ]  # fmt: skip
         log = open(f"{run_dir}.log", "ab")  # noqa: SIM115
         with log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+            return subprocess.Popen(command, stdout=log, stderr=log, env=cluster.environment)
 
     def finish(self, driver: subprocess.Popen[bytes], run_dir: Path) -> None:
         code = driver.wait(RUN_LIMIT_S)
@@ -141,7 +140,7 @@ def undisturbed(kind: str, site: Site, cluster: Cluster) -> tuple[dict[str, Any]
     found = []
     for number in range(2):  # the first warms the machine up
         run_dir = site.folder / f"whole-{number}"
-        driver = site.start(run_dir, cluster.address)
+        driver = site.start(run_dir, cluster)
         await_target(kind, run_dir, driver, cluster)
         began = time.monotonic()
         site.finish(driver, run_dir)
@@ -182,7 +181,7 @@ def trial(kind: str, site: Site, cluster: Cluster, length_s: float, draw: random
     run_dir = site.folder / f"{kind}-{report.runs}"
     struck = False
     for _ in range(DRIVER_KILLS if kind == "driver" else 1):
-        driver = site.start(run_dir, cluster.address)
+        driver = site.start(run_dir, cluster)
         await_target(kind, run_dir, driver, cluster)
         time.sleep(draw.uniform(0, length_s))
         phase = phase_of(run_dir)
@@ -201,7 +200,7 @@ def trial(kind: str, site: Site, cluster: Cluster, length_s: float, draw: random
         if driver.returncode == 0:
             break
     if driver.poll() is not None and driver.returncode != 0:
-        driver = site.start(run_dir, cluster.address)
+        driver = site.start(run_dir, cluster)
     site.finish(driver, run_dir)
     if struck and kind == "link" and cluster.cable is not None:
         cluster.cable.plug("up")

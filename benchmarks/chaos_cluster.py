@@ -180,7 +180,8 @@ def machines(folder: Path, *, namespace: bool = False) -> Iterator[Cluster]:
     """A cluster of two; its session is below ``folder``'s own temporary folder, and all of it ends with the block."""
     folder.mkdir(parents=True, exist_ok=True)
     session = Path("/tmp") / f"qc-{secrets.token_hex(3)}"  # sockets have short names or none
-    environment = {**os.environ, **HEALTH, "RAY_AUTH_MODE": "disabled"}
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {**os.environ, **HEALTH, **secret}
     environment.pop("RAY_ADDRESS", None)
     cluster = None
     with _cable() if namespace else _nothing() as cable:

@@ -16,6 +16,9 @@
 set -euo pipefail
 
 export OMP_NUM_THREADS=1
+# Ray runs whatever code it is sent: only this job's processes know the token. It goes by the environment, not by arguments.
+RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 port=$((20000 + SLURM_JOB_ID % 20000))
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 head_ip=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{ print $1 }')

@@ -52,7 +52,9 @@ def test_the_head_is_no_worker_and_the_workers_come_and_go(name: str) -> None:
         assert "--object-store-memory" in command, "nothing but small results goes through it"
     assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in config["head_start_ray_commands"][-1]
     for local in config["file_mounts"].values():
-        assert (ROOT / local).is_file()
+        assert local.startswith("~/") or (ROOT / local).is_file()
+    assert "--env RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
 
 
 def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,6 +68,7 @@ def test_kuberay_finds_what_it_needs(name: str, kind: str) -> None:
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", config["metadata"]["name"])
     spec = config["spec"]["rayClusterSpec"] if kind == "RayJob" else config["spec"]
     assert spec["enableInTreeAutoscaling"] is True
+    assert spec["authOptions"] == {"mode": "token"}
     pinned = re.search(r"(?m)^ray==(.+)$", (ROOT / "constraints.txt").read_text())
     assert pinned is not None
     assert spec["rayVersion"] == pinned.group(1)
@@ -120,8 +123,9 @@ def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
     fakes = {
         "scontrol": 'printf "node1\\nnode2\\nnode3\\n"',
         "srun": f'{{ printf "%s\\037" "$@"; printf "\\n"; }} >> "{record}"\n'
-        'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; '
-        f'*"quern data"*) until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
+        'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; *"quern data"*)\n'
+        f'printf "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" > "{record}.token"\n'
+        f'until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
     }
     for name, body in fakes.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -148,6 +152,9 @@ def test_the_data_script_starts_ray_once_a_node_and_one_driver(tmp_path: Path) -
     assert f"--port={port}" in rays[0]
     assert all(f"--address=10.0.0.1:{port}" in ray for ray in rays[1:])
     (driver,) = [call[call.index("quern") :] for call in started if "quern" in call]
+    mode, token = (tmp_path / "record.token").read_text().split()
+    assert (mode, len(token)) == ("token", 64)
+    assert token not in (tmp_path / "record").read_text(), "arguments can be seen by all who are on the node"
     assert driver == ["quern", "data", "run", "recipe.yaml", "run_dir=/shared/a run", "workers=96",
                       f"ray.address=10.0.0.1:{port}"]  # fmt: skip
 

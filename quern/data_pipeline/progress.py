@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -295,7 +295,8 @@ class Progress:
             now = self._clock()
             phase = self._phase
             if phase is not None:
-                phase.look()
+                with suppress(OSError):  # a marker that goes while it is looked for
+                    self._changed |= phase.look()
             return {
                 "phase": phase.to_dict(now) if phase is not None else None,
                 "past": list(self._past),

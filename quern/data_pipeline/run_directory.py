@@ -44,7 +44,8 @@ class RunDirectory:
         return storage.join(self.path, ".work")
 
     def finish(self, counts: Mapping[str, Any], inputs: str) -> None:
-        """Set the run to complete, with its counts and the digest of its inputs."""
+        """Set the run to complete, with its counts and the digest of its inputs; nothing half written is left."""
+        _remove_torn(self.path)
         self.record = {**self.record, "status": "complete", "counts": dict(counts), "inputs": inputs}
         storage.write_json(storage.join(self.path, "run.json"), self.record)
         storage.remove_tree(self.scratch)
@@ -172,7 +173,7 @@ def _sole_driver(path: str) -> Iterator[None]:
 
 
 def _remove_torn(path: str) -> None:
-    """What a driver left that was killed while it wrote: temporary files, uploads that were never completed."""
+    """What drivers and workers left that were killed while they wrote: temporary files, uploads never completed."""
     if not storage.is_local(path):
         storage.give_up_uploads(path)
         return

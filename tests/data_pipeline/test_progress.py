@@ -277,3 +277,19 @@ def test_pages_of_unfinished_partitions_are_counted_as_they_go() -> None:
     assert "600 pages" in stream.getvalue().splitlines()[-1]
     progress.end_phase()
     assert "1/2 partitions, 600 pages" in stream.getvalue().splitlines()[-1]
+
+
+def test_a_look_from_outside_takes_nothing_from_the_lines() -> None:
+    """Whoever asks first counts what is in work; the next line must come all the same."""
+    progress, clock, stream = lines_of()
+    in_work = [0]
+    progress.start_phase("pages", 2, None, lambda: in_work[0])
+    in_work[0] = 7
+    clock.now += 31
+    said = progress.snapshot()["phase"]
+    assert (said["pages"], said["done"], said["partitions"]) == (7, 0, 2)
+    progress.tick()
+    assert "7 pages" in stream.getvalue()
+    progress.end_phase()
+    assert progress.snapshot()["phase"] is None
+    assert [phase["name"] for phase in progress.snapshot()["past"]] == ["pages"]

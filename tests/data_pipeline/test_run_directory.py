@@ -161,3 +161,12 @@ def test_unfinished_work_of_a_complete_run_goes_when_it_is_opened(tmp_path: Path
     storage.publish_bytes(str(tmp_path / ".work" / "left"), b"")  # killed between the last two acts
     with open_run(str(tmp_path), CONFIG):
         assert not (tmp_path / ".work").exists()
+
+
+def test_what_a_killed_worker_left_half_written_is_gone_with_the_end_of_the_run(tmp_path: Path) -> None:
+    with open_run(str(tmp_path / "run"), CONFIG) as run:
+        torn = tmp_path / "run" / "tokens" / "s" / f".shard_00002.bin.{'0a' * 16}.tmp"
+        torn.parent.mkdir(parents=True)
+        torn.write_bytes(b"half")
+        run.finish({}, "inputs")
+        assert not torn.exists()
