@@ -21,7 +21,7 @@ $(TESTS): export OMP_NUM_THREADS = 1
 # Rewriting the asserts of all tests is half of what collecting them takes: kept, where the shell says otherwise too.
 $(TESTS): export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test-fast test test-long test-all test-exhaustive lint format clean
+.PHONY: env demo test-fast test test-long test-all test-exhaustive fuzz lint format clean
 
 env: $(VENV)/.ready
 
@@ -48,6 +48,10 @@ test-all: env
 
 test-exhaustive: env
 	$(PYTEST) -m "exhaustive"
+
+# Hostile files, pages and URLs: make fuzz FUZZ_ARGS="--minutes 5 --only reader --seed 7"
+fuzz: env
+	OMP_NUM_THREADS=1 $(BIN)/python tests/data_pipeline/fuzz.py $(FUZZ_ARGS)
 
 lint: env
 	$(BIN)/ruff format --check .

@@ -126,7 +126,7 @@ def in_both(stats: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("split_bytes", [1024, 2500, 9000])
 def test_a_run_in_ranges_makes_the_same_run(
-    base: tuple[Path, Any, Any], split_bytes: int, capsys: pytest.CaptureFixture[str]
+    base: tuple[Path, Any, Any], split_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, whole, expected = base
     name = f"cut-{split_bytes}"
@@ -144,9 +144,9 @@ def test_a_run_in_ranges_makes_the_same_run(
     partitions = len(pages.plan_sources(config(folder, name, split_bytes)))
     assert partitions > 5
     assert f"{partitions:,}/{partitions:,} partitions, {num} pages" in summary.replace(" (", ", (").replace(", (", " (")
-    capsys.readouterr()
+    capfd.readouterr()
     app(["data", "status", str(folder / name), "--json"], standalone_mode=False)
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(capfd.readouterr().out)
     assert told["phases"]["pages"]["pages"] == num
     assert told["phases"]["pages"]["kept"] == whole["stats"]["kept"]
 
@@ -232,3 +232,21 @@ def test_the_plan_counts_each_file_once(base: tuple[Path, Any, Any]) -> None:
     assert pages.inputs_digest(partitions) == pages.inputs_digest(
         pages.plan_sources(config(folder, "planned", 1 << 30))
     )
+
+
+def test_the_clock_of_a_page_is_told_of_work_that_is_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    one, two = record(1, compress=True), record(2, compress=True)
+    (tmp_path / "in" / "a.warc.gz").write_bytes(one + bytes(12 << 20) + two)
+    calls: list[int] = []
+
+    class Counting(partition.Watchdog):
+        def page(self) -> None:
+            calls.append(1)
+            super().page()
+
+    monkeypatch.setattr(partition, "Watchdog", Counting)
+    settings = config(tmp_path, "run", 1 << 30)
+    with Progress(background=False) as progress:
+        pages.run(settings, pages.plan_sources(settings), InProcess(), progress)
+    assert len(calls) >= 12 + 3

@@ -19,7 +19,8 @@ _LABELS = {
     "utf-8": "utf-8 utf8 unicode-1-1-utf-8 unicode11utf8 unicode20utf8 x-unicode20utf8",
     "utf-16-le": "utf-16 utf-16le ucs-2 iso-10646-ucs-2 unicode unicodefeff csunicode",
     "utf-16-be": "utf-16be unicodefffe",
-    "utf-32": "utf-32 utf-32le utf-32be",
+    "utf-32-le": "utf-32 utf-32le",
+    "utf-32-be": "utf-32be",
     "cp1252": "windows-1252 cp1252 x-cp1252 iso-8859-1 iso8859-1 iso_8859-1 iso88591 iso_8859-1:1987 iso-ir-100 latin1 "
     "l1 latin-1 cp819 ibm819 csisolatin1 ascii us-ascii ansi_x3.4-1968",
     "iso8859_2": "iso-8859-2 iso8859-2 iso_8859-2 iso88592 iso_8859-2:1987 iso-ir-101 latin2 l2 csisolatin2",
@@ -190,7 +191,7 @@ def _strict(payload: bytes, codec: str) -> str | None:
     decoder = codecs.getincrementaldecoder(codec)("strict")
     try:
         return decoder.decode(payload, final=False)
-    except UnicodeDecodeError:
+    except UnicodeError:  # some codecs raise it bare
         return None
 
 

@@ -17,6 +17,7 @@ from quern.data_pipeline.sources.gzip_search import (
     beginning,
     find_member,
     header_length,
+    inner_header,
     sound_end,
 )
 
@@ -36,10 +37,12 @@ _STEP_BYTES = 64
 
 
 class Signs:
-    """What members hold: ``starts`` tells bytes that begin with a record, ``holds`` bytes in which one begins."""
+    """What members hold: ``starts`` tells bytes that begin with a record, by a few of them, ``begins`` by more, and
+    ``holds`` bytes in which one begins."""
 
-    def __init__(self, starts: Starts, holds: Starts) -> None:
+    def __init__(self, starts: Starts, begins: Starts, holds: Starts) -> None:
         self.starts = starts
+        self.begins = begins
         self.holds = holds
 
 
@@ -90,6 +93,13 @@ class GzipMembers:
             self._need(_MAX_HEADER_BYTES if self._raw[self._at + 3 : self._at + 4] != b"\0" else _HEADER_BYTES)
             length = header_length(self._raw, self._at)
             broken = None
+            if length is not None and length > _HEADER_BYTES and self._signs is not None:
+                self._need(length + PROBE_BYTES)
+                inner = inner_header(self._raw, self._at, length, self._signs.starts)
+                if inner is not None:
+                    self._note(offset, "not a gzip member")
+                    self._go_on = self._raw_offset + inner
+                    continue
             if length is None:
                 self._need(PROBE_BYTES)
                 ahead = self._raw[self._at : self._at + PROBE_BYTES]

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import IO
 
-__all__ = ["PROBE_BYTES", "Starts", "beginning", "find_member", "header_length", "sound_end"]
+__all__ = ["PROBE_BYTES", "Starts", "beginning", "find_member", "header_length", "inner_header", "sound_end"]
 
 #: Whether decompressed bytes are the beginning of what members of this file hold.
 Starts = Callable[[bytes], bool]
@@ -45,6 +45,21 @@ def header_length(raw: bytes, at: int = 0) -> int | None:
                 return None
     end += 2 if flags & 2 else 0
     return end - at if end <= len(raw) else None
+
+
+def inner_header(raw: bytes, at: int, length: int, starts: Starts) -> int | None:
+    """Where in the header at ``at``, of ``length`` bytes, another one stands whose member's content starts right.
+
+    Junk that ends in a magic makes a header of flags and names that are the bytes of the true one.
+    """
+    inner = raw.find(b"\x1f\x8b\x08", at + 1, at + length + 2) if length > _HEADER_BYTES else -1
+    found = None
+    while inner >= 0:
+        own = header_length(raw[inner : inner + PROBE_BYTES])
+        if own is not None and starts(beginning(raw[inner + own : inner + PROBE_BYTES])):
+            found = inner
+        inner = raw.find(b"\x1f\x8b\x08", inner + 1, at + length + 2)
+    return found
 
 
 def beginning(deflated: bytes) -> bytes:
@@ -102,7 +117,8 @@ def find_member(
             if not content:
                 continue
             if starts(content):
-                return offset + at
+                inner = inner_header(block, at, length or 0, starts)
+                return offset + (at if inner is None else inner)
             if otherwise is not None:
                 accepted = otherwise(offset + at)
                 file.seek(offset + len(block))

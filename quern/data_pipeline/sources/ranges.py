@@ -93,7 +93,7 @@ def misread(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]
         if not beyond:
             if seen.first is None:
                 break
-            place, kind = seen.stop, seen.stop_kind
+            place, kind = seen.stop, seen.stop_kind or kind  # who has read no record still knows what came before
     more = len(used) > 1 or not edges[0].records or any((part.first or 0) < part.end for part in again.values())
     by_stream = more and any(one.by_stream for one in used)
     if by_stream or sum(one.reread for one in used) > REREAD_BYTES or not (used or again):

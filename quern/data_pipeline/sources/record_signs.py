@@ -76,4 +76,9 @@ def _holds(content: bytes) -> bool:
     return find_record(content, 0, len(content), None) is not None
 
 
-SIGNS = Signs(starts, _holds)
+def _begins(content: bytes) -> bool:
+    content = content.lstrip(b"\r\n")
+    return find_record(content, 0, 1, None) == 0
+
+
+SIGNS = Signs(starts, _begins, _holds)

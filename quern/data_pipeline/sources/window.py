@@ -20,13 +20,15 @@ _COMPACT_BYTES = 1 << 18
 _PEEK_BYTES = 4 << 10
 _READ_BYTES = 1 << 17
 _BLOCK_BYTES = 1 << 20
+#: How much of a file is searched for what tells its packing; every range of it does so.
+_SEARCHED_BYTES = 64 << 20
 
 
 def packing_of(file: IO[bytes], name: str, signs: Signs, tick: Callable[[], None]) -> Packing:
     """How records lie in ``file``: as its first bytes say, if they lead to a record; else as the first record does."""
     file.seek(0)
     head = file.read(_PEEK_BYTES)
-    if not head or signs.starts(head):
+    if not head or signs.begins(head):
         return "plain"
     compression = compression_of(head)
     if compression == "gzip":
@@ -35,20 +37,19 @@ def packing_of(file: IO[bytes], name: str, signs: Signs, tick: Callable[[], None
             return "gzip"
     elif compression is not None and signs.starts(next(pieces(BytesIO(head + file.read(_BLOCK_BYTES)), _ignore), b"")):
         return "stream"
-    member = find_member(file, 0, None, signs.starts, tick)
+    member = find_member(file, 0, _SEARCHED_BYTES, signs.starts, tick)
     if member is not None and (compression == "gzip" or name.endswith(".gz")):
         return "gzip"
     file.seek(0)
-    before, offset = b"", 0
-    while (member is None or offset < member) and (block := file.read(_BLOCK_BYTES)):
+    before, offset, end = b"", 0, _SEARCHED_BYTES if member is None else member
+    while offset < end and (block := file.read(_BLOCK_BYTES)):
         tick()
-        content = before + block
-        if signs.holds(content if member is None else content[: len(before) + member - offset]):
+        if signs.holds((before + block)[: len(before) + end - offset]):
             return "plain"
         before, offset = block[-_PEEK_BYTES:], offset + len(block)
-    if member is not None:
+    if member is not None or compression == "gzip" or (compression is None and name.endswith(".gz") and offset >= end):
         return "gzip"
-    return "plain" if compression is None else "gzip" if compression == "gzip" else "stream"
+    return "plain" if compression is None else "stream"
 
 
 def _ignore(offset: int, why: str) -> None:

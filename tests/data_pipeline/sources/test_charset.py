@@ -263,3 +263,16 @@ def test_a_wide_page_cut_inside_a_unit_is_read_to_the_cut(bom: bytes, codec: str
     decoded = decode(bom + RUSSIAN.encode(codec)[:-1], "utf-8", is_html=True)
     assert decoded is not None
     assert decoded[0] == RUSSIAN[:-1]
+
+
+@pytest.mark.parametrize("label", sorted(charset._CODECS))
+def test_any_bytes_under_any_label_are_text_or_none(label: str) -> None:
+    # A label that is wrong, over bytes that fit it nearly, cut anywhere: a codec may raise what it likes.
+    for payload in (RUSSIAN.encode("cp1251"), GERMAN.encode("utf-16-le"), CHINESE.encode("gb18030"), bytes(range(256))):
+        for size in range(40, 49):
+            decoded = decode(payload[:size], label, is_html=True)
+            assert decoded is None or decoded[0].encode("utf-8") is not None
+
+
+def test_utf32_without_a_mark_is_little_endian() -> None:
+    assert decode(GREEK.encode("utf-32-le")[:-2], "utf-32", is_html=False) == (GREEK[:-1], "utf-32")

@@ -96,7 +96,7 @@ def test_what_a_member_swallowed_is_no_part_of_its_page(tmp_path: Path) -> None:
     """The page that is damaged is as long as its own bytes made it, not longer by those of its neighbour."""
     text = first_record()
     first = stored(text, 60_000)
-    members = GzipMembers(io.BytesIO(first + many(1)[0]), lambda *_: None, Signs(starts, starts))
+    members = GzipMembers(io.BytesIO(first + many(1)[0]), lambda *_: None, Signs(starts, starts, starts))
     assert members.advance()
     content = b"".join(iter(members.piece, b""))
     assert content[: len(content) - members.excess] == text
@@ -125,6 +125,19 @@ def test_gzip_is_known_by_its_members_when_the_first_is_lost(tmp_path: Path, nam
     content = random.Random(5).randbytes(len(members[0])) + b"".join(members[1:])
     found = read_bytes(tmp_path, content, name=name)
     assert [page.url for page in found] == [f"http://e.com/{i}" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x1f\x8b\x08" * 9, b"filedesc://", b"\x28\xb5\x2f\xfd" * 9, b"WARC/1.0\r\n", b"BZh9"]
+)
+def test_junk_that_looks_like_the_beginning_of_something_hides_no_member(tmp_path: Path, junk: bytes) -> None:
+    members = many(3)
+    for before in range(3):
+        content = b"".join([*members[:before], junk, *members[before:]])
+        found = read_bytes(tmp_path, content)
+        shift = [len(junk) if i >= before else 0 for i in range(3)]
+        wanted = [(f"http://e.com/{i}", shift[i] + sum(map(len, members[:i]))) for i in range(3)]
+        assert [(page.url, page.record_offset) for page in found if page.fault is None] == wanted
 
 
 def test_a_plain_file_that_holds_a_packed_one_is_plain_when_its_first_byte_is_damaged(tmp_path: Path) -> None:
@@ -213,7 +226,7 @@ def test_false_magics_cost_no_more_than_their_bytes(tmp_path: Path, kind: str) -
         if kind != "beginnings of members":
             assert find_member(file, 2000, None, starts, lambda: None) is not None
         else:
-            members = GzipMembers(file, lambda *_: None, Signs(starts, starts))
+            members = GzipMembers(file, lambda *_: None, Signs(starts, starts, starts))
             while members.advance():
                 while members.piece():
                     pass
@@ -250,7 +263,7 @@ def test_the_budget_of_rereading_ends_in_one_pass(tmp_path: Path, monkeypatch: p
             inside[at : at + len(one) + 5] = one + b"\0" + struct.pack("<HH", left, left ^ 0xFFFF)
         content += b"\0" + struct.pack("<HH", block, block ^ 0xFFFF) + inside
     file = Reads(bytes(one + content + b"\x07" + many(2)[1]))
-    members = GzipMembers(file, lambda *_: None, Signs(starts, starts))
+    members = GzipMembers(file, lambda *_: None, Signs(starts, starts, starts))
     last = 0
     while members.advance():
         assert members.start >= last

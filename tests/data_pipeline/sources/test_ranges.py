@@ -237,6 +237,12 @@ def test_a_search_before_the_first_record_needs_to_know_what_came_before() -> No
     assert misread(ranges, [seen[0], edges(100, 70, 100, kind_mattered=True, kind="warc")]) == {}
 
 
+def test_what_came_before_is_handed_on_by_a_range_without_a_record() -> None:
+    ranges = cut(120, 40)
+    seen = [edges(40, 0, 44), edges(80, 44, 90, records=0, stop_kind=None), edges(120, 90, 120, kind_mattered=True)]
+    assert misread(ranges, seen) == {2: Range(80, 120, 120, 90, "warc")}
+
+
 def test_addresses_in_the_stream_and_no_record_at_all_make_one_range_of_the_file() -> None:
     ranges = cut(100, 60)
     whole = Range(0, 100, 100, 0)
