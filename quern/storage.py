@@ -79,8 +79,12 @@ def split(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _store(path: str) -> Objects | None:
     """The store of a path; None for this machine's file system."""
+    return objects(path) if _is_url(path) else None
+
+
+def _is_url(path: str) -> bool:
     scheme, mark, _ = path.partition("://")
-    return None if not mark or scheme in _LOCAL else objects(path)
+    return bool(mark) and scheme not in _LOCAL
 
 
 def is_local(path: str) -> bool:
@@ -326,7 +330,7 @@ def describe(paths: Sequence[str]) -> list[tuple[int, str]]:
     known: dict[str, Info] = {}
     folders: dict[str, set[str]] = {}
     for path in paths:
-        if _store(path) is not None:
+        if _is_url(path):
             folders.setdefault(posixpath.dirname(path), set()).add(path)
     for folder, names in folders.items():
         store = objects(folder)
@@ -338,7 +342,7 @@ def describe(paths: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _described(path: str, known: dict[str, Info]) -> tuple[int, str]:
-    if _store(path) is not None:
+    if _is_url(path):
         if path not in known:
             raise InputError(f"{path}: no such file")
         info = known[path]
