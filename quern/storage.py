@@ -148,7 +148,7 @@ def _matching(store: Objects, pattern: str) -> Iterator[str]:
         return
     if any("**" in part for part in rest):
         matches = re.compile(glob_translate("/".join(rest)))
-        for name, info in store.list(base):
+        for name, info in store.listing(base):
             if info is not None and matches.match(name[len(base) + 1 :]):
                 yield name
         return
@@ -161,7 +161,7 @@ def _matching(store: Objects, pattern: str) -> Iterator[str]:
 def _in_folders(store: Objects, folders: Sequence[str], part: str) -> Iterator[tuple[str, Info | None]]:
     matches = re.compile(glob_translate(part))
     for folder in folders:
-        for name, info in store.list(folder, recursive=False):
+        for name, info in store.listing(folder, recursive=False):
             if matches.match(posixpath.basename(name)):
                 yield name, info
 
@@ -170,7 +170,7 @@ def list_files(folder: str) -> list[str]:
     """Every published file below ``folder``, sorted; empty when it is not there."""
     store = _store(folder)
     if store is not None:
-        return sorted(name for name, info in store.list(folder) if info is not None)
+        return sorted(name for name, info in store.listing(folder) if info is not None)
     fs, inner = split(folder)
     if not fs.exists(inner):
         return []
@@ -368,7 +368,7 @@ def remove_tree(path: str) -> None:
     """Remove a file or folder and what is below it; nothing happens when it is not there."""
     store = _store(path)
     if store is not None:
-        below = [name for name, info in store.list(path) if info is not None]
+        below = [name for name, info in store.listing(path) if info is not None]
         store.remove([path, *(name for name in below if name != path)])
         return
     fs, inner = split(path)

@@ -97,7 +97,7 @@ class Objects:
                     return data
             raise StoreError(f"{url}: came twice with other bytes than it was put with", transient=False)
 
-    def list(self, folder: str, *, recursive: bool = True) -> list[tuple[str, Info | None]]:
+    def listing(self, folder: str, *, recursive: bool = True) -> list[tuple[str, Info | None]]:
         """(URL, what is known) of everything below ``folder``, in no order; None stands for a folder."""
         with waiting():
             return list(self._writable(folder).listing(folder, recursive=recursive))

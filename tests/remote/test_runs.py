@@ -251,7 +251,7 @@ def test_twenty_kills_of_the_driver_and_storms_change_no_byte(server: Server, si
                 arguments, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             try:
-                process.wait(draw.uniform(4, 16))
+                process.wait(draw.uniform(5, 20))
                 assert process.returncode == 0
                 ends += 1
                 break
