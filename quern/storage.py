@@ -87,8 +87,12 @@ def split(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _store(path: str) -> Objects | None:
     """The store of a path; None for this machine's file system."""
+    return objects(path) if _is_url(path) else None
+
+
+def _is_url(path: str) -> bool:
     scheme, mark, _ = path.partition("://")
-    return None if not mark or scheme in _LOCAL else objects(path)
+    return bool(mark) and scheme not in _LOCAL
 
 
 def is_local(path: str) -> bool:
@@ -152,7 +156,7 @@ def _matching(store: Objects, pattern: str) -> Iterator[str]:
         return
     if any("**" in part for part in rest):
         matches = re.compile(glob_translate("/".join(rest)))
-        for name, info in store.list(base):
+        for name, info in store.listing(base):
             if info is not None and matches.match(name[len(base) + 1 :]):
                 yield name
         return
@@ -165,7 +169,7 @@ def _matching(store: Objects, pattern: str) -> Iterator[str]:
 def _in_folders(store: Objects, folders: Sequence[str], part: str) -> Iterator[tuple[str, Info | None]]:
     matches = re.compile(glob_translate(part))
     for folder in folders:
-        for name, info in store.list(folder, recursive=False):
+        for name, info in store.listing(folder, recursive=False):
             if matches.match(posixpath.basename(name)):
                 yield name, info
 
@@ -174,7 +178,7 @@ def list_files(folder: str) -> list[str]:
     """Every published file below ``folder``, sorted; empty when it is not there."""
     store = _store(folder)
     if store is not None:
-        return sorted(name for name, info in store.list(folder) if info is not None)
+        return sorted(name for name, info in store.listing(folder) if info is not None)
     fs, inner = split(folder)
     if not fs.exists(inner):
         return []
@@ -351,7 +355,7 @@ def describe(paths: Sequence[str]) -> list[tuple[int, str]]:
     known: dict[str, Info] = {}
     folders: dict[str, set[str]] = {}
     for path in paths:
-        if _store(path) is not None:
+        if _is_url(path):
             folders.setdefault(posixpath.dirname(path), set()).add(path)
     for folder, names in folders.items():
         store = objects(folder)
@@ -363,7 +367,7 @@ def describe(paths: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _described(path: str, known: dict[str, Info]) -> tuple[int, str]:
-    if _store(path) is not None:
+    if _is_url(path):
         if path not in known:
             raise InputError(f"{path}: no such file")
         info = known[path]
@@ -392,7 +396,7 @@ def remove_tree(path: str) -> None:
     """
     store = _store(path)
     if store is not None:
-        below = [name for name, info in store.list(path) if info is not None]
+        below = [name for name, info in store.listing(path) if info is not None]
         store.remove([path, *(name for name in below if name != path)])
         return
     fs, inner = split(path)

@@ -97,16 +97,16 @@ class Objects:
                     return data
             raise StoreError(f"{url}: came twice with other bytes than it was put with", transient=False)
 
-    def list(self, folder: str, *, recursive: bool = True) -> list[tuple[str, Info | None]]:
+    def listing(self, folder: str, *, recursive: bool = True) -> list[tuple[str, Info | None]]:
         """(URL, what is known) of everything below ``folder``, in no order; None stands for a folder."""
         with waiting():
-            return list(self._writable(folder).list(folder, recursive=recursive))
+            return list(self._writable(folder).listing(folder, recursive=recursive))
 
     def listed(self, folder: str, wanted: set[str]) -> dict[str, Info]:
         """What is known of those of ``wanted`` that stand right in ``folder``, by one request a thousand objects."""
         found: dict[str, Info] = {}
         with waiting():
-            for url, info in self._writable(folder).list(folder, recursive=False):
+            for url, info in self._writable(folder).listing(folder, recursive=False):
                 if info is not None and url in wanted:
                     found[url] = info
                     if len(found) == len(wanted):

@@ -45,7 +45,7 @@ class Other:
             raise StoreError(f"{sink.url}: got {len(data)} bytes of {end - sink.at} at byte {sink.at}", transient=True)
         sink.data += data
 
-    def list(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, Info | None]]:
+    def listing(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, Info | None]]:
         """(URL, what is known) of everything below a folder; None stands for a folder."""
         fs, path = self.link.fs, self._path(folder)
         try:

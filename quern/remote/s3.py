@@ -46,7 +46,7 @@ class S3:
         date = head["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
         if not date:
             return None
-        return (parsedate_to_datetime(date) - head["LastModified"]).total_seconds()  # type: ignore[no-any-return]
+        return (parsedate_to_datetime(date) - head["LastModified"]).total_seconds()
 
     def get(self, sink: Sink) -> None:
         """One try to bring what is missing in ``sink``."""
@@ -57,7 +57,7 @@ class S3:
             options["IfMatch"] = sink.condition
         self.link.once(sink.url, _get, sink, options)
 
-    def list(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, Info | None]]:
+    def listing(self, folder: str, *, recursive: bool) -> Iterator[tuple[str, Info | None]]:
         """(URL, what is known) of everything below a folder, page by page; None stands for a folder."""
         where, scheme = self._where(folder), folder.split("://", 1)[0]
         key = where["Key"].rstrip("/")

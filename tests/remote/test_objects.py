@@ -56,6 +56,27 @@ def test_a_whole_object_is_read_by_one_request_and_goes_on_after_a_cut(server: S
     assert [ranged for _, ranged, _ in server.proxy.ranges][1:] == ["", "bytes=150000-"]
 
 
+def test_a_link_too_slow_for_one_request_loses_no_byte(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUERN_STORE_TIMEOUT_S", "1")
+    data = content(5 << 20)
+    server.write("big", data)
+    server.proxy.faults = [Fault("slow", "GET", "big", OFTEN)]
+    assert storage.read_bytes(url(server, "big")) == data
+    starts = [int(ranged.removeprefix("bytes=").split("-")[0] or 0) for _, ranged, _ in server.proxy.ranges]
+    assert len(set(starts)) == len(starts) >= 3
+    assert starts == sorted(starts)
+
+
+def test_a_link_that_drips_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUERN_STORE_TIMEOUT_S", "1")
+    monkeypatch.setenv("QUERN_STORE_PATIENCE_S", "3")
+    server.write("a", content(100_000))
+    server.proxy.faults = [Fault("drip", "GET", "a", OFTEN)]
+    with pytest.raises(StoreError, match=r"one/a: .*given up after \d+ tries in \d+ s") as caught:
+        storage.read_bytes(url(server, "a"))
+    assert "\n" not in str(caught.value)
+
+
 def test_seeks_and_reads_are_those_of_a_file(server: Server) -> None:
     data, draw = content(2_000_000), random.Random(3)
     server.write("big", data)

@@ -112,7 +112,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STORMS = {
-    "none": (0.0, ()),
     "overload": (0.3, ("SlowDown", "InternalError")),
     "cuts": (0.25, ("cut anywhere", "cut request")),
     "lost answers": (0.25, ("lose answer",)),
@@ -122,7 +121,9 @@ STORMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storm", STORMS)
+@pytest.mark.parametrize(
+    "storm", [pytest.param(name, marks=[] if name == "everything" else pytest.mark.long) for name in STORMS]
+)
 def test_a_run_on_a_store_in_a_storm_has_the_bytes_of_a_local_one(
     server: Server, expected: dict[str, str], small_parts: None, storm: str
 ) -> None:
@@ -130,21 +131,19 @@ def test_a_run_on_a_store_in_a_storm_has_the_bytes_of_a_local_one(
     server.proxy.storm = STORMS[storm]
     run(settings(server.url))
     server.proxy.storm = (0.0, ())
-    assert storm == "none" or sum(server.proxy.struck(what) for what in STORMS[storm][1]) > 20
+    assert sum(server.proxy.struck(what) for what in STORMS[storm][1]) > 20
     assert stored(server) == expected
     nothing_is_left(server)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skip", [3, 20, 60, 100])
+@pytest.mark.parametrize("skip", [3, 40])
 def test_credentials_that_expire_are_one_line_and_the_run_goes_on_with_new_ones(
     server: Server, expected: dict[str, str], small_parts: None, skip: int
 ) -> None:
     write_input(server.url)
     server.proxy.faults = [Fault("ExpiredToken", method, "one", OFTEN, skip) for method in ("GET", "PUT", "HEAD")]
-    with pytest.raises(
-        QuernError, match=rf"{server.url}.*ExpiredToken.*renew the credentials|the object has no"
-    ) as caught:
+    with pytest.raises(QuernError, match=rf"{server.url}/.*; renew the credentials") as caught:
         run(settings(server.url))
     assert "\n" not in str(caught.value)
     stored(server)
@@ -252,7 +251,7 @@ def test_twenty_kills_of_the_driver_and_storms_change_no_byte(server: Server, si
                 arguments, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             try:
-                process.wait(draw.uniform(4, 16))
+                process.wait(draw.uniform(5, 20))
                 assert process.returncode == 0
                 ends += 1
                 break

@@ -60,6 +60,7 @@ class Web(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer's body waits 40 ms for the client's delayed acknowledgement
     server: Web
 
     def do_GET(self) -> None:

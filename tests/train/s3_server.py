@@ -20,6 +20,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
+from werkzeug.serving import WSGIRequestHandler
 
 ERROR = '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{0}</Code><Message>{0} says the proxy</Message></Error>'
 STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 403, "InvalidAccessKeyId": 403, "NoSuchUpload": 404}
@@ -100,6 +101,7 @@ class Proxy(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = WAIT_S
+    disable_nagle_algorithm = True  # else each answer's body waits 40 ms for the client's delayed acknowledgement
     server: Proxy
 
     def forward(self) -> None:
@@ -249,6 +251,7 @@ class Server:
 def serve() -> Iterator[int]:
     """The port of an S3 server, which ends with the block."""
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    WSGIRequestHandler.disable_nagle_algorithm = True
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
