@@ -59,7 +59,7 @@ class TableWriter:
     """Writes a table to a stream in row groups of about :data:`_ROWS`, whatever pieces it comes in."""
 
     def __init__(self, file: IO[bytes], schema: pa.Schema) -> None:
-        self._writer = pq.ParquetWriter(file, schema, compression="zstd", version="2.6")
+        self._writer = pq.ParquetWriter(file, schema, compression="zstd", version="2.6", write_page_checksum=True)
         self._schema = schema
         self._held: list[pa.Table] = []
         self._rows = 0
@@ -301,7 +301,7 @@ class Sidecar:
     def rows(self) -> Iterator[pa.Table]:
         """Its rows, chunk by chunk, in the order of the file."""
         try:
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 for batch in file.iter_batches(_ROWS, use_threads=False):
                     batch.validate(full=True)
                     if any(batch[name].null_count for name in _PLACED.names):

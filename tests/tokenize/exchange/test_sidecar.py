@@ -77,6 +77,15 @@ def _set(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
     )
 
 
+def _flip_a_url(data: Path, side: Path) -> None:
+    """A bit of a page of data; the table is whole otherwise."""
+    place = pq.read_metadata(side).row_group(0).column(3)
+    assert place.path_in_schema == "url"
+    content = bytearray(side.read_bytes())
+    content[place.data_page_offset + place.total_compressed_size // 2] ^= 4
+    side.write_bytes(content)
+
+
 BROKEN: dict[str, tuple[Change, str]] = {
     "other bytes": (lambda data, side: data.write_bytes(b"A\0" + data.read_bytes()[2:]), "is of other bytes than"),
     "another file's": (lambda data, side: shutil.copy(side.with_name("web_00001.documents.parquet"), side),
@@ -85,6 +94,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "another table": (lambda data, side: pq.write_table(pa.table({"doc_id": [1]}), side), "no table of documents"),
     "without metadata": (lambda data, side: pq.write_table(pq.read_table(side).replace_schema_metadata(), side),
                          "no table of documents"),
+    "a bit": (_flip_a_url, "cannot be read"),
     "a row more": (lambda data, side: _rewrite(side, lambda t: pa.concat_tables([t, t.slice(0, 1)])), "documents"),
     "a row less": (lambda data, side: _rewrite(side, lambda t: t.slice(0, len(t) - 1)), "documents"),
     "a length": (lambda data, side: _rewrite(side, lambda t: _set(t, "length", 2, 3)), "row"),
