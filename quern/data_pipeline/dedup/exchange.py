@@ -126,10 +126,8 @@ class Slice:
         for writer, files in enumerate(self.files):
             for number in range(files):
                 path = _path(self.folder, writer, number)
-                start, end = (
-                    int(np.frombuffer(read_range(path, _OFFSET.itemsize * at, _OFFSET.itemsize * (at + 1)), _OFFSET)[0])
-                    for at in (self.first, self.last)
-                )
+                offsets = read_range(path, _OFFSET.itemsize * self.first, _OFFSET.itemsize * (self.last + 1))
+                start, end = np.frombuffer(offsets, dtype=_OFFSET)[[0, -1]].tolist()
                 for at in range(start, end, max_records):
                     upto = min(at + max_records, end)
                     data = read_range(path, head + at * dtype.itemsize, head + upto * dtype.itemsize)

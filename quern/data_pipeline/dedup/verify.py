@@ -17,7 +17,7 @@ VERIFIED = np.dtype([("low", "<i8"), ("high", "<i8"), ("similarity", "<f8"), ("b
 #: Shingles that are compared at once.
 _SHINGLES = 1 << 20
 #: Pairs looked at to begin with when they are divided, and the most.
-_PAIRS, _MOST_PAIRS = 1 << 12, 1 << 18
+_PAIRS, _MOST_PAIRS = 1 << 12, 1 << 20
 #: Verified pairs that are decided at once.
 _BATCH = 1 << 16
 
@@ -40,10 +40,11 @@ def fitting(low: np.ndarray, high: np.ndarray, budget: int, per_pair: int) -> It
         cost = int(sizes_of(docs).sum()) + per_pair * (end - start)
         if cost > budget and end - start > 1:
             count = max((end - start) // 2, 1)
-            continue
-        yield start, end, docs
-        start = end
-        count = min(2 * count, _MOST_PAIRS) if 3 * cost < budget else count
+        elif 3 * cost < budget and end < len(low) and count < _MOST_PAIRS:
+            count *= 2
+        else:
+            yield start, end, docs
+            start = end
 
 
 def verify(
