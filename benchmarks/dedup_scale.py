@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -120,7 +121,7 @@ class Peaks:
                     line, info = process.cmdline(), process.memory_full_info()
                 except psutil.Error:
                     continue
-                kind = "driver" if "--phase" in line else "worker" if line and line[0].startswith("ray::") else "ray"
+                kind = "driver" if "phase" in line else "worker" if line and line[0].startswith("ray::") else "ray"
                 peak = self.mib.setdefault(kind, {"pss": 0.0, "rss": 0.0})
                 peak["pss"] = max(peak["pss"], info.pss / 2**20)
                 peak["rss"] = max(peak["rss"], info.rss / 2**20)
@@ -297,20 +298,24 @@ def main() -> None:
     parser.add_argument("--oracle", type=int, default=200_000, help="documents that are decided by brute force too")
     parser.add_argument("--peer-python", help="the Python of an environment with datatrove")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--phase", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["write", "phase"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     corpus, folder = Corpus(args.documents), args.folder.resolve()
-    if args.phase:
+    if args.only == "write":
+        write_corpus(corpus, folder, args.workers)
+        return
+    if args.only == "phase":
         run_phase(corpus, folder, args.workers)
         return
+    command = [sys.executable, __file__, "--documents", str(args.documents), "--folder", str(folder)]
+    command += ["--workers", str(args.workers), "--only"]
     result: dict[str, Any] = {"documents": corpus.documents, "partitions": corpus.partitions, "workers": args.workers}
     began = time.perf_counter()
-    write_corpus(corpus, folder, args.workers)
+    subprocess.run([*command, "write"], check=True)  # no child of this process is to stay
     result["written_s"] = time.perf_counter() - began
     if not (folder / DONE).exists():
-        command = [sys.executable, __file__, "--documents", str(args.documents), "--folder", str(folder)]
         with Peaks() as peaks:
-            usage = measure([*command, "--workers", str(args.workers), "--phase"], log=str(folder / "phase.log"))
+            usage = measure([*command, "phase"], log=str(folder / "phase.log"))
         stages = [json.loads(line) for line in (folder / "stages.jsonl").read_text().splitlines()]
         result |= {"usage": asdict(usage), "peak_mib": peaks.mib, "stages": stages}
         result["tables_mib"] = sum(path.stat().st_size for path in (folder / "duplicates").iterdir()) / 2**20
