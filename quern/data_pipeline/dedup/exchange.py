@@ -171,7 +171,7 @@ class Writer:
             records = records[np.argsort(bucket, kind="stable")]
         with storage.publish(_path(self._folder, self._index, self._files)) as file:
             file.write(offsets.tobytes())
-            file.write(memoryview(records).cast("B"))
+            file.write(records.view(np.uint8).data)
         self._counts += counts
         self._files += 1
         self._held = 0

@@ -59,11 +59,11 @@ def test_a_phase_that_ended_anywhere_goes_on_behind_its_last_whole_stage(tmp_pat
     while report is None:
         attempts += 1
         assert attempts < 100
-        engine = Ending(30)
+        engine = Ending(20)
         with suppress(EndedError):
             report = run(*arguments, engine, str(tmp_path / "w1"), inputs="x", records_per_task=400)
         ran += engine.ran
-    assert attempts > 3
+    assert attempts > 2
     assert ran == whole.ran  # no stage was made twice
     assert asdict(report) == asdict(expected)
     assert R.tables(tmp_path) == tables
@@ -85,7 +85,7 @@ def test_what_another_run_left_is_not_gone_on_with(tmp_path):
     assert stages_made(CONFIG, "x") == 0
     assert stages_made(CONFIG, "y") == everything
     assert stages_made(CONFIG.model_copy(update={"threshold": 0.4}), "y") == everything
-    assert stages_made(CONFIG, None, tasks=12) > 5
+    assert stages_made(CONFIG, None, tasks=20) > 5
     assert stages_made(CONFIG, None) == everything
 
 
