@@ -44,7 +44,7 @@ class Work:
     priorities: tuple[int, ...]
     """Of the sources."""
     max_records: int
-    """How many records a task sorts at once, and an eighth of the shingles it holds."""
+    """How many records a task sorts at once, and a quarter of the shingles it holds."""
     first_ranks: tuple[int, ...] = (0,)
     """Documents are kept in order in ranges; the first rank of each, and the number of all."""
 
