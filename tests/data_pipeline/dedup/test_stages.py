@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import time
 import tracemalloc
 from collections import Counter
 from contextlib import suppress
@@ -129,3 +132,36 @@ def test_a_task_takes_no_more_of_a_run_four_times_as_large(tmp_path, monkeypatch
         assert most < 1.25 * small.most.get(label, 0) + (1 << 20), label
     assert max(large.most.values()) < 20_000 * 250
     assert large.driver < 1.5 * small.driver + (1 << 20)
+
+
+_PROGRAM = """
+import sys
+from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.engine import InProcess
+
+folder, config = sys.argv[1], DuplicatesConfig.model_validate_json(sys.argv[2])
+partitions = [tuple(name.split("/")) for name in sys.argv[3:]]
+run(folder, partitions, {}, config, InProcess(), f"{folder}/work", inputs="x", records_per_task=100)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_nothing_half_done(tmp_path):
+    partitions = prepared(tmp_path, num_docs=400)
+    run(str(tmp_path), partitions, {}, CONFIG, InProcess(), str(tmp_path / "w0"))
+    expected = R.tables(tmp_path)
+    for table in (tmp_path / "duplicates").iterdir():
+        table.unlink()
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path), CONFIG.model_dump_json()]
+    command += ["/".join(partition) for partition in partitions]
+    commits, kills = tmp_path / "work" / "stages", 0
+    for stages in (2, 9, 16):
+        process = subprocess.Popen(command)
+        while process.poll() is None and (not commits.exists() or len(list(commits.iterdir())) <= stages):
+            time.sleep(0.001)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+    assert kills > 0
+    subprocess.run(command, check=True)
+    assert R.tables(tmp_path) == expected
