@@ -154,7 +154,13 @@ def _propose_block(table: np.ndarray, block: np.ndarray, max_pairs: int, sizes: 
 
 def unique_pairs(pairs: np.ndarray) -> np.ndarray:
     """Each pair once, under its first band, sorted by high and low."""
-    pairs = pairs[np.lexsort((pairs["band"], pairs["low"], pairs["high"]))]
-    new = np.ones(len(pairs), dtype=bool)
-    new[1:] = (pairs["low"][1:] != pairs["low"][:-1]) | (pairs["high"][1:] != pairs["high"][:-1])
-    return pairs[new]
+    if len(pairs) == 0:
+        return pairs
+    low, high = np.ascontiguousarray(pairs["low"]), np.ascontiguousarray(pairs["high"])
+    order = np.lexsort((low, high))
+    low, high = low[order], high[order]
+    starts = np.flatnonzero(np.concatenate(([True], (low[1:] != low[:-1]) | (high[1:] != high[:-1]))))
+    unique = np.empty(len(starts), dtype=PAIR)
+    unique["low"], unique["high"] = low[starts], high[starts]
+    unique["band"] = np.minimum.reduceat(pairs["band"][order], starts)
+    return unique

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from quern import storage
 from quern.data_pipeline.dedup.bands import PAIR
 from quern.data_pipeline.dedup.clusters import EDGE, star_edges
 from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank, read_records
@@ -124,6 +125,7 @@ def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
     for piece in range(num_pieces):
         own = Slice(work.folder(folder), (written.files,), num_pieces, piece, piece + 1, int(written.counts[piece]))
         yield survivors_after(removed, own.read(VERIFIED))
+    storage.remove_tree(work.folder(folder))
 
 
 def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:

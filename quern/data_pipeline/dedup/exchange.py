@@ -126,10 +126,8 @@ class Slice:
         for writer, files in enumerate(self.files):
             for number in range(files):
                 path = _path(self.folder, writer, number)
-                start, end = (
-                    int(np.frombuffer(read_range(path, _OFFSET.itemsize * at, _OFFSET.itemsize * (at + 1)), _OFFSET)[0])
-                    for at in (self.first, self.last)
-                )
+                offsets = read_range(path, _OFFSET.itemsize * self.first, _OFFSET.itemsize * (self.last + 1))
+                start, end = np.frombuffer(offsets, dtype=_OFFSET)[[0, -1]].tolist()
                 for at in range(start, end, max_records):
                     upto = min(at + max_records, end)
                     data = read_range(path, head + at * dtype.itemsize, head + upto * dtype.itemsize)
@@ -173,7 +171,7 @@ class Writer:
             records = records[np.argsort(bucket, kind="stable")]
         with storage.publish(_path(self._folder, self._index, self._files)) as file:
             file.write(offsets.tobytes())
-            file.write(memoryview(records).cast("B"))
+            file.write(records.view(np.uint8).data)
         self._counts += counts
         self._files += 1
         self._held = 0

@@ -22,7 +22,7 @@ from quern.data_pipeline.dedup.bands import (
     unique_pairs,
 )
 from quern.data_pipeline.dedup.exact import scope_words
-from quern.data_pipeline.dedup.exchange import Slice, bucket_of_key, bucket_of_rank
+from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank
 from quern.data_pipeline.dedup.order import NUMBERED, read_documents
 from quern.data_pipeline.dedup.signatures import signature_batches
 from quern.data_pipeline.dedup.verify import could_match, fitting
@@ -51,7 +51,8 @@ LENGTH = np.dtype([("rank", "<i8"), ("size", "<i8")])
 SHINGLE = np.dtype("<u8")
 #: The files of planned pairs.
 PLANS = "plans"
-_SHINGLES_PER_RECORD = 8
+_SHINGLES_PER_RECORD = 4
+_SHINGLES_PER_PAIR = 8
 #: A pair to verify is three records' worth of memory.
 _RECORDS_PER_PAIR = 3
 
@@ -127,7 +128,7 @@ def propose_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
     return Done((stats.shared, stats.capped, stats.largest), {"pairs": writer.close()})
 
 
-def _drain(proposals: Generator[np.ndarray, None, BandStats], writer, buckets: int) -> BandStats:
+def _drain(proposals: Generator[np.ndarray, None, BandStats], writer: Writer, buckets: int) -> BandStats:
     while True:
         try:
             pairs = next(proposals)
@@ -187,7 +188,7 @@ def plan_verification(work: Work, index: int, part: Slice) -> Done:
     with storage.publish(work.file(PLANS, index)) as file:
         for rows in part.blocks(_ANCHORED, max(work.max_records // _RECORDS_PER_PAIR, 1)):
             rows = rows[np.lexsort((rows["low"], rows["high"], rows["anchor"]))]
-            for start, end, docs in fitting(rows["low"], rows["high"], budget, _SHINGLES_PER_RECORD):
+            for start, end, docs in fitting(rows["low"], rows["high"], budget, _SHINGLES_PER_PAIR):
                 pairs = np.empty(end - start, dtype=PAIR)
                 for name in PAIR.names or ():
                     pairs[name] = rows[name][start:end]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,7 @@ def _verify(stages: Stages, work: Work, shards: Sequence[Shard], candidates: Exc
     shard_tasks = [(work, shard, needed.slice(shard.index, shard.index + 1), groups) for shard in shards]
     texts = stages.run(write_shingles, shard_tasks, "shingles", needed)
     lengths, shingles = texts["lengths"], texts["shingles"]
-    group_tasks = []
+    group_tasks: list[tuple[Any, ...]] = []
     for plan, sizes in enumerate(stage.numbers):
         ends = np.cumsum([0, *sizes]).tolist()
         for first, last in pairwise(ends):

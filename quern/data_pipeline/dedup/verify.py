@@ -17,7 +17,7 @@ VERIFIED = np.dtype([("low", "<i8"), ("high", "<i8"), ("similarity", "<f8"), ("b
 #: Shingles that are compared at once.
 _SHINGLES = 1 << 20
 #: Pairs looked at to begin with when they are divided, and the most.
-_PAIRS, _MOST_PAIRS = 1 << 12, 1 << 18
+_PAIRS, _MOST_PAIRS = 1 << 12, 1 << 20
 #: Verified pairs that are decided at once.
 _BATCH = 1 << 16
 
@@ -36,14 +36,16 @@ def fitting(low: np.ndarray, high: np.ndarray, budget: int, per_pair: int) -> It
     start, count = 0, _PAIRS
     while start < len(low):
         end = min(start + count, len(low))
-        docs = np.unique(np.concatenate((low[start:end], high[start:end])))
+        docs = np.sort(np.concatenate((low[start:end], high[start:end])))
+        docs = docs[np.concatenate(([True], docs[1:] != docs[:-1]))]
         cost = int(sizes_of(docs).sum()) + per_pair * (end - start)
         if cost > budget and end - start > 1:
             count = max((end - start) // 2, 1)
-            continue
-        yield start, end, docs
-        start = end
-        count = min(2 * count, _MOST_PAIRS) if 3 * cost < budget else count
+        elif 3 * cost < budget and end < len(low) and count < _MOST_PAIRS:
+            count *= 2
+        else:
+            yield start, end, docs
+            start = end
 
 
 def verify(
@@ -161,17 +163,14 @@ def _decide(removed: Removed, pairs: np.ndarray) -> np.ndarray:
     # what is left hangs on documents of this very batch, to be decided one after the other
     open_ = np.flatnonzero(~goes & ~np.logical_and.reduceat(settled, starts))
     ends = np.append(starts[1:], len(pairs))
-    later: set[int] = set()
+    gone, later = removed.of(low), set[int]()
     for document, first, last in zip(
         high[starts[open_]].tolist(), starts[open_].tolist(), ends[open_].tolist(), strict=True
     ):
-        before = low[first:last]
-        if any(
-            not gone and other not in later
-            for other, gone in zip(before.tolist(), removed.of(before).tolist(), strict=True)
-        ):
+        kept_before = low[first:last][~gone[first:last]].tolist()
+        if any(other not in later for other in kept_before):
             later.add(document)
     removed.add(np.fromiter(later, dtype=np.int64, count=len(later)))
-    kept = np.where(removed.of(low), len(pairs), np.arange(len(pairs)))
+    kept = np.where(removed.of(low), len(pairs), np.arange(len(pairs)))  # the first of a document's is the best
     first_kept = np.minimum.reduceat(kept, starts)
     return pairs[first_kept[first_kept < ends]]

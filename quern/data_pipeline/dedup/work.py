@@ -10,7 +10,10 @@ from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exchange import Writer, Written
 
-__all__ = ["Done", "Place", "Shard", "Work"]
+__all__ = ["RECORD_BYTES", "Done", "Place", "Shard", "Work"]
+
+#: What a record takes, about, where a number of records stands for memory.
+RECORD_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Work:
     priorities: tuple[int, ...]
     """Of the sources."""
     max_records: int
-    """How many records a task sorts at once, and an eighth of the shingles it holds."""
+    """How many records a task sorts at once, and a quarter of the shingles it holds."""
     first_ranks: tuple[int, ...] = (0,)
     """Documents are kept in order in ranges; the first rank of each, and the number of all."""
 
@@ -61,8 +64,8 @@ class Work:
         return storage.join(self.scratch, kind, f"{index:06d}")
 
     def writer(self, exchange: str, index: int, buckets: int, dtype: np.dtype) -> Writer:
-        """A writer of an exchange, one of those of all tasks."""
-        return Writer(self.folder(exchange), index, buckets, dtype, self.max_records)
+        """A writer of an exchange, one of those of all tasks; its files are about equally large for any dtype."""
+        return Writer(self.folder(exchange), index, buckets, dtype, self.max_records * RECORD_BYTES // dtype.itemsize)
 
     @property
     def ranges(self) -> int:

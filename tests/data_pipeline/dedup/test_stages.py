@@ -1,0 +1,167 @@
+"""A phase that ends in the middle, and memory that does not grow with the run."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
+
+import pytest
+
+from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.engine import InProcess
+
+from . import random_runs as R
+
+CONFIG = DuplicatesConfig(num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5, max_band_members=4)
+
+
+class EndedError(Exception):
+    pass
+
+
+class Ending(InProcess):
+    """An engine that ends after some tasks."""
+
+    def __init__(self, tasks: int | None) -> None:
+        self.left = tasks
+        self.ran: Counter[str] = Counter()
+
+    def map(self, function, tasks, *, label, on_death=None):
+        for index, task in enumerate(tasks):
+            if self.left == 0:
+                raise EndedError
+            if self.left is not None:
+                self.left -= 1
+            yield index, function(*task)
+        self.ran[label] += 1
+
+
+def prepared(folder, seed: int = 3, num_docs: int = 150):
+    docs = R.corpus(random.Random(seed), num_docs)
+    return R.write(folder, docs)
+
+
+@pytest.mark.slow
+def test_a_phase_that_ended_anywhere_goes_on_behind_its_last_whole_stage(tmp_path):
+    partitions = prepared(tmp_path)
+    arguments = (str(tmp_path), partitions, {}, CONFIG)
+    whole = Ending(None)
+    expected = run(*arguments, whole, str(tmp_path / "w0"), inputs="x", records_per_task=400)
+    tables = R.tables(tmp_path)
+    assert all(count == 1 for count in whole.ran.values())
+    assert len(whole.ran) > 20
+    # ended again and again, after a few tasks each
+    ran: Counter[str] = Counter()
+    attempts, report = 0, None
+    while report is None:
+        attempts += 1
+        assert attempts < 100
+        engine = Ending(20)
+        with suppress(EndedError):
+            report = run(*arguments, engine, str(tmp_path / "w1"), inputs="x", records_per_task=400)
+        ran += engine.ran
+    assert attempts > 2
+    assert ran == whole.ran  # no stage was made twice
+    assert asdict(report) == asdict(expected)
+    assert R.tables(tmp_path) == tables
+
+
+def test_what_another_run_left_is_not_gone_on_with(tmp_path):
+    partitions = prepared(tmp_path, num_docs=20)
+    scratch = str(tmp_path / "work")
+
+    def stages_made(config: DuplicatesConfig, inputs: str | None, tasks: int | None = None) -> int:
+        engine = Ending(tasks)
+        try:
+            run(str(tmp_path), partitions, {}, config, engine, scratch, inputs=inputs)
+        except EndedError:
+            assert tasks is not None
+        return sum(engine.ran.values())
+
+    everything = stages_made(CONFIG, "x")
+    assert stages_made(CONFIG, "x") == 0
+    assert stages_made(CONFIG, "y") == everything
+    assert stages_made(CONFIG.model_copy(update={"threshold": 0.4}), "y") == everything
+    assert stages_made(CONFIG, None, tasks=20) > 5
+    assert stages_made(CONFIG, None) == everything
+
+
+class Weighed(InProcess):
+    """An engine that notes the most memory a task takes, beside what the driver holds."""
+
+    def __init__(self) -> None:
+        self.most: dict[str, int] = {}
+        self.driver = 0
+
+    def map(self, function, tasks, *, label, on_death=None):
+        for index, task in enumerate(tasks):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            self.driver = max(self.driver, before)
+            result = function(*task)
+            self.most[label] = max(self.most.get(label, 0), tracemalloc.get_traced_memory()[1] - before)
+            yield index, result
+
+
+def weighed(folder, documents: int) -> Weighed:
+    corpus = R.planted().Corpus(documents)
+    for index in range(corpus.partitions):
+        corpus.write(str(folder), index)
+    names = [("crawl", corpus.name(index)) for index in range(corpus.partitions)]
+    engine = Weighed()
+    tracemalloc.start()
+    try:
+        run(str(folder), names, {}, DuplicatesConfig(), engine, str(folder / "work"), records_per_task=20_000)
+    finally:
+        tracemalloc.stop()
+    return engine
+
+
+@pytest.mark.long
+def test_a_task_takes_no_more_of_a_run_four_times_as_large(tmp_path, monkeypatch):
+    """A key that a tenth of all documents share, a cluster of a twentieth, a chain of a hundredth of them."""
+    monkeypatch.setattr(R.planted(), "PARTITION_DOCUMENTS", 2000)
+    small, large = (weighed(tmp_path / str(documents), documents) for documents in (10_000, 40_000))
+    for label, most in large.most.items():
+        assert most < 1.25 * small.most.get(label, 0) + (1 << 20), label
+    assert max(large.most.values()) < 20_000 * 250
+    assert large.driver < 1.5 * small.driver + (1 << 20)
+
+
+_PROGRAM = """
+import sys
+from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.engine import InProcess
+
+folder, config = sys.argv[1], DuplicatesConfig.model_validate_json(sys.argv[2])
+partitions = [tuple(name.split("/")) for name in sys.argv[3:]]
+run(folder, partitions, {}, config, InProcess(), f"{folder}/work", inputs="x", records_per_task=100)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_nothing_half_done(tmp_path):
+    partitions = prepared(tmp_path, num_docs=400)
+    run(str(tmp_path), partitions, {}, CONFIG, InProcess(), str(tmp_path / "w0"))
+    expected = R.tables(tmp_path)
+    for table in (tmp_path / "duplicates").iterdir():
+        table.unlink()
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path), CONFIG.model_dump_json()]
+    command += ["/".join(partition) for partition in partitions]
+    commits, kills = tmp_path / "work" / "stages", 0
+    for stages in (2, 9, 16):
+        process = subprocess.Popen(command)
+        while process.poll() is None and (not commits.exists() or len(list(commits.iterdir())) <= stages):
+            time.sleep(0.001)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+    assert kills > 0
+    subprocess.run(command, check=True)
+    assert R.tables(tmp_path) == expected
