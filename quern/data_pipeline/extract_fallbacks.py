@@ -11,6 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import justext.paragraph
@@ -21,9 +22,10 @@ import trafilatura.core
 import trafilatura.utils
 from lxml.html import HtmlElement
 
-__all__ = ["Comparison", "Neighbours", "Paragraph", "StopWords"]
+__all__ = ["CleanedLater", "Comparison", "Neighbours", "Paragraph", "StopWords"]
 
 #: Text outside of what readability drops first. (What a ``fencedframe`` holds counts, though it is dropped too.)
+_PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
 _SEEN_TEXT = lxml.etree.XPath("descendant::text()[not(parent::script or parent::style)]", smart_strings=False)
 
 
@@ -68,16 +70,16 @@ class Comparison:
         body, text = core.extract_content(cleaned, options)
         if options.fast:
             return body, text
-        self._state.hopeless = hopeless = self._is_sound(body, text, options) and self._longest_unpruned(
-            tree
-        ) <= 2 * len(text)
+        self._state.hopeless = hopeless = _is_sound(body, text, options) and self._longest_unpruned(tree) <= 2 * len(
+            text
+        )
         try:
             return core.compare_extraction(backup, tree if hopeless else copy.copy(tree), body, text, options)
         finally:
             self._state.hopeless = False
 
     def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
-        self._state.limit = 2 * len(text) if self._is_sound(body, text, options) else -1
+        self._state.limit = 2 * len(text) if _is_sound(body, text, options) else -1
         try:
             return self._compare(cleaned, raw, body, text, options)
         finally:
@@ -97,15 +99,6 @@ class Comparison:
                 return HtmlElement()  # what trafilatura makes of a readability failure: no text, never preferred
         return self._readability(tree)
 
-    @staticmethod
-    def _is_sound(body: HtmlElement, text: str, options: Any) -> bool:
-        return bool(
-            options.focus != "recall"
-            and text
-            and body.xpath(".//p//text()")
-            and len(body.findall(".//table")) <= len(body.findall(".//p"))
-        )
-
     def _longest_unpruned(self, tree: HtmlElement) -> float:
         """As :meth:`_longest`, of a tree that still has its scripts, without touching it."""
         frames = self._frames(tree)
@@ -122,6 +115,45 @@ class Comparison:
         if any(map(len, frames)) or (self._growing and next(tree.iter(*self._growing), None) is not None):
             return None
         return len("VIDEO") * len(frames)
+
+
+def _is_sound(body: HtmlElement, text: str, options: Any) -> bool:
+    """Whether readability has to be twice as long to be preferred."""
+    return bool(
+        options.focus != "recall"
+        and text
+        and _PARAGRAPH_TEXT(body)
+        and len(body.findall(".//table")) <= len(body.findall(".//p"))
+    )
+
+
+@dataclass(frozen=True)
+class CleanedLater:
+    """The cleaned page that justext reads, and that on most pages nobody asks for: made when somebody does."""
+
+    tree: HtmlElement
+    options: Any
+
+    @staticmethod
+    def prepare(tree: HtmlElement, options: Any, url: str | None) -> tuple[HtmlElement, Any]:
+        """The page cleaned and converted, and, unless comments are wanted, its cleaned copy for later."""
+        core = trafilatura.core
+        if options.comments:
+            cleaned = core.tree_cleaning(copy.copy(tree), options)
+            return core.convert_tags(copy.copy(cleaned), options, url), cleaned
+        cleaned = core.tree_cleaning(copy.copy(tree), options)
+        return core.convert_tags(cleaned, options, url), CleanedLater(tree, options)
+
+    @staticmethod
+    def resolving(clean: Callable[[HtmlElement], HtmlElement]) -> Callable[[Any], HtmlElement]:
+        """A function of a tree as one that also takes a tree for later."""
+
+        def cleaned(tree: Any) -> HtmlElement:
+            if isinstance(tree, CleanedLater):
+                tree = trafilatura.core.tree_cleaning(copy.copy(tree.tree), tree.options)
+            return clean(tree)
+
+        return cleaned
 
 
 class Neighbours(threading.local):

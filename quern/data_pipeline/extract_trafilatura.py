@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import justext.core
 import lxml.etree
@@ -31,7 +31,13 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
-from quern.data_pipeline.extract_fallbacks import Comparison, Neighbours, Paragraph, StopWords
+from quern.data_pipeline.extract_fallbacks import (
+    CleanedLater,
+    Comparison,
+    Neighbours,
+    Paragraph,
+    StopWords,
+)
 from quern.data_pipeline.xpath_walk import Member, Walk, Walks
 
 __all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
@@ -77,7 +83,7 @@ def stock_text(html: str, favor: Favor = "precision", include_tables: bool = Tru
 
 def extract_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
     """The same text as :func:`stock_text`, sooner."""
-    replacements, _, groups = _prepare()
+    replacements, _, groups = _prepare(favor)
     with _in_place(replacements):
         try:
             return stock_text(html, favor, include_tables)
@@ -86,9 +92,9 @@ def extract_text(html: str, favor: Favor = "precision", include_tables: bool = T
                 group.forget()
 
 
-def backend() -> str:
+def backend(favor: Favor = "precision") -> str:
     """``"walks"``, or ``"stock: <why>"`` where the speed-up does not apply."""
-    return _prepare()[1]
+    return _prepare(favor)[1]
 
 
 @dataclass(frozen=True)
@@ -119,14 +125,14 @@ def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
 
 
 @functools.cache
-def _prepare() -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
+def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
     """The replacements, :func:`backend`'s answer, and walks that remember a tree; made and tested once a process."""
     version = importlib.metadata.version("trafilatura")
     try:
         if version not in VERIFIED_VERSIONS:
             raise ValueError(f"trafilatura {version} is not one of the verified {', '.join(VERIFIED_VERSIONS)}")
         replacements, groups = _replacements()
-        _self_test(replacements)
+        _self_test(replacements, favor)
     except (AttributeError, TypeError, ValueError) as error:
         logger.warning("extraction runs on stock trafilatura, at about half the speed: %s", error)
         return (), f"stock: {error}", ()
@@ -166,6 +172,10 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         *found,
         _Replacement(utils, "HTML_PARSER", utils.HTML_PARSER, parser),
         _Replacement(utils, "INVALID_XML_CHARS", utils.INVALID_XML_CHARS, _InvalidCharacters(utils.INVALID_XML_CHARS)),
+        _Replacement(core, "_prepare_tree", core._prepare_tree, CleanedLater.prepare),
+        _Replacement(
+            external, "basic_cleaning", external.basic_cleaning, CleanedLater.resolving(external.basic_cleaning)
+        ),
         _Replacement(core, "_extract_and_compare", core._extract_and_compare, comparison.extract),
         _Replacement(core, "compare_extraction", core.compare_extraction, comparison.compare),
         _Replacement(external, "try_readability", external.try_readability, comparison.readability),
@@ -189,7 +199,7 @@ def _walk_or_xpath(expression: lxml.etree.XPath) -> Walk | lxml.etree.XPath:
         return expression
 
 
-def _self_test(replacements: tuple[_Replacement, ...]) -> None:
+def _self_test(replacements: tuple[_Replacement, ...], favor: Favor) -> None:
     """Raises ValueError where a walk and its XPath, or fast and stock text, differ."""
     for replacement in replacements:
         if not isinstance(replacement.stock, tuple):
@@ -200,13 +210,18 @@ def _self_test(replacements: tuple[_Replacement, ...]) -> None:
             together = walk.with_others(tree) if isinstance(walk, Member) else got
             if got != together or (expected[:1] != got if getattr(walk, "first", False) else expected != got):
                 raise ValueError(f"the self-test of {replacement.name} found another answer than its XPath's")
-    for page in _PAGES:
-        for favor in get_args(Favor):
+    # a few stop words are as good for this as all of justext's, which take a while to load
+    external = trafilatura.external
+    all_of_them, external.JT_STOPLIST = external.JT_STOPLIST, tuple(_SENTENCE.lower().split())
+    try:
+        for page in _PAGES:
             expected_text = stock_text(page, favor)
             with _in_place(replacements):
                 text = stock_text(page, favor)
             if text != expected_text:
                 raise ValueError(f"the self-test found another text than stock trafilatura's ({favor})")
+    finally:
+        external.JT_STOPLIST = all_of_them
 
 
 def probe_tree(path: str) -> HtmlElement:

@@ -54,6 +54,8 @@ def state() -> list[Any]:
         trafilatura.utils.INVALID_XML_CHARS,
         trafilatura.core.compare_extraction,
         trafilatura.core._extract_and_compare,
+        trafilatura.core._prepare_tree,
+        trafilatura.external.basic_cleaning,
         trafilatura.external.try_readability,
         trafilatura.external.prune_unwanted_nodes,
         trafilatura.external.classify_paragraphs,
@@ -158,7 +160,7 @@ def test_changed_words_of_an_expression_are_followed(fresh: None, monkeypatch: p
     changed = XPath(".//*[self::div][re:test(@class, 'millstone|flour-(?:bin|sack)')]", namespaces=RE)
     monkeypatch.setattr(trafilatura.xpaths, "TEASER_DISCARD_XPATH", [changed])
     assert fast.backend() == "walks"
-    walk = next(r for r in fast._prepare()[0] if r.name == "TEASER_DISCARD_XPATH").fast[0]
+    walk = next(r for r in fast._prepare("precision")[0] if r.name == "TEASER_DISCARD_XPATH").fast[0]
     assert len(walk(lxml.html.fromstring("<body><div class='flour-sack'></div><div class='teaser'></div></body>"))) == 1
 
 

@@ -78,7 +78,7 @@ def test_memory_stays_bounded_under_endless_new_values(monkeypatch: pytest.Monke
         assert len(walk(html.fromstring(f"<div>{body}</div>"))) == 25
         assert len(walk._memos["id"]) <= 16
     walk(html.fromstring(f"<div><p id='{'b' * 1000}'></p></div>"))
-    assert all(len(value) <= xpath_walk.MEMO_VALUE_CHARS for value in walk._single["id"])
+    assert all(len(value) <= xpath_walk.MEMO_VALUE_CHARS for value in walk._memos["id"])
 
 
 @pytest.mark.parametrize(

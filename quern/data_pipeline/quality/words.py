@@ -118,7 +118,7 @@ class _Memo(Generic[Value]):
         newer, older = self._newer, self._older
         found = list(map(newer.get, chunks))
         if None in found:
-            missing = {chunk for chunk, answer in zip(chunks, found, strict=True) if answer is None}
+            missing = set(chunks).difference(newer)
             known = missing & older.keys()
             newer.update((chunk, older[chunk]) for chunk in known)
             unknown = list(missing - known)
@@ -155,6 +155,8 @@ class Splitter:
         return (kinds[part] for part in parts)
 
     def _kind(self, token: str) -> str:
+        if token.isalnum():
+            return "w"
         if token in self._ends:
             return "E"
         return "p" if _PUNCTUATION_ONLY.fullmatch(token) else "w"
