@@ -65,13 +65,15 @@ def test_a_run_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) 
     pid = tmp_path / "pid"
     sleeps = "import time; time.sleep(600)"
     program = (
-        f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {sleeps!r}], start_new_session=True)\n"
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {sleeps!r}], start_new_session=True)\n"
         f"open({str(pid)!r}, 'w').write(str(child.pid))\nchild.wait()"
     )
     code = (
         "import json, os, sys\nfrom process_tree import measure\n"
         f"try: measure([sys.executable, '-c', {program!r}], timeout_s=2)\n"
-        f"except TimeoutError as error: print(json.dumps([str(error), os.path.exists('/proc/' + open({str(pid)!r}).read())]))"
+        f"except TimeoutError as error: print(json.dumps([str(error), os.path.exists('/proc/' + open({str(pid)!r}).read())"
+        "]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, check=True, timeout=60)
     assert json.loads(done.stdout) == ["ended after 2 s", False]
