@@ -189,7 +189,7 @@ class Neighbours(threading.local):
         return found
 
 
-class Paragraph(justext.paragraph.Paragraph):  # type: ignore[misc]
+class Paragraph(justext.paragraph.Paragraph):
     """justext's paragraph, which joins and collapses its text once and not at every look at it."""
 
     def __init__(self, path: Any) -> None:

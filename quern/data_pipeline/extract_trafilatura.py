@@ -166,8 +166,8 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
             entity=lxml.html.HtmlEntity,
         )
     )
-    prune = external.prune_unwanted_nodes
-    comparison = Comparison(core.compare_extraction, external.try_readability, lambda tree, *_: prune(tree, overall))
+    prune, pair = external.prune_unwanted_nodes, list(overall)
+    comparison = Comparison(core.compare_extraction, external.try_readability, lambda tree, *_: prune(tree, pair))
     replacements = (
         *found,
         _Replacement(utils, "HTML_PARSER", utils.HTML_PARSER, parser),
@@ -211,7 +211,7 @@ def _self_test(replacements: tuple[_Replacement, ...], favor: Favor) -> None:
             if got != together or (expected[:1] != got if getattr(walk, "first", False) else expected != got):
                 raise ValueError(f"the self-test of {replacement.name} found another answer than its XPath's")
     # a few stop words are as good for this as all of justext's, which take a while to load
-    external = trafilatura.external
+    external: Any = trafilatura.external
     all_of_them, external.JT_STOPLIST = external.JT_STOPLIST, tuple(_SENTENCE.lower().split())
     try:
         for page in _PAGES:

@@ -72,8 +72,8 @@ def test_a_run_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) 
     code = (
         "import json, os, sys\nfrom process_tree import measure\n"
         f"try: measure([sys.executable, '-c', {program!r}], timeout_s=2)\n"
-        f"except TimeoutError as error: print(json.dumps([str(error), os.path.exists('/proc/' + open({str(pid)!r}).read())"
-        "]))"
+        "except TimeoutError as error:\n"
+        f"    print(json.dumps([str(error), os.path.exists('/proc/' + open({str(pid)!r}).read())]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, check=True, timeout=60)
     assert json.loads(done.stdout) == ["ended after 2 s", False]
