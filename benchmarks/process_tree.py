@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -41,11 +42,18 @@ class Usage:
     """Highest resident size of any one process."""
 
 
-def measure(command: Sequence[str], *, env: dict[str, str] | None = None, log: str | None = None) -> Usage:
+def measure(
+    command: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    log: str | None = None,
+    timeout_s: float | None = None,
+) -> Usage:
     """Run ``command`` to its end and account for its whole process tree.
 
     Raises:
         SystemExit: the command failed; its last output is shown.
+        TimeoutError: it took longer than ``timeout_s`` seconds; it and all it started are ended.
     """
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise SystemExit("cannot become a subreaper: CPU of daemons would be lost")
@@ -56,7 +64,15 @@ def measure(command: Sequence[str], *, env: dict[str, str] | None = None, log: s
     sampler.start()
     began = time.perf_counter()
     with open(log or os.devnull, "w+") as output:
-        done = subprocess.run(command, env=env, stdout=output, stderr=subprocess.STDOUT, check=False)
+        try:
+            done = subprocess.run(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            stop.set()
+            sampler.join()
+            _end_all()
+            raise TimeoutError(f"ended after {timeout_s:.0f} s") from None
         wall = time.perf_counter() - began
         reaped = _reap()
         stop.set()
@@ -68,6 +84,15 @@ def measure(command: Sequence[str], *, env: dict[str, str] | None = None, log: s
     counted = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     discarded = sum(cpu for (pid, _), cpu in seen.discarded.items() if pid not in reaped)
     return Usage(wall, counted + discarded, seen.peak_pss_mib, seen.largest_rss_mib)
+
+
+def _end_all() -> None:
+    """End what the command has left: its descendants, and orphans of theirs, which are ours now."""
+    while left := psutil.Process().children(recursive=True):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        _reap(1.0)
 
 
 @dataclass

@@ -68,10 +68,13 @@ def _resiliparse_text(html: str) -> str | None:
 
 
 def _trafilatura_engine(config: ExtractConfig) -> Callable[[str], str | None]:
-    from quern.data_pipeline import extract_trafilatura
+    def text_of(html: str) -> str | None:
+        # imported, and tested against stock, where pages are: a driver that only checks its settings has none
+        from quern.data_pipeline import extract_trafilatura
 
-    extract_trafilatura.backend()  # the self-test, and its warning, come before the first page
-    return lambda html: extract_trafilatura.extract_text(html, config.favor, config.include_tables)
+        return extract_trafilatura.extract_text(html, config.favor, config.include_tables)
+
+    return text_of
 
 
 class Extract:

@@ -15,18 +15,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import math
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import justext.core
 import lxml.etree
 import lxml.html
-import lxml.html.defs
 import trafilatura
 import trafilatura.core
 import trafilatura.external
@@ -34,7 +31,14 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
-from quern.data_pipeline.xpath_walk import Walk
+from quern.data_pipeline.extract_fallbacks import (
+    CleanedLater,
+    Comparison,
+    Neighbours,
+    Paragraph,
+    StopWords,
+)
+from quern.data_pipeline.xpath_walk import Member, Walk, Walks
 
 __all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
 
@@ -55,6 +59,12 @@ EXPRESSION_LISTS = (
     "BODY_XPATH",
 )
 
+#: Lists that prune one tree one after the other, nothing but deletions between them.
+TOGETHER = (
+    ("RAW_TREE_PRUNE_XPATH", "REMOVE_COMMENTS_AND_LISTS_XPATH"),
+    ("OVERALL_DISCARD_XPATH", "DISCARD_IMAGE_ELEMENTS", "TEASER_DISCARD_XPATH", "PRECISION_DISCARD_XPATH"),
+)
+
 Favor = Literal["precision", "balanced", "recall"]
 
 
@@ -73,14 +83,18 @@ def stock_text(html: str, favor: Favor = "precision", include_tables: bool = Tru
 
 def extract_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
     """The same text as :func:`stock_text`, sooner."""
-    replacements, _ = _prepare()
+    replacements, _, groups = _prepare(favor)
     with _in_place(replacements):
-        return stock_text(html, favor, include_tables)
+        try:
+            return stock_text(html, favor, include_tables)
+        finally:
+            for group in groups:
+                group.forget()
 
 
-def backend() -> str:
+def backend(favor: Favor = "precision") -> str:
     """``"walks"``, or ``"stock: <why>"`` where the speed-up does not apply."""
-    return _prepare()[1]
+    return _prepare(favor)[1]
 
 
 @dataclass(frozen=True)
@@ -111,26 +125,37 @@ def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
 
 
 @functools.cache
-def _prepare() -> tuple[tuple[_Replacement, ...], str]:
-    """The replacements, and :func:`backend`'s answer; made and tested once a process."""
+def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
+    """The replacements, :func:`backend`'s answer, and walks that remember a tree; made and tested once a process."""
     version = importlib.metadata.version("trafilatura")
     try:
         if version not in VERIFIED_VERSIONS:
             raise ValueError(f"trafilatura {version} is not one of the verified {', '.join(VERIFIED_VERSIONS)}")
-        replacements = _replacements()
-        _self_test(replacements)
+        replacements, groups = _replacements()
+        _self_test(replacements, favor)
     except (AttributeError, TypeError, ValueError) as error:
         logger.warning("extraction runs on stock trafilatura, at about half the speed: %s", error)
-        return (), f"stock: {error}"
-    return replacements, "walks"
+        return (), f"stock: {error}", ()
+    return replacements, "walks", groups
 
 
-def _replacements() -> tuple[_Replacement, ...]:
+def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
     xpaths, utils, core, external = trafilatura.xpaths, trafilatura.utils, trafilatura.core, trafilatura.external
-    found = []
-    for name in EXPRESSION_LISTS:
-        stock = tuple(getattr(xpaths, name))
-        found.append(_Replacement(xpaths, name, stock, tuple(map(_walk_or_xpath, stock))))
+    stock = {name: tuple(getattr(xpaths, name)) for name in EXPRESSION_LISTS}
+    alone = {name: tuple(map(_walk_or_xpath, listed)) for name, listed in stock.items()}
+    fast: dict[str, tuple[Any, ...]] = dict(alone)
+    groups = []
+    for names in TOGETHER:
+        groups.append(Walks([walk for name in names for walk in alone[name] if isinstance(walk, Walk)]))
+        members = iter(groups[-1].members)
+        for name in names:
+            fast[name] = tuple(next(members) if isinstance(walk, Walk) else walk for walk in alone[name])
+    # readability's copy of the page is pruned by the one list alone
+    overall = alone["OVERALL_DISCARD_XPATH"]
+    if all(isinstance(walk, Walk) for walk in overall):
+        groups.append(Walks(overall))
+        overall = groups[-1].members
+    found = [_Replacement(xpaths, name, stock[name], fast[name]) for name in EXPRESSION_LISTS]
     # lxml.html asks a Python method for the class of every element; only form controls get another than HtmlElement
     parser = utils.HTML_PARSER.copy()
     parser.set_element_class_lookup(
@@ -141,15 +166,27 @@ def _replacements() -> tuple[_Replacement, ...]:
             entity=lxml.html.HtmlEntity,
         )
     )
-    comparison = _Comparison(core.compare_extraction, external.try_readability)
-    return (
+    prune, pair = external.prune_unwanted_nodes, list(overall)
+    comparison = Comparison(core.compare_extraction, external.try_readability, lambda tree, *_: prune(tree, pair))
+    replacements = (
         *found,
         _Replacement(utils, "HTML_PARSER", utils.HTML_PARSER, parser),
         _Replacement(utils, "INVALID_XML_CHARS", utils.INVALID_XML_CHARS, _InvalidCharacters(utils.INVALID_XML_CHARS)),
+        _Replacement(core, "_prepare_tree", core._prepare_tree, CleanedLater.prepare),
+        _Replacement(
+            external, "basic_cleaning", external.basic_cleaning, CleanedLater.resolving(external.basic_cleaning)
+        ),
+        _Replacement(core, "_extract_and_compare", core._extract_and_compare, comparison.extract),
         _Replacement(core, "compare_extraction", core.compare_extraction, comparison.compare),
         _Replacement(external, "try_readability", external.try_readability, comparison.readability),
-        _Replacement(justext.core, "_get_neighbour", justext.core._get_neighbour, _Neighbours().find),
+        _Replacement(external, "prune_unwanted_nodes", prune, comparison.prune),
+        _Replacement(
+            external, "classify_paragraphs", external.classify_paragraphs, StopWords(external.classify_paragraphs)
+        ),
+        _Replacement(justext.core, "Paragraph", justext.core.Paragraph, Paragraph),
+        _Replacement(justext.core, "_get_neighbour", justext.core._get_neighbour, Neighbours().find),
     )
+    return replacements, tuple(groups)
 
 
 def _walk_or_xpath(expression: lxml.etree.XPath) -> Walk | lxml.etree.XPath:
@@ -162,7 +199,7 @@ def _walk_or_xpath(expression: lxml.etree.XPath) -> Walk | lxml.etree.XPath:
         return expression
 
 
-def _self_test(replacements: tuple[_Replacement, ...]) -> None:
+def _self_test(replacements: tuple[_Replacement, ...], favor: Favor) -> None:
     """Raises ValueError where a walk and its XPath, or fast and stock text, differ."""
     for replacement in replacements:
         if not isinstance(replacement.stock, tuple):
@@ -170,27 +207,21 @@ def _self_test(replacements: tuple[_Replacement, ...]) -> None:
         for xpath, walk in zip(replacement.stock, replacement.fast, strict=True):
             tree = probe_tree(xpath.path)
             expected, got = xpath(tree), walk(tree)
-            if expected[:1] != got if getattr(walk, "first", False) else expected != got:
+            together = walk.with_others(tree) if isinstance(walk, Member) else got
+            if got != together or (expected[:1] != got if getattr(walk, "first", False) else expected != got):
                 raise ValueError(f"the self-test of {replacement.name} found another answer than its XPath's")
-    for page in _PAGES:
-        for favor in get_args(Favor):
+    # a few stop words are as good for this as all of justext's, which take a while to load
+    external: Any = trafilatura.external
+    all_of_them, external.JT_STOPLIST = external.JT_STOPLIST, tuple(_SENTENCE.lower().split())
+    try:
+        for page in _PAGES:
             expected_text = stock_text(page, favor)
             with _in_place(replacements):
                 text = stock_text(page, favor)
             if text != expected_text:
                 raise ValueError(f"the self-test found another text than stock trafilatura's ({favor})")
-
-
-def _grows(tag: str) -> bool:
-    """Whether an element's text, or the text after it, gets longer by a way through XML and HTML."""
-    for text in (None, "x", "&<b>&amp;"):
-        tree = lxml.html.fromstring("<div></div>")
-        element = lxml.etree.SubElement(tree, tag)
-        element.text, element.tail = text, "y"
-        again = trafilatura.utils.fromstring_bytes(lxml.etree.tostring(tree, encoding=str, method="xml"))
-        if again is None or len(again.text_content()) > len(tree.text_content()):
-            return True
-    return False
+    finally:
+        external.JT_STOPLIST = all_of_them
 
 
 def probe_tree(path: str) -> HtmlElement:
@@ -237,84 +268,6 @@ class _InvalidCharacters:
         if any(character in text for character in self._characters):
             return self._pattern.sub(replacement, text)
         return text
-
-
-class _Comparison:
-    """trafilatura's comparison with readability, less the readability runs that cannot change the answer.
-
-    Outside of recall mode readability replaces a sound extraction only if its text is more than twice as long
-    (``_prefer_readability``), and it only ever leaves text out: its collapsed text is no longer than that of the tree
-    it is given. The exceptions are counted (a video frame becomes "VIDEO") or not skipped at all (``growing``: elements
-    whose text grows when serialised as XML and read again as HTML, which readability does).
-    """
-
-    def __init__(self, compare: Callable[..., Any], readability: Callable[[HtmlElement], HtmlElement]) -> None:
-        self._compare, self._readability = compare, readability
-        self._state = threading.local()
-        known = lxml.html.defs.tags | {"listing", "noembed", "plaintext", "xmp"}
-        self._growing = tuple(sorted(tag for tag in known - {"iframe", "script", "style"} if _grows(tag)))
-
-    def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
-        sound = (
-            options.focus != "recall"
-            and text
-            and body.xpath(".//p//text()")
-            and len(body.findall(".//table")) <= len(body.findall(".//p"))
-        )
-        self._state.limit = 2 * len(text) if sound else -1
-        try:
-            return self._compare(cleaned, raw, body, text, options)
-        finally:
-            self._state.limit = -1
-
-    def readability(self, tree: HtmlElement) -> HtmlElement:
-        limit = getattr(self._state, "limit", -1)
-        if limit >= 0:
-            for element in list(tree.iter("script", "style", "fencedframe")):  # as readability itself begins
-                element.drop_tree()
-            if self._longest(tree) <= limit:
-                return HtmlElement()  # what trafilatura makes of a readability failure: no text, never preferred
-        return self._readability(tree)
-
-    def _longest(self, tree: HtmlElement) -> float:
-        """A length that readability's text of ``tree`` cannot pass."""
-        frames = list(tree.iter("iframe"))
-        if any(map(len, frames)) or (self._growing and next(tree.iter(*self._growing), None) is not None):
-            return math.inf
-        return len(" ".join(tree.text_content().split())) + len("VIDEO") * len(frames)
-
-
-class _Neighbours(threading.local):
-    """justext's look for the nearest decided paragraph, in linear time over a page of many undecided ones.
-
-    A scan stops early where the one before it passed: undecided paragraphs stay undecided until the questions, which
-    come in ascending order, have passed them. A question at a lower index is the start of a new round.
-    """
-
-    def __init__(self) -> None:
-        self._paragraphs: Any = None
-        self._last = -1
-        self._scans: dict[tuple[bool, int], tuple[int, int, str]] = {}
-
-    def find(self, i: int, paragraphs: Any, ignore_neargood: bool, inc: int, boundary: int) -> str:
-        if paragraphs is not self._paragraphs or i < self._last:
-            self._paragraphs, self._scans = paragraphs, {}
-        self._last = i
-        start, stop, answer = self._scans.get((ignore_neargood, inc), (-1, -1, ""))
-        at, found = i + inc, "bad"
-        while at != boundary:
-            # forward: inside the last scan; backward: back at its start, itself still undecided
-            known = start <= at < stop if inc > 0 else at == start
-            kind = paragraphs[at].class_type
-            if kind in ("good", "bad") or (kind == "neargood" and not ignore_neargood):
-                found = kind
-                break
-            if known:
-                at, found = stop, answer
-                break
-            at += inc
-        self._scans[ignore_neargood, inc] = (i, at, found)
-        return found
 
 
 _SENTENCE = (

@@ -9,12 +9,13 @@ The subset is what boilerplate-pruning expressions use: ``.//*[self::a or self::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lxml.html import HtmlElement
 
-__all__ = ["Walk"]
+__all__ = ["Member", "Walk", "Walks"]
 
 #: Answers kept for one attribute of one expression; past it the memo starts anew. Longer values are not kept.
 MEMO_ENTRIES = 8192
@@ -27,6 +28,9 @@ _TOKEN = re.compile(
     r"""\s*(?: '[^']*' | "[^"]*" | [A-Za-z_][\w-]*(?:::?[A-Za-z_][\w-]*)? | \.// | 1(?!\d) | [][()@|=,*] )""",
     re.VERBOSE,
 )
+#: Of a regex: an escape, a character class, or one character.
+_REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_LITERAL_START = re.compile(r"[A-Za-z_](?![*+?{])")
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
@@ -147,7 +151,7 @@ class _Parser:
         argument = self.literal()
         flags = self.literal() if function == "re:test" and self.accept(",") else ""
         self.take(")")
-        search = re.compile(argument if function == "re:test" else "", re.IGNORECASE if flags else 0).search
+        search = re.compile(_grouped(argument) if function == "re:test" else "", re.IGNORECASE if flags else 0).search
         tests: dict[str, Holds] = {
             "contains": lambda value: argument in value,
             "starts-with": lambda value: value.startswith(argument),
@@ -193,24 +197,68 @@ class _Parser:
         return token[1:-1]
 
 
+def _grouped(pattern: str) -> str:
+    """The same alternatives, those that begin with one letter together: the engine tries one after the other."""
+    alternatives, start, depth = [], 0, 0
+    for match in _REGEX_PART.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if match[0] == "|" and depth == 0:
+            alternatives.append(pattern[start : match.start()])
+            start = match.end()
+    alternatives.append(pattern[start:])
+    by_letter: dict[str, list[str]] = {}
+    for alternative in alternatives:
+        begins = _LITERAL_START.match(alternative)
+        by_letter.setdefault(begins[0] if begins else "", []).append(alternative)
+    rest = by_letter.pop("", [])
+    return "|".join(
+        [*(f"{letter}(?:{'|'.join(a[1:] for a in listed)})" for letter, listed in by_letter.items()), *rest]
+    )
+
+
 def _any_of(terms: list[Condition]) -> Condition:
     return terms[0] if len(terms) == 1 else lambda element: any(term(element) for term in terms)
 
 
-class _Memo(dict[str, bool]):
-    """Whether any test holds for a value: looked up, else found out. Bounded, so hostile pages cannot fill memory."""
+class _Memo(dict[str, int]):
+    """What a value of one attribute says: 1, a test holds; 2, it would where this attribute is the one that counts.
 
-    def __init__(self, tests: list[Holds]) -> None:
+    Looked up, else found out. Bounded, so hostile pages cannot fill memory.
+    """
+
+    def __init__(self, name: str, tests: Sequence[_Test]) -> None:
+        super().__init__()
+        self._alone = [test.holds for test in tests if test.names == (name,)]
+        self._union = [test.holds for test in tests if name in test.names and len(test.names) > 1]
+
+    def __missing__(self, value: str) -> int:
+        verdict = 1 if any(holds(value) for holds in self._alone) else 0
+        if not verdict and any(holds(value) for holds in self._union):
+            verdict = 2
+        return _keep(self, value, verdict)
+
+
+class _Bits(dict[str, int]):
+    """As :class:`_Memo`, of many walks: the bit of each whose test holds, and, behind those, of each whose might."""
+
+    def __init__(self, tests: Sequence[tuple[int, Holds]]) -> None:
         super().__init__()
         self._tests = tests
 
-    def __missing__(self, value: str) -> bool:
-        verdict = any(test(value) for test in self._tests) if len(self._tests) > 1 else self._tests[0](value)
-        if len(value) <= MEMO_VALUE_CHARS:
-            if len(self) >= MEMO_ENTRIES:
-                self.clear()
-            self[value] = verdict
-        return verdict
+    def __missing__(self, value: str) -> int:
+        bits = 0
+        for bit, holds in self._tests:
+            if not bits & bit and holds(value):
+                bits |= bit
+        return _keep(self, value, bits)
+
+
+def _keep(memo: dict[str, int], value: str, answer: int) -> int:
+    if len(value) <= MEMO_VALUE_CHARS:
+        if len(memo) >= MEMO_ENTRIES:
+            memo.clear()
+        memo[value] = answer
+    return answer
 
 
 class Walk:
@@ -222,24 +270,20 @@ class Walk:
     def __init__(self, path: str) -> None:
         """Raises ValueError for an expression outside the subset."""
         self.path = path
-        self._tags, tests, self._conditions, self.first = _Parser(path).parse()
-        by_names: dict[tuple[str, ...], list[Holds]] = {}
-        for test in tests:
-            by_names.setdefault(test.names, []).append(test.holds)
-        self._single = {names[0]: _Memo(holds) for names, holds in by_names.items() if len(names) == 1}
-        self._union = tuple((names, _Memo(holds)) for names, holds in by_names.items() if len(names) > 1)
+        self.tags, self.tests, self._conditions, self.first = _Parser(path).parse()
+        self._memos = {name: _Memo(name, self.tests) for test in self.tests for name in test.names}
+        self._union = [test for test in self.tests if len(test.names) > 1]
 
     def __call__(self, root: HtmlElement) -> list[HtmlElement]:
         found = []
-        single, union, conditions = self._single, self._union, self._conditions
-        for element in root.iterdescendants(*self._tags):
-            attributes = element.items()
-            for name, value in attributes:
-                if name in single and single[name][value]:
-                    break
-            else:
-                if not (union and attributes and self._union_holds(attributes)):
-                    continue
+        memos, conditions = self._memos, self._conditions
+        for element in root.iterdescendants(*self.tags):
+            verdict = 0
+            for name, value in element.items():
+                if name in memos:
+                    verdict |= memos[name][value]
+            if not verdict or (verdict == 2 and not any(test(element) for test in self._union)):
+                continue
             if conditions and not all(condition(element) for condition in conditions):
                 continue
             found.append(element)
@@ -247,11 +291,93 @@ class Walk:
                 break
         return found
 
-    def _union_holds(self, attributes: list[tuple[str, str]]) -> bool:
-        for names, memo in self._union:
-            for name, value in attributes:
-                if name in names:
-                    if memo[value]:
-                        return True
-                    break
-        return False
+    def takes(self, element: HtmlElement, surely: bool) -> bool:
+        """Whether one element is what the walk looks for; ``surely``: a test is known to hold."""
+        if self.tags != ("*",) and element.tag not in self.tags:
+            return False
+        if not surely and not any(test(element) for test in self._union):
+            return False
+        return all(condition(element) for condition in self._conditions)
+
+
+class Walks:
+    """Several walks that prune one tree one after the other, in one pass over it.
+
+    ``members`` stand in for the walks, in their order. The first one asked about a tree answers for all; a later one
+    that is asked about the same tree next gives what was found for it then, once. What was deleted since is among it,
+    and to delete a part of what is deleted changes nothing that stays. Asked about any other tree a member is the plain
+    walk.
+    """
+
+    def __init__(self, walks: Sequence[Walk]) -> None:
+        """Raises ValueError for a walk that asks for a first match, or whose answer another's deletions may change."""
+        for place, walk in enumerate(walks):
+            if walk.first or (place and ".//" in walk.path[walk.path.index("[") :]):
+                raise ValueError(f"expected an expression that walks with others, got {walk.path!r}")
+        self._walks = tuple(walks)
+        self._named = {tag for walk in walks for tag in walk.tags} - {"*"}
+        anywhere = ["*" in walk.tags for walk in walks]
+        self._memos = self._memos_of([True] * len(walks))
+        self._memos_elsewhere = self._memos_of(anywhere)
+        self._tags = ("*",) if any(anywhere) else tuple(sorted(self._named))
+        self._last = threading.local()
+        self.members = tuple(Member(self, place, walk) for place, walk in enumerate(walks))
+
+    def find(self, root: HtmlElement, place: int) -> list[HtmlElement]:
+        """What the walk at ``place`` finds below ``root``."""
+        last = self._last
+        if place == 0:
+            last.root, last.found = root, [*self.find_all(root)]
+        elif getattr(last, "root", None) is not root or last.found[place] is None:
+            return self._walks[place](root)
+        found: list[HtmlElement] = last.found[place]
+        last.found[place] = None
+        return found
+
+    def forget(self) -> None:
+        """Let go of the last tree."""
+        self._last.root = self._last.found = None
+
+    def _memos_of(self, wanted: Sequence[bool]) -> dict[str, _Bits]:
+        """Attribute → the bits of the wanted walks by its value."""
+        tests: dict[str, list[tuple[int, Holds]]] = {}
+        for place, walk in enumerate(self._walks):
+            for test in walk.tests if wanted[place] else ():
+                bit = 1 << place if len(test.names) == 1 else 1 << place + len(self._walks)
+                for name in test.names:
+                    tests.setdefault(name, []).append((bit, test.holds))
+        return {name: _Bits(listed) for name, listed in tests.items()}
+
+    def find_all(self, root: HtmlElement) -> list[list[HtmlElement]]:
+        """What each walk finds below ``root``."""
+        named, behind = self._named, len(self._walks)
+        found: list[list[HtmlElement]] = [[] for _ in self._walks]
+        for element in root.iterdescendants(*self._tags):
+            memos = self._memos if element.tag in named else self._memos_elsewhere
+            bits = 0
+            for name, value in element.items():
+                if name in memos:
+                    bits |= memos[name][value]
+            if bits:
+                for place, walk in enumerate(self._walks):
+                    surely = bits >> place & 1
+                    if (surely or bits >> place + behind & 1) and walk.takes(element, bool(surely)):
+                        found[place].append(element)
+        return found
+
+
+class Member:
+    """One of several walks; in place of the walk alone."""
+
+    first = False
+
+    def __init__(self, walks: Walks, place: int, walk: Walk) -> None:
+        self.path = walk.path
+        self._walks, self._place = walks, place
+
+    def __call__(self, root: HtmlElement) -> list[HtmlElement]:
+        return self._walks.find(root, self._place)
+
+    def with_others(self, root: HtmlElement) -> list[HtmlElement]:
+        """Its answer from a pass of all."""
+        return self._walks.find_all(root)[self._place]

@@ -7,6 +7,7 @@ characters, never the control token.
 from __future__ import annotations
 
 import base64
+import binascii
 import functools
 import hashlib
 import threading
@@ -97,11 +98,18 @@ class Encoding:
         """Ids run from 0 to ``vocab_size - 1``."""
         self.eot_id = core.eot_token
         self.dtype: Literal["uint16", "uint32"] = "uint16" if self.vocab_size <= UINT16_VOCAB else "uint32"
-        self.ranks_file = format_ranks(ranks)
-        """The ranks as a tiktoken file: equal ranks are equal bytes."""
-        self.ranks_sha256 = hashlib.sha256(self.ranks_file).hexdigest()
         self.core = core
+        self._ranks = ranks
         assert max(core.max_token_value, self.eot_id) <= np.iinfo(self.dtype).max
+
+    @functools.cached_property
+    def ranks_file(self) -> bytes:
+        """The ranks as a tiktoken file: equal ranks are equal bytes."""
+        return format_ranks(self._ranks)
+
+    @functools.cached_property
+    def ranks_sha256(self) -> str:
+        return hashlib.sha256(self.ranks_file).hexdigest()
 
     def __reduce__(self) -> tuple[Callable[..., Encoding], tuple[str, str | None]]:
         return load_encoding, (self.name, self.ranks_path)
@@ -191,31 +199,43 @@ def _get_encoding(name: str) -> tiktoken.Encoding:
 
 @functools.lru_cache(maxsize=4)
 def _load_from_ranks(name: str, path: str, content: bytes) -> Encoding:
+    try:
+        return Encoding(name, path, *_make(name, content))
+    except ValueError as error:
+        raise InputError(f"tokenize.ranks: {path}: {error}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _make(name: str, content: bytes) -> tuple[tiktoken.Encoding, dict[bytes, int]]:
+    """The encoding of a ranks file and its ranks, once a content: a run has a copy of its ranks under a second name.
+
+    Raises ValueError, which says what is wrong with the content.
+    """
     import tiktoken
 
-    ranks = _parse_ranks(path, content)
+    ranks = _parse_ranks(content)
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
-        raise InputError(f"tokenize.ranks: {path}: expected a rank for each of the 256 bytes, {missing[0]} has none")
+        raise ValueError(f"expected a rank for each of the 256 bytes, {missing[0]} has none")
     ids = set(ranks.values())
     if len(ids) != len(ranks) or min(ids) < 0:
-        raise InputError(f"tokenize.ranks: {path}: expected different ranks from 0 on, got one twice or below 0")
+        raise ValueError("expected different ranks from 0 on, got one twice or below 0")
     if name in known_encodings():
         definition = _known_definition(name, ranks)
         expected = definition.get("explicit_n_vocab")
         specials = definition["special_tokens"]
         if ids & set(specials.values()) or (expected and len(ranks) + len(specials) != expected):
-            raise InputError(
-                f"tokenize.ranks: {path}: its {len(ranks)} ranks are not those of {name!r}; "
+            raise ValueError(
+                f"its {len(ranks)} ranks are not those of {name!r}; "
                 "give tokenize.encoding= another name for an encoding of your own"
             )
     else:
         if max(ids) != len(ranks) - 1:
-            raise InputError(f"tokenize.ranks: {path}: expected the ranks 0 to {len(ranks) - 1}, got {max(ids)}")
+            raise ValueError(f"expected the ranks 0 to {len(ranks) - 1}, got {max(ids)}")
         definition = _known_definition("gpt2", ranks)
         definition = {**definition, "name": name, "special_tokens": {ENDOFTEXT: len(ranks)}}
         del definition["explicit_n_vocab"]
-    return Encoding(name, path, tiktoken.Encoding(**definition), ranks)
+    return tiktoken.Encoding(**definition), ranks
 
 
 def _known_definition(name: str, ranks: Mapping[bytes, int]) -> dict[str, Any]:
@@ -241,18 +261,16 @@ def _known_definition(name: str, ranks: Mapping[bytes, int]) -> dict[str, Any]:
     return dict(types.FunctionType(constructor.__code__, names)())
 
 
-def _parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
+def _parse_ranks(content: bytes) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
         try:
             token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
         except ValueError:
-            raise InputError(
-                f"tokenize.ranks: {path}: line {number}: expected a base64 token and its rank, got {line[:40]!r}"
-            ) from None
+            raise ValueError(f"line {number}: expected a base64 token and its rank, got {line[:40]!r}") from None
     return ranks
 
 

@@ -13,11 +13,14 @@ import pytest
 import trafilatura
 import trafilatura.core
 import trafilatura.external
+import trafilatura.htmlprocessing
+import trafilatura.settings
 import trafilatura.utils
 import trafilatura.xpaths
 from lxml.etree import XPath
 
 from quern.data_pipeline import extract_trafilatura as fast
+from quern.data_pipeline.extract_fallbacks import Comparison, Neighbours, Paragraph, StopWords
 from quern.data_pipeline.xpath_walk import Walk
 
 RE = {"re": "http://exslt.org/regular-expressions"}
@@ -31,6 +34,15 @@ def fresh() -> Any:
     fast._prepare.cache_clear()
 
 
+def stock_comparison() -> Comparison:
+    external = trafilatura.external
+    return Comparison(trafilatura.core.compare_extraction, external.try_readability, external.prune_unwanted_nodes)
+
+
+def never(*args: object) -> Any:
+    raise AssertionError("not to be called")
+
+
 def expressions() -> list[XPath]:
     return [xpath for name in fast.EXPRESSION_LISTS for xpath in getattr(trafilatura.xpaths, name)]
 
@@ -41,7 +53,13 @@ def state() -> list[Any]:
         trafilatura.utils.HTML_PARSER,
         trafilatura.utils.INVALID_XML_CHARS,
         trafilatura.core.compare_extraction,
+        trafilatura.core._extract_and_compare,
+        trafilatura.core._prepare_tree,
+        trafilatura.external.basic_cleaning,
         trafilatura.external.try_readability,
+        trafilatura.external.prune_unwanted_nodes,
+        trafilatura.external.classify_paragraphs,
+        justext.core.Paragraph,
         justext.core._get_neighbour,
     ]
 
@@ -142,7 +160,7 @@ def test_changed_words_of_an_expression_are_followed(fresh: None, monkeypatch: p
     changed = XPath(".//*[self::div][re:test(@class, 'millstone|flour-(?:bin|sack)')]", namespaces=RE)
     monkeypatch.setattr(trafilatura.xpaths, "TEASER_DISCARD_XPATH", [changed])
     assert fast.backend() == "walks"
-    walk = next(r for r in fast._prepare()[0] if r.name == "TEASER_DISCARD_XPATH").fast[0]
+    walk = next(r for r in fast._prepare("precision")[0] if r.name == "TEASER_DISCARD_XPATH").fast[0]
     assert len(walk(lxml.html.fromstring("<body><div class='flour-sack'></div><div class='teaser'></div></body>"))) == 1
 
 
@@ -167,7 +185,7 @@ def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.M
         tree = trafilatura.utils.load_html(page)
         for element in list(tree.iter("script", "style", "fencedframe")):
             element.drop_tree()
-        comparison = fast._Comparison(trafilatura.core.compare_extraction, trafilatura.external.try_readability)
+        comparison = stock_comparison()
         longest = comparison._longest(tree)
         text = trafilatura.external.try_readability(tree).text_content()
         assert len(" ".join(text.split())) <= longest
@@ -175,7 +193,7 @@ def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.M
 
 def test_a_video_frame_counts_with_the_word_readability_puts_in_its_place() -> None:
     page = "<body><p>word</p><iframe src='https://www.youtube.com/embed/a'></iframe><iframe src=x></iframe></body>"
-    comparison = fast._Comparison(trafilatura.core.compare_extraction, trafilatura.external.try_readability)
+    comparison = stock_comparison()
     assert comparison._longest(trafilatura.utils.load_html(page)) == len("word") + 2 * len("VIDEO")
     assert comparison._longest(trafilatura.utils.load_html("<body><p>word</p><xmp>&lt;</xmp></body>")) == float("inf")
 
@@ -200,14 +218,74 @@ def test_readability_runs_exactly_where_it_could_win(own_text: str, body: str, f
         return tree
 
     raw = lxml.html.fromstring(f"<html><body><p>{'y' * 100}</p><script>{'z' * 999}</script></body></html>")
-    comparison = fast._Comparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability)
+    comparison = Comparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability, never)
     comparison.compare(raw, raw, lxml.html.document_fromstring(body), own_text, SimpleNamespace(focus=focus))
     assert bool(ran) == runs
     comparison.readability(raw)
     assert len(ran) == runs + 1, "outside of a comparison it always runs"
 
 
-class Paragraph:
+def test_a_page_too_short_to_win_is_neither_copied_nor_pruned() -> None:
+    comparison = Comparison(trafilatura.core.compare_extraction, never, never)
+    options = trafilatura.settings.Extractor(precision=True)
+    paragraph = "<p>" + "The miller sets the stone, pours the grain, and waits until noon. " * 12 + "</p>"
+    tree = trafilatura.utils.load_html(f"<html><body><div class='nav'>Nav</div><article>{paragraph}</article></body>")
+    cleaned, backup = trafilatura.core._prepare_tree(tree, options, None)
+    before = lxml.html.tostring(tree)
+    fast.extract_text("<p>prepared</p>")
+    trafilatura.core.compare_extraction, stock = comparison.compare, trafilatura.core.compare_extraction
+    trafilatura.external.prune_unwanted_nodes, prune = comparison.prune, trafilatura.external.prune_unwanted_nodes
+    trafilatura.external.try_readability, readability = comparison.readability, trafilatura.external.try_readability
+    try:
+        _, text = comparison.extract(cleaned, backup, tree, options)
+    finally:
+        trafilatura.core.compare_extraction = stock
+        trafilatura.external.prune_unwanted_nodes = prune
+        trafilatura.external.try_readability = readability
+    assert text.startswith("The miller sets")
+    assert lxml.html.tostring(tree) == before
+
+
+def test_what_is_counted_on_the_whole_page_bounds_what_is_left_of_it() -> None:
+    comparison = stock_comparison()
+    for page in [
+        *fast._PAGES,
+        "<body>a <b>b</b><script>no</script> c<style>no</style>d<iframe></iframe> &nbsp; e</body>",
+    ]:
+        tree = trafilatura.utils.load_html(page)
+        bound = comparison._longest_unpruned(tree)
+        for element in list(tree.iter("script", "style", "fencedframe")):
+            element.drop_tree()
+        assert bound == comparison._longest(tree)
+        trafilatura.htmlprocessing.prune_unwanted_nodes(tree, trafilatura.xpaths.OVERALL_DISCARD_XPATH)
+        assert bound >= comparison._longest(tree)
+
+
+def test_fewer_stop_words_and_remembered_texts_make_the_classes_that_justext_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["The", "İstanbul", "ΑΣ", "and", "of", "water", "ÇA", "est", "LE", "moulin", "wheat", "©", "straße"]
+    stoplist = ("the", "and", "of", "est", "le", "ας", "i̇stanbul", "ça")
+    draw = random.Random(3)
+    body = "".join(
+        f"<{tag}>{' '.join(draw.choices(words, k=draw.randint(0, 60)))}"
+        f"<a>{' '.join(draw.choices(words, k=3))}</a>\n</{tag}>"
+        for tag in draw.choices(("p", "div", "li", "select"), k=200)
+    )
+    tree = lxml.html.fromstring(f"<html><body>{body}<br>x<br><br>y</body></html>")
+
+    def classified(classify: Callable[..., None]) -> list[tuple[Any, ...]]:
+        paragraphs = justext.core.ParagraphMaker.make_paragraphs(tree)
+        classify(paragraphs, stoplist, 50, 150, 0.1, 0.2, 0.25, True)
+        return [(p.text, p.dom_path, p.tags_count, p.chars_count_in_links, p.cf_class) for p in paragraphs]
+
+    expected = classified(justext.core.classify_paragraphs)
+    assert len({kind for *_, kind in expected}) == 4
+    monkeypatch.setattr(justext.core, "Paragraph", Paragraph)
+    assert classified(StopWords(justext.core.classify_paragraphs)) == expected
+
+
+class Classified:
     heading = False
     class_type = ""
 
@@ -216,7 +294,7 @@ class Paragraph:
 
 
 def revised(kinds: list[str]) -> list[str]:
-    paragraphs = [Paragraph(kind) for kind in kinds]
+    paragraphs = [Classified(kind) for kind in kinds]
     justext.core.revise_paragraph_classification(paragraphs, 150)
     return [paragraph.class_type for paragraph in paragraphs]
 
@@ -229,13 +307,13 @@ def test_neighbours_are_those_of_justext(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(4000)
     ]
     expected = [revised(kinds) for kinds in cases]
-    monkeypatch.setattr(justext.core, "_get_neighbour", fast._Neighbours().find)
+    monkeypatch.setattr(justext.core, "_get_neighbour", Neighbours().find)
     assert [revised(kinds) for kinds in cases] == expected
 
 
 def test_a_new_round_of_questions_sees_changed_paragraphs() -> None:
     paragraphs = [SimpleNamespace(class_type=kind) for kind in ("short", "short", "short", "bad")]
-    neighbours = fast._Neighbours()
+    neighbours = Neighbours()
     assert [neighbours.find(i, paragraphs, True, 1, 4) for i in (0, 1)] == ["bad", "bad"]
     paragraphs[3].class_type = "good"
     assert neighbours.find(0, paragraphs, True, 1, 4) == "good"
@@ -252,7 +330,7 @@ def test_neighbours_take_linear_time() -> None:
             Counting.reads += 1
             return SimpleNamespace(class_type=self.kinds[index])
 
-    paragraphs, neighbours = Counting(), fast._Neighbours()
+    paragraphs, neighbours = Counting(), Neighbours()
     for i in range(3000):
         neighbours.find(i, paragraphs, True, -1, -1)
         neighbours.find(i, paragraphs, True, 1, 3000)

@@ -203,6 +203,76 @@ def test_visible_text(raw: str, visible: str) -> None:
     assert visible_text(raw) == visible
 
 
+def spelled_out(raw: str) -> str:
+    """The same by one look at a character: hidden elements and comments that are closed go, then tags."""
+    names = ("script", "style", "noscript", "template", "svg", "textarea")
+    shown, at = "", 0
+    while at < len(raw):
+        lower = raw[at:].lower()
+        end = -1
+        if lower.startswith("<!--"):
+            end = raw.find("-->", at + 4)
+            end = end + 3 if end >= 0 else -1
+        for name in names:
+            behind = raw[at + 1 + len(name) : at + 2 + len(name)]
+            if lower.startswith(f"<{name}") and not (behind.isascii() and (behind.isalnum() or behind == "-")):
+                close = raw.lower().find(f"</{name}", at + 1 + len(name))
+                if close >= 0:
+                    end = close + 2 + len(name)
+                    while end < len(raw) and raw[end] not in "<>":
+                        end += 1
+                    end += raw[end : end + 1] == ">"
+        shown, at = (shown + " ", end) if end >= 0 else (shown + raw[at], at + 1)
+    text, inside = "", False
+    for char in shown:
+        if char == "<":
+            inside = True
+            text += " "
+        elif char == ">" and inside:
+            inside = False
+        elif not inside:
+            text += char
+    return " ".join(text.split())
+
+
+@settings(max_examples=1000)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<",
+                ">",
+                " ",
+                "a",
+                "<p>",
+                "</p ",
+                "<script",
+                "<SCRIPT>",
+                "</script",
+                "</Script>",
+                "<style>",
+                "</style>",
+                "<!--",
+                "-->",
+                "<svg/>",
+                "</svg",
+                "\n",
+                "\x1c",
+                "-",
+                "é",
+                "<spam>",
+                "<t",
+                "<n",
+                "<!",
+            ]
+        ),
+        max_size=12,
+    ).map("".join)
+)
+def test_visible_text_is_what_a_look_at_each_character_leaves(raw: str) -> None:
+    assert visible_text(raw) == spelled_out(raw)
+
+
 @pytest.mark.parametrize(
     "unit", ["<script>", "<script", "<!--", "<", "<p ", "<svg><style>", "</script>", "<script></style>"]
 )

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +10,7 @@ from lxml import html
 from lxml.etree import SubElement, XPath
 
 from quern.data_pipeline import xpath_walk
-from quern.data_pipeline.xpath_walk import Walk
+from quern.data_pipeline.xpath_walk import Walk, Walks
 
 RE = {"re": "http://exslt.org/regular-expressions"}
 EXPRESSIONS = (
@@ -73,9 +76,9 @@ def test_memory_stays_bounded_under_endless_new_values(monkeypatch: pytest.Monke
     for start in range(0, 1000, 50):
         body = "".join(f"<p id='{'a' if n % 2 else 'b'}{n}'></p>" for n in range(start, start + 50))
         assert len(walk(html.fromstring(f"<div>{body}</div>"))) == 25
-        assert len(walk._single["id"]) <= 16
+        assert len(walk._memos["id"]) <= 16
     walk(html.fromstring(f"<div><p id='{'b' * 1000}'></p></div>"))
-    assert all(len(value) <= xpath_walk.MEMO_VALUE_CHARS for value in walk._single["id"])
+    assert all(len(value) <= xpath_walk.MEMO_VALUE_CHARS for value in walk._memos["id"])
 
 
 @pytest.mark.parametrize(
@@ -97,3 +100,59 @@ def test_memory_stays_bounded_under_endless_new_values(monkeypatch: pytest.Monke
 def test_expressions_outside_the_subset_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         Walk(path)
+
+
+PRUNING = tuple(path for path in EXPRESSIONS if not path.startswith("(") and not path.endswith("[1]"))
+
+
+def pruned(root: html.HtmlElement, expressions: list[Any]) -> str:
+    for expression in expressions:
+        for element in expression(root):
+            if element.getparent() is not None:
+                element.getparent().remove(element)
+    return html.tostring(root, encoding="unicode")
+
+
+@settings(max_examples=200)
+@given(nodes)
+def test_walks_together_leave_the_tree_that_xpaths_leave_one_after_the_other(
+    shape: list[tuple[str, list[tuple[str, str]], int]],
+) -> None:
+    paths = sorted(PRUNING, key=lambda path: ".//b" not in path)  # only the first may look at what is below
+    members = list(TOGETHER.members)
+    assert [member.path for member in members] == paths
+    for asked in (members, members[:1], members[1:], members[::2]):  # not every list is asked about every tree
+        expected = pruned(grown(shape), [XPath(paths[members.index(m)], namespaces=RE) for m in asked])
+        assert pruned(grown(shape), asked) == expected
+
+
+TOGETHER = Walks([Walk(path) for path in sorted(PRUNING, key=lambda path: ".//b" not in path)])
+
+
+def test_walks_together_answer_once_for_one_tree() -> None:
+    walks = Walks([Walk(".//p[@class='a']"), Walk(".//*[@id='b']")])
+    one, other = walks.members
+    root = html.fromstring("<div><p class='a'></p><p id='b'></p></div>")
+    one(root)
+    assert other(root) == [root[1]]
+    root.remove(root[1])
+    assert other(root) == [], "asked again it looks again"
+    one(root)
+    assert other(html.fromstring("<div><i id='b'></i></div>"))[0].tag == "i", "another tree"
+    walks.forget()
+    assert other(root) == []
+
+
+@pytest.mark.parametrize("path", ["(.//*[self::p][@id='a'])[1]", ".//*[@id='a'][not(.//b)]"])
+def test_expressions_whose_answer_deletions_change_do_not_walk_together(path: str) -> None:
+    with pytest.raises(ValueError, match="expected an expression that walks with others"):
+        Walks([Walk(".//*[@id='x']"), Walk(path)])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a|b|ab", "^a|b|a$", "a?b|ac", "a[|b]c|ad", r"a\|b|ac", "(?:a|^b)c|a|bc", "[]|a]b|cab?", " a|a b|aa|ba*|c"],
+)
+@given(text=st.text(alphabet="abc|] ", max_size=8))
+def test_grouped_alternatives_match_what_they_matched(pattern: str, text: str) -> None:
+    assert bool(re.search(xpath_walk._grouped(pattern), text)) == bool(re.search(pattern, text))

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from itertools import chain
+from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import regex
@@ -117,7 +118,7 @@ class _Memo(Generic[Value]):
         newer, older = self._newer, self._older
         found = list(map(newer.get, chunks))
         if None in found:
-            missing = {chunk for chunk, answer in zip(chunks, found, strict=True) if answer is None}
+            missing = set(chunks).difference(newer)
             known = missing & older.keys()
             newer.update((chunk, older[chunk]) for chunk in known)
             unknown = list(missing - known)
@@ -154,6 +155,8 @@ class Splitter:
         return (kinds[part] for part in parts)
 
     def _kind(self, token: str) -> str:
+        if token.isalnum():
+            return "w"
         if token in self._ends:
             return "E"
         return "p" if _PUNCTUATION_ONLY.fullmatch(token) else "w"
@@ -239,14 +242,28 @@ def _plain() -> Splitter:
 
 
 def _import_spacy() -> Any:
-    """spaCy, without the torch that its thinc imports where it can: 1.3 s and 220 MB a process, never used here."""
-    if "torch" in sys.modules:
-        return importlib.import_module("spacy")
-    sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails, as where it is not installed
+    """spaCy without what it imports and is never used here.
+
+    That is the torch that its thinc imports where it can (1.3 s and 220 MB a process), and the command line (a third of
+    the rest: HTTP and template libraries).
+    """
+    absent: dict[str, Any] = {"torch": None}  # an import of it fails, as where it is not installed
+    command_line = ("spacy.cli", "spacy.cli.info")
+    if "spacy" not in sys.modules:
+        absent |= {name: ModuleType(name) for name in command_line}
+        for module in (absent[name] for name in command_line):
+            module.info = None  # the one name that spaCy itself takes from it
+    absent = {name: module for name, module in absent.items() if name not in sys.modules}
+    sys.modules.update(absent)
     try:
-        return importlib.import_module("spacy")
+        spacy = importlib.import_module("spacy")
     finally:
-        del sys.modules["torch"]
+        for name, module in absent.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+    if absent.keys() & set(command_line):
+        vars(spacy).pop("cli", None)  # whoever wants it imports the real one
+    return spacy
 
 
 def _spacy_name(language: str) -> str:
@@ -259,20 +276,29 @@ def _spacy_name(language: str) -> str:
 
 @cache
 def _spaced(name: str) -> Splitter:
-    blank: Any = _import_spacy().blank(name)
-    # Of a word new to it spaCy computes some twenty attributes; the split looks at none of them.
-    blank.vocab.lex_attr_getters = {}
-    return Splitter(lambda chunks: _spacy_words(blank, chunks, english=name == "en"))
+    tokenizer = _tokenizer(name)
+    return Splitter(lambda chunks: _spacy_words(tokenizer, chunks, english=name == "en"))
 
 
-def _spacy_words(blank: Any, chunks: list[str], *, english: bool) -> list[Tokens]:
-    rules = blank.tokenizer.rules
+def _tokenizer(name: str) -> Any:
+    """The tokenizer of ``spacy.blank(name)``, without the pipeline around it."""
+    _import_spacy()
+    from spacy.language import create_tokenizer
+    from spacy.util import get_lang_class
+    from spacy.vocab import Vocab
+
+    # Of a word new to it a vocabulary may compute some twenty attributes; the split looks at none of them.
+    return create_tokenizer()(SimpleNamespace(vocab=Vocab(), Defaults=get_lang_class(name).Defaults))  # type: ignore[arg-type]
+
+
+def _spacy_words(tokenizer: Any, chunks: list[str], *, english: bool) -> list[Tokens]:
+    rules = tokenizer.rules
     words = [_without_spacy(chunk, rules, english) for chunk in chunks]
     hard = [place for place, tokens in enumerate(words) if tokens is None]
     if hard:
         # A newline is a token of its own and in no special case, so that no chunk's words depend on its neighbour.
-        with blank.memory_zone():
-            tokens = [token.text for token in blank.tokenizer("\n".join(chunks[place] for place in hard))]
+        with tokenizer.vocab.memory_zone():
+            tokens = [token.text for token in tokenizer("\n".join(chunks[place] for place in hard))]
         start = 0
         for place in hard[:-1]:
             end = tokens.index("\n", start)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -187,3 +189,26 @@ def test_words_of_real_books_and_speeches_are_those_of_spacy(shared: Path) -> No
         texts = [json.loads(line)["text"][:20_000] for line in file][::7]
     for text in texts:
         assert Reading(text, "en").words == spacy_words(text)
+
+
+@pytest.mark.parametrize("language", ["en", "fr"])
+@settings(max_examples=40, deadline=None)
+@given(st.text(alphabet="aBé1.,:;'’\"()[]{}/@#$%&*+-–—_=<>~|\\ sdntmkh€°😀", max_size=40))
+def test_the_tokenizer_alone_gives_the_words_of_the_whole_pipeline(language: str, text: str) -> None:
+    assert [t.text for t in under_test._tokenizer(language)(text)] == [
+        t.text for t in spacy_blank(language).tokenizer(text)
+    ]
+
+
+def test_special_cases_and_urls_are_split_as_in_the_whole_pipeline() -> None:
+    text = "don't (can't) U.S.A. e.g. http://a.b/c?d=1. x@y.org, 10km/h... :-) I'm o'clock we'll've :) cannot gonna"
+    assert [t.text for t in under_test._tokenizer("en")(text)] == [t.text for t in spacy_blank("en").tokenizer(text)]
+
+
+def test_spacy_is_imported_without_its_command_line_and_torch() -> None:
+    code = (
+        "import sys; from quern.data_pipeline.quality import words; words.splitter('en')\n"
+        "assert not {'torch', 'spacy.cli', 'httpx'} & sys.modules.keys()\n"
+        "from spacy.cli.info import info; assert callable(info), 'whoever wants it has the real one'"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
