@@ -17,7 +17,7 @@ import pytest
 
 from quern.data_pipeline.engine import open_engine
 
-pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def place(x: int) -> tuple[int, str]:
@@ -50,7 +50,10 @@ def address(tmp_path: Path) -> Iterator[str]:
                 "disable_launch_config_check": True, "gcs_address": f"{host}:{port}"}  # fmt: skip
     config = {
         "cluster_name": "fake", "max_workers": 2, "idle_timeout_minutes": 0.05, "upscaling_speed": 100.0, "auth": {},
-        "provider": provider, "head_node_type": "ray.head.default",
+        "docker": {}, "file_mounts": {}, "cluster_synced_files": [], "file_mounts_sync_continuously": False,
+        "rsync_exclude": [], "rsync_filter": [], "initialization_commands": [], "setup_commands": [],
+        "head_setup_commands": [], "worker_setup_commands": [], "head_start_ray_commands": [],
+        "worker_start_ray_commands": [], "provider": provider, "head_node_type": "ray.head.default",
         "available_node_types": {
             "worker": worker, "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
         },
