@@ -71,10 +71,9 @@ def address(tmp_path: Path) -> Iterator[str]:
             env=environment, stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while socket.socket().connect_ex((host, port)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 90
+        while b"Ray runtime started" not in (tmp_path / "ray.log").read_bytes() and time.monotonic() < deadline:
             time.sleep(0.3)
-        time.sleep(3)
         yield f"{host}:{port}"
     finally:
         import ray
