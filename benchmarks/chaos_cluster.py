@@ -194,8 +194,9 @@ def machines(folder: Path, *, namespace: bool = False) -> Iterator[Cluster]:
         cluster = Cluster(folder, f"{host}:{port}", environment,
                           Machine(_ray_start(folder, own, environment)), cable)  # fmt: skip
         try:
-            _await_port(host, port)
+            _await_machines(folder, 1)
             cluster.add_machine()
+            _await_machines(folder, 2)
             yield cluster
         finally:
             for machine in (*cluster.others, cluster.head):
@@ -208,13 +209,13 @@ def _nothing() -> Iterator[None]:
     yield None
 
 
-def _await_port(host: str, port: int, patience_s: float = 60) -> None:
+def _await_machines(folder: Path, count: int, patience_s: float = 90) -> None:
     began = time.monotonic()
     while time.monotonic() - began < patience_s:
-        with suppress(OSError), socket.create_connection((host, port), 1):
+        if (folder / "ray.log").read_bytes().count(b"Ray runtime started") >= count:
             return
         time.sleep(0.2)
-    raise SystemExit(f"no Ray came up at {host}:{port}; see ray.log")
+    raise SystemExit(f"no Ray came up; see {folder / 'ray.log'}")
 
 
 def pick(processes: list[psutil.Process], count: int, draw: random.Random) -> list[psutil.Process]:

@@ -20,7 +20,8 @@ export OMP_NUM_THREADS=1
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 port=$((20000 + SLURM_JOB_ID % 20000))
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${nodes[0]}
 head_ip=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{ print $1 }')
 # Each job has a folder of its own: two jobs on a node must not meet in /tmp/ray, and socket names are short.
 session="/tmp/ray-$SLURM_JOB_ID"
@@ -46,8 +47,7 @@ until srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap ray health-check --
     kill -0 "${rays[0]}"
     sleep 2
 done
-mapfile -t others < <(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n +2)
-for node in "${others[@]}"; do
+for node in "${nodes[@]:1}"; do
     start_ray "$node" --address="$head_ip:$port"
 done
 

@@ -19,12 +19,12 @@
 set -euo pipefail
 
 export OMP_NUM_THREADS=1
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 srun --kill-on-bad-exit=1 --wait=60 \
     torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
-    --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port" \
     -m quern.train "$@" &
 ranks=$!
 ended_early=0
