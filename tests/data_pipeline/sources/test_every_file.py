@@ -32,6 +32,12 @@ NOT_RECORDS = {
     "jhove__invalid__invalid-warcheaderversion-20.warc",
     "jhove__invalid__invalid-warcreader-diagnosis-1.warc",
 }
+#: HTTP header lines, behind a wrong length, that whoever made the list took for ARC documents.
+NOT_DOCUMENTS = {
+    "broken.warc": 2,
+    "jhove__invalid__invalid-warcfile-fields-empty.warc": 1,
+    "jhove__invalid__invalid-warcfile-fields-invalidformat.warc": 1,
+}
 
 
 @dataclass
@@ -43,7 +49,8 @@ class Scan:
 
 
 def fields(head: bytes) -> dict[str, str]:
-    pairs = (line.partition(b":") for line in head.replace(b"\r\n", b"\n").split(b"\n")[1:] if b":" in line)
+    lines = re.sub(rb"\r*\n[ \t]+", b" ", head).split(b"\n")  # a line that begins with a blank goes on with the last
+    pairs = (line.partition(b":") for line in lines[1:] if b":" in line)
     found: dict[str, str] = {}
     for name, _, value in pairs:
         found.setdefault(name.strip().lower().decode("latin-1"), value.strip().decode("utf-8", "replace"))
@@ -131,6 +138,15 @@ def by_warcio(path: Path) -> Counter[tuple[str, str | None]]:
     return found
 
 
+def by_kind(records: Counter[tuple[str, str | None]]) -> Counter[str]:
+    """How many of each type, pages together."""
+    counts = Counter[str]()
+    for (kind, _), number in records.items():
+        kind = kind.strip().lower()
+        counts["page" if kind in PAGES else "none" if kind in ("", "null") else kind] += number
+    return counts
+
+
 def listed(shared: Path) -> dict[Path, dict[str, Any]]:
     folder = shared / "data" / "warc_real"
     rows = json.loads((folder / "INDEX.json").read_text())
@@ -161,23 +177,23 @@ def test_every_file_gives_what_warcio_and_a_scan_find_in_it(shared: Path) -> Non
             assert not found, path
             assert log.damage[-1]["why"] == "no WARC or ARC record found"
             continue
+        expected = [
+            Counter({identity: n for (kind, identity), n in found.items() if kind in PAGES and identity})
+            for found in (warcio, scan.records)
+        ]
+        for who, identities in zip(("warcio", "the scan"), expected, strict=True):
+            if identities - ours:
+                wrong.append(f"{path.name}: {who} has pages {identities - ours}")
+        kinds = {"warcio": by_kind(warcio), "the scan": by_kind(scan.records)}
         if path in index:
-            counts = Counter[str]()
-            for kind, number in index[path]["records"].items():
-                counts[kind.strip().lower()] += number
-            if sum(counts.values()) != sum(warcio.values()):
-                wrong.append(f"{path.name}: the list says {dict(counts)}, warcio reads {sum(warcio.values())}")
-        for who, theirs in (("warcio", warcio), ("the scan", scan.records)):
-            expected = Counter({identity: n for (kind, identity), n in theirs.items() if kind in PAGES and identity})
-            if expected - ours:
-                wrong.append(f"{path.name}: {who} has pages {expected - ours}")
-            kinds = Counter[str]()
-            for (kind, _), number in theirs.items():
-                kinds["page" if kind in PAGES else kind or "none"] += number
+            kinds["the list"] = by_kind(Counter({(kind, None): n for kind, n in index[path]["records"].items()}))
+        for who, counts in kinds.items():
             if is_arc(path):
-                kinds["arc_header"] += kinds.pop("warcinfo", 0)
-            if kinds - numbers:
-                wrong.append(f"{path.name}: {who} has {kinds - numbers} more, of {numbers}")
+                counts["arc_header"] += counts.pop("warcinfo", 0)
+            if who == "the list":
+                counts["page"] -= NOT_DOCUMENTS.get(path.name, 0)
+            if counts - numbers:
+                wrong.append(f"{path.name}: {who} has {counts - numbers} more, of {numbers}")
         for item in log.damage:
             assert item["file"] == str(path)
             assert 0 <= item["offset"] <= len(content), path

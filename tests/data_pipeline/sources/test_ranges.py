@@ -65,6 +65,16 @@ def test_ranges_of_a_sound_file_are_what_warcio_reads(tmp_path: Path, compress: 
 
 
 @pytest.mark.parametrize("compress", [True, False])
+def test_a_record_that_begins_at_an_edge_is_the_range_s_behind_it(tmp_path: Path, compress: bool) -> None:
+    one = record(compress=compress)
+    path = write(tmp_path, one * 6)
+    for edge in (len(one), 2 * len(one)):
+        found, again = in_ranges(path, edge)
+        assert [page.record_offset for page in found] == [i * len(one) for i in range(6)]
+        assert again == 0
+
+
+@pytest.mark.parametrize("compress", [True, False])
 @pytest.mark.parametrize("inside_compressed", [True, False])
 def test_a_crawl_inside_a_page_misleads_ranges_that_are_then_put_right(
     tmp_path: Path, compress: bool, inside_compressed: bool
