@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice
 
 __all__ = ["has_attributes_over", "inline_run", "num_elements", "table_cells"]
 
@@ -67,7 +66,6 @@ def table_cells(html: str) -> int:
     return total + rows * min(widest, _MAX_SPAN) if spans else 0
 
 
-_SEPARATOR = re.compile(r"[\s/]+")
 _TAG_START = re.compile(r"<(?:(!--)|([a-zA-Z][^\s/>]*))")
 _GAP = re.compile(r"[\s/]*+")
 _END_OF_COMMENT = re.compile("--!?>")
@@ -81,14 +79,14 @@ _ATTRIBUTE = re.compile(
 def has_attributes_over(html: str, most: int, most_of_one: int) -> bool:
     """Whether a page has more than ``most`` attributes, or one element more than ``most_of_one``.
 
-    Attributes are counted only where a page gives cause: it holds more equals signs than ``most``, or a long stretch
-    between two ``>`` with many words. What neither shows (attributes without values between others whose values hold
-    ``>``) is left to the page's clock.
+    Attributes are counted only where a page gives cause: it holds more equals signs than ten elements may have
+    attributes, or a long stretch between two ``>`` with many words. What neither shows (attributes without values
+    between others whose values hold ``>``) is left to the page's clock.
     """
-    # an attribute is a letter and what parts it from the next
-    if len(html) < 2 * min(most, most_of_one):
-        return False
-    if html.count("=") <= most and not _has_long_tag(html, most_of_one):
+    # an attribute is a letter and what parts it from the next; with a value it is four characters
+    signs = min(most, 10 * most_of_one)
+    many = len(html) > 4 * signs and html.count("=") > signs
+    if not many and (len(html) < 2 * most_of_one or not _has_long_tag(html, most_of_one)):
         return False
     total = 0
     for of_one in _attribute_counts(html, most_of_one):
@@ -113,8 +111,10 @@ def _has_long_tag(html: str, most: int) -> bool:
             last = max(begin, end - 2 * most)
             while (begin := html.find("<", begin, last)) >= 0 and not html[begin + 1].isalpha():
                 begin += 1
-            if begin >= 0 and any(islice(_SEPARATOR.finditer(html, begin, end), most, None)):
-                return True
+            if begin >= 0:
+                stretch = html[begin:end]
+                if len(stretch.split(None, most)) + stretch.count("/") > most:
+                    return True
             at = end
         at += 2 * most
     return False
