@@ -201,14 +201,14 @@ LINES: dict[str, tuple[bytes, tuple[str, str] | None]] = {
     "no-utf-8": (b'{"id": "no-utf-8", "text": "\xff\xfe"}', ("read", "read.bad_line")),
     "surrogates": (
         json.dumps(
-            {"id": "surrogates", "text": prose(7) + " \ud800 x \udfff\ud83d", "url": "http://a/\udc00"}
+            {"id": "surrogates", "text": prose(207) + " \ud800 x \udfff\ud83d", "url": "http://a/\udc00"}
         ).encode(),
         None,
     ),
-    "nul": (json.dumps({"id": "nul", "text": prose(8) + "\0\0 y"}).encode(), None),
-    "id-1mb": (json.dumps({"id": "i" * MIB, "text": prose(9)}).encode(), None),
+    "nul": (json.dumps({"id": "nul", "text": prose(208) + "\0\0 y"}).encode(), None),
+    "id-1mb": (json.dumps({"id": "i" * MIB, "text": prose(209)}).encode(), None),
     "url-1mb": (
-        json.dumps({"id": "url-1mb", "text": prose(10), "url": "http://a.example/" + "%2" * (MIB // 2)}).encode(),
+        json.dumps({"id": "url-1mb", "text": prose(210), "url": "http://a.example/" + "%2" * (MIB // 2)}).encode(),
         URL_TOO_LONG,
     ),
 }
