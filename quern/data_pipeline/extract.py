@@ -48,8 +48,8 @@ class ExtractConfig(Section):
     """Attributes of all elements of a page."""
     max_element_attributes: int = Field(default=1_000, ge=1)
     """Attributes of one element: lxml's time grows with their square."""
-    max_text_bytes: int = Field(default=5 << 20, ge=1)
-    """UTF-8 bytes of a page's text, HTML or not: to be measured it takes up to seventy times as much memory."""
+    max_text_bytes: int = Field(default=4 << 20, ge=1)
+    """UTF-8 bytes of a page's text, HTML or not: to be measured it takes up to a hundred times as much memory."""
 
     @model_validator(mode="after")
     def _engine_has_what_is_set(self) -> Self:

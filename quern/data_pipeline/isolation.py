@@ -9,6 +9,7 @@ small mapped file, and the stack beside it: both outlive the process and tell th
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import mmap
 import os
@@ -26,7 +27,16 @@ from typing import Self
 
 from quern import storage
 
-__all__ = ["WALL_FACTOR", "Last", "Marker", "Watchdog", "bounded_memory", "marker_folder", "pages_in_work"]
+__all__ = [
+    "WALL_FACTOR",
+    "Last",
+    "Marker",
+    "Watchdog",
+    "bounded_memory",
+    "give_back_memory",
+    "marker_folder",
+    "pages_in_work",
+]
 
 #: Wall seconds a page may take for each CPU second: twenty processes on a core, or a disk that is slow to swap, pass.
 WALL_FACTOR = 10
@@ -185,3 +195,10 @@ def bounded_memory(limit_mib: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def give_back_memory() -> None:
+    """Let the system have what a huge page left free in the heap; the C library keeps it for ever else (glibc only)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -66,12 +66,11 @@ def table_cells(html: str) -> int:
     return total + rows * min(widest, _MAX_SPAN) if spans else 0
 
 
-#: A tag that is longer than twice this and holds no ``>`` is found by looking so far apart.
-_STRIDE = 4096
-_SEPARATOR = re.compile(r"[\s/]+")
 _TAG_START = re.compile(r"<(?:(!--)|([a-zA-Z][^\s/>]*))")
-#: What the parser takes as characters up to its own closing tag.
-_RAW_TEXT = frozenset(("script", "style", "textarea", "title", "xmp", "iframe", "noembed", "noframes"))
+_GAP = re.compile(r"[\s/]*+")
+_END_OF_COMMENT = re.compile("--!?>")
+#: What every parser takes as characters up to its own closing tag.
+_RAW_TEXT = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")}
 _ATTRIBUTE = re.compile(
     r"""[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z)|[^\s>"'][^\s>]*+)?+)?+"""
 )
@@ -80,14 +79,14 @@ _ATTRIBUTE = re.compile(
 def has_attributes_over(html: str, most: int, most_of_one: int) -> bool:
     """Whether a page has more than ``most`` attributes, or one element more than ``most_of_one``.
 
-    Attributes are counted only where a page gives cause: it holds more equals signs than ``most``, or a long stretch
-    between two ``>`` with many words. What neither shows (attributes without values between others whose values hold
-    ``>``) is left to the page's clock.
+    Attributes are counted only where a page gives cause: it holds more equals signs than ten elements may have
+    attributes, or a long stretch between two ``>`` with many words. What neither shows (attributes without values
+    between others whose values hold ``>``) is left to the page's clock.
     """
-    # an attribute is a letter and what parts it from the next
-    if len(html) < 2 * min(most, most_of_one):
-        return False
-    if html.count("=") <= most and not _has_long_tag(html, most_of_one):
+    # an attribute is a letter and what parts it from the next; with a value it is four characters
+    signs = min(most, 10 * most_of_one)
+    many = len(html) > 4 * signs and html.count("=") > signs
+    if not many and (len(html) < 2 * most_of_one or not _has_long_tag(html, most_of_one)):
         return False
     total = 0
     for of_one in _attribute_counts(html, most_of_one):
@@ -99,29 +98,35 @@ def has_attributes_over(html: str, most: int, most_of_one: int) -> bool:
 
 def _has_long_tag(html: str, most: int) -> bool:
     """Whether some stretch without ``>`` begins a tag and is parted more than ``most`` times behind it."""
+    # Names that differ, and what parts them, take three characters an attribute: few tags of so many go between two
+    # places looked at, and none of a tenth more.
     at = 0
     while at < len(html):
-        end = html.find(">", at, at + _STRIDE)
+        end = html.find(">", at, at + most)
         if end < 0:
             begin = html.rfind(">", 0, at) + 1
             end = html.find(">", at)
             end = len(html) if end < 0 else end
-            tag = _TAG_START.search(html, begin, end)
-            if tag is not None and sum(1 for _ in _SEPARATOR.finditer(html, tag.end(), end)) > most:
-                return True
+            # an attribute and what parts it from the next are two characters at least
+            last = max(begin, end - 2 * most)
+            while (begin := html.find("<", begin, last)) >= 0 and not html[begin + 1].isalpha():
+                begin += 1
+            if begin >= 0:
+                stretch = html[begin:end]
+                if len(stretch.split(None, most)) + stretch.count("/") > most:
+                    return True
             at = end
-        at += _STRIDE
+        at += 2 * most
     return False
 
 
 def _attribute_counts(html: str, most: int) -> Iterator[int]:
     """The attributes of each tag that has some, repeated ones too; of a tag with more than ``most``, one more."""
     at = 0
-    unclosed: set[str] = set()
     while (tag := _TAG_START.search(html, at)) is not None:
         at = tag.end()
         if tag[1]:
-            at = _behind(html, "-->", at, unclosed)
+            at = _behind(_END_OF_COMMENT, html, at - len("--"))  # "<!-->" is a comment
             continue
         count = 0
         while count <= most and (attribute := _ATTRIBUTE.match(html, at)) is not None:
@@ -129,17 +134,12 @@ def _attribute_counts(html: str, most: int) -> Iterator[int]:
             at = attribute.end()
         if count:
             yield count
-        name = tag[2].lower()
-        if name in _RAW_TEXT:
-            at = _behind(html, f"</{name}", at, unclosed)
+        closing = _RAW_TEXT.get(tag[2].lower())
+        if closing is not None and count <= most and "/" not in _GAP.match(html, at)[0]:  # type: ignore[index]
+            at = _behind(closing, html, at)
 
 
-def _behind(html: str, closing: str, at: int, unclosed: set[str]) -> int:
-    """The place behind the next ``closing``; ``at`` itself where there is none, which is looked for once."""
-    if closing in unclosed:
-        return at
-    found = re.compile(re.escape(closing), re.IGNORECASE).search(html, at)
-    if found is None:
-        unclosed.add(closing)
-        return at
-    return found.end()
+def _behind(closing: re.Pattern[str], html: str, at: int) -> int:
+    """The place behind the next ``closing``, or the end: what is not closed goes on to there."""
+    found = closing.search(html, at)
+    return len(html) if found is None else found.end()

@@ -36,7 +36,7 @@ from quern.data_pipeline.document import (
     verdict_schema,
 )
 from quern.data_pipeline.fence import Fence
-from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory
+from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory, give_back_memory
 from quern.data_pipeline.parts import read_head, read_tables, write_part
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.errors import QuernError
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_PAGES = 512
 FLUSH_CHARS = 32 << 20
+#: Characters of a page behind which the heap is swept: some milliseconds.
+HUGE_CHARS = 1 << 20
 TABLES = ("verdicts", "documents", "signatures")
 
 
@@ -148,6 +150,8 @@ class _Rows:
 
     def add(self, page: Page, reached: int) -> None:
         text = page.text if reached >= QUALITY_GATE else None
+        names = (page.url, page.canonical_url, page.surt, page.record_id, page.payload_digest)
+        self.chars += sum(map(len, filter(None, names)))
         self.rows["verdicts"].append(
             {
                 "doc_id": page.doc_id,
@@ -266,9 +270,13 @@ def _process(task: PartitionTask) -> dict[str, Any]:
                 if ordinal < behind:  # judged by an earlier attempt; each has its own time here too
                     continue
                 watchdog.judge()
+                is_huge = len(page.raw) > HUGE_CHARS
                 page, reached = _judge(chain, page, quarantined.get(ordinal))
                 rows.add(page, reached)
                 progress.add(page)
+                if is_huge:
+                    page.raw = ""
+                    give_back_memory()
                 if len(rows) >= FLUSH_PAGES or rows.chars >= FLUSH_CHARS:
                     rest()
                     cpu = _count_time(progress, chain, cpu)

@@ -9,7 +9,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 import ada_url
 
-__all__ = ["TRACKING_VERSION", "canonicalize", "host", "surt"]
+__all__ = ["MAX_CHARS", "TRACKING_VERSION", "canonicalize", "host", "surt"]
 
 _LIST = json.loads(resources.files("quern.data_pipeline").joinpath("data/tracking_parameters.json").read_text("utf-8"))
 
@@ -33,9 +33,14 @@ _SLASHES = re.compile("/{2,}")
 _SURT_BARE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in "#%")
 _MAX_UNESCAPES = 8
 
+#: A longer URL names no page: no server takes it, and its key would take seconds to make.
+MAX_CHARS = 16_384
+
 
 def canonicalize(url: str) -> str | None:
-    """The canonical form of an http(s) URL; None when it is not one. Never raises; the form's own form is itself.
+    """The canonical form of an http(s) URL; None when it is not one, or longer than :data:`MAX_CHARS`.
+
+    Never raises; the form's own form is itself.
 
     The URL is parsed as browsers parse it (WHATWG URL standard): scheme and host in lower case, punycode, IPv4 numbers
     in dotted form, default port, dot segments, tabs and newlines gone. Then: user name, password and fragment go;
@@ -44,6 +49,8 @@ def canonicalize(url: str) -> str | None:
     parameters' order stay: both may choose the content. Other schemes name no page that a second crawl could find
     again and have no canonical form.
     """
+    if len(url) > MAX_CHARS:
+        return None
     try:
         href = ada_url.URL(_SURROGATE.sub("\ufffd", url)).href
     except ValueError:

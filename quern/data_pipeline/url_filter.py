@@ -20,7 +20,7 @@ from pydantic import Field
 from quern import storage
 from quern.config import Section
 from quern.data_pipeline.document import Page
-from quern.data_pipeline.url import TRACKING_VERSION, canonicalize, host, surt
+from quern.data_pipeline.url import MAX_CHARS, TRACKING_VERSION, canonicalize, host, surt
 from quern.errors import InputError
 
 __all__ = ["UrlConfig", "UrlFilter", "load_hashes", "url_keys"]
@@ -58,7 +58,8 @@ class UrlFilter:
     """Stage: fills ``canonical_url``, ``surt`` and ``host``, and looks the page up in the lists.
 
     Measures ``url.blocked_domain`` and ``url.blocked_url`` (0 or 1), ``url.banned_words`` and ``url.soft_words``
-    (counts), each only where its list is given. A page without an http(s) URL has none of them.
+    (counts), each only where its list is given. A page without an http(s) URL has none of them. A URL longer than
+    :data:`~quern.data_pipeline.url.MAX_CHARS` is cut there and fails ``url.too_long``, whatever ``action`` is.
 
     Raises:
         InputError: a list is missing, unreadable or has no usable line.
@@ -79,6 +80,10 @@ class UrlFilter:
 
     def __call__(self, page: Page) -> Page:
         if page.url is None:
+            return page
+        if len(page.url) > MAX_CHARS:
+            page.url = page.url[:MAX_CHARS]
+            page.fail("url", "url.too_long")
             return page
         if page.canonical_url is None:
             page.canonical_url = canonicalize(page.url)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +49,11 @@ MEASURES = (
 )
 
 _BASE = 0x9E3779B97F4A7C15
-_ALL_BITS = (1 << 64) - 1
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 #: Characters summed at once, so that a huge text never becomes arrays of its length: their powers are kept.
 _BLOCK = 1 << 16
 #: Values sorted to find repeated ones; fewer are sifted by a table that takes 64 to 128 bytes a value.
 _SORTED_FROM = 1 << 18
-_BASE_OF_BLOCKS = pow(_BASE, _BLOCK, 1 << 64)
 _FIRST_CHARS = 12
 
 Hashes = NDArray[np.uint64]
@@ -157,10 +155,11 @@ class _Grams:
         self.starts, self.ends = bounds[:-1], bounds[1:]
         self.num_chars = int(bounds[-1])
         # over the characters up to each word's start and to the end, and up to a few characters behind each start
-        self._sums, self._sums_behind = _sums_at("".join(words), bounds, self._firsts(_FIRST_CHARS))
+        self._sums, behind = _sums_at("".join(words), bounds, self._firsts(_FIRST_CHARS))
         self._inverses = _inverse_powers(self.starts)
         self._words = _mix((self._sums[1:] - self._sums[:-1]) * self._inverses + self.lengths.astype(np.uint64))
         self._sequences: tuple[int, Ints, Hashes] = (1, np.arange(self.num_words), self._words)
+        self._may_be_spelled_twice = self._begins_twice(behind)
 
     def _firsts(self, num_chars: int) -> Ints:
         """The places so many characters behind the starts of words, as far as the text goes."""
@@ -206,8 +205,7 @@ class _Grams:
         longest = int(np.argmax(np.where(counts == counts.max(), lengths, -1)))
         return self._covered(places[hashes == hashes[longest]], n)
 
-    @cached_property
-    def _may_be_spelled_twice(self) -> Ints:
+    def _begins_twice(self, sums_behind: Hashes) -> Ints:
         """Places outside of which no n-gram of five words or more is spelled as another.
 
         Unlike sequences, n-grams that are spelled the same may be parted into words differently ("can not be" and
@@ -215,10 +213,9 @@ class _Grams:
         """
         if self.num_words < 5:
             return np.zeros(0, np.int64)
-        known = len(self._sums_behind)
-        spelled = (self._sums_behind - self._sums[:known]) * self._inverses[:known]
+        known = len(sums_behind)
         marked = np.zeros(self.num_words, np.bool_)
-        marked[_repeated(spelled)] = True
+        marked[_repeated((sums_behind - self._sums[:known]) * self._inverses[:known])] = True
         marked[:-4] |= self.ends[4:] - self.starts[:-4] < _FIRST_CHARS
         return np.flatnonzero(marked)
 
@@ -266,31 +263,31 @@ def _sums_at(text: str, *places: Ints) -> list[Hashes]:
     """Σ codeⱼ·baseʲ modulo 2⁶⁴ over the characters of ``text`` before each of some places, which ascend."""
     sums = [np.empty(len(some), np.uint64) for some in places]
     done = [0] * len(places)
-    powers, _ = _powers()
-    before, factor = np.uint64(0), 1
+    powers, _ = _powers(_BLOCK)
+    before = np.uint64(0)
     for begin in range(0, max(len(text), 1), _BLOCK):
         codes = np.frombuffer(text[begin : begin + _BLOCK].encode("utf-32-le", "surrogatepass"), np.uint32)
         block = np.zeros(len(codes) + 1, np.uint64)
         np.cumsum((codes + np.uint64(1)) * _MIX * powers[: len(codes)], out=block[1:])
         if begin:
-            block *= np.uint64(factor)
+            block *= np.uint64(pow(_BASE, begin, 1 << 64))
             block += before
         end = begin + len(codes)
         for number, some in enumerate(places):
             upto = len(some) if end == len(text) else int(np.searchsorted(some, end))
             sums[number][done[number] : upto] = block[some[done[number] : upto] - begin]
             done[number] = upto
-        before, factor = block[-1], factor * _BASE_OF_BLOCKS & _ALL_BITS
+        before = block[-1]
     return sums
 
 
 def _inverse_powers(places: Ints) -> Hashes:
     """base⁻ᵖ modulo 2⁶⁴ of each place p; places ascend."""
-    _, inverses = _powers()
+    _, inverses = _powers(_BLOCK)
     last = int(places[-1]) if len(places) else 0
     if last < _BLOCK:
         return inverses[places]
-    of_blocks = np.full(last // _BLOCK + 1, pow(_BASE_OF_BLOCKS, -1, 1 << 64), np.uint64)
+    of_blocks = np.full(last // _BLOCK + 1, pow(_BASE, -_BLOCK, 1 << 64), np.uint64)
     of_blocks[0] = 1
     powers = inverses[places % _BLOCK]
     powers *= np.multiply.accumulate(of_blocks)[places // _BLOCK]
@@ -332,11 +329,11 @@ def _counts(values: Hashes) -> Ints:
 
 
 @cache
-def _powers() -> tuple[Hashes, Hashes]:
-    """Powers 0 … block − 1 of the base and of its inverse, modulo 2⁶⁴."""
+def _powers(count: int) -> tuple[Hashes, Hashes]:
+    """Powers 0 … count − 1 of the base and of its inverse, modulo 2⁶⁴."""
     tables = []
     for base in (_BASE, pow(_BASE, -1, 1 << 64)):
-        factors = np.full(_BLOCK, base, np.uint64)
+        factors = np.full(count, base, np.uint64)
         factors[0] = 1
         tables.append(np.multiply.accumulate(factors))
     return tables[0], tables[1]

@@ -128,7 +128,8 @@ class _Memo(Generic[Value]):
                 if len(chunk) > _MAX_MEMO_CHUNK:
                     del newer[chunk]
         if len(newer) > _MAX_MEMO:
-            self._newer, self._older = {}, newer
+            # what one huge text brought is not kept: no other is made of the same chunks
+            self._newer, self._older = {}, newer if len(newer) <= 2 * _MAX_MEMO else {}
         return found  # type: ignore[return-value]
 
 

@@ -14,6 +14,10 @@ from quern.data_pipeline.sources.plan import SourceConfig
 
 __all__ = ["read_jsonl"]
 
+#: Commas and opening brackets a line may have, those of its text too: every value of it has one. Two million take
+#: some 200 MB as Python's objects.
+_MAX_VALUES = 2_000_000
+
 
 def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog) -> Iterator[Page]:
     """A page for every line that is not blank; ``position`` is the line's number from 0, blank ones counted.
@@ -29,12 +33,22 @@ def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog
             if line is None:
                 page.fault = "read.too_large"
             else:
-                row = _object(line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
-                if row is None or not isinstance(row.get(source.text_field), str):
+                many = _has_too_many_values(line)
+                row = None if many else _object(line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
+                if many:
+                    page.fault = "read.too_large"
+                elif row is None or not isinstance(row.get(source.text_field), str):
                     page.fault = "read.bad_line"
                 if row is not None:
                     fill(page, source, row)
             yield page
+
+
+def _has_too_many_values(line: bytes) -> bool:
+    """Whether a line may hold so many values that Python would need gigabytes for them: ``[[],[],[],…``."""
+    if len(line) <= _MAX_VALUES:
+        return False
+    return sum(map(line.count, (b",", b"[", b"{"))) > _MAX_VALUES
 
 
 def _object(line: bytes) -> dict[str, object] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import IO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
@@ -17,19 +19,22 @@ from quern.errors import InputError
 __all__ = ["read_parquet"]
 
 _BATCH_ROWS = 256
+#: Bytes of a batch, by the file's own account of its row group; one row is read at least.
+_BATCH_BYTES = 32 << 20
 
 
 def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadLog) -> Iterator[Page]:
     """A page for every row; ``position`` is the row's number from 0.
 
-    A file or row group that cannot be read is noted as damage; the row groups behind it are read.
+    A file or row group that cannot be read is noted as damage; the row groups behind it are read. A text above
+    ``source.max_bytes`` is never made a Python string.
 
     Raises:
         InputError: a named column is missing, or the text column does not hold text.
     """
     with storage.open_read(path) as stream:
         try:
-            file = pq.ParquetFile(stream, page_checksum_verification=True)
+            file = _open(stream, source.text_field)
         except (pa.ArrowException, OSError) as error:
             _raise_if_of_the_store(error)
             log.damaged(path, 0, f"not a readable Parquet file: {_first_line(error)}")
@@ -39,16 +44,54 @@ def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadL
         for group in range(file.num_row_groups):
             row = first_row
             try:
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
-                    for values in zip(*map(_values, batch.columns), strict=True):
+                for batch in file.iter_batches(_batch_rows(file, group), row_groups=[group], columns=columns):
+                    at = batch.schema.names.index(source.text_field)
+                    others = batch.remove_column(at)
+                    rest = zip(*map(_values, others.columns), strict=True) if others.num_columns else ((),) * len(batch)
+                    for values, text in zip(rest, _texts(batch.column(at), source.max_bytes), strict=True):
                         page = Page(source.name, path, relative_path, row, media="text")
-                        fill(page, source, dict(zip(batch.schema.names, values, strict=True)))
+                        page.fault = "read.too_large" if text is _TOO_LARGE else None
+                        fields = dict(zip(others.schema.names, values, strict=True))
+                        fill(page, source, {**fields, source.text_field: text})
                         yield page
                         row += 1
             except (pa.ArrowException, OSError) as error:
                 _raise_if_of_the_store(error)
                 log.damaged(path, row, f"row group {group} cannot be read from here: {_first_line(error)}")
             first_row += file.metadata.row_group(group).num_rows
+
+
+_TOO_LARGE = object()
+
+
+def _open(stream: IO[bytes], text_field: str) -> pq.ParquetFile:
+    """The file, its texts read as a dictionary: one that all rows share is held once, as it is stored."""
+    try:
+        return pq.ParquetFile(stream, page_checksum_verification=True, read_dictionary=[text_field])
+    except KeyError:  # no such column, which is said later
+        return pq.ParquetFile(stream, page_checksum_verification=True)
+
+
+def _batch_rows(file: pq.ParquetFile, group: int) -> int:
+    """As many rows as a batch may have bytes, by the mean of the row group."""
+    metadata = file.metadata.row_group(group)
+    return max(1, min(_BATCH_ROWS, metadata.num_rows * _BATCH_BYTES // max(1, metadata.total_byte_size)))
+
+
+def _texts(column: pa.Array, max_bytes: int) -> Iterator[object]:
+    """As :func:`_values`, one at a time; :data:`_TOO_LARGE` for what is longer than ``max_bytes``."""
+    if pa.types.is_dictionary(column.type):
+        small = _at_most(column.dictionary, max_bytes)
+        keys = column.indices.to_pylist()
+        return (None if key is None else _value(column.dictionary[key]) if small[key] else _TOO_LARGE for key in keys)
+    if all(small := _at_most(column, max_bytes)):
+        return iter(_values(column))
+    return (_value(text) if fits else _TOO_LARGE for text, fits in zip(column, small, strict=True))
+
+
+def _at_most(texts: pa.Array, max_bytes: int) -> list[bool]:
+    """Which of them are no longer; a null is not."""
+    return list(pc.less_equal(pc.binary_length(texts), max_bytes).fill_null(True).to_pylist())
 
 
 def _values(column: pa.Array) -> list[object]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from quern.data_pipeline.quality import repetition
 from quern.data_pipeline.quality.repetition import MEASURES, RepetitionConfig, decide, measure
 from quern.data_pipeline.quality.words import Reading
 
@@ -98,6 +99,18 @@ def test_datatrove_dialect_is_its_definition(text: str) -> None:
     if text:
         reading = Reading(text, "en")
         assert measure(reading) == datatrove_by_definition(text, reading.words)
+
+
+@given(TEXT, st.integers(1, 40), st.integers(0, 20))
+@settings(max_examples=400)
+def test_blocks_and_sorting_are_for_memory_only(text: str, block: int, sorted_from: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repetition, "_BLOCK", block)
+        patch.setattr(repetition, "_SORTED_FROM", sorted_from)
+        if text:
+            reading = Reading(text, "en")
+            assert measure(reading) == datatrove_by_definition(text, reading.words)
+            assert measure(reading, dialect="paper") == paper_by_definition(text)
 
 
 @given(TEXT)

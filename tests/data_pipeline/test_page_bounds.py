@@ -1,0 +1,106 @@
+"""What a page would cost its parser, counted before it is parsed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import lxml.etree
+import lxml.html
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quern.data_pipeline.page_bounds import _attribute_counts, _has_long_tag, has_attributes_over
+
+NAMES = [f"n{number}" for number in range(12_000)]
+
+TAGS = st.lists(
+    st.lists(
+        st.sampled_from([" a", "\nb", "/c", " d=1", " e = 'x y>z'", ' f="<p g h>"', " i='", ' j="', " = k", " l=m=n"]),
+        max_size=6,
+    ).map(lambda parts: f"<p{''.join(parts)}>text</p>")
+    | st.sampled_from(
+        ["<!-- <p q r s> -->", "<script>if (a <b c d e) {}</script>", "<p>", "a < b c d", "<style> <u v w"]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@settings(max_examples=300)
+@given(TAGS)
+def test_attributes_counted_are_no_fewer_than_the_parser_finds(html: str) -> None:
+    root = lxml.html.document_fromstring(f"<html><body><div>x</div>{html}</body></html>")
+    found = [len(element.attrib) for element in root.iter(lxml.etree.Element)]
+    counted = list(_attribute_counts(html, 100))
+    assert sum(counted) >= sum(found)
+    assert max(counted, default=0) >= max(found)
+
+
+def test_attributes_are_counted_where_they_stand() -> None:
+    html = '<a b c=d e="f>g" h=\'i\' j/k><p><!-- <a b> --><script x>if (a<b c d e)</script><br/><i q = "x">< u v>'
+    assert list(_attribute_counts(html, 100)) == [6, 1, 1]
+    assert next(_attribute_counts(html, 3)) == 4
+
+
+@pytest.mark.parametrize(
+    "before", ["<!-->", "<!--->", "<!-- --!>", "<script/>", "<style />", "<script>x</script x>", "<x y='"]
+)
+def test_no_flood_hides_behind_what_looks_open(before: str) -> None:
+    html = f"<html><body>{before}<p {' '.join(NAMES[:1_200])}>x</p></body></html>"
+    found = max(len(element.attrib) for element in lxml.html.document_fromstring(html).iter(lxml.etree.Element))
+    assert has_attributes_over(html, 50_000, 1_000) >= (found > 1_000)
+
+
+@pytest.mark.parametrize("parted", [" ", "\n", "/", "=1 ", '="<>" ', "='>'"])
+def test_floods_of_attributes_are_seen_and_pages_within_the_bounds_are_not(parted: str) -> None:
+    def page(num: int, tags: int = 1) -> str:
+        return "<p>words of a page</p>" * 500 + f"<p {parted.join(NAMES[:num])}{parted}>text</p>" * tags
+
+    valued = "=" in parted
+    hidden = ">" in parted
+    assert has_attributes_over(page(12_000 if hidden else 1_500), 50_000, 1_000)
+    assert not has_attributes_over(page(900), 50_000, 1_000)
+    assert not has_attributes_over(page(900, 50), 50_000, 1_000)
+    if valued:
+        assert has_attributes_over(page(900, 60), 50_000, 1_000)
+
+
+def test_text_and_scripts_are_no_attributes() -> None:
+    for html in ("<p>" + "some words " * 50_000, "<script>for (i=0; i<n; i++) { " + "a = b; c = d; " * 30_000):
+        assert not has_attributes_over(html, 50_000, 1_000)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "<a ",
+        "<a",
+        "<a b",
+        "a=",
+        "a='",
+        'a="',
+        "<a b='",
+        "<!--",
+        "<script>",
+        "</script",
+        "<p a=b/",
+        " ",
+        "/",
+        "<a b=c>",
+        "='",
+    ],
+)
+def test_counting_attributes_takes_linear_time(shape: str) -> None:
+    def cost(html: str, count: Callable[[str], object]) -> float:
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            count(html)
+            best = min(best, time.process_time() - start)
+        return best
+
+    for count in (lambda html: sum(_attribute_counts(html, 1 << 40)), lambda html: _has_long_tag(html, 1 << 40)):
+        small, large = (cost("<p " + shape * (num // len(shape)), count) for num in (20_000, 320_000))
+        # 16 times the text; quadratic would be 256
+        assert large < 64 * max(small, 1e-3)
