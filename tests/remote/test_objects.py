@@ -148,10 +148,15 @@ def test_a_put_is_tried_again_until_it_is_there(server: Server, what: str, size:
 
 def test_the_answer_to_the_last_request_of_an_upload_may_be_lost(server: Server) -> None:
     data = content(2 * PART_BYTES)
-    server.proxy.faults = [Fault("lose answer", "POST", "uploadId")]
+    # what S3 says of an upload that is completed already
+    server.proxy.faults = [Fault("lose answer", "POST", "uploadId"), Fault("NoSuchUpload", "POST", "uploadId")]
     storage.publish_bytes(url(server, "out/a"), data)
-    assert server.proxy.struck("lose answer") == 1
+    assert server.proxy.struck("lose answer") == server.proxy.struck("NoSuchUpload") == 1
     assert server.read("out/a") == data
+    server.proxy.faults = [Fault("NoSuchUpload", "POST", "uploadId")]  # of one that somebody has aborted
+    with pytest.raises(StoreError, match="out/b: the upload was aborted by somebody else"):
+        storage.publish_bytes(url(server, "out/b"), data)
+    assert "out/b" not in server.objects()
 
 
 @pytest.mark.parametrize("size", [1000, 3 * PART_BYTES])

@@ -188,6 +188,81 @@ def test_a_wait_for_the_store_is_no_fault_of_the_page(
     assert stored(server) == expected
 
 
+KILLED = """
+import os, random, signal, sys, time
+sys.path[:0] = sys.argv[3:]
+import test_runs
+from quern.data_pipeline import partition
+
+partition.FLUSH_PAGES = 15
+base, kills, draw, number = sys.argv[1], int(sys.argv[2]), random.Random(7), 1
+plain = test_runs.settings(base)
+
+def begin():
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            test_runs.run(plain.model_copy(update={"run_dir": f"{base}/run{number}"}))
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+while kills:
+    pid, end, done = begin(), time.monotonic() + draw.uniform(0.1, 7), 0
+    while not done and time.monotonic() < end:
+        time.sleep(0.01)
+        done, status = os.waitpid(pid, os.WNOHANG)
+    if done:
+        assert status == 0, status
+        number += 1
+        continue
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    kills -= 1
+    print(f"killed {number}", flush=True)
+    sys.stdin.readline()
+_, status = os.waitpid(begin(), 0)
+assert status == 0, status
+print(f"done {number}", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_twenty_kills_in_a_storm_change_no_byte(server: Server, expected: dict[str, str]) -> None:
+    """A driver is killed at random moments; after each kill every object that is there is whole."""
+    write_input(server.url)
+    server.proxy.storm = (0.1, STORMS["everything"][1])
+    here = Path(__file__).parent
+    driver = subprocess.Popen(
+        [sys.executable, "-c", KILLED, server.url, "20", str(here), str(here.parent / "train")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    kills, runs, leases = 0, 0, 0
+    for line in driver.stdout:
+        what, number = line.split()
+        stored(server, f"run{number}/")
+        if what == "done":
+            runs = int(number)
+            break
+        kills += 1
+        leases += f"run{number}/.lease.json" in server.objects()
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+    _, errors = driver.communicate()
+    assert (driver.returncode, kills) == (0, 20), errors[-3000:]
+    server.proxy.storm = (0.0, ())
+    for number in range(1, runs + 1):
+        assert stored(server, f"run{number}/") == expected
+    nothing_is_left(server)
+    struck = sum(server.proxy.struck(what) for what in STORMS["everything"][1])
+    requests = len(server.proxy.seen)
+    print(f"{kills} kills ({leases} left a lease), {runs} runs, {requests} requests, {struck} of them with a fault")
+
+
 def command(site: Any, base: str, run_dir: str, *overrides: str) -> list[str]:
     paths = json.dumps([f"{base}/{os.path.basename(path)}" for path in site.warcs])
     return [
@@ -237,16 +312,16 @@ def test_the_command_line_runs_from_a_store_to_a_store(server: Server, site: Any
 
 @pytest.mark.long
 @pytest.mark.ray
-def test_twenty_kills_of_the_driver_and_storms_change_no_byte(server: Server, site: Any, local: dict[str, str]) -> None:
+def test_kills_of_the_command_line_and_storms_change_no_byte(server: Server, site: Any, local: dict[str, str]) -> None:
     """Killed at random moments, on a store that fails; after each kill every object that is there is whole."""
     upload(server, site)
     draw, kills, ends = random.Random(17), 0, 0
     server.proxy.storm = (0.1, STORMS["everything"][1])
     number = 0
-    while kills < 20:
+    while kills < 6:
         number += 1
         arguments = command(site, f"{server.url}/site", f"{server.url}/run{number}")
-        while kills < 20:
+        while kills < 6:
             process = subprocess.Popen(
                 arguments, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
