@@ -24,7 +24,7 @@ from quern.data_pipeline.dedup.bands import (
 from quern.data_pipeline.dedup.exact import scope_words
 from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank
 from quern.data_pipeline.dedup.order import NUMBERED, read_documents
-from quern.data_pipeline.dedup.signatures import signature_batches
+from quern.data_pipeline.dedup.signature_table import signature_batches
 from quern.data_pipeline.dedup.verify import could_match, fitting
 from quern.data_pipeline.dedup.work import Done, Place, Shard, Work
 from quern.errors import QuernError
