@@ -110,16 +110,15 @@ class Lexicon:
         units: Any = folded if self.spaceless else list(chain.from_iterable(map(_WORDS.__getitem__, folded.split())))
         glue = "" if self.spaceless else " "
         count = sum(not c.isspace() for c in units) if self.spaceless else len(units)
-        hits = at = 0
-        if self.longest.keys().isdisjoint(units):
-            return hits, count
-        while at < len(units):
-            step = 1
-            for size in range(self.longest.get(units[at], 0), 0, -1):
+        hits = free = 0
+        longest = self.longest
+        for at in [place for place, unit in enumerate(units) if unit in longest]:
+            if at < free:
+                continue
+            for size in range(longest[units[at]], 0, -1):
                 if at + size <= len(units) and glue.join(units[at : at + size]) in self.terms:
-                    hits, step = hits + 1, size
+                    hits, free = hits + 1, at + size
                     break
-            at += step
         return hits, count
 
 
