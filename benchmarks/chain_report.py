@@ -91,8 +91,10 @@ def _ratios(costs: _Costs) -> None:
             parts = []
             for name, figure in (("cold", costs.cold), ("marginal", costs.marginal)) if rounds else ():
                 ratio = functools.partial(_ratio, figure, peer, side)
-                low, high = interval(rounds, ratio)
-                parts.append(f"{ratio(rounds):.2f} {name} ({low:.2f} to {high:.2f})")
+                if name == "marginal" and len(costs.counts) == 1:
+                    continue
+                spread = " ({:.2f} to {:.2f})".format(*interval(rounds, ratio)) if len(rounds) > 1 else ""
+                parts.append(f"{ratio(rounds):.2f} {name}{spread}")
             print(f"{peer} / {side}: {', '.join(parts)}")
 
 
@@ -103,8 +105,9 @@ def _ratio(figure: Callable[..., float], peer: str, side: str, rounds: Sequence[
 def _workers(costs: _Costs) -> None:
     if {"quern", "quern-1-worker"} <= set(costs.sides):
         for name, figure in (("cold", costs.cold), ("marginal", costs.marginal)):
-            ratio = figure("quern-1-worker", "wall_s") / figure("quern", "wall_s")
-            print(f"two workers / one, {name} wall time: {ratio:.2f}")
+            if name == "cold" or len(costs.counts) > 1:
+                ratio = figure("quern-1-worker", "wall_s") / figure("quern", "wall_s")
+                print(f"wall time of one worker / of two, {name}: {ratio:.2f}")
 
 
 def _stages(rows: Rows, costs: _Costs) -> None:
@@ -129,7 +132,7 @@ def _stages(rows: Rows, costs: _Costs) -> None:
         print(f"  {'start-up, Ray, duplicates, tokens':<24}{rest:>8.3f}{beside}")
         if side == "quern" and bound["stages"]:
             total = sum(bound["stages"].values())
-            print(f"  bound {total:.2f} ms a page; quern is at {costs.cold(side) / total:.2f}x of it cold, "
-                  f"{costs.marginal(side) / total:.2f}x marginal")  # fmt: skip
+            more = f", {costs.marginal(side) / total:.2f}x marginal" if len(costs.counts) > 1 else ""
+            print(f"  bound {total:.2f} ms a page; quern is at {costs.cold(side) / total:.2f}x of it cold{more}")
     for name, value in bound["references"].items():
         print(f"  for reference, {name}: {value:.2f} ms")

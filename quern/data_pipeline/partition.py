@@ -238,15 +238,16 @@ def _process(task: PartitionTask) -> dict[str, Any]:
     cpu = time.process_time()
     seen: set[bytes] = set()
     marker = Marker(task.marker)
-    ordinal = -1
+    ordinal, flushing = -1, False
 
     def rest() -> None:  # a slow disk or store is no page's fault
         marker.set(-1)
         watchdog.rest()
 
     def go_on() -> None:
-        marker.set(ordinal)
-        watchdog.page()
+        if not flushing:
+            marker.set(ordinal)
+            watchdog.page()
 
     try:
         with (
@@ -256,14 +257,9 @@ def _process(task: PartitionTask) -> dict[str, Any]:
         ):
             pages = _identified(task, read_log, seen)
             behind = progress.pages
-
-            def begin_page() -> None:
-                marker.set(ordinal)
-                watchdog.page()
-
-            read_log.tick = begin_page  # passing over damage is slow for no page's fault
+            read_log.tick = go_on  # passing over damage is slow for no page's fault
             for ordinal in itertools.count():
-                begin_page()
+                go_on()
                 page = next(pages, None)
                 if page is None:
                     break
@@ -278,9 +274,11 @@ def _process(task: PartitionTask) -> dict[str, Any]:
                     page.raw = ""
                     give_back_memory()
                 if len(rows) >= FLUSH_PAGES or rows.chars >= FLUSH_CHARS:
+                    flushing = True
                     rest()
                     cpu = _count_time(progress, chain, cpu)
                     _set_down(task, attempt, rows, progress)
+                    flushing = False
         marker.set(-1)
         _count_time(progress, chain, cpu)
         outputs = _publish(task, rows, progress.parts)

@@ -8,6 +8,7 @@ import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import fasttext
@@ -25,6 +26,8 @@ __all__ = ["Lexicon", "Toxicity", "ToxicityConfig", "read_lexicon"]
 SPACELESS = frozenset({"bo", "dz", "ja", "km", "lo", "my", "th", "wuu", "yue", "zh"})
 
 _WORD = regex.compile(r"[\p{L}\p{M}\p{N}]++(?:['’][\p{L}\p{M}\p{N}]++)*+")
+#: Bounds of what is remembered of words; when it is full it is emptied, which costs time and changes nothing.
+_MAX_KEPT, _MAX_KEPT_CHARS = 1 << 17, 40
 #: The half-width voicing marks are letters that normalisation makes marks of.
 _MARKS = regex.compile(r"[\p{M}\uff9e\uff9f]{30}(?=[\p{M}\uff9e\uff9f])")
 _BETWEEN_WORDS = re.compile(r"[\s\-‐‑.,'’]*")
@@ -77,6 +80,21 @@ def _fold(text: str) -> str:
     return unicodedata.normalize("NFKC", text).casefold()
 
 
+class _Words(dict[str, tuple[str, ...]]):
+    """What stands between white space → its words; no word reaches across it, so each is looked at once."""
+
+    def __missing__(self, chunk: str) -> tuple[str, ...]:
+        words = tuple(_WORD.findall(chunk))
+        if len(chunk) <= _MAX_KEPT_CHARS:
+            if len(self) >= _MAX_KEPT:
+                self.clear()
+            self[chunk] = words
+        return words
+
+
+_WORDS = _Words()
+
+
 @dataclass(frozen=True, slots=True)
 class Lexicon:
     """Terms to look for, as the text is seen: NFKC, casefolded, words joined by one space."""
@@ -89,19 +107,18 @@ class Lexicon:
     def count(self, text: str) -> tuple[int, int]:
         """(hits, words or characters of the text); hits do not overlap, the longest term at a place counts."""
         folded = _fold(text)
-        units: Any = folded if self.spaceless else _WORD.findall(folded)
+        units: Any = folded if self.spaceless else list(chain.from_iterable(map(_WORDS.__getitem__, folded.split())))
         glue = "" if self.spaceless else " "
         count = sum(not c.isspace() for c in units) if self.spaceless else len(units)
-        hits = at = 0
-        if self.longest.keys().isdisjoint(units):
-            return hits, count
-        while at < len(units):
-            step = 1
-            for size in range(self.longest.get(units[at], 0), 0, -1):
+        hits = free = 0
+        longest = self.longest
+        for at in [place for place, unit in enumerate(units) if unit in longest]:
+            if at < free:
+                continue
+            for size in range(longest[units[at]], 0, -1):
                 if at + size <= len(units) and glue.join(units[at : at + size]) in self.terms:
-                    hits, step = hits + 1, size
+                    hits, free = hits + 1, at + size
                     break
-            at += step
         return hits, count
 
 

@@ -235,7 +235,7 @@ def spelled_out(raw: str) -> str:
     return " ".join(text.split())
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400, deadline=None)
 @given(
     st.lists(
         st.sampled_from(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -232,3 +233,20 @@ def test_rows_of_marks_take_linear_time(pair: str) -> None:
 
 def test_a_word_with_a_row_of_marks_is_one_word(tmp_path: Path) -> None:
     assert lexicon(tmp_path, "bad").count("b" + "\u0301" * 100 + "ad, bad") == (1, 2)
+
+
+@given(st.text("aß’'1٣一́ ゙\u00a0\u2003\x1c\x85\u200b\n-_²Ⅷe", max_size=30))
+def test_words_are_counted_as_in_the_text_as_a_whole(text: str) -> None:
+    lexicon = Toxicity(ToxicityConfig())._lexicons["en"]
+    whole = regex.findall(r"[\p{L}\p{M}\p{N}]+(?:['’][\p{L}\p{M}\p{N}]+)*", toxicity._fold(text))
+    assert lexicon.count(text) == (0, len(whole))
+
+
+def test_what_is_remembered_of_words_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toxicity, "_MAX_KEPT", 10)
+    monkeypatch.setattr(toxicity, "_WORDS", toxicity._Words())
+    lexicon = Toxicity(ToxicityConfig())._lexicons["en"]
+    for start in range(0, 100, 20):
+        assert lexicon.count(" ".join(f"w{number}" for number in range(start, start + 20)) + " " + "x" * 50) == (0, 21)
+        assert len(toxicity._WORDS) <= 10
+    assert max(map(len, toxicity._WORDS)) <= toxicity._MAX_KEPT_CHARS

@@ -26,11 +26,11 @@ _CHUNK = 1024
 def permutations(num_perm: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """``(a, b)``, each uint32[num_perm, 1] with odd ``a``: the permutations ``h → a·h + b mod 2^32`` of a seed.
 
-    They are datasketch's own.
+    They are datasketch's own, drawn here as there, since it takes half a second to import.
     """
-    from datasketch import MinHash  # here: it brings scipy, which takes its time to import
-
-    a, b = MinHash(num_perm=num_perm, seed=seed, scheme=SCHEME).permutations
+    draw = np.random.RandomState(seed)
+    a = draw.randint(0, 1 << 31, num_perm, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
+    b = draw.randint(0, 1 << 32, num_perm, dtype=np.uint32)
     for array in (a, b):
         array.flags.writeable = False
     return a[:, None], b[:, None]

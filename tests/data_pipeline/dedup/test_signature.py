@@ -66,6 +66,14 @@ def test_shingles_permuted_in_chunks_have_the_least_values_of_all(monkeypatch):
     assert (minhash(shingles, 64, 1) == whole).all()
 
 
+@pytest.mark.parametrize(("num_perm", "seed"), [(1, 0), (16, 1), (128, 1), (256, 2**32 - 1)])
+def test_permutations_are_those_that_datasketch_draws(num_perm, seed):
+    expected = datasketch.MinHash(num_perm=num_perm, seed=seed, scheme=SCHEME).permutations
+    for ours, theirs in zip(permutations(num_perm, seed), expected, strict=True):
+        assert ours.dtype == theirs.dtype == np.uint32
+        assert (ours[:, 0] == theirs).all()
+
+
 def test_other_seeds_are_other_permutations():
     shingles = np.arange(50, dtype=np.uint64)
     assert (minhash(shingles, 128, 1) != minhash(shingles, 128, 2)).sum() > 120
