@@ -207,7 +207,6 @@ def trial(kind: str, site: Site, cluster: Cluster, length_s: float, draw: random
     if struck and kind in ("machine", "link"):
         cluster.others.pop().end()
         cluster.add_machine()
-        time.sleep(3)
 
 
 def chaos(kind: str, count: int, seed: int, folder: Path, pages: int = 160) -> Report:

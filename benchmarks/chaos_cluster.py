@@ -35,6 +35,7 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
 }
 STORE_BYTES = 100 << 20
+START_ATTEMPTS = 3
 HEAD_ADDRESS, OTHER_ADDRESS = "10.213.77.1", "10.213.77.2"
 
 
@@ -105,14 +106,20 @@ class Cluster:
     others: list[Machine] = field(default_factory=list)
 
     def add_machine(self) -> Machine:
-        """Another machine with one CPU joins."""
+        """Another machine with one CPU joins; on a busy computer Ray may give up, and is asked again."""
         own = ["--address", self.address]
         inside = []
         if self.cable is not None:
             own += ["--node-ip-address", OTHER_ADDRESS]
             inside = ["ip", "netns", "exec", self.cable.namespace]
-        self.others.append(machine := Machine(_ray_start(self.folder, own, self.environment, inside)))
-        return machine
+        for _ in range(START_ATTEMPTS):
+            up = _num_up(self.folder)
+            machine = Machine(_ray_start(self.folder, own, self.environment, inside))
+            if _has_come_up(self.folder, up, machine):
+                self.others.append(machine)
+                return machine
+            machine.end()
+        raise SystemExit(f"no Ray came up; see {self.folder / 'ray.log'}")
 
     def workers(self) -> list[psutil.Process]:
         return [worker for machine in (self.head, *self.others) for worker in machine.workers()]
@@ -194,9 +201,9 @@ def machines(folder: Path, *, namespace: bool = False) -> Iterator[Cluster]:
         cluster = Cluster(folder, f"{host}:{port}", environment,
                           Machine(_ray_start(folder, own, environment)), cable)  # fmt: skip
         try:
-            _await_machines(folder, 1)
+            if not _has_come_up(folder, 0, cluster.head):
+                raise SystemExit(f"no Ray came up; see {folder / 'ray.log'}")
             cluster.add_machine()
-            _await_machines(folder, 2)
             yield cluster
         finally:
             for machine in (*cluster.others, cluster.head):
@@ -209,13 +216,19 @@ def _nothing() -> Iterator[None]:
     yield None
 
 
-def _await_machines(folder: Path, count: int, patience_s: float = 90) -> None:
+def _num_up(folder: Path) -> int:
+    """Machines of which Ray has said that they are up."""
+    log = folder / "ray.log"
+    return log.read_bytes().count(b"Ray runtime started") if log.exists() else 0
+
+
+def _has_come_up(folder: Path, before: int, machine: Machine, patience_s: float = 90) -> bool:
     began = time.monotonic()
-    while time.monotonic() - began < patience_s:
-        if (folder / "ray.log").read_bytes().count(b"Ray runtime started") >= count:
-            return
+    while time.monotonic() - began < patience_s and machine.process.poll() is None:
+        if _num_up(folder) > before:
+            return True
         time.sleep(0.2)
-    raise SystemExit(f"no Ray came up; see {folder / 'ray.log'}")
+    return False
 
 
 def pick(processes: list[psutil.Process], count: int, draw: random.Random) -> list[psutil.Process]:

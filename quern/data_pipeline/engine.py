@@ -341,13 +341,16 @@ def open_engine(workers: int | None, address: str | None = None, fence: Fence | 
         if address is None:
             # "local": never a cluster that RAY_ADDRESS or an earlier `ray start` names. Without workers, Ray counts the
             # CPUs, and those of a container's share only.
-            ray.init(
-                "local",
-                num_cpus=workers,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                **quiet,
-            )
+            try:
+                ray.init(
+                    "local",
+                    num_cpus=workers,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    **quiet,
+                )
+            except Exception as error:  # Ray raises no class of its own when a machine is too busy for it to start
+                raise QuernError(f"no Ray could be started on this machine ({_line(error)})") from None
         else:
             try:
                 ray.init(address=address, **quiet)
