@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline import url_filter
 from quern.data_pipeline.document import Page
+from quern.data_pipeline.url import canonicalize
 from quern.data_pipeline.url_filter import UrlConfig, UrlFilter, load_hashes, url_keys
 from quern.errors import InputError
 
@@ -52,6 +53,17 @@ def test_page_without_url_meets_no_rule(tmp_path: Path) -> None:
         assert (result.canonical_url, result.surt, result.host) == (None, None, None)
         assert result.measures == {}
         assert result.failures == []
+
+
+@pytest.mark.parametrize("action", ["drop", "measure"])
+def test_a_url_too_long_for_any_server_is_cut_and_fails(tmp_path: Path, action: str) -> None:
+    stage = make(tmp_path, action)
+    url = "http://e.com/" + "a" * (16_384 - 13)
+    assert stage(page(url)).canonical_url == url
+    result = stage(page(url + "a"))
+    assert (result.url, result.canonical_url, result.surt, result.host) == (url, None, None, None)
+    assert result.failures == [("url", "url.too_long")]
+    assert canonicalize(url + "a") is None
 
 
 DOMAINS = (

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources_warc_files import pages
 
-from quern.data_pipeline.sources import ReadLog
+from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.compression import pieces
 from quern.data_pipeline.sources.jsonl import _lines
 from quern.errors import InputError
@@ -102,10 +102,11 @@ def test_the_offset_and_length_of_a_line_give_it_back(tmp_path: Path) -> None:
         (b'{"text": ""}', "read.empty"),
         (b'{"text": " \\n\\u0000"}', "read.empty"),
         (b'{"text": "' + b"x" * 9000 + b'"}', "read.too_large"),
+        (b'{"text": "x", "n": [' + b"[]," * 1_200_000 + b"0]}", "read.too_large"),
     ],
 )
 def test_a_bad_line_is_a_page_and_the_next_line_is_read(tmp_path: Path, line: bytes, fault: str) -> None:
-    limit = {"max_bytes": 8000} if fault == "read.too_large" else {}
+    limit = {"max_bytes": 8000} if fault == "read.too_large" and len(line) < 10_000 else {}
     found = read_jsonl(tmp_path, jsonl(ROWS[0]) + line + b"\n" + jsonl(ROWS[1]), **limit)
     assert [(page.position, page.fault) for page in found] == [(0, None), (1, fault), (2, None)]
     assert found[1].raw == ""
@@ -219,6 +220,38 @@ def test_rows_are_pages(tmp_path: Path, kind: pa.DataType) -> None:
 def test_a_missing_or_wrong_column_is_named(tmp_path: Path, table: dict, settings: dict, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(InputError, match=message):
         pages(parquet(tmp_path, pa.table(table)), kind="parquet", **settings)
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_text_above_the_bound_costs_its_own_row_alone(tmp_path: Path, kind: pa.DataType, plain: bool) -> None:
+    texts = ["one", "é" * 51, None, "é" * 50, "", "x" * 101, "one"]
+    table = pa.table({"id": list("abcdefg"), "text": pa.array(texts).cast(kind)})
+    found = pages(parquet(tmp_path, table, use_dictionary=not plain), kind="parquet", max_bytes=100)
+    assert [(page.record_id, page.raw or page.fault) for page in found] == [
+        ("a", "one"),
+        ("b", "read.too_large"),
+        ("c", "read.empty"),
+        ("d", "é" * 50),
+        ("e", "read.empty"),
+        ("f", "read.too_large"),
+        ("g", "one"),
+    ]
+
+
+def test_a_text_that_rows_share_is_held_once(tmp_path: Path) -> None:
+    """256 rows of 8 MiB would be 2 GiB."""
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["y" * (8 << 20)]))
+    path = parquet(tmp_path, pa.table({"text": shared}))
+    tracemalloc.start()
+    source = SourceConfig(name="s", kind="parquet", paths=str(path))
+    (planned,) = plan(source)
+    assert sum(len(page.raw) == 8 << 20 for page in read(source, planned, ReadLog())) == 256
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 << 20
 
 
 def test_a_broken_parquet_file_is_noted(tmp_path: Path) -> None:
