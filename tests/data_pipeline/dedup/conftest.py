@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import random
 import re
 import tempfile
@@ -121,7 +122,7 @@ def deduplicate(
 ) -> Result:
     """Write ``docs`` as a run, find its duplicates, read the tables."""
     engine = options.pop("engine", None) or Shuffled()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as name:
         folder = Path(name)
         partitions = write_run(folder, docs, config)
         random.Random(len(docs)).shuffle(partitions)
