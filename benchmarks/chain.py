@@ -13,7 +13,7 @@
 
 Rounds are interleaved. Each side runs on one copy and on three copies of the files: cold is the cost of one copy,
 start-up included; marginal is what more data costs, (three copies - one) / 2; the difference is the fixed start-up.
-Every finished run is a line of ``--results``; the same command goes on where it was left, and with
+Every run is a line of ``--results``; the same command goes on where it was left, tries what failed once more, and with
 ``--report`` only reads. A run above ``--limit-s`` is ended and counts as failed.
 """
 
@@ -117,7 +117,7 @@ def main() -> None:
         work = Path(folder)
         results = args.results or work / "results.jsonl"
         rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-        done = {(row["side"], row["copies"], row["round"]) for row in rows}
+        done = {(row["side"], row["copies"], row["round"]) for row in rows if "failed" not in row}
         todo = [
             (side, count, number)
             for number in range(args.rounds)
@@ -131,8 +131,8 @@ def main() -> None:
             row: dict[str, Any] = {"side": side, "copies": count, "round": number}
             try:
                 row |= run(side, args, inputs[count], out)
-            except TimeoutError as error:
-                row["failed"] = str(error)
+            except (TimeoutError, SystemExit) as error:  # of one run of many: the next may do better
+                row["failed"] = str(error).strip().splitlines()[-1]
             rows.append(row)
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")

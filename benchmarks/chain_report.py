@@ -73,8 +73,9 @@ def report(rows: Rows) -> None:
         pss, largest = (max(row[name] for row in most) for name in ("peak_pss_mib", "largest_rss_mib"))
         wall = costs.cost(side, costs.counts[0], "wall_s")
         print(f"{side:<17}{cold:>9.2f}{marginal:>10.2f}{start:>12.1f}{wall:>8.1f}{pss:>9.0f}{largest:>13.0f}")
+    finished = {(row["side"], row["copies"], row["round"]) for row in rows if "failed" not in row}
     for row in rows:
-        if "failed" in row:
+        if "failed" in row and (row["side"], row["copies"], row["round"]) not in finished:
             print(f"failed: {row['side']}, {row['copies']} copies, round {row['round']}: {row['failed']}")
     _ratios(costs)
     _workers(costs)

@@ -70,9 +70,8 @@ class Comparison:
         body, text = core.extract_content(cleaned, options)
         if options.fast:
             return body, text
-        self._state.hopeless = hopeless = _is_sound(body, text, options) and self._longest_unpruned(tree) <= 2 * len(
-            text
-        )
+        limit = 2 * len(text)
+        self._state.hopeless = hopeless = _is_sound(body, text, options) and self._longest_unpruned(tree) <= limit
         try:
             return core.compare_extraction(backup, tree if hopeless else copy.copy(tree), body, text, options)
         finally:
@@ -138,11 +137,9 @@ class CleanedLater:
     def prepare(tree: HtmlElement, options: Any, url: str | None) -> tuple[HtmlElement, Any]:
         """The page cleaned and converted, and, unless comments are wanted, its cleaned copy for later."""
         core = trafilatura.core
-        if options.comments:
-            cleaned = core.tree_cleaning(copy.copy(tree), options)
-            return core.convert_tags(copy.copy(cleaned), options, url), cleaned
         cleaned = core.tree_cleaning(copy.copy(tree), options)
-        return core.convert_tags(cleaned, options, url), CleanedLater(tree, options)
+        backup = copy.copy(cleaned) if options.comments else CleanedLater(tree, options)
+        return core.convert_tags(cleaned, options, url), backup
 
     @staticmethod
     def resolving(clean: Callable[[HtmlElement], HtmlElement]) -> Callable[[Any], HtmlElement]:
