@@ -124,7 +124,7 @@ def in_both(stats: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split_bytes", [1024, 2500, 9000])
+@pytest.mark.parametrize("split_bytes", [2500, 9000])
 def test_a_run_in_ranges_makes_the_same_run(
     base: tuple[Path, Any, Any], split_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +151,7 @@ def test_a_run_in_ranges_makes_the_same_run(
     assert told["phases"]["pages"]["kept"] == whole["stats"]["kept"]
 
 
+@pytest.mark.slow
 def test_a_run_that_died_while_ranges_were_put_right_goes_on_and_may_cut_otherwise(
     base: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def test_a_run_that_died_while_ranges_were_put_right_goes_on_and_may_cut_otherwi
     assert facts(folder / "killed") == expected
 
 
+@pytest.mark.slow
 def test_rows_of_a_range_read_from_one_place_are_not_mixed_with_those_from_another(
     base: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_file_without_a_record_says_so_once(tmp_path: Path, content: bytes) ->
     assert [item["why"] for item in log.damage].count("no WARC or ARC record found") == 1
 
 
+@pytest.mark.slow
 def test_files_ground_out_of_bytes_at_random_are_read_in_ranges(tmp_path: Path) -> None:
     # Damage that begins, ends or lies on an edge, of every kind of file above.
     draw = random.Random(11)
