@@ -279,7 +279,7 @@ def finish(arguments: list[str], env: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_site(str(tmp_path_factory.mktemp("site")), seed=3, pages=120)
+    return write_site(str(tmp_path_factory.mktemp("site")), seed=3, pages=160)
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def upload(server: Server, site: Any) -> None:
         server.write(f"site/{os.path.basename(path)}", Path(path).read_bytes())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_command_line_runs_from_a_store_to_a_store(server: Server, site: Any, local: dict[str, str]) -> None:
     upload(server, site)
