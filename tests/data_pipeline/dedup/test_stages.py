@@ -109,29 +109,27 @@ class Weighed(InProcess):
             yield index, result
 
 
-def weighed(folder, documents: int) -> Weighed:
-    corpus = R.planted().Corpus(documents)
+@pytest.mark.long
+def test_a_task_takes_memory_for_its_records_whatever_is_shared(tmp_path, monkeypatch):
+    """A key that 800 documents share, a cluster of 400, a chain of 80; tasks of 1,500 records."""
+    monkeypatch.setattr(R.planted(), "PARTITION_DOCUMENTS", 500)
+    corpus = R.planted().Corpus(8000)
     for index in range(corpus.partitions):
-        corpus.write(str(folder), index)
+        corpus.write(str(tmp_path), index)
     names = [("crawl", corpus.name(index)) for index in range(corpus.partitions)]
-    engine = Weighed()
+    engine, records = Weighed(), 1500
     tracemalloc.start()
     try:
-        run(str(folder), names, {}, DuplicatesConfig(), engine, str(folder / "work"), records_per_task=20_000)
+        report = run(
+            str(tmp_path), names, {}, DuplicatesConfig(), engine, str(tmp_path / "w"), records_per_task=records
+        )
     finally:
         tracemalloc.stop()
-    return engine
-
-
-@pytest.mark.long
-def test_a_task_takes_no_more_of_a_run_four_times_as_large(tmp_path, monkeypatch):
-    """A key that a tenth of all documents share, a cluster of a twentieth, a chain of a hundredth of them."""
-    monkeypatch.setattr(R.planted(), "PARTITION_DOCUMENTS", 2000)
-    small, large = (weighed(tmp_path / str(documents), documents) for documents in (10_000, 40_000))
-    for label, most in large.most.items():
-        assert most < 1.25 * small.most.get(label, 0) + (1 << 20), label
-    assert max(large.most.values()) < 20_000 * 250
-    assert large.driver < 1.5 * small.driver + (1 << 20)
+    assert report.largest_band == 800
+    assert report.largest_cluster == 400
+    # the run's bands alone are 2.2 MB, its documents 0.6 MB, its pairs more
+    for label, most in engine.most.items():
+        assert most < 300 * records + (1 << 19), label
 
 
 _PROGRAM = """
