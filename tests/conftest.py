@@ -21,7 +21,7 @@ LONGEST = (
     "test_real_pages.py", "test_tier_kill.py", "test_resume.py", "test_real_duplicates.py", "test_store_faults.py",
     "test_tiers.py", "test_kills.py", "test_resume_reshard.py", "test_bench.py", "test_traffic.py", "test_saves.py",
     "test_float8_gather.py", "test_gpu_precision.py", "test_duplicates_real_text.py", "test_selftest_cli.py",
-    "test_isolation.py", "test_plain_equality.py",
+    "test_isolation.py", "test_plain_equality.py", "test_hostile.py", "test_runs.py", "test_ranges_run.py",
 )  # fmt: skip
 #: Files whose tests share nothing that is dear: they go one by one to whichever worker is free, after all others.
 ONE_BY_ONE = ("test_mutations.py",)

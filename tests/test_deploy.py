@@ -16,6 +16,8 @@ from quern.cli.main import app
 from quern.config import load_config
 from quern.tokenize.config import DataRun
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 CLOUDS = ("ray-aws.yaml", "ray-gcp.yaml")

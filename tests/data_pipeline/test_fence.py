@@ -20,6 +20,8 @@ from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
 from quern.errors import QuernError
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper", "window", "garden", "thunder"]
 
 

@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 import fuzz
 import fuzz_cases
 
+pytestmark = pytest.mark.slow
+
 NUM_CASES = {"reader": 60, "real": 25, "extract": 12, "charset": 150, "url": 300}
 
 

@@ -130,7 +130,7 @@ def test_hostile_pages_of_a_crawl(tmp_path: Path, alone: list[dict[str, Any]]) -
     assert (after - before) >> 10 < 150, "MiB that stayed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hostile_pages_of_a_crawl_on_ray(tmp_path: Path, alone: list[dict[str, Any]]) -> None:
     """No clock is needed: with a fraction of the usual time each page gets the verdict of its shape.
 

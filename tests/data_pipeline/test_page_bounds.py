@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.page_bounds import _attribute_counts, _has_long_tag, has_attributes_over
 
+pytestmark = pytest.mark.slow
+
 NAMES = [f"n{number}" for number in range(12_000)]
 
 TAGS = st.lists(

@@ -25,6 +25,8 @@ from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_status import describe, read_status
 from quern.errors import InputError, QuernError
 
+pytestmark = pytest.mark.slow
+
 
 def commit(run_dir: str, piece: str, pages: int, kept: int, **more: Any) -> dict[str, Any]:
     return publish_commit(

@@ -25,6 +25,8 @@ from quern.parallel.data import accumulation
 from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.parallel.tensor import split_tensors
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Outcome:

@@ -17,6 +17,8 @@ from quern.lineage import sql
 from quern.lineage.sql import query
 from quern.lineage.sql_guard import check
 
+pytestmark = pytest.mark.slow
+
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 60, "files": 2}
 
 

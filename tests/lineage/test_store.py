@@ -19,6 +19,8 @@ from quern.lineage.store import Lineage, Stream
 
 from . import runs
 
+pytestmark = pytest.mark.slow
+
 Row = dict[str, Any]
 
 

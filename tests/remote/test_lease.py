@@ -15,6 +15,8 @@ from s3_server import Fault, Server
 from quern.errors import QuernError
 from quern.remote import hold, lease
 
+pytestmark = pytest.mark.slow
+
 OFTEN = 10**6
 
 

@@ -20,6 +20,8 @@ from quern.errors import InputError
 from quern.remote import ChangedError, StoreError, objects
 from quern.remote.concurrency import PART_BYTES
 
+pytestmark = pytest.mark.slow
+
 OFTEN = 10**6
 
 

@@ -29,6 +29,8 @@ from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.config import CheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 
 

@@ -40,6 +40,8 @@ from quern.train.checkpoint.reader import verify, write_weights
 from quern.train.checkpoint.slices import StoredTensors, boxes
 from quern.train.config import CheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 W2 = "blocks.1.ffn.w2.weight"  # 6 rows of 10
 

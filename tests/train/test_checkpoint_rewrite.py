@@ -27,6 +27,8 @@ from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 from quern.train.checkpoint.rewrite import MIN_FILE_BYTES, reshard
 from quern.train.config import CheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 STEP = 5
 SCALARS = {"scale": 0.5, "worst": float("inf"), "none": None}

@@ -34,6 +34,8 @@ from quern.train.checkpoint.tiers import pieces
 from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
 from quern.train.checkpoint.tiers.store import Store, prune_store
 
+pytestmark = pytest.mark.slow
+
 PART = 8 << 20
 STEP = 1000
 FOLDER = "step_00001000"

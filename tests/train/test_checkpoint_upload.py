@@ -38,6 +38,8 @@ from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader, Waiting
 
+pytestmark = pytest.mark.slow
+
 PART = 8 << 20
 OFTEN = 10**6
 LIMIT_S = 120  # a wait of a test

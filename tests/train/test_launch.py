@@ -14,6 +14,8 @@ import pytest
 
 from quern.train import launch
 
+pytestmark = pytest.mark.slow
+
 
 def started(program: str, count: int, folder: Path) -> int | None:
     """The code that ``wait`` says of ``count`` processes, which are all gone then."""

@@ -39,6 +39,8 @@ from quern.train.checkpoint.metadata import StoredSlice
 from quern.train.checkpoint.state import TrainState, view_tensors
 from quern.train.config import CheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 
 # ---- which files

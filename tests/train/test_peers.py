@@ -28,6 +28,8 @@ from quern.train.checkpoint.tiers.peer_server import PeerServer
 from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of
 from quern.train.checkpoint.tiers.rate import RateLimit
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = "5ec2e7" * 10 + "abcd"
 FOLDER = "step_00001000"

@@ -38,6 +38,8 @@ from quern.train.checkpoint.saving import Progress
 from quern.train.checkpoint.snapshot import Snapshot
 from quern.train.checkpoint.work import Work
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 120.0
 PROCESS = pytest.param("process", marks=pytest.mark.slow)
 PROCESS_TRUE, PROCESS_FALSE = (pytest.param("process", overlap, marks=pytest.mark.slow) for overlap in (True, False))

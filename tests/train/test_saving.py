@@ -34,6 +34,8 @@ from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
 
+pytestmark = pytest.mark.slow
+
 CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 WAIT_S = 120.0
 

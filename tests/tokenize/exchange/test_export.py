@@ -19,6 +19,8 @@ from quern.errors import InputError
 from quern.tokenize.exchange import export as module
 from quern.tokenize.exchange.export import export
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ("megatron", "datatrove", "bin")
 EOT = 999
 
