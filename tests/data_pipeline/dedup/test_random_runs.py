@@ -61,7 +61,7 @@ def test_a_random_run_is_decided_as_by_brute_force(tmp_path, seed):
     partitions = R.write(tmp_path, docs, shuffled=rng.random() < 0.5)
     expected = R.BruteForce(docs, config, priorities)
     bytes_of = set()
-    for records in (1 << 20, rng.choice([60, 100]), rng.choice([300, 1000])):
+    for records in (1 << 20, 60 if len(docs) <= 120 else 500, rng.choice([700, 1500])):
         scratch = str(tmp_path / f"work{records}")
         report = run(str(tmp_path), partitions, priorities, config, InProcess(), scratch, records_per_task=records)
         check(tmp_path, report, expected)
