@@ -41,6 +41,10 @@ class Engine(Protocol):
 
     num_workers: int
 
+    def counts(self) -> dict[str, int]:
+        """``wanted``, ``up``, ``starting`` and ``busy`` workers."""
+        ...
+
     def map(
         self,
         function: Callable[..., R],
@@ -63,6 +67,10 @@ class InProcess:
     """Runs tasks one after the other in this process: for tests and for looking at one task in a debugger."""
 
     num_workers = 1
+
+    def counts(self) -> dict[str, int]:
+        """See :class:`Engine`."""
+        return {"wanted": 1, "up": 1, "starting": 0, "busy": 1}
 
     def map(
         self,
