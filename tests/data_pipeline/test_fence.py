@@ -211,9 +211,21 @@ def test_where_markers_are_the_workers_own_it_is_their_machine_that_is_asked(tmp
     assert asked == [(task.marker,)] * 2
 
 
-def test_a_finished_partition_leaves_no_marker_and_the_driver_no_scratch(tmp_path: Path) -> None:
-    config = settings(tmp_path)
+def test_a_finished_partition_leaves_no_marker_and_the_driver_no_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_module, "FLUSH_PAGES", 4)
+    config, written = settings(tmp_path), []
+    write_part = partition_module.write_part
+
+    def watched(path: str, *given: Any) -> None:
+        written.append(path)
+        write_part(path, *given)
+
+    monkeypatch.setattr(partition_module, "write_part", watched)
     with Progress(background=False) as progress:
         pages.run(config, pages.plan_sources(config), InProcess(), progress)
-    assert not list((tmp_path / "run" / ".work").rglob("*.arrow"))
-    assert not list((tmp_path / "run" / ".work").rglob("attempt.json"))
+    assert len(written) == 3
+    assert not any(map(storage.exists, written))
+    left = [path for path in (tmp_path / "run" / ".work").rglob("*") if path.is_file()]
+    assert left == [], "no part, no claim, no marker"
