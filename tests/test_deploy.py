@@ -59,6 +59,15 @@ def test_the_head_is_no_worker_and_the_workers_come_and_go(name: str) -> None:
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
 
 
+@pytest.mark.parametrize("name", CLOUDS)
+def test_what_the_head_adds_to_the_image_changes_nothing_in_it(name: str) -> None:
+    """A boto3 of its own choice brings a botocore that s3fs cannot use."""
+    added = [command for command in load(name)["head_setup_commands"] if "pip install" in command]
+    assert added
+    assert "WORKDIR /opt/quern\nCOPY pyproject.toml constraints.txt" in (DEPLOY / "Dockerfile").read_text()
+    assert all("--constraint /opt/quern/constraints.txt " in command for command in added)
+
+
 def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 

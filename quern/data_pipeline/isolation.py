@@ -19,6 +19,7 @@ import signal
 import struct
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -131,8 +132,12 @@ def pages_in_work(folder: str) -> int:
 
 
 def marker_folder(scratch: str) -> str:
-    """Where markers of a run stand: in its scratch folder, or on this machine when that is an object store."""
-    return scratch if storage.is_local(scratch) else os.path.join(tempfile.gettempdir(), "quern-markers")
+    """A new place for the markers of one driver: in its scratch folder, or on each machine when that is on a store.
+
+    Others use that machine too: no name in its common folder is one that another user has, or could foresee.
+    """
+    name = f"markers-{uuid.uuid4().hex}"
+    return storage.join(scratch, name) if storage.is_local(scratch) else f"{tempfile.gettempdir()}/quern-{name}"
 
 
 class Watchdog:

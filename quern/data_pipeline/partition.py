@@ -218,13 +218,18 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
         QuernError: an input that cannot be opened, or two records with one identity.
         SupersededError: another attempt at this partition has begun.
     """
-    entry = find_commit(
-        task.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
-    )
+    entry = _committed(task)
     if entry is not None:
         return entry
     with storage.guarded(Fence.claim(storage.join(task.scratch, "attempt.json")).check):
-        return _process(task)
+        # Until the claim another attempt could commit; its tables must not be written again under its commit.
+        return _committed(task) or _process(task)
+
+
+def _committed(task: PartitionTask) -> dict[str, Any] | None:
+    return find_commit(
+        task.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
+    )
 
 
 def _process(task: PartitionTask) -> dict[str, Any]:
@@ -245,8 +250,12 @@ def _process(task: PartitionTask) -> dict[str, Any]:
         watchdog.rest()
 
     def go_on() -> None:
-        if not flushing:
-            marker.set(ordinal)
+        if flushing:
+            return
+        marker.set(ordinal)
+        if ordinal in quarantined:  # it had its time, and is read once more to come by it
+            watchdog.rest()
+        else:
             watchdog.page()
 
     try:
@@ -352,11 +361,14 @@ def _made_from(task: PartitionTask) -> dict[str, Any]:
 
 def _resume(task: PartitionTask) -> _Progress:
     """Where earlier attempts with the same inputs and config left off: the furthest of them, and no mixture of two."""
-    written = [path for path in storage.list_files(task.scratch) if path.rsplit("/", 1)[-1].startswith("part-")]
-    for path in sorted(written, key=lambda path: path.rsplit("/", 1)[-1], reverse=True):
-        stored = read_head(path)
+    found = ("/".join(path.split("/")[-2:]) for path in storage.list_files(task.scratch))
+    written = {part for part in found if part.rsplit("/", 1)[-1].startswith("part-")}
+    for part in sorted(written, key=lambda part: part.rsplit("/", 1)[-1], reverse=True):
+        stored = read_head(storage.join(task.scratch, part))
         if stored is not None and {key: stored[key] for key in stored if key != "progress"} == _made_from(task):
             kept = stored["progress"]
+            if not written.issuperset(kept["parts"]):  # a removal of the folder was cut off
+                continue
             tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
             return _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)
     return _Progress()

@@ -86,7 +86,7 @@ class _Phase:
         self.tokens += tokens
         self.pages += int(counts.get("pages", 0))
         self.kept += int(counts.get("kept", 0))
-        self.damage += len(counts.get("damage", ())) + int(counts.get("damage_left_out", 0))
+        self.damage += _damaged(counts)
         self.by_stage.update(counts.get("by_stage", {}))
         if not resumed:
             self.fresh += 1
@@ -101,8 +101,10 @@ class _Phase:
         self.fresh_documents += more
         self.pages += more
         self.kept += kept
+        self.damage += _damaged(counts) - _damaged(counted)
         self.by_stage.update(counts.get("by_stage", {}))
         self.by_stage.subtract(counted.get("by_stage", {}))
+        self.by_stage = +self.by_stage
 
     @property
     def share(self) -> float:
@@ -393,6 +395,10 @@ class Progress:
             lines.append(Text(f"  {', '.join(self._error_count())}, the last:", style="red"))
             lines += [Text(f"    {message}", no_wrap=True, overflow="ellipsis") for message in self._errors]
         return Group(*lines)
+
+
+def _damaged(counts: Mapping[str, Any]) -> int:
+    return len(counts.get("damage", ())) + int(counts.get("damage_left_out", 0))
 
 
 def _partitions(num: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import logging
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -134,7 +133,7 @@ def _run_pages(
     sources = {source.name: source for source in config.sources}
     hashes = pages_config_hash(config)
     scratch = storage.join(config.run_dir, ".work")
-    markers = storage.join(marker_folder(scratch), f"markers-{uuid.uuid4().hex}")
+    markers = marker_folder(scratch)
     tasks = [
         PartitionTask(
             run_dir=config.run_dir,

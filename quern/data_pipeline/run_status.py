@@ -36,7 +36,7 @@ def read_status(run_dir: str) -> dict[str, Any]:
     complete = record["status"] == "complete"
     driver = _driver(said, complete)
     trusted = said is not None and (driver["lives"] or (complete and said.get("state") == "complete"))
-    counted = _from_driver(said) if trusted and said is not None else _from_commits(run_dir)
+    counted = (_from_driver(said) if trusted and said is not None else None) or _from_commits(run_dir)
     phase = dict(said["phase"]) if said is not None and driver["lives"] and said.get("phase") else None
     if phase is not None:
         phase["left"] = max(0, phase["partitions"] - phase["done"])
@@ -88,9 +88,12 @@ def _driver(said: dict[str, Any] | None, complete: bool) -> dict[str, Any]:
     }
 
 
-def _from_driver(said: dict[str, Any]) -> dict[str, Any]:
+def _from_driver(said: dict[str, Any]) -> dict[str, Any] | None:
+    """Its counters; None while it has not come to the pages: what is committed it has not counted yet."""
     phases = [*said.get("past", []), *([said["phase"]] if said.get("phase") else [])]
-    pages: dict[str, Any] = next((phase for phase in phases if phase["name"] == "pages"), {})
+    pages: dict[str, Any] | None = next((phase for phase in phases if phase["name"] == "pages"), None)
+    if pages is None:
+        return None
     return {
         "pages": {"pages": pages.get("pages", 0), "kept": pages.get("kept", 0)},
         "quarantined": pages.get("quarantined", 0),

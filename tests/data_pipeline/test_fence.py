@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,39 @@ def test_what_another_attempt_has_committed_is_not_done_again(tmp_path: Path) ->
     assert files(tmp_path) == before, "not even a claim"
 
 
+def test_what_is_committed_while_a_successor_claims_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tables would change below a commit that stands: this page's time is up in the second attempt only."""
+    task = task_of(settings(tmp_path), tmp_path)
+    late = replace(task, quarantined=((3, "quarantine.timeout"),))
+    claim = Fence.claim
+    committed: list[dict[str, Any]] = []
+
+    def overtaken(path: str) -> Fence:
+        monkeypatch.setattr(Fence, "claim", claim)
+        committed.append(process_partition(task))
+        return claim(path)
+
+    monkeypatch.setattr(Fence, "claim", overtaken)
+    entry = process_partition(late)
+    assert entry == committed[0]
+    for name, digest in committed[0]["outputs"].items():
+        assert storage.sha256(storage.join(task.run_dir, name)) == digest
+
+
+def test_parts_whose_removal_was_cut_off_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver died while it swept up behind a commit that was withdrawn later."""
+    monkeypatch.setattr(partition_module, "FLUSH_PAGES", 3)
+    task = task_of(settings(tmp_path), tmp_path)
+    entry = process_partition(task)
+    first, *others = sorted((tmp_path / "scratch").rglob("part-*"))
+    assert others
+    first.unlink()
+    storage.remove_tree(task.run_dir)
+    assert process_partition(task)["outputs"] == entry["outputs"]
+
+
 def test_a_lost_machine_is_no_page_s_fault(tmp_path: Path) -> None:
     task = task_of(settings(tmp_path), tmp_path)
     with Progress(background=False) as progress:
@@ -179,9 +213,21 @@ def test_where_markers_are_the_workers_own_it_is_their_machine_that_is_asked(tmp
     assert asked == [(task.marker,)] * 2
 
 
-def test_a_finished_partition_leaves_no_marker_and_the_driver_no_scratch(tmp_path: Path) -> None:
-    config = settings(tmp_path)
+def test_a_finished_partition_leaves_no_marker_and_the_driver_no_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_module, "FLUSH_PAGES", 4)
+    config, written = settings(tmp_path), []
+    write_part = partition_module.write_part
+
+    def watched(path: str, *given: Any) -> None:
+        written.append(path)
+        write_part(path, *given)
+
+    monkeypatch.setattr(partition_module, "write_part", watched)
     with Progress(background=False) as progress:
         pages.run(config, pages.plan_sources(config), InProcess(), progress)
-    assert not list((tmp_path / "run" / ".work").rglob("*.arrow"))
-    assert not list((tmp_path / "run" / ".work").rglob("attempt.json"))
+    assert len(written) == 3
+    assert not any(map(storage.exists, written))
+    left = [path for path in (tmp_path / "run" / ".work").rglob("*") if path.is_file()]
+    assert left == [], "no part, no claim, no marker"

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from quern.data_pipeline import partition as partition_module
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Death, Engine, InProcess, open_engine
-from quern.data_pipeline.isolation import Marker, Watchdog
+from quern.data_pipeline.isolation import Marker, Watchdog, marker_folder
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
 
@@ -137,6 +139,49 @@ def test_bad_pages_cost_themselves_and_a_kill_costs_nothing(
     assert commit["counts"]["kept"] == 16
     assert commit["counts"]["by_stage"] == {"quarantine": 4}
     assert result.duplicates["documents"] == {"s": 16}
+
+
+def slow_to_read(task: PartitionTask) -> dict[str, Any]:
+    """process_partition with a reader that needs twice a page's time for one page, whoever reads it."""
+    read = partition_module.read
+
+    def slow(*args: Any) -> Iterator[Any]:
+        for number, page in enumerate(read(*args)):
+            until = time.process_time() + 2 * task.page_timeout_s
+            while number == 3 and time.process_time() < until:
+                pass
+            yield page
+
+    partition_module.read = slow
+    try:
+        return process_partition(task)
+    finally:
+        partition_module.read = read
+
+
+@pytest.mark.slow
+def test_a_page_that_is_slow_to_read_costs_itself_and_not_the_run(
+    pool: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, write_source(tmp_path, 6, {}))
+    config = config.model_copy(update={"isolation": config.isolation.model_copy(update={"page_timeout_s": 1.0})})
+    monkeypatch.setattr(pages, "process_partition", slow_to_read)
+    with Progress(background=False) as progress:
+        pages.run(config, pages.plan_sources(config), pool, progress)
+        assert progress.snapshot()["errors"]["num"] == 1
+    found = verdicts(tmp_path)
+    assert found.pop("3") == ("quarantine", "quarantine.timeout")
+    assert len(found) == 5
+    assert set(found.values()) == {(None, None)}
+
+
+def test_markers_of_a_run_on_a_store_are_no_other_user_s_business(tmp_path: Path) -> None:
+    folders = {marker_folder("memory:///run/.work") for _ in range(2)}
+    assert len(folders) == 2
+    for folder in folders:
+        assert os.path.dirname(folder) == tempfile.gettempdir(), "a folder between could be another user's"
+        assert not os.path.exists(folder)
+    assert os.path.dirname(marker_folder(str(tmp_path))) == str(tmp_path)
 
 
 def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,3 +293,21 @@ def test_a_look_from_outside_takes_nothing_from_the_lines() -> None:
     progress.end_phase()
     assert progress.snapshot()["phase"] is None
     assert [phase["name"] for phase in progress.snapshot()["past"]] == ["pages"]
+
+
+def test_a_partition_that_is_done_again_counts_once_its_damage_too() -> None:
+    first = {"pages": 9, "kept": 4, "by_stage": {"extract": 5}, "damage": ["a", "b"], "damage_left_out": 3}
+    then = {"pages": 7, "kept": 6, "by_stage": {"language": 1}, "damage": ["a"], "damage_left_out": 0}
+    done_again, done_once = Progress(background=False), Progress(background=False)
+    for progress in (done_again, done_once):
+        progress.start_phase("pages", 1, 10)
+        progress.partition_done(first if progress is done_again else then, 10)
+    done_again.partition_put_right(then, first)
+    told, expected = done_again.snapshot()["phase"], done_once.snapshot()["phase"]
+    for name in ("pages", "kept", "quarantined", "damage", "done", "share"):
+        assert told[name] == expected[name], name
+    assert told["damage"] == 1
+    assert done_again._phase is not None
+    assert list(done_again._phase.funnel()) == ["kept 85.7%", "language −14.3%"]
+    for progress in (done_again, done_once):
+        progress.end_phase()

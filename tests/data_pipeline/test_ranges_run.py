@@ -209,7 +209,7 @@ def test_rows_of_a_range_read_from_one_place_are_not_mixed_with_those_from_anoth
         patch.setattr(partition, "_judge", dying)
         with pytest.raises(KeyboardInterrupt):
             grind(settings)
-    assert list((folder / "mixed" / ".work").rglob("*.progress.json"))
+    assert list((folder / "mixed" / ".work").rglob("part-*"))
     grind(settings)
     assert facts(folder / "mixed") == expected
 

@@ -185,3 +185,13 @@ def test_status_starts_no_ray() -> None:
     code = "import sys, quern.cli.data, quern.data_pipeline.run_status; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_driver_that_has_not_come_to_the_pages_yet_makes_no_commit_unseen(run_dir: str) -> None:
+    """A run that goes on looks through its commits first; what they hold is known meanwhile."""
+    commit(run_dir, "0", 10, 7, by_stage={"quarantine": 2}, damage=["x"])
+    Heartbeat(run_dir, Progress(background=False).snapshot)._write("at work")
+    found = read_status(run_dir)
+    assert found["status"] == "running"
+    assert found["phases"] == {"pages": {"commits": 1, "pages": 10, "kept": 7}}
+    assert (found["quarantined"], found["damage"]) == (2, 1)

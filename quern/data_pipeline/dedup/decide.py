@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -116,7 +117,8 @@ def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
     stride = max(part.records // (_SAMPLES_PER_PIECE * num_pieces), 1)
     sample = np.sort(np.concatenate([block["high"][::stride] for block in part.blocks(VERIFIED, most)]))
     cuts = sample[np.arange(1, num_pieces) * len(sample) // num_pieces]
-    folder = f"sorting-{index:06d}"
+    # Its own: a worker that is taken for lost may be at the same pieces, and they are removed here.
+    folder = f"sorting-{index:06d}-{uuid.uuid4().hex}"
     writer = work.writer(folder, 0, num_pieces, VERIFIED)
     for block in part.blocks(VERIFIED, most):
         writer.add(block, np.searchsorted(cuts, block["high"], side="right"))
