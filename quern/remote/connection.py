@@ -54,6 +54,7 @@ class Connection:
         self.is_s3, self.is_http = scheme in ("s3", "s3a"), scheme in ("http", "https")
         self._slots = threading.BoundedSemaphore(width) if width else nullcontext()
         self._renewed_at = float("-inf") if renews else float("inf")
+        self._renewing = threading.Lock()
         self._connect()
 
     def renew(self) -> None:
@@ -91,18 +92,31 @@ class Connection:
             FileNotFoundError: what is asked for is not there.
             StoreError: anything else.
         """
+        tried: list[Any] = []
         try:
-            return self._once(url, method, *arguments, **options)
+            return self._once(tried, url, method, *arguments, **options)
         except StoreError as error:
-            if not error.credentials or time.monotonic() - self._renewed_at < _RENEW_AFTER_S:
+            if not error.credentials or not self._renewed(tried[0]):
                 raise
-        self._renewed_at = time.monotonic()
-        self.renew()
-        return self._once(url, method, *arguments, **options)
+        return self._once(tried, url, method, *arguments, **options)
 
-    def _once(self, url: str, method: str | Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        fs = self.fs
+    def _renewed(self, refused: Any) -> bool:
+        """Whether there is a newer session than ``refused``; several threads may have been refused at once."""
+        with self._renewing:
+            if self.fs is not refused:
+                return True
+            if time.monotonic() - self._renewed_at < _RENEW_AFTER_S:
+                return False
+            self._renewed_at = time.monotonic()
+            self.renew()
+            return True
+
+    def _once(
+        self, tried: list[Any], url: str, method: str | Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
         with self._slots:
+            fs = self.fs
+            tried[:] = [fs]
             try:
                 if callable(method):
                     return sync(fs.loop, method, fs, *arguments, timeout=self.timeout_s, **options)

@@ -65,7 +65,12 @@ async def _get(fs: Any, sink: Sink, headers: dict[str, str]) -> None:
         answer.raise_for_status()
         length = answer.headers.get("Content-Length")
         ranged = answer.headers.get("Content-Range") if answer.status == 206 else None
-        taker = sink.begins(answer.headers.get("ETag", ""), int(length) if length else None, ranged)
+        taker = sink.begins(
+            answer.headers.get("ETag", ""),
+            int(length) if length else None,
+            ranged,
+            modified=answer.headers.get("Last-Modified", ""),
+        )
         try:
             async for chunk in answer.content.iter_chunked(_READ_BYTES):
                 if not taker.take(chunk):

@@ -13,6 +13,8 @@ from quern.remote.sink import Info, Sink
 
 __all__ = ["Other"]
 
+_STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "modified", "created")
+
 
 class Other:
     """Files of an fsspec store, by their URL."""
@@ -28,8 +30,7 @@ class Other:
         info = self.link.ask(url, "info", self._path(url))
         if info.get("type") == "directory":
             raise FileNotFoundError(url)
-        stamp = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("LastModified") or ""
-        return Info(int(info.get("size") or 0), str(stamp))
+        return _info(info)
 
     def get(self, sink: Sink) -> None:
         """One try to bring what is missing in ``sink``; these stores take no condition."""
@@ -58,7 +59,7 @@ class Other:
         for entry in found:
             url = str(fs.unstrip_protocol(entry["name"]))
             is_folder = entry.get("type") == "directory"
-            yield url, None if is_folder else Info(int(entry.get("size") or 0))
+            yield url, None if is_folder else _info(entry)
 
     def has_folder(self, folder: str) -> bool:
         """Whether there is such a folder."""
@@ -86,6 +87,12 @@ class Other:
         for url in urls:
             with suppress(FileNotFoundError):
                 self.link.ask(url, "rm", self._path(url), recursive=True)
+
+
+def _info(entry: dict[str, Any]) -> Info:
+    """Size, and what changes with the content: stores name it differently."""
+    stamp = next((entry[name] for name in _STAMPS if entry.get(name)), "")
+    return Info(int(entry.get("size") or 0), str(stamp))
 
 
 def _discard(upload: Any) -> None:

@@ -22,6 +22,11 @@ class Info:
     """What it was put with, by this package."""
     modified: str = ""
 
+    @property
+    def version(self) -> tuple[int, str]:
+        """Equal for answers of one version of an object, as far as the store tells."""
+        return self.size, self.etag or self.modified
+
 
 @dataclass
 class Sink:
@@ -35,6 +40,8 @@ class Sink:
     end: int | None
     info: Info | None = None
     data: bytearray = field(default_factory=bytearray)
+    taker: Taker | None = field(default=None, repr=False)
+    """Of the last try."""
 
     @property
     def at(self) -> int:
@@ -61,13 +68,17 @@ class Sink:
         etag = self.info.etag if self.info is not None else ""
         return etag if etag and not etag.startswith("W/") else None
 
-    def begins(self, etag: str, length: int | None, content_range: str | None, sha256: str | None = None) -> Taker:
+    def begins(
+        self, etag: str, length: int | None, content_range: str | None, sha256: str | None = None, modified: str = ""
+    ) -> Taker:
         """An answer begins: is it of the same object, and of the bytes that were asked for?
 
         Raises:
             ChangedError: it is another object by now.
             StoreError: the server did not answer what it was asked.
         """
+        if self.taker is not None:  # of a try that is still on its way
+            self.taker.ends()
         total = length
         if content_range is not None:
             match = _RANGE.fullmatch(content_range.strip())
@@ -80,12 +91,13 @@ class Sink:
             raise StoreError(
                 f"{self.url}: the server does not say how long it is; copy the file first", transient=False
             )
-        info = Info(total, etag, sha256)
-        if self.info is not None and (info.size, info.etag) != (self.info.size, self.info.etag):
+        info = Info(total, etag, sha256, modified)
+        if self.info is not None and info.version != self.info.version:
             was, now = (f"{one.size} bytes with ETag {one.etag or 'unknown'}" for one in (self.info, info))
             raise ChangedError(f"{self.url}: changed while it was read: {was}, now {now}; begin another run")
         self.info = self.info or info
-        return Taker(self)
+        self.taker = Taker(self)
+        return self.taker
 
 
 class Taker:

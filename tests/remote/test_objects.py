@@ -9,6 +9,7 @@ import hashlib
 import pickle
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from s3_server import Fault, Server
 
 from quern import storage
 from quern.errors import InputError
-from quern.remote import ChangedError, StoreError, objects
+from quern.remote import Backoff, ChangedError, StoreError, objects
 from quern.remote.concurrency import PART_BYTES
+from quern.remote.connection import Connection
+from quern.remote.sink import Sink
 
 pytestmark = pytest.mark.slow
 
@@ -297,3 +300,51 @@ def test_memory_stores_read_and_write_the_same_way(tmp_path: Path) -> None:
     storage.remove("memory:///remote-test/a")
     storage.remove("memory:///remote-test/a")
     assert not storage.exists("memory:///remote-test/a")
+
+
+def test_a_fingerprint_of_any_other_store_changes_with_the_content() -> None:
+    paths = [f"memory://remote-stamps/{number}" for number in range(9)]
+    for path in paths:
+        storage.publish_bytes(path, b"rye")
+    by_listing = storage.describe(paths)
+    assert by_listing == [storage.describe([path])[0] for path in paths]
+    storage.publish_bytes(paths[0], b"oat")
+    assert storage.describe(paths)[0] != by_listing[0]
+    assert storage.fingerprint(paths[0]) != by_listing[0][1]
+    storage.remove_tree("memory://remote-stamps")
+
+
+def test_threads_that_are_refused_at_once_go_on_with_one_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, sessions = 8, []
+    together = threading.Barrier(count, timeout=20)
+
+    class Session:
+        def __init__(self) -> None:
+            sessions.append(self)
+
+        def cat(self) -> bytes:
+            if self is sessions[0]:
+                together.wait()
+                raise PermissionError("expired")
+            return b"grain"
+
+    def connect(link: Connection) -> None:
+        link.fs, link.root, link.is_local = Session(), "", False
+
+    monkeypatch.setattr(Connection, "_connect", connect)
+    monkeypatch.setattr(Session, "clear_instance_cache", lambda: None, raising=False)
+    link = Connection("memory://once", Backoff(), 5.0, renews=True)
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(lambda _: link.once("memory://once/a", "cat"), range(count))) == [b"grain"] * count
+    assert len(sessions) == 2
+
+
+def test_a_try_that_is_late_puts_nothing_behind_the_next_ones_bytes() -> None:
+    sink = Sink("memory://late", 0, None)
+    late = sink.begins("e", 10, None)
+    assert late.take(b"ab")
+    taker = sink.begins("e", 8, "bytes 2-9/10")
+    assert taker.take(b"cd")
+    assert not late.take(b"XX")
+    assert not taker.take(b"efghij")
+    assert sink.data == b"abcdefghij"

@@ -62,6 +62,15 @@ def test_a_file_that_changes_is_an_error(web: Web, etags: bool) -> None:
             file.read()
 
 
+def test_without_an_etag_a_file_of_the_same_size_is_told_by_its_date(web: Web) -> None:
+    web.etags, web.modified = False, "Wed, 01 Jul 2026 10:00:00 GMT"
+    with storage.open_read(f"{web.url}/big") as file:
+        file.read(10)
+        web.files["big"], web.modified = bytes(len(web.files["big"])), "Wed, 01 Jul 2026 10:00:01 GMT"
+        with pytest.raises(ChangedError, match="big: changed while it was read"):
+            file.read()
+
+
 def test_a_server_without_ranges_is_told_when_it_is_cut(web: Web) -> None:
     web.ranges = False
     assert storage.read_bytes(f"{web.url}/big") == web.files["big"]

@@ -38,6 +38,7 @@ class Web(ThreadingHTTPServer):
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str, str, str]] = []  # method, path, Range, fault
         self.ranges = self.etags = True
+        self.modified = ""
         self.lock = threading.Lock()
         self.under_way = self.most_under_way = 0
         self.draw = random.Random(3)
@@ -94,6 +95,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         etag = f'"{hashlib.md5(data).hexdigest()}"'
         headers = {"ETag": etag} if self.server.etags else {}
+        if self.server.modified:
+            headers["Last-Modified"] = self.server.modified
         if self.headers.get("If-Match", etag) != etag:
             self.start(412, headers, 0)
             return

@@ -6,6 +6,8 @@ from 0; its relative path, which page identities rest on, is the line itself. No
 
 from __future__ import annotations
 
+import gzip
+import io
 import re
 import zlib
 from collections.abc import Sequence
@@ -97,18 +99,15 @@ def _lines(url: str, data: bytes) -> list[str]:
 
 
 def _inflated(url: str, data: bytes) -> bytes:
-    out = bytearray()
-    while data:
-        inflate = zlib.decompressobj(31)
-        try:
-            out += inflate.decompress(data, _MAX_LIST_BYTES + 1 - len(out))
-        except zlib.error as error:
-            raise InputError(f"{url}: expected a gzip file ({error})") from None
-        if len(out) > _MAX_LIST_BYTES:
-            raise InputError(f"{url}: expected at most {_MAX_LIST_BYTES} bytes of paths, has more")
-        if not inflate.eof:
-            raise InputError(f"{url}: the gzip file is cut off")
-        data = inflate.unused_data
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            out = file.read(_MAX_LIST_BYTES + 1)
+    except EOFError:
+        raise InputError(f"{url}: the gzip file is cut off") from None
+    except (OSError, zlib.error) as error:
+        raise InputError(f"{url}: expected a gzip file ({error})") from None
+    if len(out) > _MAX_LIST_BYTES:
+        raise InputError(f"{url}: expected at most {_MAX_LIST_BYTES} bytes of paths, has more")
     if not out:
         raise InputError(f"{url}: expected one path a line, is empty")
-    return bytes(out)
+    return out

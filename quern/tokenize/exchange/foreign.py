@@ -151,7 +151,7 @@ class TokenFile:
                 whole = np.concatenate([*held, tokens[: ends[-1]]])
                 edges = np.concatenate([[0], ends + num_held])
                 held, num_held = [], 0
-                yield self._batch(start, edges, whole)
+                yield from self._whole(start, edges, whole)
                 start += int(edges[-1]) * itemsize
                 tokens = tokens[ends[-1] :]
             held.append(tokens)
@@ -159,13 +159,16 @@ class TokenFile:
             if num_held > MAX_DOCUMENT_TOKENS:
                 self._refuse_long(np.array([start]), np.array([num_held]), f"; none of them is {eot}, the EOT")
         if num_held:
-            yield self._batch(start, np.array([0, num_held]), np.concatenate(held))
+            yield from self._whole(start, np.array([0, num_held]), np.concatenate(held))
 
-    def _batch(self, start: int, edges: np.ndarray, tokens: np.ndarray) -> Batch:
+    def _whole(self, start: int, edges: np.ndarray, tokens: np.ndarray) -> Iterator[Batch]:
+        """Documents between ``edges`` of ``tokens``, which begin at byte ``start``; a record takes room too."""
         lengths = np.diff(edges)
         offsets = start + edges[:-1] * self.dtype.itemsize
         self._refuse_long(offsets, lengths)
-        return Batch(offsets, lengths, tokens)
+        for first in range(0, len(lengths), _ENDS):
+            own = edges[first : first + _ENDS + 1]
+            yield Batch(offsets[first : first + _ENDS], lengths[first : first + _ENDS], tokens[own[0] : own[-1]])
 
     def _tokens(self, offset: int, size: int) -> np.ndarray:
         return np.frombuffer(self._source.read_on(offset, size), self.dtype)

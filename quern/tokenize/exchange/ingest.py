@@ -103,9 +103,12 @@ def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportRepo
     eot = encoding.eot_id if options.eot is None else options.eot
     if not 0 <= eot < encoding.vocab_size:
         raise InputError(f"eot: expected an id of {encoding.name}, 0 to {encoding.vocab_size - 1}, got {eot}")
+    vocabulary = Vocabulary(encoding)
+    if not vocabulary.known[eot]:
+        raise InputError(f"eot: expected an id of {encoding.name}, which leaves {eot} out")
     paths = _paths(files, options)
     with staged(out) as folder:
-        job = _Job(options, encoding, eot, Vocabulary(encoding), folder)
+        job = _Job(options, encoding, eot, vocabulary, folder)
         tokens_folder = os.path.join(folder, "tokens", options.source)
         with Shards(tokens_folder, encoding.dtype, options.shard_tokens) as shards:
             read = tuple(_read_file(job, shards, path, relative) for path, relative in paths)

@@ -164,6 +164,7 @@ def find_twin(verdicts: str, scratch: str) -> bytes | None:
 
     sql = "SELECT doc_id FROM verdicts GROUP BY doc_id HAVING count(*) > 1 ORDER BY doc_id LIMIT 1"
     spill = os.path.join(scratch, ".spill")
+    os.makedirs(spill, exist_ok=True)  # DuckDB makes no more than one folder below it
     read = _Verdicts(verdicts)
     with contextlib.closing(duckdb.connect(":memory:", config=_settings(spill))) as connection:
         try:

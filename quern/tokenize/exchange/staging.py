@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quern import storage
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 
 __all__ = ["staged"]
 
@@ -24,6 +24,7 @@ def staged(path: str) -> Iterator[str]:
 
     Raises:
         InputError: ``path`` is not on a local file system, cannot be made, or something is there already.
+        QuernError: the disk is full or fails.
     """
     if not storage.is_local(path):
         raise InputError(f"{path}: expected a folder on a local file system; copy it to a store afterwards")
@@ -45,9 +46,11 @@ def staged(path: str) -> Iterator[str]:
         except OSError as error:
             raise InputError(f"{path}: cannot be given its name ({error.strerror or error})") from None
         storage.sync(parent)
-    except BaseException:
+    except BaseException as error:
         if os.path.isdir(folder):
             shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a file that is open: the disk is full
+            raise QuernError(f"{path}: cannot be written ({error.strerror or error})") from error
         raise
     finally:
         os.close(lock)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,16 @@ def test_a_wrong_input_is_one_line_and_exit_code_2(imported: Path, tmp_path: Pat
         assert len(done.stderr.strip().splitlines()) == 1
         assert done.stderr.startswith("error: ")
         assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_left(ranks: str, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(plain.pack("uint16", [*[65] * 999, EOT] * 1000))
+    code = (  # a limit of a file's size stands for the disk's
+        "import resource, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "from quern.cli.main import app\napp(sys.argv[1:])\n"
+    )
+    words = ["tokens", "import", "a.bin", "--format", "bin", "--out", "run", "--encoding", "own", "--ranks", ranks]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"error: {tmp_path / 'run'}: cannot be written (File too large)\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]

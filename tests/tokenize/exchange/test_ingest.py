@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plain_formats as plain
 import pytest
 from hypothesis import given, settings
@@ -125,3 +127,19 @@ def test_the_same_files_are_the_same_run_wherever_they_lie(ranks: str, tmp_path:
         files = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
         kept.append((files, storage.read_json(str(root.parent / "run.json"))["id"]))
     assert kept[0] == kept[1]
+
+
+def test_very_short_documents_are_taken_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "_ENDS", 64)
+    documents = [[EOT]] * 200 + [[7, EOT]] * 10 + [[8]]
+    path = write("bin", tmp_path, "a", documents)
+    with closing(foreign.TokenFile("bin", str(path), "uint16")) as file:
+        batches = list(file.batches_by_eot(EOT))
+    assert [len(batch.lengths) for batch in batches] == [64, 64, 64, 18, 1]
+    taken = []
+    for batch in batches:
+        edges = [0, *np.cumsum(batch.lengths).tolist()]
+        places = zip(batch.offsets.tolist(), edges[:-1], edges[1:], strict=True)
+        taken += [(offset, batch.tokens[first:last].tolist()) for offset, first, last in places]
+    offsets = [0, *np.cumsum([2 * len(document) for document in documents]).tolist()][:-1]
+    assert taken == list(zip(offsets, documents, strict=True))

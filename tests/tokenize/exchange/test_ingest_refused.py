@@ -112,6 +112,9 @@ def test_an_id_that_the_encoding_leaves_out_is_refused(
     write("bin", tmp_path, "a", [[1, 260], [258, 260]])
     told = "document at byte 4: token 0: expected an id of holed, 0 to 260 (it leaves this one out), got 258"
     refused([tmp_path / "a.bin"], tmp_path / "run", options(ranks, "bin"), told)
+    write("bin", tmp_path, "b", [[1, 2]])
+    told = "eot: expected an id of holed, which leaves 258 out"
+    refused([tmp_path / "b.bin"], tmp_path / "run", options(ranks, "bin", eot=258), told)
 
 
 def test_a_stream_without_an_eot_is_not_read_for_ever(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from import_case import FORMATS, options, refused, verdicts
 
+from quern.tokenize.exchange import sidecar
 from quern.tokenize.exchange.export import export
 from quern.tokenize.exchange.ingest import ingest
 
@@ -115,3 +117,19 @@ def test_a_table_that_does_not_fit_is_refused(run_dir: Path, tmp_path: Path, for
     refused([data], tmp_path / "run", options(ranks, format), told)
     if case != "other bytes" or format != "bin":
         ingest([str(data)], str(tmp_path / "run"), options(ranks, format, sidecars=False))
+
+
+def test_twins_are_found_among_more_documents_than_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar, "_JOIN_MEMORY", "20MiB")
+    draw = random.Random(5)
+    ids = [draw.randbytes(16) for _ in range(400_000)]
+    ids[-1] = ids[7]
+    (tmp_path / "verdicts").mkdir()
+    schema = pa.schema([pa.field("doc_id", pa.binary(16)), *sidecar.RECORD])
+    columns = [ids if field.name == "doc_id" else pa.nulls(len(ids), field.type) for field in schema]
+    pq.write_table(pa.table(columns, schema=schema), tmp_path / "verdicts" / "a.parquet")
+    (tmp_path / "scratch").mkdir()
+    assert sidecar.find_twin(str(tmp_path / "verdicts"), str(tmp_path / "scratch")) == ids[7]
+    assert list((tmp_path / "scratch").iterdir()) == []
