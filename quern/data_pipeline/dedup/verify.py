@@ -33,19 +33,19 @@ def fitting(low: np.ndarray, high: np.ndarray, budget: int, per_pair: int) -> It
     ``low`` and ``high`` are documents as in ``bands.tokens``. The sizes of a piece's documents and ``per_pair`` for
     each of its pairs come to at most ``budget``, or it has one pair.
     """
-    start, count = 0, _PAIRS
+    start, count, may_grow = 0, _PAIRS, True
     while start < len(low):
         end = min(start + count, len(low))
         docs = np.sort(np.concatenate((low[start:end], high[start:end])))
         docs = docs[np.concatenate(([True], docs[1:] != docs[:-1]))]
         cost = int(sizes_of(docs).sum()) + per_pair * (end - start)
         if cost > budget and end - start > 1:
-            count = max((end - start) // 2, 1)
-        elif 3 * cost < budget and end < len(low) and count < _MOST_PAIRS:
+            count, may_grow = max((end - start) // 2, 1), False
+        elif may_grow and 3 * cost < budget and end < len(low) and count < _MOST_PAIRS:
             count *= 2
         else:
             yield start, end, docs
-            start = end
+            start, may_grow = end, True
 
 
 def verify(

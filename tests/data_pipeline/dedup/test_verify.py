@@ -66,6 +66,14 @@ def test_a_similarity_of_exactly_the_threshold_counts():
     assert verified([(3, 7, 5)], sets, np.nextafter(0.8, 1)) == []
 
 
+def test_pieces_that_are_too_large_are_not_tried_again():
+    """One pair takes less than a third of the budget, and two of them more than all: neither may be tried in turns."""
+    sets = {8: set(range(3)), 14: set(range(3, 6)), 2: set(range(10)), 17: set(range(10, 20))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quern.data_pipeline.dedup.verify._SHINGLES", 20)
+        assert verified([(8, 14, 1), (2, 17, 8), (2, 17, 9)], sets, 0.5) == []
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=60),
     st.lists(st.integers(0, 30), min_size=10, max_size=10),
