@@ -100,7 +100,7 @@ def test_a_machine_that_comes_later_is_used_and_one_that_goes_is_no_task_s_fault
                 if victim != node.node_id:
                     pytest.skip("the waiting task came to the head, which cannot be lost")
                 assert pool.num_workers == 2
-                node.kill_raylet(allow_graceful=False)
+                cluster.remove_node(node, allow_graceful=False)
                 killed = True
         assert killed
         assert [found[index][0] for index in range(8)] == list(range(8))
