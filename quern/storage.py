@@ -50,6 +50,7 @@ __all__ = [
     "publish_bytes",
     "read_bytes",
     "read_json",
+    "read_range",
     "remove",
     "remove_tree",
     "sha256",
@@ -210,6 +211,16 @@ def read_bytes(path: str) -> bytes:
         return store.read(path)
     with open_read(path) as file:
         return file.read()
+
+
+def read_range(path: str, start: int, end: int) -> bytes:
+    """The bytes from ``start`` up to and without ``end`` of a file, and no others."""
+    store = _store(path)
+    if store is not None:
+        return store.read_range(path, start, end)
+    with open(split(path)[1], "rb", buffering=0) as file:
+        file.seek(start)
+        return file.read(end - start)
 
 
 def read_json(path: str) -> Any:

@@ -97,6 +97,13 @@ class Objects:
                     return data
             raise StoreError(f"{url}: came twice with other bytes than it was put with", transient=False)
 
+    def read_range(self, url: str, start: int, end: int) -> bytes:
+        """The bytes from ``start`` up to and without ``end``, of one version of the object, and no others."""
+        if end <= start:
+            return b""
+        with waiting():
+            return bytes(self.fetch(Sink(url, start, end)))
+
     def listing(self, folder: str, *, recursive: bool = True) -> list[tuple[str, Info | None]]:
         """(URL, what is known) of everything below ``folder``, in no order; None stands for a folder."""
         with waiting():

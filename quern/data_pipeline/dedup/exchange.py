@@ -26,7 +26,6 @@ __all__ = [
     "bucket_of_rank",
     "cuts",
     "num_buckets",
-    "read_range",
     "read_records",
     "scatter",
 ]
@@ -126,11 +125,11 @@ class Slice:
         for writer, files in enumerate(self.files):
             for number in range(files):
                 path = _path(self.folder, writer, number)
-                offsets = read_range(path, _OFFSET.itemsize * self.first, _OFFSET.itemsize * (self.last + 1))
+                offsets = storage.read_range(path, _OFFSET.itemsize * self.first, _OFFSET.itemsize * (self.last + 1))
                 start, end = np.frombuffer(offsets, dtype=_OFFSET)[[0, -1]].tolist()
                 for at in range(start, end, max_records):
                     upto = min(at + max_records, end)
-                    data = read_range(path, head + at * dtype.itemsize, head + upto * dtype.itemsize)
+                    data = storage.read_range(path, head + at * dtype.itemsize, head + upto * dtype.itemsize)
                     yield np.frombuffer(data, dtype=dtype)
 
 
@@ -220,17 +219,6 @@ def bucket_of_rank(ranks: np.ndarray, buckets: int) -> np.ndarray:
     return bucket_of_key(mixed, buckets)
 
 
-def read_range(path: str, start: int, end: int) -> bytes:
-    """The bytes from ``start`` up to and without ``end`` of a file on any store, and no others."""
-    fs, inner = storage.split(path)
-    if storage.is_local(path):
-        with open(inner, "rb", buffering=0) as file:
-            file.seek(start)
-            return file.read(end - start)
-    data: bytes = fs.cat_file(inner, start=start, end=end)
-    return data
-
-
 def read_records(path: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
     """The records from ``start`` up to and without ``end`` of a file of nothing but records."""
-    return np.frombuffer(read_range(path, start * dtype.itemsize, end * dtype.itemsize), dtype=dtype)
+    return np.frombuffer(storage.read_range(path, start * dtype.itemsize, end * dtype.itemsize), dtype=dtype)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from quern import storage
-from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, read_range, read_records
+from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, read_records
 from quern.data_pipeline.dedup.facts import FACTS, fact_blocks
 from quern.data_pipeline.dedup.work import Done, Shard, Work
 from quern.errors import QuernError
@@ -80,7 +80,7 @@ def sample_order(work: Work, shard: Shard, documents: int, ranges: int) -> Done:
 def choose_cuts(work: Work, sizes: Sequence[int], ranges: int) -> Done:
     """Task: all shards' samples → the keys between the ranges."""
     row = _KEY_FIELDS * _KEY.itemsize
-    data = b"".join(read_range(work.file("sample", index), 0, size * row) for index, size in enumerate(sizes))
+    data = b"".join(storage.read_range(work.file("sample", index), 0, size * row) for index, size in enumerate(sizes))
     sample = np.frombuffer(data, dtype=_KEY).reshape(-1, _KEY_FIELDS)
     sample = sample[np.lexsort(sample.T[::-1])]
     at = np.arange(1, ranges) * len(sample) // ranges if len(sample) else np.empty(0, dtype=np.int64)
@@ -92,7 +92,7 @@ def split_documents(work: Work, shard: Shard, num_cuts: int, buckets: int) -> Do
     """Task: one shard's documents by the range they belong to, and their ids by range of ids."""
     cuts = np.empty((_KEY_FIELDS, 0), dtype=_KEY)
     if num_cuts:
-        data = read_range(work.file("cuts", 0), 0, num_cuts * _KEY_FIELDS * _KEY.itemsize)
+        data = storage.read_range(work.file("cuts", 0), 0, num_cuts * _KEY_FIELDS * _KEY.itemsize)
         cuts = np.frombuffer(data, dtype=_KEY).reshape(-1, _KEY_FIELDS).T
     ordered = work.writer("ordered", shard.index, num_cuts + 1, DOCUMENT)
     ids = work.writer("ids", shard.index, buckets, _ID)
