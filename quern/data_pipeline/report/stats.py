@@ -117,13 +117,14 @@ def build_stats(
     totals: dict[str, Any] = _blank()
     damage: list[dict[str, Any]] = []
     num_damage = 0
+    told: set[tuple[Any, ...]] = set()
     seconds: Counter[str] = Counter()
     cpu_seconds = 0.0
     for source, name, counts in committed(run_dir, partitions):
         _check_partition(f"{source}/{name}", counts)
         for table in (totals, sources.setdefault(source, _blank())):
             _add(table, counts)
-        found = counts.get("damage", ())
+        found = _not_told(counts, source, told)
         num_damage += len(found) + counts.get("damage_left_out", 0)
         damage.extend({"source": source, **dict(item)} for item in found[: MAX_DAMAGE - len(damage)])
         seconds.update(counts.get("stage_seconds", {}))
@@ -198,6 +199,17 @@ def _check_partition(where: str, counts: Mapping[str, Any]) -> None:
             f"{where}: {counts.get('pre_skip', 0)} pages were skipped by the language guess, "
             f"the reason {PRE_SKIP} counts {by_reason.get(PRE_SKIP, 0)}"
         )
+
+
+def _not_told(counts: Mapping[str, Any], source: str, told: set[tuple[Any, ...]]) -> list[Mapping[str, Any]]:
+    """The damage of a commit; of a range's only what no other range has told: both may meet it at their edge."""
+    found = list(counts.get("damage", ()))
+    if "range" not in counts:
+        return found
+    keys = [(source, item["file"], item["offset"], item["why"]) for item in found]
+    new = [item for key, item in zip(keys, found, strict=True) if key not in told]
+    told.update(keys)
+    return new
 
 
 def _removed(duplicates: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[str, dict[str, int]]:
