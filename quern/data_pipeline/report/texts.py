@@ -145,7 +145,8 @@ def _pair(pair: Pair) -> str:
     title = f"<h3>{show(decision['kind'])} duplicate <span>{' · '.join(facts)}</span></h3>"
     if pair.removed and pair.kept and pair.removed.text and pair.removed.text == pair.kept.text:
         urls = f"{link(pair.removed.row['url'])} is the same text as {link(pair.kept.row['url'])}"
-        body = f'<p class="where">{urls}</p>{_text(pair.kept, show(pair.kept.text[:PAIR_CHARS]), PAIR_CHARS, pair.removed)}'
+        text = _text(pair.kept, show(pair.kept.text[:PAIR_CHARS]), PAIR_CHARS, pair.removed)
+        body = f'<p class="where">{urls}</p>{text}'
         return f'<article class="sample" data-kind="duplicates">{title}{body}</article>'
     texts = [side.text or "" if side is not None else "" for side in (pair.removed, pair.kept)]
     marked = _differences(texts[0], texts[1]) if all(texts) else tuple(show(text, PAIR_CHARS) for text in texts)
@@ -192,7 +193,7 @@ def _box(shown: str, *samples: Sample) -> str:
 def _text(sample: Sample, shown: str, limit: int, *others: Sample) -> str:
     """The text of a sample, and of ``others`` that have the same."""
     if sample.text is None:
-        had = sample.row["post_filter_hash"] is not None
+        had = sample.row["stage"] is None or sample.row["post_filter_hash"] is not None
         why = "Its text was purged." if had else "No text is stored: it was dropped before the quality gate."
         return f'<p class="muted">{why}</p>'
     more = len(sample.text) - limit

@@ -22,10 +22,10 @@ from quern import storage
 from quern.data_pipeline import report
 from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.run_directory import remove_torn
-from quern.errors import InputError, QuernError
-from quern.lineage.index.tables import require_columns
+from quern.errors import QuernError
 from quern.lineage.purge.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.files import Change, changes_since, note_before
+from quern.lineage.purge.tables import opened, read_group
 
 __all__ = ["REPORT", "TEXT_COLUMNS", "Cleaned", "clean"]
 
@@ -153,17 +153,20 @@ def _rewrite(
     """Replace a table by one whose row groups are ``cleaned`` of the documents in ``ids``, if one of them still
     ``holds`` something of theirs; return how many rows are of them."""
     path = storage.join(run, name)
-    with _opened(path, ("doc_id", *nullable)) as table:
-        masks = [contains(ids, keys_of(_read(path, table, group, ["doc_id"])["doc_id"])) for group in _groups(table)]
+    with opened(path, ("doc_id", *nullable)) as table:
+        masks = [
+            contains(ids, keys_of(read_group(table, group, ["doc_id"])["doc_id"]))
+            for group in range(table.num_row_groups)
+        ]
         touched = [group for group, mask in enumerate(masks) if mask.any()]
-        if any(holds(_read(path, table, group, list(nullable)), masks[group]) for group in touched):
+        if any(holds(read_group(table, group, nullable), masks[group]) for group in touched):
             schema = table.schema_arrow
             for column in nullable:  # a purged text is null, whatever the writer promised of texts
                 at = schema.get_field_index(column)
                 schema = schema.set(at, schema.field(at).with_nullable(True))
             with storage.publish(path) as file, _writer(file, schema) as writer:
                 for group, mask in enumerate(masks):
-                    rows = _read(path, table, group, None)
+                    rows = read_group(table, group)
                     rows = cleaned(rows, mask) if mask.any() else rows
                     if len(rows):
                         writer.write_table(pa.Table.from_arrays(rows.columns, schema=schema), row_group_size=len(rows))
@@ -173,48 +176,6 @@ def _rewrite(
 def _writer(file: IO[bytes], schema: pa.Schema) -> pq.ParquetWriter:
     """With the settings of the pages' own writer."""
     return pq.ParquetWriter(file, schema, compression="zstd")
-
-
-class _opened:
-    """A Parquet file, open inside the block; one that is none is an :class:`InputError`."""
-
-    def __init__(self, path: str, columns: Sequence[str]) -> None:
-        self.path, self.columns = path, columns
-
-    def __enter__(self) -> pq.ParquetFile:
-        self.file = storage.open_read(self.path)
-        try:
-            table = pq.ParquetFile(self.file)
-            require_columns(self.path, table.schema_arrow.names, self.columns)
-            if table.schema_arrow.field("doc_id").type != pa.binary(16):
-                raise InputError(
-                    f"{self.path}: doc_id: expected 16 bytes, got {table.schema_arrow.field('doc_id').type}"
-                )
-        except (ValueError, pa.ArrowException) as error:
-            self.file.close()
-            raise _damaged(self.path, error) from None
-        except BaseException:
-            self.file.close()
-            raise
-        return table
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-
-def _groups(table: pq.ParquetFile) -> range:
-    return range(table.num_row_groups)
-
-
-def _read(path: str, table: pq.ParquetFile, group: int, columns: list[str] | None) -> pa.Table:
-    try:
-        return table.read_row_group(group, columns=columns, use_threads=False)
-    except (ValueError, pa.ArrowException) as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: str, error: Exception) -> InputError:
-    return InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}; its texts cannot be told apart")
 
 
 def _holds_text(rows: pa.Table, mask: Rows) -> bool:
