@@ -15,7 +15,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.errors import InputError, QuernError
 
-__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run", "remove_torn"]
+__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -70,7 +70,7 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
             an unfinished one begun with other libraries, or something else.
         QuernError: another driver is at work there.
     """
-    with _sole_driver(path):
+    with sole_driver(path):
         file = storage.join(path, "run.json")
         if storage.exists(file):
             record = storage.read_json(file)
@@ -152,7 +152,7 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
 
 
 @contextmanager
-def _sole_driver(path: str) -> Iterator[None]:
+def sole_driver(path: str) -> Iterator[None]:
     """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none."""
     if not storage.is_local(path):
         with storage.lease(storage.join(path, ".lease.json"), path):
