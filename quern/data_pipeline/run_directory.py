@@ -15,7 +15,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.errors import InputError, QuernError
 
-__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run", "sole_driver"]
+__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -45,7 +45,7 @@ class RunDirectory:
 
     def finish(self, counts: Mapping[str, Any], inputs: str) -> None:
         """Set the run to complete, with its counts and the digest of its inputs; nothing half written is left."""
-        _remove_torn(self.path)
+        remove_torn(self.path)
         self.record = {**self.record, "status": "complete", "counts": dict(counts), "inputs": inputs}
         storage.write_json(storage.join(self.path, "run.json"), self.record)
         storage.remove_tree(self.scratch)
@@ -98,7 +98,7 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
                 "status": "running",
             }
             storage.write_json(file, record)
-        _remove_torn(path)
+        remove_torn(path)
         run = RunDirectory(path, record)
         if run.complete:  # the last act of finish may have been cut off
             storage.remove_tree(run.scratch)
@@ -172,7 +172,7 @@ def sole_driver(path: str) -> Iterator[None]:
         yield
 
 
-def _remove_torn(path: str) -> None:
+def remove_torn(path: str) -> None:
     """What drivers and workers left that were killed while they wrote: temporary files, uploads never completed."""
     if not storage.is_local(path):
         storage.give_up_uploads(path)
