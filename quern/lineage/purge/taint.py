@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from quern import storage
 from quern.errors import InputError, QuernError
-from quern.lineage.exposure import Clean, Tally, clean, select, walk
+from quern.lineage.exposure import Clean, Selection, Tally, clean, select, walk
 from quern.lineage.purge.resume import resume
 from quern.lineage.store import Lineage
 from quern.lineage.training import Seen, TrainingRun
@@ -137,13 +137,28 @@ def _judge(path: str, run_id: str, doc_ids: bytes, change: Change | None, store:
 
 def _tally(train: TrainingRun, lineages: Sequence[Lineage], doc_ids: bytes) -> tuple[Tally, int]:
     """All that the run read of the documents, counted; and how many of them are in its present weights."""
-    tally, documents = Tally(train), 0
+    tally, documents = Tally(train), set()
     for lineage in lineages:
         read = np.zeros(lineage.num_documents, np.bool_)
-        for block in walk(train, [select(lineage, lineage.find_docs(doc_ids))], tally):
+        for block in walk(train, [_own(train, lineage, doc_ids)], tally):
             read[block.numbers[block.surviving & block.applied & ~block.purged]] = True
-        documents += int(read.sum())
-    return tally, documents
+        documents.update(lineage.documents(np.flatnonzero(read)).doc_ids)
+    return tally, len(documents)
+
+
+def _own(train: TrainingRun, lineage: Lineage, doc_ids: bytes) -> Selection:
+    """The documents in the streams that the training run is taken to have read here: it may know another copy of the
+    data run, at another version, that has some of the same streams."""
+    chosen = select(lineage, lineage.find_docs(doc_ids))
+    other = [
+        number
+        for number, stream in enumerate(lineage.streams)
+        if any(stream.identity in train.order_of(attempt).ids for attempt in train.attempts)
+        and train.find_stream(stream.identity)[0] is not lineage
+    ]
+    kept = ~np.isin(chosen.streams, other)
+    columns = ("numbers", "streams", "starts", "stops", "heads", "purged_since")
+    return replace(chosen, **{name: getattr(chosen, name)[kept] for name in columns})
 
 
 def _span(tally: Tally) -> tuple[int | None, int | None]:
