@@ -190,6 +190,11 @@ class Lineage:
         name = parse_host(domain or "", "domain")
         return self._collect(lambda segment: find_domain(segment.urls, name))
 
+    @_guarded
+    def find_docs(self, doc_ids: bytes) -> I64:
+        """The numbers of the documents with these doc_ids, 16 bytes each, ascending; unknown ids have none."""
+        return np.unique(self._collect(lambda segment: segment.by_doc.find_all(doc_ids)))
+
     def _collect(self, find: Callable[[Segment], I64]) -> I64:
         """What each segment finds, as numbers of the run."""
         return np.concatenate(
