@@ -71,8 +71,9 @@ class Purge:
     """``list`` (where it is), ``file`` (below it, or its path) and ``sha256`` of what was added to it."""
     train_runs: Sequence[str] = ()
     """Told of it: those given and those registered."""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Of documents, tokens and shards, as the purge reports them."""
+    restored: int = 0
+    """Documents that took the place of condemned ones."""
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,11 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
             "digest": digest_of(documents["doc_id"]),
             "sha256": sums[".parquet"],
         },
-        "counts": dict(purge.counts),
+        "restored": purge.restored,
         "files": {"count": len(files), "sha256": sums[".files.parquet"]},
         "purge_list": dict(purge.purge_list) if purge.purge_list is not None else None,
         "train_runs": list(purge.train_runs),
+        "notes": list(purge.notes),
     }
     data = (json.dumps(record, sort_keys=True, indent=2, ensure_ascii=False) + "\n").encode()
     path = path_of(run, number)

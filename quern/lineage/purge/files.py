@@ -8,7 +8,7 @@ from typing import Any
 
 from quern import storage
 
-__all__ = ["PURGE_FOLDER", "Change", "changes_since", "note_before", "read_note", "version_changes"]
+__all__ = ["PURGE_FOLDER", "Change", "changes_since", "note_before", "version_changes"]
 
 #: Of a run directory: what an unfinished purge has to know.
 PURGE_FOLDER = ".purge"
@@ -32,25 +32,16 @@ def note_before(run: str, purge: str, name: str, paths: Callable[[], Iterable[st
     Noted in ``RUN/.purge/<name>.json`` before anything is changed, so that a purge that goes on after a kill still
     knows. ``paths``: the files, below the run or with a path of their own; those that are not there are left out.
     """
-    noted = read_note(run, purge, name)
-    if noted is not None:
-        return noted
+    note = storage.join(run, PURGE_FOLDER, f"{name}.json")
+    if storage.exists(note):
+        noted = storage.read_json(note)
+        if isinstance(noted, dict) and noted.get("purge") == purge:
+            return dict(noted["files"])
     wanted = sorted(paths())
     found = zip(wanted, storage.each(lambda path: _checksum(run, path), wanted, run), strict=True)
     files = {path: sha256 for path, sha256 in found if sha256 is not None}
-    storage.write_json(_note(run, name), {"purge": purge, "files": files}, indent=None)
+    storage.write_json(note, {"purge": purge, "files": files}, indent=None)
     return files
-
-
-def read_note(run: str, purge: str, name: str) -> dict[str, str] | None:
-    """What :func:`note_before` has noted; None where it has not been called."""
-    path = _note(run, name)
-    noted = storage.read_json(path) if storage.is_file(path) else None
-    return dict(noted["files"]) if isinstance(noted, dict) and noted.get("purge") == purge else None
-
-
-def _note(run: str, name: str) -> str:
-    return storage.join(run, PURGE_FOLDER, f"{name}.json")
 
 
 def _checksum(run: str, path: str) -> str | None:
