@@ -320,6 +320,7 @@ def change_table(path: Path, change) -> None:
     ("kind", "change", "message"),
     [
         ("signatures", lambda table: table.slice(1), "has no row for 1 of 3 kept documents"),
+        ("signatures", lambda table: pa.concat_tables([table, table.slice(2)]), "has two rows for a document"),
         ("signatures", lambda table: table.drop_columns(["shingles"]), "has no column 'shingles'"),
         ("verdicts", lambda table: table.drop_columns(["text.num_words"]), "has no column 'text.num_words'"),
         ("verdicts", lambda table: pa.concat_tables([table, table.slice(0, 1)]), "two documents have the same id"),
