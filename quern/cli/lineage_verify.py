@@ -36,7 +36,8 @@ def verify(
 ) -> None:
     """Prove that nothing of what was purged from RUN is left: by reading all of its tokens, texts and tables.
 
-    What an earlier purge left unfinished is finished or undone first. Exit code 1 when something remains; each finding names its file and row.
+    What an earlier purge left unfinished is finished or undone first. Exit code 1 when something remains; each finding
+    names its file and row.
     """
     from quern.lineage.purge.transaction import recover
     from quern.lineage.purge.verify import verify as look
