@@ -40,6 +40,7 @@ from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory, give_back_memory
 from quern.data_pipeline.parts import read_head, read_tables, write_part
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
+from quern.data_pipeline.tombstones import fingerprints
 from quern.errors import QuernError
 
 __all__ = ["PartitionTask", "process_partition"]
@@ -78,8 +79,9 @@ class PartitionTask:
 
 
 @functools.lru_cache(maxsize=2)
-def _chain(config_json: str) -> Chain:
-    """One chain a process: its models and memos stay warm from partition to partition."""
+def _chain(config_json: str, purge_list: tuple[str, ...] = ()) -> Chain:
+    """One chain a process: its models and memos stay warm from partition to partition. ``purge_list`` are the
+    fingerprints of its files: it grows from run to run."""
     return Chain(ChainConfig.model_validate_json(config_json))
 
 
@@ -249,7 +251,7 @@ def _committed(task: PartitionTask) -> dict[str, Any] | None:
 
 
 def _process(task: PartitionTask) -> dict[str, Any]:
-    chain = _chain(canonical_json(task.chain))
+    chain = _chain(canonical_json(task.chain), fingerprints(task.chain.purge_list))
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
     rows = _Rows(chain.measures)
     attempt = uuid.uuid4().hex[:12]
