@@ -35,7 +35,9 @@ class Here:
 PRIORITIES = {"a": 1}
 
 
-def kept(folder: Path, docs: Sequence[random_runs.Doc], config: DuplicatesConfig) -> tuple[set[bytes], DuplicatesReport]:
+def kept(
+    folder: Path, docs: Sequence[random_runs.Doc], config: DuplicatesConfig
+) -> tuple[set[bytes], DuplicatesReport]:
     """Write the documents as a run, remove its duplicates, and tell what is left."""
     partitions = random_runs.write(folder, docs)
     report = run(str(folder), partitions, PRIORITIES, config, Here(), str(folder / ".work"))
