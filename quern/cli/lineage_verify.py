@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.data_pipeline.run_directory import is_complete
 
 __all__ = ["verify"]
 
@@ -35,11 +36,16 @@ def verify(
 ) -> None:
     """Prove that nothing of what was purged from RUN is left: by reading all of its tokens, texts and tables.
 
-    Exit code 1 when something remains; each finding names its file and row.
+    What an earlier purge left unfinished is finished or undone first. Exit code 1 when something remains; each finding
+    names its file and row.
     """
+    from quern.lineage.purge.transaction import recover
     from quern.lineage.purge.verify import verify as look
 
     with json_stdout(json) as emit:
+        recovered = recover(run) if is_complete(run) else None
+        if recovered is not None:
+            err_console().print(plain(f"{run}: {recovered}"), markup=False)
         proof = look(
             run,
             deep=deep,
@@ -47,7 +53,7 @@ def verify(
             purge_list=purge_list,
             workers=workers or os.cpu_count() or 1,
         )
-        emit(proof.to_dict())
+        emit(proof.to_dict() | {"recovered": recovered})
         if not json:
             _print(proof)
     if not proof.holds:
