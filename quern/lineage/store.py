@@ -23,7 +23,7 @@ from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
 from quern.lineage.index.spans import SpanColumns, Spans
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["Documents", "Lineage", "Spans", "Stream"]
+__all__ = ["Documents", "Lineage", "Spans", "Stream", "parse_hash", "parse_host"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,19 +175,19 @@ class Lineage:
         if len(given) != 1:
             raise ValueError(f"expected one of doc, url, surt, host, domain, hash, got {len(given)}")
         if doc is not None:
-            wanted = _hash(doc, "doc")
+            wanted = parse_hash(doc, "doc")
             return self._collect(lambda segment: segment.by_doc.find(wanted))
         if hash is not None:
-            wanted = _hash(hash, "hash")
+            wanted = parse_hash(hash, "hash")
             return self._collect(lambda own: np.union1d(own.by_pre.find(wanted), own.by_post.find(wanted)))
         if url is not None:
             return self._collect(lambda segment: find_url(segment.urls, url))
         if surt is not None:
             return self._collect(lambda segment: find_surt(segment.urls, surt))
         if host is not None:
-            name = _host(host, "host")
+            name = parse_host(host, "host")
             return self._collect(lambda segment: find_host(segment.urls, name))
-        name = _host(domain or "", "domain")
+        name = parse_host(domain or "", "domain")
         return self._collect(lambda segment: find_domain(segment.urls, name))
 
     @_guarded
@@ -285,7 +285,7 @@ class Lineage:
         return self._spans.between(self.streams.index(stream), starts, stops)
 
 
-def _hash(value: str | bytes, name: str) -> bytes:
+def parse_hash(value: str | bytes, name: str) -> bytes:
     """16 bytes, also from 32 hex digits."""
     if isinstance(value, bytes) and len(value) == 16:
         return value
@@ -298,7 +298,7 @@ def _hash(value: str | bytes, name: str) -> bytes:
     return found
 
 
-def _host(value: str, name: str) -> str:
+def parse_host(value: str, name: str) -> str:
     """The host as canonical URLs have it: lower case, punycode, no dot at its end."""
     canonical = urls.canonicalize(f"http://{value}/") if value and not set(value) & set("/?#@\\ \t\r\n") else None
     if canonical is None:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
+from quern import storage
 from quern.errors import InputError
 from quern.lineage.index.tables import require_columns
 
@@ -78,11 +79,11 @@ class Purges:
         self._ids = np.empty(0, _ID)
         self._versions = np.empty(0, np.uint32)
         self._restored, self._restored_by = self._ids, self._versions
-        names = os.listdir(tokens) if version > 1 else []
-        found = [(int(match[1]), name) for name in names if (match := _CHANGES.fullmatch(name))]
-        for number, name in sorted(found):
+        paths = _below(tokens) if version > 1 else []
+        found = [(int(match[1]), path) for path in paths if (match := _CHANGES.fullmatch(os.path.basename(path)))]
+        for number, path in sorted(found):
             if number <= version:  # a later one is of a version that is being written
-                self._add(os.path.join(tokens, name), number)
+                self._add(path, number)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -120,11 +121,27 @@ class Purges:
             return bytes(doc_ids[16 * row : 16 * row + 16]), int(versions[row])
         return None
 
+    def purged_ids(self) -> np.ndarray:
+        """S16, sorted: what is purged and was not restored since."""
+        return self._ids
+
+    def restored_ids(self) -> np.ndarray:
+        """S16, sorted: what was restored and not purged since."""
+        return np.setdiff1d(self._restored, self._ids, assume_unique=True)
+
     def table(self) -> pa.Table:
         """doc_id (16 bytes) and version (uint32) of what is purged, by doc_id."""
         data = pa.py_buffer(self._ids.tobytes())
         ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(self._ids), [None, data])
         return pa.table({"doc_id": ids, "version": pa.array(self._versions)})
+
+
+def _below(folder: str) -> list[str]:
+    """The files of a folder, on any store."""
+    if storage.is_local(folder):
+        inner = storage.split(folder)[1]
+        return [os.path.join(inner, name) for name in os.listdir(inner)]
+    return [path for path in storage.list_files(folder) if path.count("/") == folder.rstrip("/").count("/") + 1]
 
 
 def _joined(ids: np.ndarray, versions: U32, new: np.ndarray, version: int) -> tuple[np.ndarray, U32]:
@@ -149,9 +166,9 @@ def _read(path: str) -> pa.Table:
     """Its actions as bytes."""
     schema = pa.schema([CHANGES_SCHEMA.field("doc_id"), pa.field("action", pa.binary(), nullable=False)])
     try:
-        file = pq.ParquetFile(path)
-        require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
-        found = file.read(schema.names, use_threads=False).cast(schema)
+        with storage.open_read(path) as stream, pq.ParquetFile(stream) as file:
+            require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
+            found = file.read(schema.names, use_threads=False).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     return found

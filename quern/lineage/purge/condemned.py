@@ -1,12 +1,43 @@
-"""All that goes with a selection of documents: the same URLs, the same texts, what was removed for their sake."""
+"""All that goes with a selection of documents: the same URLs, the same texts, what was removed for their sake.
+
+The condemned are the least set that holds the selection and, with a document,
+
+- every record of the same canonical URL, ``http`` and ``https`` alike;
+- every document of the same text (``post_filter_hash``);
+- every document that duplicate removal took out in its favour (not where those are decided anew: ``restore``).
+
+Equal texts and equal URLs go together or not at all, and so does what hangs on a survivor. What is left is therefore
+decided by duplicate removal as before: a run over the same inputs that leaves the condemned out keeps what this run
+keeps without them. (One reservation: where more documents share a band value than ``max_band_members``, each was
+compared with the first of them only, and without the condemned others are the first: :func:`not_compared`.)
+
+The closure is found by streaming a few columns of all verdict tables, in turns, until nothing new is found. Keys that
+a turn finds are looked up in the same turn from there on, so that the turns end where they began; memory is for the
+condemned and some hundred thousand rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from quern import storage
+from quern.data_pipeline.commits import commit_path
+from quern.data_pipeline.dedup import DECISIONS
 from quern.data_pipeline.document import HASH
+from quern.data_pipeline.url import canonicalize, host
+from quern.errors import InputError
+from quern.lineage.index.hashes import halves
+from quern.lineage.purge.select import Wanted
 
-__all__ = ["CONDEMNED_SCHEMA", "WHY"]
+__all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared"]
 
 #: Why a document is condemned: it was asked for itself, or it has the canonical URL, or the text, of one that is, or
 #: was removed as a duplicate of one that is.
@@ -26,3 +57,365 @@ CONDEMNED_SCHEMA = pa.schema(
         pa.field("removed_as", pa.string()),  # the kind of its row in duplicates/decisions.parquet, if it has one
     ]
 )
+
+#: Rows that are looked at together: every look builds a table of the keys that are sought.
+_ROWS = 1 << 19
+_BATCH = 1 << 16
+#: Things not found that an error or a note names.
+_SHOWN = 5
+_COLUMNS = ("doc_id", "url", "canonical_url", "post_filter_hash", "stage")
+_SCHEMES = ("http://", "https://")
+
+Note = Callable[[str], None]
+
+
+def condemn(
+    run: str,
+    wanted: Wanted,
+    duplicates: Literal["purge", "restore"] = "purge",
+    *,
+    note: Note = lambda line: None,
+    rows_at_once: int = _ROWS,
+) -> pa.Table:
+    """Everything that goes with ``wanted``: :data:`CONDEMNED_SCHEMA`, sorted by ``doc_id``. ``run``: on any store.
+
+    ``duplicates``: whether what was removed in favour of a condemned document is condemned too. ``note`` takes lines
+    for the person: what is wanted and not in the run, where that is no error.
+
+    Raises:
+        InputError: nothing of what is wanted is in the run, or a part of it is not and ``wanted.strict``; a table of
+            the run is damaged.
+    """
+    closure = _Closure(run, wanted, rows_at_once)
+    closure.sweep()
+    _report_missing(run, wanted, closure, note)
+    while True:
+        if duplicates == "purge":
+            closure.follow_decisions()
+        if closure.settled:
+            return closure.table()
+        closure.sweep()
+
+
+def not_compared(run: str) -> int:
+    """Band values that more documents of the run share than are compared with each other: where there are any, a run
+    without the condemned may compare pairs that were never compared, and decide otherwise."""
+    entry = storage.read_json(commit_path(run, "duplicates", "all", "decisions"))
+    return int(entry["counts"].get("capped_bands", 0))
+
+
+def _report_missing(run: str, wanted: Wanted, closure: _Closure, note: Note) -> None:
+    kinds = (
+        ("URL", "URLs", [url for url in wanted.urls if url not in closure.seen]),
+        ("host", "hosts", [domain for domain in wanted.domains if domain not in closure.seen]),
+        ("doc_id", "doc_ids", sorted(doc_id.hex() for doc_id in wanted.doc_ids if doc_id not in closure.seen)),
+    )
+    for one, many, missing in kinds:
+        if not missing:
+            continue
+        shown = ", ".join(" ".join(name.split())[:200] for name in missing[:_SHOWN])
+        more = f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
+        text = f"{run}: has no document of {one if len(missing) == 1 else f'{len(missing):,} {many}'}: {shown}{more}"
+        if wanted.strict or not closure.seen:
+            raise InputError(text)
+        note(text)
+
+
+# ---- the closure
+
+
+@dataclass
+class _Keys:
+    """Keys in the order in which they came, none twice, and the document (``binary(16)``) that brought each."""
+
+    type: pa.DataType
+    keys: list[pa.Array] = field(default_factory=list)
+    docs: list[pa.Array] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, keys: pa.Array, docs: pa.Array) -> None:
+        """Add what is not null, nor there yet."""
+        new = pc.and_(keys.is_valid(), pc.invert(pc.is_in(keys, value_set=self.since(0)[0])))
+        keys, docs = keys.filter(new), docs.filter(new)
+        first = np.unique(pc.index_in(keys, value_set=pc.unique(keys)).to_numpy(), return_index=True)[1]
+        self.keys.append(keys.take(pa.array(first)))
+        self.docs.append(docs.take(pa.array(first)))
+        self.count += len(first)
+
+    def since(self, place: int) -> tuple[pa.Array, pa.Array]:
+        """Those behind the first ``place``, and who brought them."""
+        columns = pa.chunked_array(self.keys, self.type), pa.chunked_array(self.docs, HASH)
+        keys, docs = (column.slice(place).combine_chunks() for column in columns)
+        return keys, docs
+
+
+@dataclass
+class _Rows:
+    """Rows of verdict tables: columns, and the place of each one's file among the names."""
+
+    doc_ids: pa.Array
+    urls: pa.Array
+    """Canonical, also where the chain did not come to make it."""
+    spelled: list[tuple[int, str]]
+    """Row and URL of those that have no canonical form."""
+    texts: pa.Array
+    stages: pa.Array
+    files: np.ndarray
+
+
+class _Closure:
+    """What is known so far.
+
+    A *unit* is a number of consecutive rows of all verdict tables. ``checked`` are for each unit the numbers of keys
+    that it was looked through for.
+    """
+
+    def __init__(self, run: str, wanted: Wanted, rows_at_once: int) -> None:
+        self.run, self.wanted, self.rows_at_once = run, wanted, rows_at_once
+        folder = storage.join(run, "verdicts")
+        self.names = [
+            tuple(path.removesuffix(".parquet").split("/")[-2:])
+            for path in storage.list_files(folder)
+            if path.endswith(".parquet")
+        ]
+        if not self.names:
+            raise InputError(f"{run}: expected a data run: it has no verdicts/<source>/<partition>.parquet")
+        self.urls, self.texts = _Keys(pa.string()), _Keys(HASH)
+        self.drawn, self.members, self.found = _Keys(HASH), _Keys(HASH), _Keys(HASH)
+        """Drawn in by decisions; all of them; those whose rows were found. What brought it stands beside each."""
+        self.checked: list[tuple[int, int, int]] = []
+        self.followed = 0
+        """Members whose removed duplicates are known."""
+        self.parts: list[pa.Table] = []
+        self.seen: set[str | bytes] = set()
+        """Of what is wanted, what the run has."""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.urls.count, self.texts.count, self.drawn.count
+
+    @property
+    def settled(self) -> bool:
+        """Whether every unit was looked through for every key."""
+        return all(checked == self.counts for checked in self.checked)
+
+    # ---- verdicts
+
+    def sweep(self) -> None:
+        """Look through the units in turn, until one comes that has been looked through for all keys."""
+        first = not self.checked
+        for unit, rows in enumerate(self._units()):
+            if first:
+                self.checked.append((0, 0, 0))
+                self._add(rows, self._selected(rows), "selected", None)
+            elif self.checked[unit] == self.counts:  # and so are those behind it
+                break
+            self._close(rows, unit)
+        there = pc.is_in(self.drawn.since(0)[0], value_set=self.found.since(0)[0])
+        missing = self.drawn.count - int(pc.sum(there).as_py() or 0)
+        if missing:
+            raise InputError(f"{self.run}: {DECISIONS} names {missing:,} documents that no verdict table has")
+
+    def _close(self, rows: _Rows, unit: int) -> None:
+        """Add what the keys draw in, and what the keys of that draw in."""
+        while (checked := self.checked[unit]) != self.counts:
+            self.checked[unit] = self.counts
+            rests, docs = self.urls.since(checked[0])
+            spellings = pa.concat_arrays([pc.binary_join_element_wise(scheme, rests, "") for scheme in _SCHEMES])
+            self._draw(rows, rows.urls, spellings, pa.concat_arrays([docs] * len(_SCHEMES)), "url")
+            self._draw(rows, rows.texts, *self.texts.since(checked[1]), "text")
+            self._draw(rows, rows.doc_ids, *self.drawn.since(checked[2]), "duplicate")
+
+    def _draw(self, rows: _Rows, column: pa.Array, keys: pa.Array, docs: pa.Array, why: str) -> None:
+        if len(keys):
+            place = pc.index_in(column, value_set=keys)
+            hit = np.flatnonzero(place.is_valid().to_numpy(zero_copy_only=False))
+            self._add(rows, hit, why, docs.take(place.take(pa.array(hit))))
+
+    def _add(self, rows: _Rows, hit: np.ndarray, why: str, through: pa.Array | None) -> None:
+        """Condemn rows, but those that are."""
+        if not len(hit):
+            return
+        doc_ids = rows.doc_ids.take(pa.array(hit))
+        new = pc.invert(pc.is_in(doc_ids, value_set=self.found.since(0)[0]))
+        hit, doc_ids = hit[new.to_numpy(zero_copy_only=False)], doc_ids.filter(new)
+        if not len(hit):
+            return
+        through = pa.nulls(len(hit), HASH) if through is None else through.filter(new)
+        at = pa.array(hit)
+        urls, texts = rows.urls.take(at), rows.texts.take(at)
+        columns = {
+            "doc_id": doc_ids, "canonical_url": urls, "post_filter_hash": texts, "through": through,
+            "stage": rows.stages.take(at), "why": pa.array([why] * len(hit)), "file": pa.array(rows.files[hit]),
+        }  # fmt: skip
+        self.parts.append(pa.table(columns))
+        self.found.add(doc_ids, doc_ids)
+        self.members.add(doc_ids, doc_ids)
+        self.urls.add(pc.replace_substring_regex(urls, "^https?://", ""), doc_ids)
+        self.texts.add(texts, doc_ids)
+
+    def _selected(self, rows: _Rows) -> np.ndarray:
+        """The rows that are wanted themselves."""
+        hit = np.zeros(len(rows.doc_ids), np.bool_)
+        if self.wanted.doc_ids:
+            own = pc.is_in(rows.doc_ids, value_set=pa.array(sorted(self.wanted.doc_ids), HASH))
+            self.seen.update(rows.doc_ids.filter(own).to_pylist())
+            hit |= own.to_numpy(zero_copy_only=False)
+        if self.wanted.urls:
+            rests = {url.partition("://")[2]: url for url in self.wanted.urls if canonicalize(url)}
+            spellings = pa.array([scheme + rest for scheme in _SCHEMES for rest in rests], pa.string())
+            own = pc.is_in(rows.urls, value_set=spellings)
+            self.seen.update(rests[url.partition("://")[2]] for url in pc.unique(rows.urls.filter(own)).to_pylist())
+            hit |= own.fill_null(False).to_numpy(zero_copy_only=False)
+            other = {url for url in self.wanted.urls if not canonicalize(url)}
+            for row, url in rows.spelled:
+                if url in other:
+                    self.seen.add(url)
+                    hit[row] = True
+        for domain in self.wanted.domains:
+            own = _below(rows.urls, domain)
+            if own.any():
+                self.seen.add(domain)
+                hit |= own
+        return np.flatnonzero(hit)
+
+    def _units(self) -> Iterator[_Rows]:
+        held: list[_Rows] = []
+        rows = 0
+        for place, table in self._tables():
+            held.append(_rows(table, place))
+            rows += table.num_rows
+            if rows >= self.rows_at_once:
+                yield _joined(held)
+                held, rows = [], 0
+        if held:
+            yield _joined(held)
+
+    def _tables(self) -> Iterator[tuple[int, pa.Table]]:
+        """Some rows of a verdict table at a time, with the place of its name; on a store whole tables, the next ones
+        being on their way meanwhile."""
+        paths = [storage.join(self.run, "verdicts", source, f"{name}.parquet") for source, name in self.names]
+        if storage.is_local(self.run):
+            yield from ((place, table) for place, path in enumerate(paths) for table in _read(path))
+            return
+        whole = storage.each(lambda path: pa.concat_tables(_read(path), promote_options="default"), paths, self.run)
+        yield from enumerate(whole)
+
+    # ---- decisions
+
+    def follow_decisions(self) -> None:
+        """Draw in what was removed in favour of members, and in favour of that."""
+        while self.followed < (count := self.members.count):
+            for batch in self._decisions(["doc_id", "duplicate_of"]):
+                keys, _ = self.members.since(self.followed)
+                hit = batch.filter(pc.is_in(batch["duplicate_of"], value_set=keys))
+                doc_ids, of = hit["doc_id"], hit["duplicate_of"]
+                new = pc.invert(pc.is_in(doc_ids, value_set=self.members.since(0)[0]))
+                self.drawn.add(doc_ids.filter(new), of.filter(new))
+                self.members.add(doc_ids.filter(new), of.filter(new))
+            self.followed = count
+
+    def _decisions(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        path = storage.join(self.run, DECISIONS)
+        for table in _parquet(path, columns, self.rows_at_once):
+            yield from table.combine_chunks().to_batches()
+
+    # ---- the end
+
+    def table(self) -> pa.Table:
+        """The condemned, as :data:`CONDEMNED_SCHEMA` has them."""
+        if not self.parts:
+            return CONDEMNED_SCHEMA.empty_table()
+        found = pa.concat_tables(self.parts)
+        order = np.lexsort(halves(b"".join(found["doc_id"].to_pylist()))[::-1])
+        found = found.take(pa.array(order)).combine_chunks()
+        kinds = pa.nulls(len(found), pa.string())
+        for batch in self._decisions(["doc_id", "kind"]):
+            place = pc.index_in(found["doc_id"].combine_chunks(), value_set=batch["doc_id"])
+            kinds = pc.coalesce(kinds, batch["kind"].cast(pa.string()).take(place))
+        sources, names = (pa.array(column) for column in zip(*self.names, strict=True))
+        columns: dict[str, Any] = {name: found[name] for name in found.column_names} | {
+            "source": sources.take(found["file"].combine_chunks()),
+            "partition": names.take(found["file"].combine_chunks()),
+            "removed_as": kinds,
+        }
+        return pa.table([columns[name] for name in CONDEMNED_SCHEMA.names], schema=CONDEMNED_SCHEMA)
+
+
+# ---- verdict tables
+
+
+def _parquet(
+    path: str, columns: Sequence[str], rows: int, *, without_nulls: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[pa.Table]:
+    """Some columns of a table, a bounded number of rows at a time; those of ``without_nulls`` are left out where the
+    other that they stand in for is nowhere null."""
+    try:
+        with storage.open_read(path) as stream:
+            file = pq.ParquetFile(stream, pre_buffer=not storage.is_local(path))
+            missing = [name for name in columns if name not in file.schema_arrow.names]
+            if missing:
+                raise InputError(f"{path}: has no column {missing[0]!r}")
+            needless = {name for name, other in without_nulls.items() if not _has_nulls(file, other)}
+            for batch in file.iter_batches(batch_size=rows, columns=[name for name in columns if name not in needless]):
+                yield pa.Table.from_batches([batch])
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; the run is not complete") from None
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise InputError(f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:120]})") from None
+
+
+def _has_nulls(file: pq.ParquetFile, name: str) -> bool:
+    place = file.metadata.schema.names.index(name)
+    for group in range(file.metadata.num_row_groups):
+        known = file.metadata.row_group(group).column(place).statistics
+        if known is None or known.null_count is None or known.null_count:
+            return True
+    return False
+
+
+def _read(path: str) -> Iterator[pa.Table]:
+    yield from _parquet(path, _COLUMNS, _BATCH, without_nulls={"url": "canonical_url"})
+
+
+def _rows(table: pa.Table, place: int) -> _Rows:
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    urls, spelled = columns["canonical_url"], []
+    # a page that was quarantined has its URL as the crawl gave it, and no canonical one
+    given = columns.get("url")
+    bare = np.empty(0, np.int64)
+    if given is not None:
+        bare = np.flatnonzero(pc.and_(urls.is_null(), given.is_valid()).to_numpy(zero_copy_only=False))
+    if len(bare):
+        texts = given.take(pa.array(bare)).to_pylist()
+        made = [canonicalize(url) for url in texts]
+        mask = np.zeros(len(urls), np.bool_)
+        mask[bare] = True
+        urls = pc.replace_with_mask(urls, pa.array(mask), pa.array(made, pa.string()))
+        spelled = [(row, url) for row, url, own in zip(bare.tolist(), texts, made, strict=True) if own is None]
+    files = np.full(table.num_rows, place, np.int32)
+    return _Rows(columns["doc_id"], urls, spelled, columns["post_filter_hash"], columns["stage"], files)
+
+
+def _joined(parts: Sequence[_Rows]) -> _Rows:
+    starts = np.cumsum([0, *(len(part.doc_ids) for part in parts)]).tolist()
+    return _Rows(
+        pa.concat_arrays([part.doc_ids for part in parts]),
+        pa.concat_arrays([part.urls for part in parts]),
+        [(start + row, url) for start, part in zip(starts, parts, strict=False) for row, url in part.spelled],
+        pa.concat_arrays([part.texts for part in parts]),
+        pa.concat_arrays([part.stages for part in parts]),
+        np.concatenate([part.files for part in parts]),
+    )
+
+
+def _below(urls: pa.Array, domain: str) -> np.ndarray:
+    """bool for each: whether its host is the domain, or below it."""
+    holds = np.flatnonzero(pc.match_substring(urls, domain).fill_null(False).to_numpy(zero_copy_only=False))
+    hosts = [host(url) for url in urls.take(pa.array(holds)).to_pylist()]
+    fits = np.zeros(len(urls), np.bool_)
+    below = f".{domain}"
+    fits[holds[[name == domain or name.endswith(below) for name in hosts]] if len(hosts) else holds] = True
+    return fits

@@ -1,0 +1,102 @@
+"""What a purge is about to do, written down before it does it: ``RUN/.purge``.
+
+``intent.json`` is written last and removed first. While it stands, a purge is to be finished or undone; what is in the
+folder without it was left by one that had not begun, or had ended.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quern import storage
+from quern.errors import InputError
+
+__all__ = ["FOLDER", "Intent", "discard", "read_intent", "read_table", "write_intent"]
+
+FOLDER = ".purge"
+_INTENT, _CONDEMNED, _RESTORED = "intent.json", "condemned.parquet", "restored.parquet"
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A purge, as it was asked for."""
+
+    id: str
+    """Its own, for the audit."""
+    before: int
+    """The corpus version it begins with."""
+    after: int
+    """The one it makes; ``before`` where nothing condemned has tokens."""
+    mode: str
+    duplicates: str
+    selection: Mapping[str, Any]
+    """As given."""
+    reason: str | None
+    at: str
+    """When it began, ISO 8601 in UTC."""
+    purge_list: str
+    """The folder of the tombstones."""
+    purge_list_name: str
+    """The tombstones' file in it."""
+    train_runs: tuple[str, ...] = ()
+    signatures: bool = False
+    touched: Mapping[str, list[int]] = field(default_factory=dict)
+    """Stream → positions of the shards that are written again."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def makes_version(self) -> bool:
+        """Whether there are tokens to purge, and so a new version."""
+        return self.after != self.before
+
+
+def write_intent(run: str, intent: Intent, condemned: pa.Table, restored: pa.Table | None) -> None:
+    """Write it down; from the end of this call on the purge is under way."""
+    for name, table in ((_CONDEMNED, condemned), (_RESTORED, restored)):
+        if table is not None:
+            with storage.publish(storage.join(run, FOLDER, name)) as file:
+                pq.write_table(table, file, compression="zstd")
+    storage.write_json(storage.join(run, FOLDER, _INTENT), asdict(intent))
+
+
+def read_intent(run: str) -> Intent | None:
+    """The purge under way in a run; None: none is.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = storage.join(run, FOLDER, _INTENT)
+    if not storage.exists(path):
+        return None
+    record = storage.read_json(path)
+    try:
+        return Intent(**{**record, "train_runs": tuple(record["train_runs"])})
+    except (TypeError, KeyError) as error:
+        raise InputError(f"{path}: is not of a purge: {error}") from None
+
+
+def read_table(run: str, name: str) -> pa.Table | None:
+    """``condemned`` or ``restored`` of the purge under way; None where it has none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = storage.join(run, FOLDER, f"{name}.parquet")
+    if not storage.exists(path):
+        return None
+    try:
+        return pq.read_table(io.BytesIO(storage.read_bytes(path)))
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+
+
+def discard(run: str) -> None:
+    """Remove the intent, and then what stood beside it."""
+    storage.remove(storage.join(run, FOLDER, _INTENT))
+    storage.remove_tree(storage.join(run, FOLDER))
