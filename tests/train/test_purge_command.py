@@ -147,4 +147,4 @@ def test_a_skipped_step_taints_nothing_and_a_left_branch_only_its_own_checkpoint
     case.live(trained.config(copy, data, resume={"step": 6}, data_skip=1), stop_at=6)
     row = report_on(data, copy, chosen)
     assert [(seen["step"], bool(seen["abandoned"])) for seen in row["tainted"]] == [(9, True)]  # 8 was written anew
-    assert (row["exposures"], row["abandoned"] > 0, row["last_clean"]["step"]) == (0, True, 6)
+    assert (row["exposures"], row["abandoned"] > 0, row["last_clean"]["step"]) == (0, True, 8)
