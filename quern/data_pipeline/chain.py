@@ -12,7 +12,7 @@ from quern.data_pipeline.extract import Extract
 from quern.data_pipeline.language import Language, LanguageGuess
 from quern.data_pipeline.pii import ScrubPii
 from quern.data_pipeline.quality import Quality
-from quern.data_pipeline.tombstones import Tombstones, TombstonesByText
+from quern.data_pipeline.tombstones import Tombstones, TombstonesBySimilarity, TombstonesByText
 from quern.data_pipeline.toxicity import Toxicity
 from quern.data_pipeline.url_filter import UrlFilter
 
@@ -53,7 +53,10 @@ def chain(config: ChainConfig) -> tuple[Gate, ...]:
             Toxicity(config.toxicity),
             TombstonesByText(config.purge_list),
         ),
-        (Signature(config.duplicates),),
+        (
+            Signature(config.duplicates),
+            TombstonesBySimilarity(config.purge_list, config.duplicates),
+        ),
     )
 
 

@@ -38,7 +38,7 @@ def test_the_order_is_the_documented_one() -> None:
         ["extract"],
         ["language"],
         ["quality", "pii", "toxicity", "purged_text"],
-        ["signature"],
+        ["signature", "purged_similar"],
     ]
     assert names[QUALITY_GATE][0] == "quality"
 

@@ -16,7 +16,6 @@ import pytest
 from quern.data_pipeline import dedup
 from quern.data_pipeline.document import DOCUMENT_SCHEMA, HASH
 from quern.data_pipeline.tasks import InProcess
-from quern.errors import InputError, QuernError
 from quern.lineage.purge.restore import MOVED_SCHEMA, Restored, reconsider
 from quern.tokenize.place import keyed_hashes, validation_limit
 

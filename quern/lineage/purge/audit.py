@@ -73,6 +73,8 @@ class Purge:
     """Told of it: those given and those registered."""
     restored: int = 0
     """Documents that took the place of condemned ones."""
+    taint: Mapping[str, Any] | None = None
+    """What was known, before anything changed, of who had read the documents (:func:`.taint.taint`)."""
     notes: Sequence[str] = ()
 
 
@@ -163,6 +165,7 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
         "files": {"count": len(files), "sha256": sums[".files.parquet"]},
         "purge_list": dict(purge.purge_list) if purge.purge_list is not None else None,
         "train_runs": list(purge.train_runs),
+        "taint": dict(purge.taint) if purge.taint is not None else None,
         "notes": list(purge.notes),
     }
     data = (json.dumps(record, sort_keys=True, indent=2, ensure_ascii=False) + "\n").encode()

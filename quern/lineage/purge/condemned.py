@@ -18,15 +18,13 @@ condemned and some hundred thousand rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.commits import commit_path
@@ -35,6 +33,7 @@ from quern.data_pipeline.document import HASH
 from quern.data_pipeline.url import canonicalize, host
 from quern.errors import InputError
 from quern.lineage.index.hashes import halves
+from quern.lineage.purge.columns import read_columns
 from quern.lineage.purge.select import Wanted
 
 __all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared"]
@@ -317,7 +316,7 @@ class _Closure:
 
     def _decisions(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         path = storage.join(self.run, DECISIONS)
-        for table in _parquet(path, columns, self.rows_at_once):
+        for table in read_columns(path, columns, self.rows_at_once):
             yield from table.combine_chunks().to_batches()
 
     # ---- the end
@@ -345,39 +344,8 @@ class _Closure:
 # ---- verdict tables
 
 
-def _parquet(
-    path: str, columns: Sequence[str], rows: int, *, without_nulls: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[pa.Table]:
-    """Some columns of a table, a bounded number of rows at a time; those of ``without_nulls`` are left out where the
-    other that they stand in for is nowhere null."""
-    try:
-        with storage.open_read(path) as stream:
-            file = pq.ParquetFile(stream, pre_buffer=not storage.is_local(path))
-            missing = [name for name in columns if name not in file.schema_arrow.names]
-            if missing:
-                raise InputError(f"{path}: has no column {missing[0]!r}")
-            needless = {name for name, other in without_nulls.items() if not _has_nulls(file, other)}
-            for batch in file.iter_batches(batch_size=rows, columns=[name for name in columns if name not in needless]):
-                yield pa.Table.from_batches([batch])
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; the run is not complete") from None
-    except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise InputError(f"{path}: not a readable Parquet file ({' '.join(str(error).split())[:120]})") from None
-
-
-def _has_nulls(file: pq.ParquetFile, name: str) -> bool:
-    place = file.metadata.schema.names.index(name)
-    for group in range(file.metadata.num_row_groups):
-        known = file.metadata.row_group(group).column(place).statistics
-        if known is None or known.null_count is None or known.null_count:
-            return True
-    return False
-
-
 def _read(path: str) -> Iterator[pa.Table]:
-    yield from _parquet(path, _COLUMNS, _BATCH, without_nulls={"url": "canonical_url"})
+    yield from read_columns(path, _COLUMNS, _BATCH, without_nulls={"url": "canonical_url"})
 
 
 def _rows(table: pa.Table, place: int) -> _Rows:

@@ -17,10 +17,22 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 
-__all__ = ["FOLDER", "Intent", "discard", "read_intent", "read_table", "write_intent"]
+__all__ = [
+    "FOLDER",
+    "RESTORED_TOKENS",
+    "Intent",
+    "discard",
+    "path_of",
+    "read_intent",
+    "read_note",
+    "read_table",
+    "write_intent",
+]
 
 FOLDER = ".purge"
-_INTENT, _CONDEMNED, _RESTORED = "intent.json", "condemned.parquet", "restored.parquet"
+_INTENT = "intent.json"
+#: Where the tokens of restored documents wait.
+RESTORED_TOKENS = "restored_tokens.parquet"
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,11 @@ class Intent:
     purge_list_name: str
     """The tombstones' file in it."""
     train_runs: tuple[str, ...] = ()
-    signatures: bool = False
+    """Given or registered; their pages are cleaned."""
+    similar: bool = False
+    """Whether the tombstones hold signatures too."""
+    remembers: bool = True
+    """Whether there is a document that the purge list does not hold yet."""
     touched: Mapping[str, list[int]] = field(default_factory=dict)
     """Stream → positions of the shards that are written again."""
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -56,13 +72,19 @@ class Intent:
         return self.after != self.before
 
 
-def write_intent(run: str, intent: Intent, condemned: pa.Table, restored: pa.Table | None) -> None:
-    """Write it down; from the end of this call on the purge is under way."""
-    for name, table in ((_CONDEMNED, condemned), (_RESTORED, restored)):
-        if table is not None:
-            with storage.publish(storage.join(run, FOLDER, name)) as file:
-                pq.write_table(table, file, compression="zstd")
-    storage.write_json(storage.join(run, FOLDER, _INTENT), asdict(intent))
+def path_of(run: str, name: str) -> str:
+    """A file of the folder."""
+    return storage.join(run, FOLDER, name)
+
+
+def write_intent(run: str, intent: Intent, tables: Mapping[str, pa.Table], notes: Mapping[str, Any]) -> None:
+    """Write it down, the tables and notes (plain data) by name; from the end of this call on the purge is under way."""
+    for name, table in tables.items():
+        with storage.publish(path_of(run, f"{name}.parquet")) as file:
+            pq.write_table(table, file, compression="zstd")
+    for name, note in notes.items():
+        storage.write_json(path_of(run, f"{name}.json"), note)
+    storage.write_json(path_of(run, _INTENT), asdict(intent))
 
 
 def read_intent(run: str) -> Intent | None:
@@ -71,7 +93,7 @@ def read_intent(run: str) -> Intent | None:
     Raises:
         InputError: it cannot be read.
     """
-    path = storage.join(run, FOLDER, _INTENT)
+    path = path_of(run, _INTENT)
     if not storage.exists(path):
         return None
     record = storage.read_json(path)
@@ -81,22 +103,31 @@ def read_intent(run: str) -> Intent | None:
         raise InputError(f"{path}: is not of a purge: {error}") from None
 
 
-def read_table(run: str, name: str) -> pa.Table | None:
-    """``condemned`` or ``restored`` of the purge under way; None where it has none.
+def read_table(run: str, name: str) -> pa.Table:
+    """A table of the purge under way.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: it is missing or cannot be read.
     """
-    path = storage.join(run, FOLDER, f"{name}.parquet")
-    if not storage.exists(path):
-        return None
+    path = path_of(run, f"{name}.parquet")
     try:
         return pq.read_table(io.BytesIO(storage.read_bytes(path)))
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing") from None
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
+def read_note(run: str, name: str) -> Any:
+    """A note of the purge under way.
+
+    Raises:
+        InputError: it is missing or no JSON.
+    """
+    return storage.read_json(path_of(run, f"{name}.json"))
+
+
 def discard(run: str) -> None:
     """Remove the intent, and then what stood beside it."""
-    storage.remove(storage.join(run, FOLDER, _INTENT))
+    storage.remove(path_of(run, _INTENT))
     storage.remove_tree(storage.join(run, FOLDER))

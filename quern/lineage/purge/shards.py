@@ -19,10 +19,11 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
+from quern.lineage.purge.restored_tokens import Tokens
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import SPANS_SCHEMA, ShardInfo, shard_name, spans_file
 
-__all__ = ["Arrival", "Change", "SpanTable", "read_spans", "write_generation"]
+__all__ = ["Change", "SpanTable", "read_spans", "write_generation"]
 
 BLOCK_BYTES = 16 << 20
 """Copied at once."""
@@ -51,17 +52,6 @@ class SpanTable:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A restored document on its way into a shard."""
-
-    doc_id: bytes
-    key: int
-    """Its place key in the stream."""
-    tokens: np.ndarray
-    """Its tokens, EOT included, of the stream's dtype."""
-
-
-@dataclass(frozen=True)
 class Change:
     """One shard to write again, or (``info`` None) to begin."""
 
@@ -71,8 +61,8 @@ class Change:
     info: ShardInfo | None
     rows: np.ndarray
     """int64: the spans that go, in ascending order."""
-    arrivals: tuple[Arrival, ...] = ()
-    """By (key, doc_id)."""
+    arriving: tuple[int, int] | None = None
+    """Restored documents whose place keys lie from the first to the second come in; None: there are none."""
 
 
 def read_spans(folder: str, info: ShardInfo) -> SpanTable:
@@ -102,12 +92,14 @@ def read_spans(folder: str, info: ShardInfo) -> SpanTable:
 
 
 def write_generation(
-    folder: str, change: Change, *, mode: str, version: int, dtype: str, eot_id: int, seed: int
-) -> ShardInfo:
+    folder: str, change: Change, arrivals: Sequence[Tokens], *, mode: str, version: int, dtype: str, eot_id: int,
+    seed: int,
+) -> ShardInfo:  # fmt: skip
     """Write the shard's files of ``version`` beside the old ones, whole or not at all; the new manifest entry.
 
     ``mode`` ``mask``: tokens of the rows become EOT where they stand, and the rows are marked purged. ``rewrite``: the
-    rows, and those purged before, are left out, and arrivals stand where their place key puts them.
+    rows, and those purged before, are left out, and ``arrivals``, which are in order, stand where their place key puts
+    them.
 
     Raises:
         InputError: a file of the shard is missing or damaged.
@@ -122,9 +114,9 @@ def write_generation(
         steps = list(_runs(spans.lengths, going, "blank"))
     else:
         going |= spans.purged
-        places = _places(spans, change.arrivals, seed)
-        new = _joined(spans, going, change.arrivals, places)
-        steps = list(_with_arrivals(_runs(spans.lengths, going, "drop"), spans, change.arrivals, places, stored))
+        places = _places(spans, arrivals, seed)
+        new = _joined(spans, going, arrivals, places)
+        steps = list(_with_arrivals(_runs(spans.lengths, going, "drop"), spans, arrivals, places, stored))
     number = int(_NUMBER.fullmatch(old.bin)[1]) if old is not None else change.position  # type: ignore[index]
     name = f"{shard_name(number)}.v{version}"
     source = storage.join(folder, old.bin) if old is not None else None
@@ -132,7 +124,7 @@ def write_generation(
         sha256 = _copy(source, old, steps, file, stored, eot_id)
     data = spans_file(new.doc_ids.tobytes(), new.lengths, new.purged)
     storage.publish_bytes(storage.join(folder, f"{name}.spans.parquet"), data)
-    keys = [arrival.key for arrival in change.arrivals]
+    keys = [arrival.place_key for arrival in arrivals]
     bounds = [int(old.first_key, 16), int(old.last_key, 16)] if old is not None else []
     return ShardInfo(
         bin=f"{name}.bin",
@@ -164,7 +156,7 @@ def _runs(lengths: np.ndarray, going: np.ndarray, what: str) -> Iterator[_Step]:
         yield _Step(what if going[start] else "keep", tokens)
 
 
-def _places(spans: SpanTable, arrivals: Sequence[Arrival], seed: int) -> list[int]:
+def _places(spans: SpanTable, arrivals: Sequence[Tokens], seed: int) -> list[int]:
     """Before which row of the shard each arrival stands."""
     if not arrivals:
         return []
@@ -176,12 +168,12 @@ def _places(spans: SpanTable, arrivals: Sequence[Arrival], seed: int) -> list[in
         )
     found = []
     for arrival in arrivals:
-        low, high = (int(np.searchsorted(keys, np.uint64(arrival.key), side)) for side in ("left", "right"))
+        low, high = (int(np.searchsorted(keys, np.uint64(arrival.place_key), side)) for side in ("left", "right"))
         found.append(low + sum(ids[16 * row : 16 * row + 16] < arrival.doc_id for row in range(low, high)))
     return found
 
 
-def _joined(spans: SpanTable, going: np.ndarray, arrivals: Sequence[Arrival], places: Sequence[int]) -> SpanTable:
+def _joined(spans: SpanTable, going: np.ndarray, arrivals: Sequence[Tokens], places: Sequence[int]) -> SpanTable:
     ids = np.frombuffer(b"".join(arrival.doc_id for arrival in arrivals), np.uint8).reshape(-1, 16)
     lengths = np.array([len(arrival.tokens) for arrival in arrivals], np.int64)
     stay = np.insert(~going, places, True) if len(arrivals) else ~going
@@ -191,7 +183,7 @@ def _joined(spans: SpanTable, going: np.ndarray, arrivals: Sequence[Arrival], pl
 
 
 def _with_arrivals(
-    steps: Iterator[_Step], spans: SpanTable, arrivals: Sequence[Arrival], places: Sequence[int], stored: np.dtype[Any]
+    steps: Iterator[_Step], spans: SpanTable, arrivals: Sequence[Tokens], places: Sequence[int], stored: np.dtype[Any]
 ) -> Iterator[_Step]:
     """The steps, cut where an arrival comes between."""
     ends = np.concatenate([[0], np.cumsum(spans.lengths)])
@@ -212,7 +204,7 @@ def _with_arrivals(
         yield _insert(waiting.pop()[1], stored)
 
 
-def _insert(arrival: Arrival, stored: np.dtype[Any]) -> _Step:
+def _insert(arrival: Tokens, stored: np.dtype[Any]) -> _Step:
     data = arrival.tokens.astype(stored, casting="equiv", copy=False).tobytes()
     return _Step("insert", len(arrival.tokens), data)
 

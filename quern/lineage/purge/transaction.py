@@ -9,44 +9,33 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
-import gc
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from quern import storage
+from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.run_directory import is_complete, sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import journal, version
+from quern.lineage.purge.condemned import WHY, not_compared
+from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, clear, finish, is_remembered
 from quern.lineage.purge.journal import Intent
-from quern.lineage.purge.superseded import Swept, sweep
-from quern.lineage.purge.version import Corpus, Plan, Restoration
+from quern.lineage.purge.remember import purge_list_of, tombstones_name
+from quern.lineage.purge.restore import Restored, reconsider
+from quern.lineage.purge.restored_tokens import write_tokens
+from quern.lineage.purge.taint import Change, taint
+from quern.lineage.purge.version import Corpus, Plan
 from quern.tokenize.corpus_version import read_version
 
-__all__ = ["Parts", "Request", "purge", "recover", "recover_held"]
+__all__ = ["Request", "purge", "recover", "recover_held"]
 
 Mode = Literal["mask", "rewrite"]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a purge does beside the tokens, after the new version holds. Each is told the run, the intent and the
-    condemned, may be called again after it was cut off, and returns what is to be reported of it (plain data)."""
-
-    remember: Callable[[str, Intent, pa.Table], Any]
-    clean: Callable[[str, Intent, pa.Table], Any]
-    forensics: Callable[[str, Intent, pa.Table], Any]
-    audit: Callable[[str, Intent, pa.Table], Any]
-
-    def steps(self) -> Iterator[tuple[str, Callable[[str, Intent, pa.Table], Any]]]:
-        """In the order in which they are done."""
-        for name in ("remember", "clean", "forensics", "audit"):
-            yield name, getattr(self, name)
 
 
 @dataclass(frozen=True)
@@ -60,17 +49,17 @@ class Request:
     selection: Mapping[str, Any]
     """As given."""
     duplicates: Literal["purge", "restore"] = "purge"
-    reconsider: Callable[[str, pa.Table], Sequence[Restoration]] | None = None
-    """With ``restore``: what comes back, of a run and its condemned."""
     reason: str | None = None
-    purge_list: str = ""
-    """The folder of tombstones."""
+    purge_list: str | None = None
+    """The folder of tombstones; None: the run's own, or one beside it."""
+    similar: bool = False
+    """Whether the tombstones keep out what is similar, too."""
     train_runs: tuple[str, ...] = ()
-    signatures: bool = False
+    """Given, beside those that are registered."""
     workers: int = 4
 
 
-def purge(request: Request, parts: Parts, *, dry_run: bool = False) -> dict[str, Any]:
+def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
     """Carry out a request; what was done, or with ``dry_run`` would be, as plain data.
 
     Raises:
@@ -82,25 +71,33 @@ def purge(request: Request, parts: Parts, *, dry_run: bool = False) -> dict[str,
     run = request.run
     if not is_complete(run):
         raise InputError(f"{run}: expected a complete data run; only what has all of its tokens can be purged of some")
+    purge_list, why = purge_list_of(run, request.purge_list)
     with nullcontext() if dry_run else sole_driver(run):
-        recovered = None if dry_run else recover_held(run, parts)
+        recovered = None if dry_run else recover_held(run)
         if dry_run and journal.read_intent(run) is not None:
             raise QuernError(f"{run}: an earlier purge was cut off; purge or verify the run without --dry-run first")
         corpus = version.open_corpus(run)
         condemned = request.condemn(run)
         if not len(condemned):
             raise InputError(f"{run}: no document is selected; nothing to purge")
-        restorations = request.reconsider(run, condemned) if request.reconsider is not None else ()
-        plan = version.make_plan(corpus, condemned, restorations, workers=request.workers)
-        intent = _intent(request, corpus, condemned, plan)
-        report = {"run": run, "dry_run": dry_run, "recovered": recovered, **_told(intent)}
+        moved = reconsider(run, condemned) if request.duplicates == "restore" else None
+        plan = version.make_plan(corpus, condemned, moved, workers=request.workers)
+        intent = _intent(request, purge_list, corpus, condemned, plan)
+        tainted = _taint(request, intent, condemned)
+        intent = replace(intent, train_runs=_readers(tainted))
+        report = {
+            "run": run, "dry_run": dry_run, "recovered": recovered, **_told(intent), "purge_list_why": why,
+            "warnings": _warnings(run, request), "taint": tainted,
+        }  # fmt: skip
         if dry_run:
             return report
-        _carry_out(run, corpus, plan, intent, condemned, restorations, request.workers)
-        return {**report, **_finish(run, intent, condemned, parts)}
+        _carry_out(run, corpus, plan, intent, condemned, moved, tainted, request.workers)
+        if moved is not None:
+            report["tokens_restored"] = journal.read_note(run, "restored_tokens")
+        return {**report, **finish(run, intent, condemned)}
 
 
-def _intent(request: Request, corpus: Corpus, condemned: pa.Table, plan: Plan) -> Intent:
+def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Table, plan: Plan) -> Intent:
     whys = {row["values"]: row["counts"] for row in pc.value_counts(condemned["why"]).to_pylist()}
     after = corpus.version + 1 if plan.changes else corpus.version
     record = storage.read_json(storage.join(request.run, "run.json"))
@@ -113,33 +110,46 @@ def _intent(request: Request, corpus: Corpus, condemned: pa.Table, plan: Plan) -
         selection=dict(request.selection),
         reason=request.reason,
         at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        purge_list=request.purge_list,
-        purge_list_name=_free_name(request.purge_list, f"{record['id']}.v{after}"),
-        train_runs=request.train_runs,
-        signatures=request.signatures,
+        purge_list=purge_list,
+        purge_list_name=tombstones_name(record["id"], after, condemned, similar=request.similar),
+        similar=request.similar,
+        remembers=request.similar or not is_remembered(purge_list, condemned),
         touched=plan.touched,
         counts={
             "condemned": len(condemned),
-            **{f"condemned_{why}": whys.get(why, 0) for why in ("selected", "url", "text", "duplicate")},
+            **{f"condemned_{why}": whys.get(why, 0) for why in WHY},
             "documents_purged": len(plan.purged),
             "tokens_purged": plan.tokens_purged,
             "documents_purged_before": plan.already,
             "documents_restored": len(plan.restored),
-            "tokens_restored": plan.tokens_restored,
             "shards_touched": len(plan.changes),
             "bytes_read": plan.bytes_read,
         },
     )
 
 
-def _free_name(folder: str, stem: str) -> str:
-    """A file's name that the purge list does not have yet."""
-    there = {path.rpartition("/")[2] for path in storage.list_files(folder)} if folder else set()
-    name, number = f"{stem}.parquet", 1
-    while name in there:
-        number += 1
-        name = f"{stem}-{number}.parquet"
-    return name
+def _taint(request: Request, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
+    """Who has read it; asked before anything is changed, since a rewrite leaves nobody to ask."""
+    change = None
+    if intent.makes_version:
+        change = Change(intent.after, request.mode, frozenset(intent.touched))
+    return taint(request.run, condemned["doc_id"].to_pylist(), request.train_runs, change=change)
+
+
+def _readers(tainted: Mapping[str, Any]) -> tuple[str, ...]:
+    """The training runs that were given or are registered."""
+    rows = [*tainted["train_runs"], *tainted["not_judged"]]
+    return tuple(dict.fromkeys(row["path"] for row in rows if row["given"] or row["registered"]))
+
+
+def _warnings(run: str, request: Request) -> list[str]:
+    commit = commit_path(run, "duplicates", "all", "decisions")
+    if request.duplicates == "purge" and storage.exists(commit) and (bands := not_compared(run)):
+        return [
+            f"{bands:,} bands were shared by more documents than are compared with each other: a run without the "
+            "purged ones may compare pairs that were never compared, and keep or remove other duplicates"
+        ]
+    return []
 
 
 def _told(intent: Intent) -> dict[str, Any]:
@@ -152,7 +162,7 @@ def _told(intent: Intent) -> dict[str, Any]:
         "version": {"before": intent.before, "after": intent.after},
         "touched": dict(intent.touched),
         **intent.counts,
-        "purge_list": storage.join(intent.purge_list, intent.purge_list_name),
+        "purge_list": intent.purge_list,
     }
 
 
@@ -162,18 +172,21 @@ def _carry_out(
     plan: Plan,
     intent: Intent,
     condemned: pa.Table,
-    restorations: Sequence[Restoration],
+    moved: Restored | None,
+    tainted: Mapping[str, Any],
     workers: int,
 ) -> None:
     """Up to the moment of the purge; an error before it leaves the run as it was."""
-    restored = None
-    if restorations:
-        rows = [{"doc_id": own.doc_id, "stream": own.stream} for own in restorations]
-        restored = pa.Table.from_pylist(rows, pa.schema([("doc_id", pa.binary(16)), ("stream", pa.string())]))
+    restored_tokens = journal.path_of(run, journal.RESTORED_TOKENS)
+    tables = {"condemned": condemned}
+    notes: dict[str, Any] = {VERSION_BEFORE: corpus.record, TAINT: tainted}
     try:
-        journal.write_intent(run, intent, condemned, restored)
+        if moved is not None:
+            tables |= {"restored": moved.restored, "displaced": moved.displaced}
+            notes["restored_tokens"] = write_tokens(run, moved.restored, restored_tokens)
+        journal.write_intent(run, intent, tables, notes)
         if intent.makes_version:
-            written = version.write_shards(corpus, plan, intent.mode, workers=workers)
+            written = version.write_shards(corpus, plan, intent.mode, restored_tokens, workers=workers)
             version.publish(corpus, plan, intent.mode, written)
     except Exception as error:
         try:
@@ -199,55 +212,25 @@ def _failed(run: str, error: Exception) -> QuernError:
     return QuernError(f"{run}: the purge failed ({_line(error)}); it was undone, nothing is changed")
 
 
-def _finish(run: str, intent: Intent, condemned: pa.Table, parts: Parts) -> dict[str, Any]:
-    """All that is left to do once the version holds. Every step may be done again."""
-    report: dict[str, Any] = {}
-    step = ""
-    try:
-        for step, act in parts.steps():
-            report[step] = act(run, intent, condemned)
-        step = "removing what no version lists"
-        report["superseded"] = _sweep(run)
-        step = "removing the record of the purge"
-        journal.discard(run)
-    except QuernError:
-        raise
-    except Exception as error:
-        raise QuernError(
-            f"{run}: corpus version {intent.after} holds, but the purge is not at its end ({step}: {_line(error)}); "
-            "the next purge, verify or data run goes on with it"
-        ) from error
-    return report
-
-
-def _sweep(run: str) -> dict[str, Any]:
-    gc.collect()  # readers of the old version that this process has forgotten
-    swept: Swept = sweep(storage.join(run, "tokens"))
-    return {"removed": swept.removed, "held": dict(swept.held)}
-
-
-def recover(run: str, parts: Parts) -> str | None:
+def recover(run: str) -> str | None:
     """Finish or undo what a purge left that was cut off; what was done, in words. None: there was nothing.
 
     Raises:
         QuernError: somebody is at work in the run.
     """
     with sole_driver(run):
-        return recover_held(run, parts)
+        return recover_held(run)
 
 
-def recover_held(run: str, parts: Parts) -> str | None:
+def recover_held(run: str) -> str | None:
     """As :func:`recover`, for who holds the run already."""
     intent = journal.read_intent(run)
     if intent is None:
-        journal.discard(run)
+        clear(run)
         return None
     now = read_version(storage.join(run, "tokens"))["version"]
     if now == intent.after:
-        condemned = journal.read_table(run, "condemned")
-        if condemned is None:
-            raise QuernError(f"{run}: a purge was cut off, and its list of documents is gone; purge them again")
-        _finish(run, intent, condemned, parts)
+        finish(run, intent, journal.read_table(run, "condemned"))
         return f"the purge of {intent.at} had been cut off; it is finished: corpus version {intent.after}"
     if now == intent.before:
         _undo(run, intent)

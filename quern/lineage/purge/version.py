@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,14 +14,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.document import HASH
 from quern.errors import InputError
-from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, RESTORED, changes_file
-from quern.lineage.purge.shards import Arrival, Change, read_spans, write_generation
+from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, RESTORED, Purges, changes_file
+from quern.lineage.purge.restore import Restored
+from quern.lineage.purge.restored_tokens import Tokens, read_tokens
+from quern.lineage.purge.shards import Change, read_spans, write_generation
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
-from quern.tokenize.place import keyed_hashes, place_key
+from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, version_entry
 
-__all__ = ["Corpus", "Plan", "Restoration", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
+__all__ = ["Corpus", "Plan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,16 +55,6 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Restoration:
-    """A document that takes the place of one that goes."""
-
-    stream: str
-    doc_id: bytes
-    tokens: np.ndarray
-    """EOT included."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a purge will do to the tokens."""
 
@@ -71,12 +64,11 @@ class Plan:
     restored: pa.Array
     tokens_purged: int
     """EOTs included."""
-    tokens_restored: int
     bytes_read: int
     """Of the touched shards."""
-    already: int = 0
+    already: int
     """Condemned documents whose tokens an earlier version purged, where they stand."""
-    touched: Mapping[str, list[int]] = field(default_factory=dict)
+    touched: Mapping[str, list[int]]
     """Stream → numbers of its touched shards, in the manifest's list."""
 
 
@@ -92,85 +84,95 @@ def open_corpus(run: str) -> Corpus:
     return Corpus(tokens, record, tuple(listed))
 
 
-def make_plan(
-    corpus: Corpus, condemned: pa.Table, restorations: Sequence[Restoration] = (), *, workers: int = 4
-) -> Plan:
+def make_plan(corpus: Corpus, condemned: pa.Table, moved: Restored | None = None, *, workers: int = 4) -> Plan:
     """Which shards a purge touches. Reads the spans of those only whose range of place keys holds a document that may
     have tokens.
 
     Args:
         condemned: doc_id, source, stage and removed_as (as in ``CONDEMNED_SCHEMA``).
+        moved: what comes back, and what goes for its sake.
 
     Raises:
-        InputError: a file is damaged; or a restored document goes to a stream that is not there, or stands there.
+        InputError: a file is damaged; or a restored document goes to a stream that is not there.
     """
-    restored_before = _restored_before(corpus)
-    dropped = pc.is_valid(condemned["stage"])
-    removed = pc.is_valid(condemned["removed_as"])
-    if len(restored_before):
-        removed = pc.and_(removed, pc.invert(pc.is_in(condemned["doc_id"], value_set=restored_before)))
-    with_tokens = condemned.filter(pc.invert(pc.or_(dropped, removed)))
+    going = _with_tokens(corpus, condemned)
+    restored = None
+    if moved is not None:
+        going = pa.concat_tables([going, moved.displaced.select(["doc_id", "source"])])
+        restored = moved.restored
+        for stream in set(restored["stream"].to_pylist()) - {listed.source for listed in corpus.streams}:
+            raise InputError(f"{corpus.tokens}: has no stream {stream!r} to restore a document to")
     changes: list[Change] = []
-    gone: list[bytes] = []
+    gone = [b""]
     tokens_purged = already = 0
-    known = {listed.source for listed in corpus.streams}
-    for restoration in restorations:
-        if restoration.stream not in known:
-            raise InputError(f"{corpus.tokens}: has no stream {restoration.stream!r} to restore a document to")
     for listed in corpus.streams:
-        source = corpus.source_of(listed.source)
-        ids = with_tokens.filter(pc.equal(with_tokens["source"], source))["doc_id"].to_pylist()
-        arrivals = _arrivals(listed, [own for own in restorations if own.stream == listed.source])
-        folder = storage.join(corpus.tokens, listed.source)
-        wanted = np.array(ids, "S16")
-        candidates = sorted({*_candidates(listed, ids), *(at for at in arrivals if at < len(listed.shards))})
-
-        def look(position: int, listed: Listed = listed, folder: str = folder, wanted: np.ndarray = wanted) -> Any:
-            spans = read_spans(folder, listed.shards[position])
-            mine = np.isin(spans.keys, wanted)
-            rows = np.flatnonzero(mine & ~spans.purged)
-            return (
-                position,
-                rows,
-                spans.doc_ids[rows].tobytes(),
-                int(spans.lengths[rows].sum()),
-                int((mine & spans.purged).sum()),
-            )
-
-        for position, rows, found, tokens, before in _in_threads(look, candidates, workers):
-            already += before
-            if len(rows) or position in arrivals:
-                own = tuple(arrivals.get(position, ()))
-                changes.append(Change(listed.source, position, listed.shards[position], rows, own))
-                gone += [found[at : at + 16] for at in range(0, len(found), 16)]
-                tokens_purged += tokens
-        if not listed.shards and arrivals:
-            changes.append(Change(listed.source, 0, None, np.empty(0, np.int64), tuple(arrivals[0])))
+        ids = going.filter(pc.equal(going["source"], corpus.source_of(listed.source)))["doc_id"].to_pylist()
+        arriving = _arriving(listed, restored)
+        for position, found in _look(corpus, listed, ids, arriving, workers):
+            already += found.already
+            if len(found.rows) or position in arriving:
+                info = listed.shards[position]
+                changes.append(Change(listed.source, position, info, found.rows, arriving.get(position)))
+                gone.append(found.doc_ids)
+                tokens_purged += found.tokens
+        if not listed.shards and arriving:
+            changes.append(Change(listed.source, 0, None, np.empty(0, np.int64), arriving[0]))
     touched: dict[str, list[int]] = {}
     for change in changes:
         touched.setdefault(change.stream, []).append(change.position)
     width = {listed.source: np.dtype(listed.manifest["dtype"]).itemsize for listed in corpus.streams}
+    back = restored["doc_id"].combine_chunks().sort() if restored is not None else pa.array([], HASH)
     return Plan(
         changes=tuple(changes),
-        purged=pa.array(sorted(gone), pa.binary(16)),
-        restored=pa.array(sorted(own.doc_id for own in restorations), pa.binary(16)),
+        purged=_ids(np.sort(np.frombuffer(b"".join(gone), "S16"))),
+        restored=back,
         tokens_purged=tokens_purged,
-        tokens_restored=sum(len(own.tokens) for own in restorations),
         bytes_read=sum(change.info.tokens * width[change.stream] for change in changes if change.info is not None),
         already=already,
         touched=touched,
     )
 
 
-def _restored_before(corpus: Corpus) -> pa.Array:
-    """Documents that some version put back."""
-    names = [path for path in storage.list_files(corpus.tokens) if _CHANGES.fullmatch(path.rpartition("/")[2])]
-    tables = []
-    for path in names if corpus.version > 1 else ():
-        with storage.open_read(path) as file:
-            table = pq.read_table(file, columns=CHANGES_SCHEMA.names)
-        tables.append(table.filter(pc.equal(table["action"], RESTORED))["doc_id"].cast(pa.binary(16)).combine_chunks())
-    return pa.concat_arrays(tables) if tables else pa.array([], pa.binary(16))
+def _ids(keys: np.ndarray) -> pa.Array:
+    return pa.FixedSizeBinaryArray.from_buffers(HASH, len(keys), [None, pa.py_buffer(keys.tobytes())])
+
+
+def _with_tokens(corpus: Corpus, condemned: pa.Table) -> pa.Table:
+    """doc_id and source of the condemned that may have tokens: neither dropped, nor removed and not restored since."""
+    restored = _ids(Purges(corpus.tokens, corpus.version).restored_ids())
+    removed = pc.and_(
+        pc.is_valid(condemned["removed_as"]), pc.invert(pc.is_in(condemned["doc_id"], value_set=restored))
+    )
+    out = pc.or_(pc.is_valid(condemned["stage"]), removed)
+    return condemned.filter(pc.invert(out)).select(["doc_id", "source"])
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What stands in a shard of those that go."""
+
+    rows: np.ndarray
+    doc_ids: bytes
+    tokens: int
+    already: int
+
+
+def _look(
+    corpus: Corpus, listed: Listed, ids: Sequence[bytes], arriving: Iterable[int], workers: int
+) -> Iterator[tuple[int, _Found]]:
+    """Position of each shard that may be touched, and what stands there."""
+    folder = storage.join(corpus.tokens, listed.source)
+    wanted = np.array(ids, "S16")
+
+    def look(position: int) -> _Found:
+        spans = read_spans(folder, listed.shards[position])
+        mine = np.isin(spans.keys, wanted)
+        rows = np.flatnonzero(mine & ~spans.purged)
+        already = int((mine & spans.purged).sum())
+        return _Found(rows, spans.doc_ids[rows].tobytes(), int(spans.lengths[rows].sum()), already)
+
+    positions = sorted({*_candidates(listed, ids), *(at for at in arriving if at < len(listed.shards))})
+    yield from zip(positions, _in_threads(look, positions, workers), strict=True)
 
 
 def _candidates(listed: Listed, ids: Sequence[bytes]) -> list[int]:
@@ -184,30 +186,37 @@ def _candidates(listed: Listed, ids: Sequence[bytes]) -> list[int]:
     return found
 
 
-def _arrivals(listed: Listed, restorations: Sequence[Restoration]) -> dict[int, list[Arrival]]:
-    """Position of a shard → what goes into it, in order: the shard in whose range its key falls, else the next one."""
-    found: dict[int, list[Arrival]] = {}
+def _arriving(listed: Listed, restored: pa.Table | None) -> dict[int, tuple[int, int]]:
+    """Position of a shard → the place keys of what goes into it: those in its range, or between it and the one
+    before."""
+    if restored is None:
+        return {}
     last_keys = np.array([int(shard.last_key, 16) for shard in listed.shards], np.uint64)
-    eot, dtype = listed.manifest["eot_id"], np.dtype(listed.manifest["dtype"])
-    for own in restorations:
-        if own.tokens.dtype != dtype or not len(own.tokens) or own.tokens[-1] != eot:
-            raise ValueError(f"document {own.doc_id.hex()}: expected tokens of {dtype} that end with EOT")
-        key = place_key(listed.manifest["seed"], own.doc_id)
-        position = min(int(np.searchsorted(last_keys, np.uint64(key), "left")), max(0, len(listed.shards) - 1))
-        found.setdefault(position, []).append(Arrival(own.doc_id, key, own.tokens))
-    for arrivals in found.values():
-        arrivals.sort(key=lambda arrival: (arrival.key, arrival.doc_id))
+    keys = restored.filter(pc.equal(restored["stream"], listed.source))["place_key"].to_numpy()
+    end = max(0, len(last_keys) - 1)
+    found = {}
+    for position in np.unique(np.minimum(np.searchsorted(last_keys, keys, "left"), end)).tolist():
+        first = int(last_keys[position - 1]) + 1 if position else 0
+        found[position] = first, int(last_keys[position]) if position < end else 2**64 - 1
     return found
 
 
-def write_shards(corpus: Corpus, plan: Plan, mode: str, *, workers: int = 4) -> dict[str, dict[int, ShardInfo]]:
-    """Write every touched shard's new generation; stream → position → the new manifest entry. Nothing is listed yet."""
+def write_shards(
+    corpus: Corpus, plan: Plan, mode: str, restored_tokens: str | None = None, *, workers: int = 4
+) -> dict[str, dict[int, ShardInfo]]:
+    """Write every touched shard's new generation; stream → position → the new manifest entry. Nothing is listed yet.
+
+    ``restored_tokens``: the file of ``restored_tokens.write_tokens``.
+    """
     manifests = {listed.source: listed.manifest for listed in corpus.streams}
 
     def write(change: Change) -> ShardInfo:
         manifest = manifests[change.stream]
+        arrivals: list[Tokens] = []
+        if change.arriving is not None and restored_tokens is not None:
+            arrivals += read_tokens(restored_tokens, change.stream, manifest["dtype"], *change.arriving)
         return write_generation(
-            storage.join(corpus.tokens, change.stream), change, mode=mode, version=corpus.version + 1,
+            storage.join(corpus.tokens, change.stream), change, arrivals, mode=mode, version=corpus.version + 1,
             dtype=manifest["dtype"], eot_id=manifest["eot_id"], seed=manifest["seed"],
         )  # fmt: skip
 

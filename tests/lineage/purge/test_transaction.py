@@ -19,8 +19,9 @@ import pytest
 from quern import storage
 from quern.data_pipeline.run_directory import sole_driver
 from quern.errors import InputError, QuernError
-from quern.lineage.purge.transaction import Parts, Request, purge
-from quern.lineage.purge.version import Restoration
+from quern.lineage.purge import transaction
+from quern.lineage.purge.restore import MOVED_SCHEMA, Restored
+from quern.lineage.purge.transaction import Request, purge
 from quern.lineage.store import Lineage
 from quern.tokenize.shards import ShardReader
 
@@ -39,13 +40,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
-
-
-def nothing(run: str, intent: Any, condemned: pa.Table) -> None:
-    """A part that does nothing."""
-
-
-PARTS = Parts(nothing, nothing, nothing, nothing)
 
 
 def request(run: Path, doc_ids: Sequence[bytes], mode: Any = "mask", **more: Any) -> Request:
@@ -69,7 +63,7 @@ def version(run: Path) -> dict[str, Any]:
 
 def test_a_mask_leaves_everything_where_it_stands(run: Path) -> None:
     before, gone = C.scan(run), some(run)
-    report = purge(request(run, gone), PARTS)
+    report = purge(request(run, gone))
     assert C.scan(run) == C.masked(before, gone, EOT)
     record = version(run)
     assert (record["version"], record["parent"], record["kind"]) == (2, 1, "mask")
@@ -82,11 +76,11 @@ def test_a_mask_leaves_everything_where_it_stands(run: Path) -> None:
 
 def test_only_touched_shards_are_written(run: Path) -> None:
     (one,) = some(run, stream="web")[3:4]
-    files = C.tree(run)
-    report = purge(request(run, [one]), PARTS)
+    files = C.tree(run, "tokens")
+    report = purge(request(run, [one]))
     (number,) = [n for n, shard in enumerate(C.scan(run)["web"]) if any(piece.doc_id == one for piece in shard)]
     assert report["touched"] == {"web": [number]}
-    after = C.tree(run)
+    after = C.tree(run, "tokens")
     new = {"tokens/VERSION.json", "tokens/changes.v2.parquet", "tokens/web/manifest.v2.json"}
     new |= {f"tokens/web/shard_{number:05d}.v2.{end}" for end in ("bin", "spans.parquet")}
     assert {name for name in after if files.get(name) != after[name]} == new
@@ -99,12 +93,12 @@ def test_only_touched_shards_are_written(run: Path) -> None:
 def test_a_version_after_a_version(run: Path, mode: str, share: int) -> None:
     """Each leaves what the one before left, but for what it purges."""
     before, gone = C.scan(run), some(run, share=share)
-    purge(request(run, gone[::2], mode), PARTS)
+    purge(request(run, gone[::2], mode))
     seed, bounds = runs.PLACE_SEED, last_keys(run)
     middle = C.masked(before, gone[::2], EOT) if mode == "mask" else C.rewritten(before, gone[::2], {}, bounds, seed)
     assert C.scan(run) == middle
     if gone[1::2]:
-        purge(request(run, gone[1::2], "rewrite"), PARTS)
+        purge(request(run, gone[1::2], "rewrite"))
         assert C.scan(run) == C.rewritten(middle, gone[1::2], {}, bounds, seed)
         assert version(run)["version"] == 3
     for stream, entry in version(run)["sources"].items():
@@ -132,33 +126,46 @@ def readable(run: Path) -> bool:
     return dict(zip(ids, spans.starts.tolist(), strict=True)) == starts
 
 
-def test_what_is_restored_stands_by_its_place_key(run: Path) -> None:
+def test_what_is_restored_stands_by_its_place_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = C.scan(run)
     gone = some(run, share=20, stream="web")
-    removed = [own for own in C.condemned_table(run, all_ids(run)).to_pylist() if own["removed_as"]][:40]
-    bounds, seed = last_keys(run), runs.PLACE_SEED
+    pieces = [piece for shard in before["web"] for piece in shard if not piece.purged]
+    displaced = [piece.doc_id for piece in pieces[3::40] if piece.doc_id not in gone]
+    texts = runs.listing(seed=SEED, documents=300, shard_tokens=1500).texts
+    seed, bounds = runs.PLACE_SEED, last_keys(run)
+    removed = [own for own in C.condemned_table(run, all_ids(run)).to_pylist() if own["removed_as"]]
     arriving: dict[str, list[C.Piece]] = {}
-    restorations = []
+    rows = []
     for number, row in enumerate(removed):
         stream = row["source"] if number % 5 else f"{row['source']}.val"
-        ids = [*range(5 + number), EOT]
-        arriving.setdefault(stream, []).append(C.Piece(row["doc_id"], tuple(ids), False))
-        restorations.append(Restoration(stream, row["doc_id"], np.array(ids, np.uint16)))
-    report = purge(
-        request(run, gone, "rewrite", duplicates="restore", reconsider=lambda path, condemned: restorations), PARTS
-    )
-    assert C.scan(run) == C.rewritten(before, gone, arriving, bounds, seed)
+        ids = (*texts[row["doc_id"]].encode(), EOT)
+        arriving.setdefault(stream, []).append(C.Piece(row["doc_id"], ids, False))
+        rows.append({**row, "stream": stream, "place_key": C.place_key(seed, row["doc_id"])})
+    rows.sort(key=lambda row: (row["stream"], row["place_key"]))
+    other = [{**row, "stream": "web", "place_key": 0} for row in C.condemned_table(run, displaced).to_pylist()]
+
+    def decided(path: str, condemned: pa.Table) -> Restored:
+        names = MOVED_SCHEMA.names
+        tables = [
+            pa.Table.from_pylist([{name: row.get(name) for name in names} for row in own], MOVED_SCHEMA)
+            for own in (rows, other)
+        ]
+        return Restored(path, tables[0], tables[1], 0, False)
+
+    monkeypatch.setattr(transaction, "reconsider", decided)
+    report = purge(request(run, gone, "rewrite", duplicates="restore"))
+    assert C.scan(run) == C.rewritten(before, [*gone, *displaced], arriving, bounds, seed)
     assert report["documents_restored"] == len(removed) > 20
-    assert report["tokens_restored"] == sum(len(own.tokens) for own in restorations)
-    rows = pq.read_table(run / "tokens/changes.v2.parquet").to_pylist()
-    assert {row["doc_id"]: row["action"] for row in rows} == {
-        **dict.fromkeys(gone, "purged"), **{row["doc_id"]: "restored" for row in removed},
+    assert report["tokens_restored"] == sum(len(piece.tokens) for own in arriving.values() for piece in own)
+    changes = pq.read_table(run / "tokens/changes.v2.parquet").to_pylist()
+    assert {row["doc_id"]: row["action"] for row in changes} == {
+        **dict.fromkeys([*gone, *displaced], "purged"), **{row["doc_id"]: "restored" for row in removed},
     }  # fmt: skip
     assert {name for name, entry in version(run)["sources"].items() if entry.get("since") == 2} >= {"web", *arriving}
     assert readable(run)
     back = [removed[0]["doc_id"], removed[1]["doc_id"]]  # what was put back may be purged again
     middle = C.scan(run)
-    purge(request(run, back), PARTS)
+    purge(request(run, back))
     assert C.scan(run) == C.masked(middle, back, EOT)
     assert readable(run)
 
@@ -188,9 +195,9 @@ def test_no_space_left_is_said_and_undone(run: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(
             QuernError, match=r"no space left on the device .* the purge was undone, nothing is changed"
         ):
-            purge(request(run, gone, mode, workers=1), PARTS)
+            purge(request(run, gone, mode, workers=1))
     assert C.tree(run) == files
-    purge(request(run, gone, mode), PARTS)
+    purge(request(run, gone, mode))
     assert version(run)["version"] == 2
 
 
@@ -205,40 +212,40 @@ def test_damage_is_found_before_anything_is_purged(run: Path, mode: str, end: st
     path.write_bytes(data)
     files = C.tree(run)
     with pytest.raises(InputError, match=f"^{re.escape(str(path))}: is damaged"):
-        purge(request(run, [one], mode), PARTS)
+        purge(request(run, [one], mode))
     assert C.tree(run) == files
 
 
 def test_a_second_purge_at_the_same_time_is_refused(run: Path) -> None:
     gone = some(run)
     with sole_driver(str(run)), pytest.raises(QuernError, match="at work in this run"):
-        purge(request(run, gone), PARTS)
+        purge(request(run, gone))
 
 
 def test_requests_that_cannot_be(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no document is selected"):
-        purge(request(run, []), PARTS)
+        purge(request(run, []))
     with pytest.raises(InputError, match="use --mode rewrite"):
-        purge(request(run, some(run), duplicates="restore"), PARTS)
+        purge(request(run, some(run), duplicates="restore"))
     with pytest.raises(InputError, match=r"nowhere: expected a complete data run"):
-        purge(request(tmp_path / "nowhere", []), PARTS)
+        purge(request(tmp_path / "nowhere", []))
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_dry_run_tells_the_same_and_does_nothing(run: Path) -> None:
     files, gone = C.tree(run), some(run)
-    told = purge(request(run, gone), PARTS, dry_run=True)
+    told = purge(request(run, gone), dry_run=True)
     assert C.tree(run) == files
-    done = purge(request(run, gone), PARTS)
+    done = purge(request(run, gone))
     assert told == {**{key: done[key] for key in told}, "dry_run": True}
 
 
 @pytest.mark.parametrize("mode", ["mask", "rewrite"])
 def test_what_is_purged_already_makes_no_version(run: Path, mode: str) -> None:
     gone = some(run)
-    purge(request(run, gone, mode), PARTS)
+    purge(request(run, gone, mode))
     files = C.tree(run)
-    report = purge(request(run, gone, mode), PARTS)
+    report = purge(request(run, gone, mode))
     assert report["version"] == {"before": 2, "after": 2}
     assert report["documents_purged"] == 0
     assert C.tree(run) == files

@@ -1,0 +1,69 @@
+"""What the policy promises, held against duplicate removal itself: without the condemned it keeps what it kept."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "data_pipeline" / "dedup"))
+
+import random_runs
+
+from quern.data_pipeline.dedup import DuplicatesConfig, DuplicatesReport, run
+from quern.lineage.purge.condemned import condemn
+from quern.lineage.purge.select import Wanted
+
+
+class Here:
+    """An engine that runs every task at once."""
+
+    num_workers = 1
+
+    def map(
+        self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, label: str, on_death: Any = None
+    ) -> Iterator[tuple[int, Any]]:
+        yield from ((index, function(*task)) for index, task in enumerate(tasks))
+
+
+PRIORITIES = {"a": 1}
+
+
+def kept(
+    folder: Path, docs: Sequence[random_runs.Doc], config: DuplicatesConfig
+) -> tuple[set[bytes], DuplicatesReport]:
+    """Write the documents as a run, remove its duplicates, and tell what is left."""
+    partitions = random_runs.write(folder, docs)
+    report = run(str(folder), partitions, PRIORITIES, config, Here(), str(folder / ".work"))
+    removed = set(pq.read_table(folder / "duplicates" / "decisions.parquet")["doc_id"].to_pylist())
+    return {doc.doc_id for doc in docs if doc.kept} - removed, report
+
+
+def corpus(draw: random.Random, size: int) -> list[random_runs.Doc]:
+    """With URLs as the chain makes them, some of which differ in their scheme only."""
+    docs = random_runs.corpus(draw, size)
+    return [
+        doc if doc.url is None else replace(doc, url=f"{draw.choice(['http', 'https'])}://site.example/{doc.url}")
+        for doc in docs
+    ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_the_condemned_duplicate_removal_keeps_what_it_kept(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    config = random_runs.config(draw).model_copy(update={"max_band_members": 1000})
+    docs = corpus(draw, draw.choice([60, 150, 300]))
+    before, report = kept(tmp_path / "run", docs, config)
+    assert report.capped_bands == 0
+    for turn in range(3):
+        selected = {doc.doc_id for doc in draw.sample(docs, draw.choice([1, 3, 20]))}
+        gone = set(condemn(str(tmp_path / "run"), Wanted(doc_ids=frozenset(selected)))["doc_id"].to_pylist())
+        assert selected <= gone
+        after, _ = kept(tmp_path / f"fresh-{turn}", [doc for doc in docs if doc.doc_id not in gone], config)
+        assert after == before - gone
