@@ -18,8 +18,9 @@ from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_co
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
-from quern.data_pipeline.partition import TABLES, PartitionTask, process_partition
+from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
+from quern.data_pipeline.rows import TABLES
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
 from quern.data_pipeline.sources.plan import NOT_DECIDING
 from quern.errors import InputError, QuernError
