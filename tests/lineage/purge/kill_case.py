@@ -1,9 +1,9 @@
 """Purges that are killed with SIGKILL at one change of a file: a program that makes each in a process of its own.
 
 ``python kill_case.py CASE.json``, a mapping: ``source`` (a run, with what stands beside it), ``out`` (a folder, or an
-address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill ``everywhere``, at
-every change, or at one in every one of the ``phases``). Prints the changes of a purge that nobody killed (in ``out/whole``), and where
-each other one was killed.
+address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill ``everywhere``, at every
+change, or at one in every one of the ``phases``, or of ``some``). Prints the changes of a purge that nobody killed (in ``out/whole``),
+and where each other one was killed.
 
 The parent never opens a thread or a connection; every copy, and its purge, is of a process that it forks.
 """
@@ -147,8 +147,8 @@ PHASES = (
 
 
 def points(changes: list[Change], where: str) -> Iterator[tuple[int, str]]:
-    if where == "phases":
-        for pattern, when in PHASES:
+    if where != "everywhere":
+        for pattern, when in PHASES if where == "phases" else PHASES[::3]:
             found = (n for n, change in enumerate(changes) if re.fullmatch(pattern, " ".join(change)))
             yield next(found), when
         return

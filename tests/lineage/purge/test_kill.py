@@ -181,11 +181,16 @@ def sweep_store(source: Path, server: s3_server.Server, tmp_path: Path, **case: 
 
 
 @pytest.mark.slow
-def test_killed_on_a_store_in_every_phase(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
-    sweep_store(tiny, server, tmp_path, mode="rewrite", where="phases")
+def test_killed_on_a_store_in_some_phases(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
+    sweep_store(tiny, server, tmp_path, mode="rewrite", where="some")
 
 
 @pytest.mark.long
+def test_killed_on_a_store_in_every_phase(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
+    sweep_store(tiny, server, tmp_path, mode="mask", where="phases")
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["mask", "rewrite"])
 def test_killed_on_a_store_at_every_change(tiny: Path, server: s3_server.Server, tmp_path: Path, mode: str) -> None:
     sweep_store(tiny, server, tmp_path, mode=mode, where="everywhere")

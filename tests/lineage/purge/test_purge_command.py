@@ -134,9 +134,7 @@ def test_data_run_takes_up_a_purge_that_was_cut_off(
     with monkeypatch.context() as patch:
         patch.setattr(storage, "publish", cut)
         with pytest.raises(Dead):
-            RUNNER.invoke(
-                app, ["purge", str(run), "--domain", "leak.example", "--mode", "mask"], catch_exceptions=False
-            )
+            app(["purge", str(run), "--domain", "leak.example", "--mode", "mask"], standalone_mode=False)
     run_data(small_run.settings(str(run), made / "in"))
     told = " ".join(capsys.readouterr().err.split())
     if done:
