@@ -79,9 +79,9 @@ class Case:
         return pa.Table.from_pylist(rows, CONDEMNED_SCHEMA)
 
 
-def make(folder: Path, *, share: int = 9) -> Case:
+def make(folder: Path, *, share: int = 9, documents: int = DOCUMENTS, files: int = 2, shard_tokens: int = 2500) -> Case:
     """A run in ``folder/run``; every so-manieth document that has a text is selected, and what hangs on it."""
-    found = runs.listing(seed=SEED, documents=DOCUMENTS, files=2, shard_tokens=2500)
+    found = runs.listing(seed=SEED, documents=documents, files=files, shard_tokens=shard_tokens)
     for rows in found.spans.values():
         for row in rows:
             row["purged"] = False
