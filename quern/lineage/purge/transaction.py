@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.commits import commit_path
-from quern.data_pipeline.run_directory import BusyError, is_complete, sole_driver
+from quern.data_pipeline.run_directory import BusyError, is_complete, remove_torn, sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
@@ -228,6 +228,8 @@ def recover(run: str) -> str | None:
 
 def recover_held(run: str) -> str | None:
     """As :func:`recover`, for who holds the run already."""
+    if journal.is_there(run):
+        remove_torn(run)
     intent = journal.read_intent(run)
     if intent is None:
         clear(run)
