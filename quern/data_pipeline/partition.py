@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from quern.data_pipeline.commits import find_commit, publish_commit
 from quern.data_pipeline.config import ChainConfig
 from quern.data_pipeline.document import (
     DOCUMENT_SCHEMA,
+    OUT_OF_MEMORY,
     SIGNATURE_SCHEMA,
     Page,
     content_hash,
@@ -215,7 +216,8 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
     another attempt has committed in the meantime is not done again.
 
     Raises:
-        QuernError: an input that cannot be opened, or two records with one identity.
+        QuernError: an input that cannot be opened, two records with one identity, or too little memory for what is not
+            a page's own.
         SupersededError: another attempt at this partition has begun.
     """
     entry = _committed(task)
@@ -223,7 +225,21 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
         return entry
     with storage.guarded(Fence.claim(storage.join(task.scratch, "attempt.json")).check):
         # Until the claim another attempt could commit; its tables must not be written again under its commit.
-        return _committed(task) or _process(task)
+        entry = _committed(task)
+        if entry is not None:
+            return entry
+        with suppress(MemoryError):
+            return _process(task)
+        # Outside of pages memory is short when those before left much in the heap: once more, with none of it.
+        give_back_memory()
+        try:
+            return _process(task)
+        except MemoryError:
+            limit = f"{task.worker_memory_mib} MiB" if task.worker_memory_mib else "this machine has"
+            raise QuernError(
+                f"{task.source.name}/{task.partition.name}: out of memory twice between its pages; "
+                f"isolation.worker_memory_mib: expected more than {limit}"
+            ) from None
 
 
 def _committed(task: PartitionTask) -> dict[str, Any] | None:
@@ -275,7 +291,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
                 if ordinal < behind:  # judged by an earlier attempt; each has its own time here too
                     continue
                 watchdog.judge()
-                is_huge = len(page.raw) > HUGE_CHARS
+                is_huge = len(page.raw) > HUGE_CHARS or page.fault == OUT_OF_MEMORY
                 page, reached = _judge(chain, page, quarantined.get(ordinal))
                 rows.add(page, reached)
                 progress.add(page)
@@ -318,6 +334,8 @@ def _identified(task: PartitionTask, read_log: ReadLog, seen: set[bytes]) -> Ite
 
 
 def _judge(chain: Chain, page: Page, quarantine: str | None) -> tuple[Page, int]:
+    if quarantine is None and page.fault == OUT_OF_MEMORY:
+        quarantine = page.fault
     if quarantine is None:
         try:
             return chain(page)

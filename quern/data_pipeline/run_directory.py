@@ -15,7 +15,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.errors import InputError, QuernError
 
-__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
+__all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -24,6 +24,10 @@ _WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes")
 
 _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
               "pyarrow", "numpy", "ray")  # fmt: skip
+
+
+class BusyError(QuernError):
+    """Another process of this machine is at work in the run."""
 
 
 @dataclass
@@ -153,7 +157,12 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
 
 @contextmanager
 def sole_driver(path: str) -> Iterator[None]:
-    """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none."""
+    """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none.
+
+    Raises:
+        BusyError: somebody else holds it, on this machine (of S3: a QuernError).
+        InputError: the run cannot be written to.
+    """
     if not storage.is_local(path):
         with storage.lease(storage.join(path, ".lease.json"), path):
             yield
@@ -168,7 +177,7 @@ def sole_driver(path: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise QuernError(f"{path}: another driver is at work in this run") from None
+            raise BusyError(f"{path}: another driver is at work in this run") from None
         yield
 
 

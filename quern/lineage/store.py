@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from quern import storage
 from quern.data_pipeline import url as urls
 from quern.data_pipeline.document import verdict_schema
 from quern.errors import InputError, QuernError
@@ -87,6 +88,14 @@ def _guarded(
     return wrapped
 
 
+def _take_up_purge(run: str) -> None:
+    """Finish or undo a purge that was cut off, where the run can be written to."""
+    if storage.is_local(run):
+        from quern.lineage.purge.transaction import take_up  # which opens runs itself
+
+        take_up(run)
+
+
 class Lineage:
     """A data run, opened for lineage; its index is built first where it does not stand (one line on stderr).
 
@@ -102,6 +111,7 @@ class Lineage:
     """
 
     def __init__(self, run: str, *, build: bool = True, segment_documents: int = SEGMENT_DOCUMENTS) -> None:
+        _take_up_purge(run)
         state, self.built = open_index(run, build=build, segment_documents=segment_documents)
         record = self.built.record
         self.run, self.run_id = state.run, state.run_id

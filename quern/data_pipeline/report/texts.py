@@ -22,7 +22,7 @@ COMPARED_CHARS = 200_000
 PAIR_WORDS = 140
 
 #: An element that holds text of pages, and whose: a page that was purged must not stay in a report.
-_SHOWN = re.compile(r'<div class="text"([^>]*)>')
+_SHOWN = re.compile(r'<(?:div|p) class="text"([^>]*)>')
 _WHOSE = re.compile(r' data-doc="([0-9a-f]{32}(?: [0-9a-f]{32})*)"')
 
 _NO_MEASURES = frozenset({"fetched_at", "record_offset", "record_length", "language_score"})
@@ -53,7 +53,7 @@ def duplicates_section(stats: Mapping[str, Any], found: Survey, config: Mapping[
 
 
 def shown_documents(page: str) -> set[bytes] | None:
-    """The doc_ids of the documents whose text a report shows; None where it does not say of every text whose it is."""
+    """The doc_ids of the documents whose texts a page shows; None where it does not say of every text whose it is."""
     found: set[bytes] = set()
     for attributes in _SHOWN.findall(page):
         whose = _WHOSE.search(attributes)

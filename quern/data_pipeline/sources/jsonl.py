@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from quern import storage
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.compression import pieces
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
@@ -33,15 +33,22 @@ def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog
             if line is None:
                 page.fault = "read.too_large"
             else:
-                many = _has_too_many_values(line)
-                row = None if many else _object(line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
-                if many:
-                    page.fault = "read.too_large"
-                elif row is None or not isinstance(row.get(source.text_field), str):
-                    page.fault = "read.bad_line"
-                if row is not None:
-                    fill(page, source, row)
+                try:
+                    _fill(page, source, line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
+                except MemoryError:
+                    page.fault = OUT_OF_MEMORY
             yield page
+
+
+def _fill(page: Page, source: SourceConfig, line: bytes) -> None:
+    if _has_too_many_values(line):
+        page.fault = "read.too_large"
+        return
+    row = _object(line)
+    if row is None or not isinstance(row.get(source.text_field), str):
+        page.fault = "read.bad_line"
+    if row is not None:
+        fill(page, source, row)
 
 
 def _has_too_many_values(line: bytes) -> bool:

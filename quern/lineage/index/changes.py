@@ -20,7 +20,7 @@ from quern.errors import InputError
 from quern.lineage.index.tables import require_columns
 
 __all__ = [
-    "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "is_changes_file", "purged_at",
+    "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "files_below", "is_changes_file", "purged_at",
     "written_by",
 ]  # fmt: skip
 
@@ -79,7 +79,7 @@ class Purges:
         self._ids = np.empty(0, _ID)
         self._versions = np.empty(0, np.uint32)
         self._restored, self._restored_by = self._ids, self._versions
-        paths = _below(tokens) if version > 1 else []
+        paths = files_below(tokens) if version > 1 else []
         found = [(int(match[1]), path) for path in paths if (match := _CHANGES.fullmatch(os.path.basename(path)))]
         for number, path in sorted(found):
             if number <= version:  # a later one is of a version that is being written
@@ -131,12 +131,20 @@ class Purges:
 
     def table(self) -> pa.Table:
         """doc_id (16 bytes) and version (uint32) of what is purged, by doc_id."""
-        data = pa.py_buffer(self._ids.tobytes())
-        ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(self._ids), [None, data])
-        return pa.table({"doc_id": ids, "version": pa.array(self._versions)})
+        return _table(self._ids, self._versions)
+
+    def restored_table(self) -> pa.Table:
+        """doc_id (16 bytes) and version (uint32) of what was restored, whether purged since or not, by doc_id."""
+        return _table(self._restored, self._restored_by)
 
 
-def _below(folder: str) -> list[str]:
+def _table(ids: np.ndarray, versions: U32) -> pa.Table:
+    data = pa.py_buffer(ids.tobytes())
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(ids), [None, data])
+    return pa.table({"doc_id": column, "version": pa.array(versions)})
+
+
+def files_below(folder: str) -> list[str]:
     """The files of a folder, on any store."""
     if storage.is_local(folder):
         inner = storage.split(folder)[1]

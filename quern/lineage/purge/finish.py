@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,6 @@ __all__ = ["TAINT", "VERSION_BEFORE", "clear", "finish", "is_remembered"]
 VERSION_BEFORE = "version_before"
 #: The note of who had read the documents.
 TAINT = "taint"
-#: What is left of old generations, in the journal's folder.
-HELD = "held.json"
 
 
 def finish(run: str, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
         "pages": lambda: clean_forensics(run, intent.train_runs, condemned, intent.id),
         "audit": lambda: _audit(run, intent, condemned, report),
         "superseded": lambda: _sweep(run),
-        "record": lambda: _clear(run, report["superseded"]),
+        "record": lambda: journal.discard(run, report["superseded"]["held"]),
     }
     try:
         for step, act in steps.items():
@@ -62,7 +60,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
 
 def clear(run: str) -> None:
     """With no purge under way: remove what one left that had not begun, and old generations that nobody reads now."""
-    _clear(run, _sweep(run))
+    journal.discard(run, _sweep(run)["held"])
 
 
 def is_remembered(purge_list: str, condemned: pa.Table) -> bool:
@@ -128,13 +126,6 @@ def _sweep(run: str) -> dict[str, Any]:
     gc.collect()  # readers of the old version that this process has forgotten
     swept = sweep(storage.join(run, "tokens"))
     return {"removed": swept.removed, "held": dict(swept.held)}
-
-
-def _clear(run: str, swept: Mapping[str, Any]) -> None:
-    """Remove the record of the purge; what is still read is noted, so that whoever comes next looks again."""
-    journal.discard(run)
-    if swept["held"]:
-        storage.write_json(journal.path_of(run, HELD), swept["held"])
 
 
 def _plain(value: Any) -> Any:

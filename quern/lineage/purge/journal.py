@@ -22,6 +22,8 @@ __all__ = [
     "RESTORED_TOKENS",
     "Intent",
     "discard",
+    "is_there",
+    "is_under_way",
     "path_of",
     "read_intent",
     "read_note",
@@ -30,7 +32,7 @@ __all__ = [
 ]
 
 FOLDER = ".purge"
-_INTENT = "intent.json"
+_INTENT, _HELD = "intent.json", "held.json"
 #: Where the tokens of restored documents wait.
 RESTORED_TOKENS = "restored_tokens.parquet"
 
@@ -87,6 +89,11 @@ def write_intent(run: str, intent: Intent, tables: Mapping[str, pa.Table], notes
     storage.write_json(path_of(run, _INTENT), asdict(intent))
 
 
+def is_under_way(run: str) -> bool:
+    """Whether a purge is, or was cut off."""
+    return storage.is_file(path_of(run, _INTENT))
+
+
 def read_intent(run: str) -> Intent | None:
     """The purge under way in a run; None: none is.
 
@@ -127,7 +134,19 @@ def read_note(run: str, name: str) -> Any:
     return storage.read_json(path_of(run, f"{name}.json"))
 
 
-def discard(run: str) -> None:
-    """Remove the intent, and then what stood beside it."""
+def is_there(run: str) -> bool:
+    """Whether there is anything to look after: a purge under way, what one left, or old generations that are read."""
+    return storage.is_folder(storage.join(run, FOLDER))
+
+
+def discard(run: str, held: Mapping[str, Any] | None = None) -> None:
+    """Remove the intent, and then what stood beside it. ``held``: old generations that are being read, to be noted so
+    that whoever comes next looks again."""
+    if held:
+        storage.write_json(path_of(run, _HELD), held)
     storage.remove(path_of(run, _INTENT))
-    storage.remove_tree(storage.join(run, FOLDER))
+    for path in storage.list_files(storage.join(run, FOLDER)):
+        if not (held and path == path_of(run, _HELD)):
+            storage.remove(path)
+    if not held:
+        storage.remove_tree(storage.join(run, FOLDER))

@@ -1,7 +1,7 @@
 """Pages of training runs that show text: what ``quern lineage forensics`` wrote beside a step's JSON.
 
 The JSON beside them has figures and numbers of windows, and no text. A page can be made anew at any time, from what is
-in the corpus then; so one that names a condemned document goes whole.
+in the corpus then; so one that shows the text of a condemned document goes whole.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline import report
 from quern.lineage.forensics_file import FOLDER
 from quern.lineage.purge.clean import Cleaned
 from quern.lineage.purge.doc_ids import KEY, contains, key_set, keys_of
 from quern.lineage.purge.files import changes_since, note_before
 
-__all__ = ["clean_forensics", "named_documents", "pages"]
+__all__ = ["clean_forensics", "pages", "shown_in"]
 
 _DOC_ID = re.compile(rb"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
@@ -30,13 +31,16 @@ def pages(train_run: str) -> list[str]:
     return [path for path in found if path.endswith((".html", ".htm"))]
 
 
-def named_documents(page: bytes) -> np.ndarray:
-    """S16[n], sorted: everything in a page that looks like a doc_id."""
-    return key_set([np.array([bytes.fromhex(found.decode()) for found in _DOC_ID.findall(page)], KEY)])
+def shown_in(page: bytes) -> np.ndarray:
+    """S16[n], sorted: the documents whose text a page shows; of one that does not say whose, all that it names."""
+    shown = report.shown_documents(page.decode("utf-8", "replace"))
+    if shown is None:
+        shown = {bytes.fromhex(found.decode()) for found in _DOC_ID.findall(page)}
+    return key_set([np.array(sorted(shown), KEY)])
 
 
 def clean_forensics(run: str, train_runs: Sequence[str], condemned: pa.Table, purge: str) -> Cleaned:
-    """Remove the pages in ``forensics/`` of the training runs that name a condemned document.
+    """Remove the pages in ``forensics/`` of the training runs that show the text of a condemned document.
 
     Doing it again does nothing; ``purge`` as in :func:`quern.lineage.purge.clean.clean`. A page that was written
     elsewhere (``--html FILE``) is not known, and stays.
@@ -61,7 +65,7 @@ def clean_forensics(run: str, train_runs: Sequence[str], condemned: pa.Table, pu
 def _showing(train_runs: Sequence[str], ids: np.ndarray) -> Iterator[str]:
     for train_run in train_runs:
         for path in pages(train_run):
-            if contains(ids, named_documents(storage.read_bytes(path))).any():
+            if contains(ids, shown_in(storage.read_bytes(path))).any():
                 yield os.path.abspath(storage.split(path)[1]) if storage.is_local(path) else path
 
 

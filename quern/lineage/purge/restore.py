@@ -23,12 +23,13 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline import dedup
-from quern.data_pipeline.dedup import CLUSTERS, DECISIONS, DuplicatesConfig
+from quern.data_pipeline.dedup import CLUSTERS, DECISION_SCHEMA, DECISIONS, DuplicatesConfig
 from quern.data_pipeline.dedup.signature import NUM_WORDS
 from quern.data_pipeline.document import HASH
 from quern.data_pipeline.tasks import InProcess
 from quern.errors import InputError
 from quern.lineage.index.changes import Purges
+from quern.lineage.index.decided import Redecided
 from quern.lineage.purge.affected import affected, check_closed, partitions_of, signatures_of
 from quern.lineage.purge.rows import batches, hash_keys, holds, matching, sorted_keys
 from quern.tokenize.place import keyed_hashes, validation_limit
@@ -52,7 +53,8 @@ MOVED_SCHEMA = pa.schema(
 #: What duplicate removal reads of a verdict.
 _FACTS = ["doc_id", "canonical_url", "fetched_at", "post_filter_hash", "stage", NUM_WORDS]
 _SIGNATURE = ["doc_id", "signature", "shingles"]
-_DECISION = ["doc_id", "kind", "duplicate_of"]
+#: doc_id, duplicate_of and the first letter of the kind, as bytes that are compared at once.
+_REMOVAL = np.dtype("S33")
 _ADVICE = "; --duplicates restore needs it, --duplicates purge does not"
 
 
@@ -65,6 +67,9 @@ class Restored:
     """:data:`MOVED_SCHEMA`: not in the corpus, and will be. Their tokens: ``restored_tokens.write_tokens``."""
     displaced: pa.Table
     """:data:`MOVED_SCHEMA`: in the corpus, and will not be, as duplicates of restored ones."""
+    decisions: pa.Table
+    """``DECISION_SCHEMA``, by doc_id: what holds from then on instead of other decisions or none, of documents that are
+    removed still, and of the displaced. The new version's ``tokens/decisions.v<V>.parquet``."""
     decided: int
     """Documents whose decisions were made again."""
     whole: bool
@@ -120,8 +125,8 @@ class _Reconsidered:
             InProcess(),
             os.path.join(self.folder, ".work"),
         )
-        restored, displaced = self._compare(partitions, wanted)
-        return Restored(self.run, restored, displaced, decided, doc_ids is None)
+        restored, displaced, decisions = self._compare(partitions, wanted)
+        return Restored(self.run, restored, displaced, decisions, decided, doc_ids is None)
 
     # ---- the tables of what is decided again
 
@@ -178,24 +183,31 @@ class _Reconsidered:
 
     # ---- what is different now
 
-    def _compare(self, partitions: Sequence[tuple[str, str]], wanted: Any) -> tuple[pa.Table, pa.Table]:
+    def _compare(self, partitions: Sequence[tuple[str, str]], wanted: Any) -> tuple[pa.Table, pa.Table, pa.Table]:
+        """What is restored, what is displaced, and the decisions that hold from now on instead of others."""
         fresh = os.path.join(self.folder, DECISIONS)
         recorded = storage.join(self.run, DECISIONS)
-        changed = [self.purged, self.restored_before]
-        changed += [only[wanted(only)] for only in _differences(_ids(recorded), _ids(fresh))]
-        candidates = sorted_keys(changed)
-        places = self._places(partitions, candidates)
-        now = _decisions(fresh, places)
-        then = _decisions(recorded, places)
-        restored, displaced = [], []
+        redecided = Redecided(storage.join(self.run, "tokens"), self.version)
+        changed = [hash_keys(redecided.table()["doc_id"]), self.purged, self.restored_before]
+        for only in _differences(_removals(recorded, wanted), _removals(fresh, wanted)):
+            changed.append(only.view("u1").reshape(-1, _REMOVAL.itemsize)[:, :16].copy().view("S16").ravel())
+        places = self._places(partitions, sorted_keys(changed))
+        now, then = _decisions(fresh, places), _decisions(recorded, places)
+        then |= {doc_id: redecided.decision(doc_id) for doc_id in places if doc_id in redecided}
+        clusters = self._clusters(list(places))
+        restored, displaced, decisions = [], [], []
         for doc_id, place in places.items():
-            key = np.array([doc_id], "S16")
-            out = (doc_id in then and not holds(self.restored_before, key)[0]) or bool(holds(self.purged, key)[0])
-            if out and doc_id not in now:
-                restored.append({"doc_id": doc_id, **place, **then.get(doc_id, {})})
-            elif not out and doc_id in now:
-                displaced.append({"doc_id": doc_id, **place, **now[doc_id]})
-        return self._table(restored), self._table(displaced)
+            place["cluster_id"] = clusters.get(doc_id, doc_id)
+            before, after = then.get(doc_id), now.get(doc_id)
+            out = bool(before is not None or holds(self.purged, np.array([doc_id], "S16"))[0])
+            if after is None and out:
+                restored.append({**place, **_evidence(before)})
+            elif after is not None and not out:
+                displaced.append({**place, **_evidence(after)})
+            if after is not None and _evidence(after) != _evidence(before):
+                decisions.append({**after, "cluster_id": clusters.get(doc_id, after["cluster_id"])})
+        decisions.sort(key=lambda row: row["doc_id"])
+        return self._table(restored), self._table(displaced), pa.Table.from_pylist(decisions, DECISION_SCHEMA)
 
     def _places(self, partitions: Sequence[tuple[str, str]], candidates: np.ndarray) -> dict[bytes, dict[str, Any]]:
         """Source, partition and text hash of those candidates that were decided again."""
@@ -204,23 +216,30 @@ class _Reconsidered:
             path = os.path.join(self.folder, "verdicts", source, f"{partition}.parquet")
             for batch in matching(path, ["post_filter_hash"], lambda ids: holds(candidates, ids)):
                 for doc_id, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                    found[doc_id] = {"source": source, "partition": partition, "post_filter_hash": text}
+                    found[doc_id] = {
+                        "doc_id": doc_id,
+                        "source": source,
+                        "partition": partition,
+                        "post_filter_hash": text,
+                    }
+        return found
+
+    def _clusters(self, doc_ids: Sequence[bytes]) -> dict[bytes, bytes]:
+        """The clusters of those documents that the run has one of."""
+        ids = sorted_keys([np.array(doc_ids, "S16")])
+        found = {}
+        for batch in matching(storage.join(self.run, CLUSTERS), ["cluster_id"], lambda own: holds(ids, own), 1 << 16):
+            found.update(zip(*(column.to_pylist() for column in batch.columns), strict=True))
         return found
 
     def _table(self, rows: Sequence[dict[str, Any]]) -> pa.Table:
         """With stream and place, in the order of the tokens."""
-        doc_ids = [row["doc_id"] for row in rows]
-        wanted = sorted_keys([np.array(doc_ids, "S16")])
-        clusters = dict.fromkeys(doc_ids)
-        for batch in matching(
-            storage.join(self.run, CLUSTERS), ["cluster_id"], lambda ids: holds(wanted, ids), 1 << 16
-        ):
-            clusters.update(zip(*(column.to_pylist() for column in batch.columns), strict=True))
-        held_out = keyed_hashes(self.seed, "validation", (clusters[doc_id] or doc_id for doc_id in doc_ids))
+        places = keyed_hashes(self.seed, "place", (row["doc_id"] for row in rows))
+        held_out = keyed_hashes(self.seed, "validation", (row["cluster_id"] for row in rows))
         limit = validation_limit(self.validation)
-        for row, place, hashed in zip(rows, keyed_hashes(self.seed, "place", doc_ids), held_out, strict=True):
-            row["stream"] = f"{row['source']}.val" if int(hashed) < limit else row["source"]
-            row["place_key"] = int(place)
+        for row, place, hashed in zip(rows, places.tolist(), held_out.tolist(), strict=True):
+            row["stream"] = f"{row['source']}.val" if hashed < limit else row["source"]
+            row["place_key"] = place
         ordered = sorted(rows, key=lambda row: (row["stream"], row["place_key"], row["doc_id"]))
         return pa.Table.from_pylist(ordered, MOVED_SCHEMA)
 
@@ -232,23 +251,32 @@ def _mapping(record: Any, key: str, run: str) -> Mapping[str, Any]:
     return found
 
 
-def _ids(path: str) -> Iterator[np.ndarray]:
-    return (hash_keys(batch.column("doc_id")) for batch in batches(path, ["doc_id"]))
+def _removals(path: str, wanted: Any) -> Iterator[np.ndarray]:
+    """Of a table of decisions: who is removed for whom by which pass, as :data:`_REMOVAL`, in its order."""
+    for batch in batches(path, ["doc_id", "duplicate_of", "kind"]):
+        ids = hash_keys(batch.column("doc_id"))
+        rows = np.zeros(len(ids), [("doc_id", "S16"), ("duplicate_of", "S16"), ("kind", "S1")])
+        rows["doc_id"], rows["duplicate_of"] = ids, hash_keys(batch.column("duplicate_of"))
+        rows["kind"] = [kind[:1].encode() for kind in batch.column("kind").to_pylist()]
+        yield rows[wanted(ids)].view(_REMOVAL)
 
 
-def _decisions(path: str, wanted: Mapping[bytes, Any]) -> dict[bytes, dict[str, Any]]:
-    """Kind and survivor of those documents that a table of decisions removes."""
+def _decisions(path: str, wanted: Mapping[bytes, Any]) -> dict[bytes, dict[str, Any] | None]:
+    """The rows of those documents in a table of decisions."""
     ids = sorted_keys([np.array(list(wanted), "S16")])
-    found = {}
-    for batch in matching(path, _DECISION, lambda own: holds(ids, own), 1 << 16):
-        for doc_id, kind, survivor in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            found[doc_id] = {"kind": kind, "duplicate_of": survivor}
+    found: dict[bytes, dict[str, Any] | None] = {}
+    for batch in matching(path, DECISION_SCHEMA.names, lambda own: holds(ids, own), 1 << 14):
+        found.update((row["doc_id"], row) for row in batch.to_pylist())
     return found
 
 
+def _evidence(decision: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: decision[name] if decision else None for name in ("kind", "duplicate_of")}
+
+
 def _differences(one: Iterator[np.ndarray], other: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """What only one of two ascending sequences has, each in pieces (S16)."""
-    sides = [np.empty(0, "S16"), np.empty(0, "S16")]
+    """What only one of two ascending sequences has, each in pieces (:data:`_REMOVAL`)."""
+    sides = [np.empty(0, _REMOVAL), np.empty(0, _REMOVAL)]
     open_ = [True, True]
     while True:
         for side, pieces in enumerate((one, other)):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
+import sys
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.commits import commit_path
-from quern.data_pipeline.run_directory import is_complete, sole_driver
+from quern.data_pipeline.run_directory import BusyError, is_complete, remove_torn, sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
@@ -33,7 +34,7 @@ from quern.lineage.purge.taint import Change, taint
 from quern.lineage.purge.version import Corpus, Plan
 from quern.tokenize.corpus_version import read_version
 
-__all__ = ["Request", "purge", "recover", "recover_held"]
+__all__ = ["Request", "purge", "recover", "recover_held", "take_up"]
 
 Mode = Literal["mask", "rewrite"]
 
@@ -218,12 +219,16 @@ def recover(run: str) -> str | None:
     Raises:
         QuernError: somebody is at work in the run.
     """
+    if not journal.is_there(run):
+        return None
     with sole_driver(run):
         return recover_held(run)
 
 
 def recover_held(run: str) -> str | None:
     """As :func:`recover`, for who holds the run already."""
+    if journal.is_there(run):
+        remove_torn(run)
     intent = journal.read_intent(run)
     if intent is None:
         clear(run)
@@ -238,6 +243,16 @@ def recover_held(run: str) -> str | None:
     raise QuernError(
         f"{run}: a purge from version {intent.before} to {intent.after} was cut off, but the corpus is at version {now}"
     )
+
+
+def take_up(run: str) -> None:
+    """Before a run on this machine is read: :func:`recover`, if a purge was cut off and the run can be written to; one
+    line on stderr tells of it."""
+    if journal.is_under_way(run):
+        with suppress(BusyError, InputError):
+            told = recover(run)
+            if told is not None:
+                print(told, file=sys.stderr)
 
 
 def _undo(run: str, intent: Intent) -> None:

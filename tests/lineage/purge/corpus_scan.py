@@ -88,6 +88,7 @@ def rewritten(
         touched = {number for number, shard in enumerate(shards) if any(piece.doc_id in gone for piece in shard)}
         for piece in arriving.get(stream, ()):
             key = place_key(seed, piece.doc_id)
+            new = new or [[]]
             number = next((n for n, last in enumerate(bounds[stream]) if key <= last), len(new) - 1)
             new[number].append(piece)
             touched.add(number)
@@ -136,3 +137,13 @@ def condemned_table(run: Path, doc_ids: Iterable[bytes]) -> pa.Table:
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return list(pq.read_table(path).to_pylist())
+
+
+def verdicts(run: Path, columns: list[str]) -> list[dict[str, Any]]:
+    """Of every page of a run."""
+    paths = sorted((run / "verdicts").rglob("*.parquet"))
+    return [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]

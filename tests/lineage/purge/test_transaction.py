@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from quern import storage
 from quern.data_pipeline.run_directory import sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import transaction
-from quern.lineage.purge.restore import MOVED_SCHEMA, Restored
+from quern.lineage.purge.restore import MOVED_SCHEMA
 from quern.lineage.purge.transaction import Request, purge
 from quern.lineage.store import Lineage
 from quern.tokenize.shards import ShardReader
@@ -34,7 +35,7 @@ EOT = 999
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_run(tmp_path_factory.mktemp("purge") / "run", seed=SEED, documents=300, shard_tokens=1500)
+    return runs.write_run(tmp_path_factory.mktemp("purge") / "run", seed=SEED, documents=160, shard_tokens=3000)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_only_touched_shards_are_written(run: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["mask", "rewrite"])
-@pytest.mark.parametrize("share", [1, 2, 7, 60])
+@pytest.mark.parametrize("share", [1, 7])
 def test_a_version_after_a_version(run: Path, mode: str, share: int) -> None:
     """Each leaves what the one before left, but for what it purges."""
     before, gone = C.scan(run), some(run, share=share)
@@ -131,7 +132,7 @@ def test_what_is_restored_stands_by_its_place_key(run: Path, monkeypatch: pytest
     gone = some(run, share=20, stream="web")
     pieces = [piece for shard in before["web"] for piece in shard if not piece.purged]
     displaced = [piece.doc_id for piece in pieces[3::40] if piece.doc_id not in gone]
-    texts = runs.listing(seed=SEED, documents=300, shard_tokens=1500).texts
+    texts = runs.listing(seed=SEED, documents=160, shard_tokens=3000).texts
     seed, bounds = runs.PLACE_SEED, last_keys(run)
     removed = [own for own in C.condemned_table(run, all_ids(run)).to_pylist() if own["removed_as"]]
     arriving: dict[str, list[C.Piece]] = {}
@@ -144,13 +145,13 @@ def test_what_is_restored_stands_by_its_place_key(run: Path, monkeypatch: pytest
     rows.sort(key=lambda row: (row["stream"], row["place_key"]))
     other = [{**row, "stream": "web", "place_key": 0} for row in C.condemned_table(run, displaced).to_pylist()]
 
-    def decided(path: str, condemned: pa.Table) -> Restored:
+    def decided(path: str, condemned: pa.Table) -> SimpleNamespace:
         names = MOVED_SCHEMA.names
         tables = [
             pa.Table.from_pylist([{name: row.get(name) for name in names} for row in own], MOVED_SCHEMA)
             for own in (rows, other)
         ]
-        return Restored(path, tables[0], tables[1], 0, False)
+        return SimpleNamespace(restored=tables[0], displaced=tables[1])
 
     monkeypatch.setattr(transaction, "reconsider", decided)
     report = purge(request(run, gone, "rewrite", duplicates="restore"))
