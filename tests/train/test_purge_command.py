@@ -138,7 +138,7 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path, capsys):
     assert f"{tmp_path}/gone: not judged: is not there (any more), or stands on another machine" in lines
     assert lines[lines.index(f"{tmp_path}/other: 4 steps complete") + 1] == "  read         nothing of this data run"
     own = lines[lines.index(f"{trained.run}: 9 steps complete") + 1 :][:4]
-    assert own[0].startswith("  read         3 documents in ")
+    assert own[0].startswith(f"  read         {len(trained.chosen)} documents in ")
     assert own[1] == "  tainted      3 of 5 checkpoints: step 6, 8, 9"
     assert own[2] == f"  last clean   step 4  {trained.run}/checkpoints/step_00000004"
     assert own[3] == f"  go on        quern train {trained.run}/config.yaml resume.step=4"
