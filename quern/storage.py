@@ -31,6 +31,7 @@ from quern.remote.reader import open_object
 
 __all__ = [
     "around_waits",
+    "create_bytes",
     "describe",
     "each",
     "exists",
@@ -328,6 +329,43 @@ def publish_bytes(path: str, data: bytes) -> None:
     """Write ``data`` under ``path``, atomically."""
     with publish(path) as file:
         file.write(data)
+
+
+def create_bytes(path: str, data: bytes) -> None:
+    """Write ``data`` under ``path``, atomically, where nothing is yet; of two at once, one does (not on every store).
+
+    Raises:
+        FileExistsError: something else is there already. On a store, an object with these very bytes is no error: the
+            answer to the first try may have been lost.
+    """
+    store = _store(path)
+    _check_guards()
+    if store is not None:
+        store.create(path, data)
+        return
+    inner = split(path)[1]
+    parent = os.path.dirname(inner)
+    os.makedirs(parent, exist_ok=True)
+    temporary = os.path.join(parent, f".{os.path.basename(inner)}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, inner)
+        except FileExistsError:
+            raise FileExistsError(errno.EEXIST, "is there already", path) from None
+        except OSError as error:  # a file system without links
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            if os.path.lexists(inner):
+                raise FileExistsError(errno.EEXIST, "is there already", path) from None
+            os.rename(temporary, inner)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+    sync(parent)
 
 
 def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:

@@ -59,6 +59,7 @@ def run_data(config: DataRun) -> dict[str, Any]:
     plain = config.model_dump(mode="json")
     with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
         if directory.complete:
+            _take_up_purge(config.run_dir)
             pages.check_unchanged(directory.record, partitions, config.run_dir)
             return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))
         with Progress() as progress:
@@ -76,6 +77,15 @@ def run_data(config: DataRun) -> dict[str, Any]:
                     progress.end_phase()
                 inputs = pages.inputs_digest(partitions)
                 return _finish(directory, result, tokens.to_dict()["sources"], inputs, config.seed)
+
+
+def _take_up_purge(run: str) -> None:
+    """Finish or undo a purge of a complete run that was cut off."""
+    from quern.lineage.purge.transaction import recover_held
+
+    told = recover_held(run)
+    if told is not None:
+        err_console().print(told, markup=False, soft_wrap=True)
 
 
 def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -> dict[str, Any]:

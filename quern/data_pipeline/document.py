@@ -14,6 +14,7 @@ import pyarrow as pa
 __all__ = [
     "DOCUMENT_SCHEMA",
     "HASH",
+    "OUT_OF_MEMORY",
     "SIGNATURE_SCHEMA",
     "STAGES",
     "Page",
@@ -23,6 +24,9 @@ __all__ = [
 ]
 
 HASH = pa.binary(16)
+
+#: The fault of a page that took more memory to read than its worker may have.
+OUT_OF_MEMORY = "quarantine.memoryerror"
 
 #: What can drop a page, in the order of the road. A null stage means kept.
 STAGES = ("read", "purged", "url", "language", "extract", "quality", "pii", "toxicity", "quarantine")
@@ -64,7 +68,8 @@ class Page:
     raw: str = ""
     """The decoded payload: HTML for ``media == "html"``, else the text itself. No lone surrogates."""
     fault: str | None = None
-    """Why the record has no usable payload, as a reason name (``read.empty``); such a page fails at the first gate."""
+    """Why the record has no usable payload, as a reason name (``read.empty``); such a page fails at the first gate.
+    :data:`OUT_OF_MEMORY` says nothing of the page alone, and quarantines it."""
 
     doc_id: bytes = b""
     canonical_url: str | None = None

@@ -15,7 +15,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.errors import InputError, QuernError
 
-__all__ = ["NOT_DECIDING", "RunDirectory", "is_complete", "open_run"]
+__all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -24,6 +24,10 @@ _WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes")
 
 _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
               "pyarrow", "numpy", "ray")  # fmt: skip
+
+
+class BusyError(QuernError):
+    """Another process of this machine is at work in the run."""
 
 
 @dataclass
@@ -45,7 +49,7 @@ class RunDirectory:
 
     def finish(self, counts: Mapping[str, Any], inputs: str) -> None:
         """Set the run to complete, with its counts and the digest of its inputs; nothing half written is left."""
-        _remove_torn(self.path)
+        remove_torn(self.path)
         self.record = {**self.record, "status": "complete", "counts": dict(counts), "inputs": inputs}
         storage.write_json(storage.join(self.path, "run.json"), self.record)
         storage.remove_tree(self.scratch)
@@ -70,7 +74,7 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
             an unfinished one begun with other libraries, or something else.
         QuernError: another driver is at work there.
     """
-    with _sole_driver(path):
+    with sole_driver(path):
         file = storage.join(path, "run.json")
         if storage.exists(file):
             record = storage.read_json(file)
@@ -98,7 +102,7 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
                 "status": "running",
             }
             storage.write_json(file, record)
-        _remove_torn(path)
+        remove_torn(path)
         run = RunDirectory(path, record)
         if run.complete:  # the last act of finish may have been cut off
             storage.remove_tree(run.scratch)
@@ -152,8 +156,13 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
 
 
 @contextmanager
-def _sole_driver(path: str) -> Iterator[None]:
-    """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none."""
+def sole_driver(path: str) -> Iterator[None]:
+    """Hold the run's lock. It goes with the process, however that ends; on S3 it is a lease; other stores have none.
+
+    Raises:
+        BusyError: somebody else holds it, on this machine (of S3: a QuernError).
+        InputError: the run cannot be written to.
+    """
     if not storage.is_local(path):
         with storage.lease(storage.join(path, ".lease.json"), path):
             yield
@@ -168,11 +177,11 @@ def _sole_driver(path: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise QuernError(f"{path}: another driver is at work in this run") from None
+            raise BusyError(f"{path}: another driver is at work in this run") from None
         yield
 
 
-def _remove_torn(path: str) -> None:
+def remove_torn(path: str) -> None:
     """What drivers and workers left that were killed while they wrote: temporary files, uploads never completed."""
     if not storage.is_local(path):
         storage.give_up_uploads(path)

@@ -256,7 +256,8 @@ def _repeats(
 
 
 def _text(own: _Document) -> tuple[str | None, bool]:
-    """The beginning of what the model read, and whether that is all; None where the encoding cannot be had."""
+    """The beginning of what the model read, and whether that is all; None where it was purged since, or the encoding
+    cannot be had."""
     from quern.tokenize.encoding import load_encoding
 
     length = own.length - 1
@@ -264,7 +265,10 @@ def _text(own: _Document) -> tuple[str | None, bool]:
     reader = own.stream.reader
     try:
         encoding = load_encoding(reader.encoding, reader.ranks_path)
-        text = encoding.decode(reader.tokens(own.start, own.start + taken))
+        tokens = reader.tokens(own.start, own.start + taken)
+        if taken and (tokens == reader.eot_id).all():
+            return None, False
+        text = encoding.decode(tokens)
     except (QuernError, KeyError):
         return None, False
     return text[:TEXT_CHARS], taken == length and len(text) <= TEXT_CHARS

@@ -161,7 +161,7 @@ def _document(number: int, row: Mapping[str, Any], found: Mapping[str, Any]) -> 
         text = '<p class="muted">Its tokens cannot be shown as text.</p>'
     else:
         cut = "" if row["text_is_whole"] else f'<p class="more">the first {len(row["text"])} characters</p>'
-        text = f'<p class="text">{show(row["text"])}</p>{cut}'
+        text = f'<p class="text" data-doc="{show(row["doc_id"])}">{show(row["text"])}</p>{cut}'
     where = ", ".join(num(place) for place in row["places"][:20])
     return (
         f'<div class="sample" data-kind="{"dropped" if number == 1 else ""}"><h3>{number}. {link(row["url"])}</h3>'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import os
 import threading
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from quern.remote.concurrency import in_order
 from quern.remote.connection import Connection
 from quern.remote.http import Web
 from quern.remote.other import Other
-from quern.remote.retry import Backoff, StoreError
+from quern.remote.retry import Backoff, ChangedError, StoreError
 from quern.remote.s3 import S3
 from quern.remote.sink import Info, Sink
 from quern.remote.waits import waiting
@@ -132,6 +134,24 @@ class Objects:
         as it was before."""
         with waiting():
             self._writable(url).put(url, file, size, sha256)
+
+    def create(self, url: str, data: bytes) -> None:
+        """A small object where there is none yet. A store that knows no conditions is asked first.
+
+        Raises:
+            FileExistsError: there is one, of other bytes.
+        """
+        with waiting():
+            backend = self._writable(url)
+            if isinstance(backend, S3):
+                with suppress(ChangedError):
+                    backend.put_if(url, data, None)
+                    return
+            elif self.stat(url) is None:
+                backend.put(url, io.BytesIO(data), len(data), hashlib.sha256(data).hexdigest())
+                return
+            if self.read(url) != data:
+                raise FileExistsError(errno.EEXIST, "is there already", url)
 
     def remove(self, urls: Sequence[str]) -> None:
         """Remove objects; one that is not there is removed."""

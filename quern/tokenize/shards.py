@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
+from quern.tokenize import reader_lock
+from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import place_key
 from quern.tokenize.shard_format import (
     MANIFEST,
@@ -39,36 +41,7 @@ __all__ = [
 ]
 
 _SPANS_IN_MEMORY = 8
-#: What a reader needs of VERSION.json, of a source in it, of a manifest, of a shard in that.
-_VERSION = {"version": int, "sources": dict, "encoding.ranks": str}
-_LISTED = {"manifest": str, "sha256": str, "shards": list}
-_MANIFEST = {"encoding": str, "vocab_size": int, "dtype": str, "eot_id": int, "seed": int, "shards": list}
-_SHARD = {
-    **dict.fromkeys(("bin", "spans", "sha256", "spans_sha256", "first_key", "last_key"), str),
-    **dict.fromkeys(("tokens", "documents"), int),
-}
-
-
-def _fields(path: str, value: Any, kinds: Mapping[str, type], below: str = "") -> dict[str, Any]:
-    """What ``value`` (``below`` of the file) has under dotted names, each of its type; other keys are left out."""
-    fields = {}
-    for dotted, kind in kinds.items():
-        found = value
-        for name in dotted.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if not isinstance(found, kind):
-            expected = {dict: "a mapping", list: "a list", int: "an integer", str: "text"}[kind]
-            raise InputError(f"{path}: {below}{dotted}: expected {expected}, got {found!r:.60}")
-        fields[dotted] = found
-    return fields
-
-
-def _inside(path: str, field: str, name: str, folders: bool = True) -> str:
-    """A name that a file of the corpus gives; one that leads out of its folder is refused."""
-    parts = name.split("/") if folders else [name]
-    if any(part in ("", ".", "..") or set(part) & {"/", "\\", "\0"} for part in parts):
-        raise InputError(f"{path}: {field}: expected the name of a file of the corpus, got {name!r:.99}")
-    return name
+_OPEN_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -87,7 +60,9 @@ class Span:
 class ShardReader:
     """The tokens of one source, as its corpus version lists them: one logical stream over all shards.
 
-    ``path`` is ``RUN/tokens/<source>`` or ``….val``, on a local file system. A shard is memory-mapped at first use.
+    ``path`` is ``RUN/tokens/<source>`` or ``….val``, on a local file system. A shard is memory-mapped at first use. As
+    long as it is neither closed nor forgotten, the files of the version that it opened stay where the file system has
+    locks, even if a purge makes another version of the corpus meanwhile.
 
     Attributes: ``source``, ``version`` (of the corpus), ``encoding`` (name), ``ranks_path``, ``vocab_size``, ``dtype``,
     ``eot_id``, ``seed``, ``shards`` (their :class:`ShardInfo`), ``offsets`` (int64[shards + 1]: where each shard starts
@@ -103,50 +78,50 @@ class ShardReader:
             raise InputError(f"{path}: shards are memory-mapped; expected a folder on a local file system")
         self.path = os.path.abspath(storage.split(path)[1])
         self.root, self.source = os.path.split(self.path)
-        version_path = os.path.join(self.root, VERSION_FILE)
-        version = _fields(version_path, storage.read_json(version_path), _VERSION)
+        version, listed = self._open()
+        manifest = listed.manifest
         self.version: int = version["version"]
-        self.ranks_path = os.path.join(self.root, _inside(version_path, "encoding.ranks", version["encoding.ranks"]))
-        if self.source not in version["sources"]:
-            known = ", ".join(sorted(version["sources"])) or "none"
-            raise InputError(f"{path}: the corpus version has no source {self.source!r} (it has {known})")
-        listed = _fields(version_path, version["sources"][self.source], _LISTED, f"sources.{self.source}.")
-        _inside(version_path, f"sources.{self.source}.manifest", listed["manifest"])
-        manifest_path = os.path.join(self.root, listed["manifest"])
-        manifest = self._read_manifest(listed)
+        self.ranks_path = os.path.join(self.root, version["encoding"]["ranks"])
         self.encoding: str = manifest["encoding"]
         self.vocab_size: int = manifest["vocab_size"]
         self.dtype = np.dtype(manifest["dtype"])
         self.eot_id: int = manifest["eot_id"]
         self.seed: int = manifest["seed"]
-        entries = enumerate(manifest["shards"])
-        self.shards = tuple(ShardInfo(**_fields(manifest_path, e, _SHARD, f"shards.{n}.")) for n, e in entries)
-        for number, shard in enumerate(self.shards):
-            _inside(manifest_path, f"shards.{number}.bin", shard.bin, folders=False)
-            _inside(manifest_path, f"shards.{number}.spans", shard.spans, folders=False)
+        self.shards = listed.shards
         sizes = [shard.tokens for shard in self.shards]
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.total_tokens = int(self.offsets[-1])
         self.num_documents = sum(shard.documents for shard in self.shards)
-        self._check(listed, verify)
+        self._check(verify)
         self._maps: dict[int, np.ndarray] = {}
         self._spans: OrderedDict[int, tuple[pa.Table, np.ndarray]] = OrderedDict()
 
-    def _read_manifest(self, listed: Mapping[str, Any]) -> dict[str, Any]:
-        path = os.path.join(self.root, listed["manifest"])
-        if not os.path.exists(path) or storage.sha256(path) != listed["sha256"]:
-            raise InputError(f"{path}: missing or changed; its SHA-256 is not the one in {VERSION_FILE}")
-        manifest = _fields(path, storage.read_json(path), _MANIFEST)
-        if manifest["dtype"] not in ("uint16", "uint32"):
-            raise InputError(f"{path}: dtype: expected uint16 or uint32, got {manifest['dtype']!r}")
-        return manifest
+    def _open(self) -> tuple[dict[str, Any], Listed]:
+        """What the present version lists; from now on, until :meth:`close`, its files are not removed."""
+        for _ in range(_OPEN_ATTEMPTS):
+            version = read_version(self.root)
+            try:
+                listed = read_listed(self.root, version, self.source)
+            except InputError:
+                if read_version(self.root) == version:
+                    raise
+                continue  # replaced while it was read
+            lock = reader_lock.share(os.path.join(self.root, listed.entry["manifest"]))
+            self._release = weakref.finalize(self, reader_lock.release, lock)
+            if read_version(self.root) == version:
+                return version, listed
+            self._release()
+        raise InputError(f"{os.path.join(self.root, VERSION_FILE)}: changes all the time; try again later")
 
-    def _check(self, listed: Mapping[str, Any], verify: bool) -> None:
-        agreed = ("bin", "spans", "sha256", "spans_sha256", "tokens", "documents")
-        entries = version_entry(self.source, "", "", self.shards)["shards"]
-        own = [[*map(entry.get, agreed)] for entry in entries]
-        if own != [isinstance(entry, dict) and [*map(entry.get, agreed)] for entry in listed["shards"]]:
-            raise InputError(f"{self.path}: the manifest's shards are not those of {VERSION_FILE}")
+    def close(self) -> None:
+        """Let go of the version that was opened: its files may be removed when a later one has none of them.
+
+        What is not closed is let go with the last reference. Tokens that are in use stay readable.
+        """
+        self._release()
+        self._maps.clear()
+
+    def _check(self, verify: bool) -> None:
         for shard in self.shards:
             path, spans = self._file(shard.bin), self._file(shard.spans)
             expected = shard.tokens * self.dtype.itemsize

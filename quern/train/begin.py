@@ -71,6 +71,8 @@ def begin(
     wanted, asked = config.resume.step, None
     if wanted is not None:
         asked = {"step": wanted, "data_skip": config.data_skip}
+        if config.resume.again is not None:
+            asked["again"] = config.resume.again
     if wanted is None or (moves and moves[-1].get("asked") == asked):
         checkpoint = manager.latest_valid(refuse)  # the rollback asked for was done by the start before this one
         kind = "resume" if moves else "start"
@@ -84,11 +86,27 @@ def begin(
     )
     mixture = Mixture(Order.from_dict(spec), source_map)
     if ranks.first:
+        _say_versions(config, corpus, moves)
         announce(config.run_dir, mixture.order.hash, _paths(corpus))
         log.info(
             "%s at step %d, data step %d%s", kind, step, data_step, f", from {checkpoint.path}" if checkpoint else ""
         )
     return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
+
+
+def _say_versions(config: TrainConfig, corpus: Corpus, moves: Sequence[Mapping[str, Any]]) -> None:
+    """Log which sources are at another corpus version than the start before read them at."""
+    before = moves[-1].get("versions") if moves else None
+    if not isinstance(before, Mapping):
+        return
+    for ident, version in zip(corpus.ids, corpus.versions, strict=True):
+        if type(before.get(ident)) is int and before[ident] != version:
+            log.info("%s: corpus version %d, before %d", ident, version, before[ident])
+            if not config.document_mask:
+                log.warning(
+                    "%s: what was purged in between is no target any more, but document_mask is off: documents beside "
+                    "it attend to what stands there now", ident,
+                )  # fmt: skip
 
 
 def _last_good(

@@ -254,6 +254,9 @@ class ResumeConfig(Section):
     step: NonNegative | Literal["good"] | None = None
     """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger; good does
     the same with the last good checkpoint (``guard.health_window``)."""
+    again: Count | None = None
+    """With a number in ``step``: the same request is carried out once, and given again it goes on behind that; another
+    number here asks anew, as after a purge of the corpus."""
     from_store: bool = False
     """A run_dir without a checkpoint goes on from those in checkpoint.store, instead of refusing to mix with them."""
 
@@ -372,6 +375,7 @@ class TrainConfig(Section):
             raise ValueError("float8.implementation: torchao sums in float32; expected quern with precision fp64")
         if self.resume.from_store and self.checkpoint.store is None:
             raise ValueError("resume.from_store: expected only together with checkpoint.store")
-        if self.data_skip and self.resume.step is None:
-            raise ValueError("data_skip: expected only together with resume.step")
+        for name, value in (("data_skip", self.data_skip), ("resume.again", self.resume.again)):
+            if value and self.resume.step is None:
+                raise ValueError(f"{name}: expected only together with resume.step")
         return self

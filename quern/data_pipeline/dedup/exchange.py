@@ -9,7 +9,7 @@ share) a reader takes a block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,10 +27,9 @@ __all__ = [
     "cuts",
     "num_buckets",
     "read_records",
-    "scatter",
 ]
 
-#: A writer's buckets have to fit 16 bits, which are sorted in linear time; the rest keeps heads small.
+#: Of buckets by key or rank: it keeps heads small, and 16 bits are sorted in linear time.
 MAX_BUCKETS = 1 << 14
 _OFFSET = np.dtype("<i8")
 #: Ranges a task is given are cut from this many times as many buckets, so that they come out about equal.
@@ -144,7 +143,8 @@ class Writer:
         self._folder, self._index, self._buckets = folder, index, buckets
         size = max(max_records, _LEAST_RECORDS)
         self._records = np.empty(size, dtype=dtype)  # pages that are not written to take no memory
-        self._bucket = np.empty(size, dtype=np.uint16)
+        # Where buckets are shards, groups or ranges there can be more than 16 bits tell apart.
+        self._bucket = np.empty(size, dtype=np.uint16 if buckets <= 1 << 16 else np.uint32)
         self._held = self._files = 0
         self._counts = np.zeros(buckets, dtype=np.int64)
 
@@ -180,17 +180,6 @@ class Writer:
         if self._held:
             self._flush()
         return Written(self._files, self._counts)
-
-
-def scatter(
-    folder: str, index: int, buckets: int, parts: Iterable[tuple[np.ndarray, np.ndarray]], max_records: int
-) -> Written:
-    """Write ``parts`` (records and the bucket of each; at least one part) as one writer."""
-    writer: Writer | None = None
-    for records, bucket in parts:
-        writer = writer or Writer(folder, index, buckets, records.dtype, max_records)
-        writer.add(records, bucket)
-    return writer.close() if writer else Written(0, np.zeros(buckets, dtype=np.int64))
 
 
 def _path(folder: str, writer: int, number: int) -> str:

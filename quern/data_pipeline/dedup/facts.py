@@ -32,6 +32,10 @@ FACTS = np.dtype(
 UNKNOWN_TIME = np.iinfo(np.int64).max
 _COLUMNS = ["doc_id", "canonical_url", "fetched_at", "post_filter_hash", "stage", NUM_WORDS]
 _BLOCK = 1 << 16
+#: Rows of verdicts at once: equal texts, such as a long URL, take no room in a file and all of it in memory.
+_VERDICTS = 1 << 13
+#: What a batch of a table may take, by the mean of its rows.
+_BATCH_BYTES = 32 << 20
 
 
 def id_words(column: pa.Array, what: str) -> np.ndarray:
@@ -49,13 +53,15 @@ def id_words(column: pa.Array, what: str) -> np.ndarray:
 
 
 def read_rows(path: str, columns: Sequence[str], batch_size: int = 1024) -> Iterator[pa.RecordBatch]:
-    """The rows of a table, a bounded number at a time."""
+    """The rows of a table, at most ``batch_size`` at a time, and fewer where documents are large."""
     with storage.open_read(path) as file:
         table = pq.ParquetFile(file)
         missing = [name for name in columns if name not in table.schema_arrow.names]
         if missing:
             raise QuernError(f"{path}: has no column {missing[0]!r}, which duplicate removal needs")
-        yield from table.iter_batches(batch_size=batch_size, columns=list(columns))
+        groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
+        fitting = (group.num_rows * _BATCH_BYTES // max(group.total_byte_size, 1) for group in groups)
+        yield from table.iter_batches(batch_size=max(1, min([batch_size, *fitting])), columns=list(columns))
 
 
 def read_facts(work: Work, place: Place) -> Done:
@@ -63,7 +69,7 @@ def read_facts(work: Work, place: Place) -> Done:
     path = work.table("verdicts", place)
     count = 0
     with storage.publish(work.file("facts", place.index)) as file:
-        for batch in read_rows(path, _COLUMNS, _BLOCK):
+        for batch in read_rows(path, _COLUMNS, _VERDICTS):
             facts = _facts(batch, path)
             file.write(facts.tobytes())
             count += len(facts)

@@ -69,7 +69,7 @@ def write_bands(work: Work, shard: Shard, numbered: Slice, buckets: int) -> Done
     """Task: one shard's signatures → the band keys of its documents that are still there, by key range.
 
     Raises:
-        QuernError: a kept document has no row, or a signature was made with other settings.
+        QuernError: a kept document has no row, or two, or a signature was made with other settings.
     """
     ranks = _ranks_of_rows(work, shard, numbered)
     scopes = scope_words(work.sources, work.config.scope)
@@ -80,7 +80,10 @@ def write_bands(work: Work, shard: Shard, numbered: Slice, buckets: int) -> Done
         seen = np.zeros(documents, dtype=bool)
         for rows, batch in signature_batches(work, place, documents, ["signature", "shingles"]):
             known = rows >= 0
-            seen[rows[known]] = True
+            once = rows[known]
+            if seen[once].any() or len(np.unique(once)) < len(once):
+                raise QuernError(f"{work.table('signatures', place)}: has two rows for a document")
+            seen[once] = True
             here = known & batch.column("signature").is_valid().to_numpy(zero_copy_only=False)
             here[here] = own[rows[here]] >= 0
             kept = batch.filter(pa.array(here))

@@ -45,12 +45,8 @@ from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.stages import Stages
 from quern.data_pipeline.dedup.tables import sort_rows, write_tables
 from quern.data_pipeline.dedup.work import Shard, Work
-from quern.errors import QuernError
 
 __all__ = ["Found", "cluster", "join_edges", "near", "order_documents", "remove_equal", "write_rows"]
-
-#: Verification groups: their number is a bucket of 16 bits.
-_MAX_GROUPS = (1 << 16) - 1
 
 
 @dataclass
@@ -133,8 +129,6 @@ def _verify(stages: Stages, work: Work, shards: Sequence[Shard], candidates: Exc
     stage = stages.run(plan_verification, [(work, i, part) for i, part in enumerate(parts)], "plan", candidates)
     first_groups = np.cumsum([0, *(len(sizes) for sizes in stage.numbers)]).tolist()
     groups = first_groups.pop()
-    if groups > _MAX_GROUPS:
-        raise QuernError(f"{groups} verification tasks, at most {_MAX_GROUPS} are possible: raise records_per_task")
     needs = stage["needs"]
     tasks = [(work, i, needs.slice(i, i + 1), first_groups, len(shards)) for i in range(work.ranges)]
     needed = stages.run(locate_documents, tasks, "locate", needs)["needed"]

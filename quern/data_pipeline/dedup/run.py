@@ -10,13 +10,14 @@ from itertools import pairwise
 import numpy as np
 
 from quern.config import digest
+from quern.data_pipeline.dedup.bands import MEMBER
 from quern.data_pipeline.dedup.config import DuplicatesConfig, recall_curve
 from quern.data_pipeline.dedup.exchange import cuts
 from quern.data_pipeline.dedup.facts import read_facts
 from quern.data_pipeline.dedup.passes import Found, cluster, near, order_documents, remove_equal, write_rows
 from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.stages import Stages
-from quern.data_pipeline.dedup.work import Place, Shard, Work
+from quern.data_pipeline.dedup.work import RECORD_BYTES, Place, Shard, Work
 from quern.data_pipeline.engine import Engine
 from quern.errors import QuernError
 
@@ -29,7 +30,7 @@ FORMAT = 1
 RECORDS_PER_TASK = 1 << 21
 
 #: Raised whenever scratch files or stages change, so that none of another version is taken up.
-SCRATCH_FORMAT = 1
+SCRATCH_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def run(
     found = Found()
     removed, clusters, largest = np.zeros((len(sources), len(KINDS)), dtype=np.int64), 0, 0
     if documents:
-        shards = _shards(places, counts, max(records_per_task // config.bands, 1))
+        band_rows = records_per_task * RECORD_BYTES // MEMBER.itemsize  # a file of them
+        shards = _shards(places, counts, max(band_rows // config.bands, 1))
         work = order_documents(stages, work, shards, documents)
         for kind in ("exact", "url"):
             if getattr(config, kind):

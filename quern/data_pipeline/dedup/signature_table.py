@@ -13,6 +13,8 @@ from quern.data_pipeline.dedup.work import Place, Work
 
 __all__ = ["signature_batches"]
 
+_BLOCK = 1 << 16
+
 
 def signature_batches(
     work: Work, place: Place, documents: int, columns: Sequence[str]
@@ -24,23 +26,28 @@ def signature_batches(
     """
     path = work.table("signatures", place)
     index: Ids | None = None
-    row = 0
+    row, first, held = 0, 0, np.empty((0, 2), dtype=np.uint64)
     for batch in read_rows(path, ["doc_id", *columns]):
         ids = id_words(batch.column("doc_id"), f"{path}: doc_id")
         if index is None:
-            end = min(row + len(ids), documents)
-            here = read_records(work.file("facts", place.index), FACTS, row, end)["id"]
+            if row + len(ids) > first + len(held):
+                first, held = row, _ids(work, place, row, min(row + _BLOCK, documents))
+            here = held[row - first : row - first + len(ids)]
             if len(here) == len(ids) and (here == ids).all():
-                yield np.arange(row, end), batch
-                row = end
+                yield np.arange(row, row + len(ids)), batch
+                row += len(ids)
                 continue
             index = Ids(_all_ids(work, place, documents))
         yield index.rows(ids), batch
 
 
+def _ids(work: Work, place: Place, start: int, end: int) -> np.ndarray:
+    return read_records(work.file("facts", place.index), FACTS, start, end)["id"]
+
+
 def _all_ids(work: Work, place: Place, documents: int) -> np.ndarray:
     ids = np.empty((documents, 2), dtype=np.uint64)
-    for start in range(0, documents, 1 << 16):
-        end = min(start + (1 << 16), documents)
-        ids[start:end] = read_records(work.file("facts", place.index), FACTS, start, end)["id"]
+    for start in range(0, documents, _BLOCK):
+        end = min(start + _BLOCK, documents)
+        ids[start:end] = _ids(work, place, start, end)
     return ids

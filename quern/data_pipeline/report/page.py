@@ -185,9 +185,10 @@ def _reasons(stats: Mapping[str, Any]) -> str:
 def _sources(stats: Mapping[str, Any], found: Survey) -> str:
     head = ["source", "pages", "passed", "duplicates", "documents"]
     with_tokens = stats["tokens"] is not None
+    with_chars = found.complete and not found.purged
     if with_tokens:
         head += ["held out", "tokens", "shards", "tokens / document"]
-        head += ["characters / token"] if found.complete else []
+        head += ["characters / token"] if with_chars else []
     rows = []
     for name, table_of in stats["sources"].items():
         removed = table_of["kept"] - table_of["unique"]
@@ -198,7 +199,7 @@ def _sources(stats: Mapping[str, Any], found: Survey) -> str:
             tokens, shards = (sum(split[key] for split in splits.values()) for key in ("tokens", "shards"))
             row += [num(splits["val"]["documents"]), num(tokens), num(shards)]
             row.append(num(tokens / table_of["unique"], 1) if table_of["unique"] else "–")
-            if found.complete:  # each document ends with one EOT, which stands for no character
+            if with_chars:  # each document ends with one EOT, which stands for no character
                 texts = tokens - table_of["unique"]
                 row.append(num(found.unique_chars[name] / texts, 2) if texts else "–")
         rows.append(row)
@@ -250,6 +251,7 @@ def _lengths(found: Survey) -> str:
     lead = (
         f"{_seen(found)} Documents whose text reached the quality gate: above the line those it passed, duplicates "
         "included; below it those it dropped. The scale of lengths is logarithmic."
+        + (f" {num(found.purged)} of them were purged since, and are not counted here." if found.purged else "")
     )
     drawn = _histogram(found.words, WORD_EDGES, "words") + _histogram(found.chars, CHAR_EDGES, "characters")
     legend = '<p class="legend"><span><i class="kept"></i>passed</span><span><i class="dropped"></i>dropped</span></p>'

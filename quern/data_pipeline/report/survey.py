@@ -112,6 +112,8 @@ class Survey:
     """int64[outcome, bin] documents by number of characters; outcome "dropped" is at the quality gate."""
     words: np.ndarray = field(default_factory=lambda: np.zeros((len(OUTCOMES), len(WORD_EDGES)), np.int64))
     """int64[outcome, bin] documents by number of whitespace-separated words."""
+    purged: int = 0
+    """Documents whose text was purged: their lengths are not known any more."""
     unique_chars: Counter[str] = field(default_factory=Counter)
     """Source → characters of the documents that are tokenized."""
     clusters: Clusters = field(default_factory=Clusters)
@@ -261,6 +263,10 @@ class _Scan:
             for batch in pq.ParquetFile(file).iter_batches(TEXT_BATCH_ROWS, columns=["doc_id", "text", "kept"]):
                 text = batch.column("text")
                 num_bytes += text.nbytes
+                if text.null_count:
+                    self.found.purged += text.null_count
+                    batch = batch.filter(pc.is_valid(text))
+                    text = batch.column("text")
                 kept = np.asarray(pc.fill_null(batch.column("kept"), False))
                 outcome = np.where(kept, _in(id_keys(batch.column("doc_id")), self.removed).astype(np.int64), 2)
                 chars = np.asarray(pc.fill_null(pc.utf8_length(text), 0)).astype(np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, table
 from quern.data_pipeline.report.survey import Pair, Sample, Survey
 
-__all__ = ["duplicates_section", "samples_section"]
+__all__ = ["duplicates_section", "samples_section", "shown_documents"]
 
 TEXT_CHARS = 1200
 PAIR_CHARS = 900
@@ -19,6 +20,10 @@ PAIR_CHARS = 900
 #: comparison is quadratic at worst.
 COMPARED_CHARS = 200_000
 PAIR_WORDS = 140
+
+#: An element that holds text of pages, and whose: a page that was purged must not stay in a report.
+_SHOWN = re.compile(r'<(?:div|p) class="text"([^>]*)>')
+_WHOSE = re.compile(r' data-doc="([0-9a-f]{32}(?: [0-9a-f]{32})*)"')
 
 _NO_MEASURES = frozenset({"fetched_at", "record_offset", "record_length", "language_score"})
 
@@ -45,6 +50,17 @@ def duplicates_section(stats: Mapping[str, Any], found: Survey, config: Mapping[
         pairs = "".join(_pair(pair) for pair in found.pairs)
         parts.append(f'<h3>Removed documents beside what was kept</h3><div class="samples">{pairs}</div>')
     return "".join(parts)
+
+
+def shown_documents(page: str) -> set[bytes] | None:
+    """The doc_ids of the documents whose texts a page shows; None where it does not say of every text whose it is."""
+    found: set[bytes] = set()
+    for attributes in _SHOWN.findall(page):
+        whose = _WHOSE.search(attributes)
+        if whose is None:
+            return None
+        found.update(map(bytes.fromhex, whose[1].split()))
+    return found
 
 
 def _proposed(report: Mapping[str, Any]) -> str:
@@ -129,7 +145,8 @@ def _pair(pair: Pair) -> str:
     title = f"<h3>{show(decision['kind'])} duplicate <span>{' · '.join(facts)}</span></h3>"
     if pair.removed and pair.kept and pair.removed.text and pair.removed.text == pair.kept.text:
         urls = f"{link(pair.removed.row['url'])} is the same text as {link(pair.kept.row['url'])}"
-        body = f'<p class="where">{urls}</p>{_text(pair.kept, show(pair.kept.text[:PAIR_CHARS]), PAIR_CHARS)}'
+        text = _text(pair.kept, show(pair.kept.text[:PAIR_CHARS]), PAIR_CHARS, pair.removed)
+        body = f'<p class="where">{urls}</p>{text}'
         return f'<article class="sample" data-kind="duplicates">{title}{body}</article>'
     texts = [side.text or "" if side is not None else "" for side in (pair.removed, pair.kept)]
     marked = _differences(texts[0], texts[1]) if all(texts) else tuple(show(text, PAIR_CHARS) for text in texts)
@@ -143,7 +160,7 @@ def _pair(pair: Pair) -> str:
         elif side.text is None:
             body = f'<p class="where">{link(side.row["url"])}</p><p class="muted">Its text was purged.</p>'
         else:
-            body = f'<p class="where">{link(side.row["url"])}</p><div class="text" dir="auto" tabindex="0">{text}</div>'
+            body = f'<p class="where">{link(side.row["url"])}</p>{_box(text, side)}'
         sides += f"<div><h3><span>{name}</span></h3>{body}</div>"
     return f'<article class="sample" data-kind="duplicates">{title}<div class="sides">{sides}</div></article>'
 
@@ -167,14 +184,21 @@ def _differences(left: str, right: str) -> tuple[str, str]:
     return "".join(marked[0]), "".join(marked[1])
 
 
-def _text(sample: Sample, shown: str, limit: int) -> str:
+def _box(shown: str, *samples: Sample) -> str:
+    """Text, and whose it is."""
+    whose = " ".join(sample.row["doc_id"].hex() for sample in samples)
+    return f'<div class="text" data-doc="{whose}" dir="auto" tabindex="0">{shown}</div>'
+
+
+def _text(sample: Sample, shown: str, limit: int, *others: Sample) -> str:
+    """The text of a sample, and of ``others`` that have the same."""
     if sample.text is None:
-        kept = sample.row["stage"] is None
-        why = "Its text was purged." if kept else "No text is stored: it was dropped before the quality gate."
+        had = sample.row["stage"] is None or sample.row["post_filter_hash"] is not None
+        why = "Its text was purged." if had else "No text is stored: it was dropped before the quality gate."
         return f'<p class="muted">{why}</p>'
     more = len(sample.text) - limit
     tail = f'<p class="more">… {num(more)} more characters</p>' if more > 0 else ""
-    return f'<div class="text" dir="auto" tabindex="0">{shown}</div>{tail}'
+    return f"{_box(shown, sample, *others)}{tail}"
 
 
 def samples_section(found: Survey) -> str:

@@ -20,7 +20,9 @@ __all__ = ["BASE", "FORMATS", "crawl_files", "parse_files"]
 BASE = "https://data.commoncrawl.org"
 FORMATS = ("warc", "wet")
 
-_MAX_LIST_BYTES = 256 << 20
+#: Of a list, packed and unpacked; the largest have a tenth of both.
+_MAX_LIST_BYTES = 64 << 20
+_MAX_FILES = 1_000_000
 _RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?")
 _PATH = re.compile(r"[A-Za-z0-9._~=+-]+(?:/[A-Za-z0-9._~=+-]+)*")
 
@@ -58,7 +60,8 @@ def crawl_files(source: str, crawl: str, base: str, form: str, files: str | None
     """
     url = storage.join(base.rstrip("/"), "crawl-data", crawl, f"{form}.paths.gz")
     try:
-        data = storage.read_bytes(url)
+        with storage.open_read(url) as file:
+            data = file.read(_MAX_LIST_BYTES + 1)
     except FileNotFoundError:
         raise InputError(
             f"source {source}: crawl: {base} has no crawl {crawl!r} ({url}: no such file); "
@@ -81,7 +84,12 @@ def _choose(source: str, crawl: str, lines: Sequence[str], files: str) -> list[s
 
 def _lines(url: str, data: bytes) -> list[str]:
     """The paths; every one is checked, since they become addresses and names."""
-    lines = _inflated(url, data).decode("utf-8", "replace").split("\n")
+    if len(data) > _MAX_LIST_BYTES:
+        raise InputError(f"{url}: expected at most {_MAX_LIST_BYTES} bytes, has more")
+    text = _inflated(url, data)
+    if text.count(b"\n") > _MAX_FILES:
+        raise InputError(f"{url}: expected at most {_MAX_FILES} paths, has more")
+    lines = text.decode("utf-8", "replace").split("\n")
     if lines[-1] == "":
         lines.pop()
     if not lines:

@@ -48,7 +48,7 @@ def pieces(file: IO[bytes], note: Note) -> Iterator[bytes]:
         yield from _decompressed(file, kind)
     except (zstandard.ZstdError, lzma.LZMAError, pa.ArrowException, EOFError, OSError) as error:
         # bz2 and lz4 report damage as OSError; one that has an errno is the store's and not the content's.
-        if getattr(error, "errno", None) is not None:
+        if getattr(error, "errno", None) is not None or isinstance(error, MemoryError):
             raise
         # Arrow closes what it reads.
         note(0 if file.closed else file.tell(), f"{kind} stream is damaged, the rest cannot be read: {error}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from quern import storage
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.compression import pieces
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
@@ -26,22 +26,30 @@ def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog
     """
     with storage.open_read(path) as file:
         stream = pieces(file, lambda offset, why: log.damaged(path, offset, why))
-        for number, (offset, length, line) in enumerate(_lines(stream, source.max_bytes)):
-            if line is not None and not line.strip():
+        for number, (offset, length, parts) in enumerate(_lines(stream, source.max_bytes)):
+            if parts is not None and all(not part or part.isspace() for part in parts):
                 continue
             page = Page(source.name, path, relative_path, number, offset, length, media="text")
-            if line is None:
+            if parts is None:
                 page.fault = "read.too_large"
             else:
-                many = _has_too_many_values(line)
-                row = None if many else _object(line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
-                if many:
-                    page.fault = "read.too_large"
-                elif row is None or not isinstance(row.get(source.text_field), str):
-                    page.fault = "read.bad_line"
-                if row is not None:
-                    fill(page, source, row)
+                try:
+                    line = b"".join(parts)
+                    _fill(page, source, line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
+                except MemoryError:
+                    page.fault = OUT_OF_MEMORY
             yield page
+
+
+def _fill(page: Page, source: SourceConfig, line: bytes) -> None:
+    if _has_too_many_values(line):
+        page.fault = "read.too_large"
+        return
+    row = _object(line)
+    if row is None or not isinstance(row.get(source.text_field), str):
+        page.fault = "read.bad_line"
+    if row is not None:
+        fill(page, source, row)
 
 
 def _has_too_many_values(line: bytes) -> bool:
@@ -59,8 +67,8 @@ def _object(line: bytes) -> dict[str, object] | None:
     return row if isinstance(row, dict) else None
 
 
-def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, length without the newline, line) of each line; None for a line that is longer than ``max_bytes``."""
+def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, list[bytes] | None]]:
+    """(offset, length without the newline, parts) of each line; None for a line that is longer than ``max_bytes``."""
     offset, length = 0, 0
     parts: list[bytes] = []
     for piece in stream:
@@ -69,7 +77,7 @@ def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, 
             length += end - start
             if length <= max_bytes:
                 parts.append(piece[start:end])
-                yield offset, length, b"".join(parts)
+                yield offset, length, parts
             else:
                 yield offset, length, None
             offset += length + 1
@@ -80,4 +88,4 @@ def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, 
         else:
             parts = []
     if length:
-        yield offset, length, b"".join(parts) if length <= max_bytes else None
+        yield offset, length, parts if length <= max_bytes else None

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
@@ -36,7 +36,7 @@ def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadL
         try:
             file = _open(stream, source.text_field)
         except (pa.ArrowException, OSError) as error:
-            _raise_if_of_the_store(error)
+            _raise_if_not_damage(error)
             log.damaged(path, 0, f"not a readable Parquet file: {_first_line(error)}")
             return
         columns = _columns(path, source, file.schema_arrow)
@@ -52,11 +52,14 @@ def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadL
                         page = Page(source.name, path, relative_path, row, media="text")
                         page.fault = "read.too_large" if text is _TOO_LARGE else None
                         fields = dict(zip(others.schema.names, values, strict=True))
-                        fill(page, source, {**fields, source.text_field: text})
+                        try:
+                            fill(page, source, {**fields, source.text_field: text})
+                        except MemoryError:
+                            page.fault = OUT_OF_MEMORY
                         yield page
                         row += 1
             except (pa.ArrowException, OSError) as error:
-                _raise_if_of_the_store(error)
+                _raise_if_not_damage(error)
                 log.damaged(path, row, f"row group {group} cannot be read from here: {_first_line(error)}")
             first_row += file.metadata.row_group(group).num_rows
 
@@ -140,9 +143,10 @@ def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-def _raise_if_of_the_store(error: Exception) -> None:
-    """Arrow reports a damaged page as OSError too; one with an errno comes from the store."""
-    if getattr(error, "errno", None) is not None:
+def _raise_if_not_damage(error: Exception) -> None:
+    """Arrow reports a damaged page as OSError too; one with an errno comes from the store. Nor is it damage when this
+    process runs out of memory."""
+    if getattr(error, "errno", None) is not None or isinstance(error, MemoryError):
         raise error
 
 

@@ -53,7 +53,7 @@ class SourceConfig(Section):
     """Kind ``commoncrawl``: pages (``warc``, also null) or texts extracted by Common Crawl (``wet``)."""
     root: str | None = None
     """Relative paths (and so page identities) start below this folder instead of the entry's own."""
-    priority: int = 0
+    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     """Of two duplicates the one of the source with the higher priority survives."""
     max_bytes: int = Field(default=32 << 20, ge=1)
     """A larger payload, line or file (bytes, decoded) is not read; its page fails with ``read.too_large``."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fsspec.implementations.local import LocalFileSystem
 
 from quern import storage
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, has_wide_bom
 
 __all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "list_tree", "read_file"]
@@ -49,9 +49,16 @@ def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
 
 def read_file(path: str, relative_path: str, source: str, max_bytes: int) -> Iterator[Page]:
     """The one page of a file; binary, too large, empty and undecodable files carry a fault."""
-    with storage.open_read(path) as file:
-        payload = file.read(max_bytes + 1)
     page = Page(source, path, relative_path, 0, media="text")
+    try:
+        with storage.open_read(path) as file:
+            _fill(page, file.read(max_bytes + 1), max_bytes)
+    except MemoryError:
+        page.fault = OUT_OF_MEMORY
+    yield page
+
+
+def _fill(page: Page, payload: bytes, max_bytes: int) -> None:
     if not payload:
         page.fault = "read.empty"
     elif len(payload) > max_bytes:
@@ -68,4 +75,3 @@ def read_file(path: str, relative_path: str, source: str, max_bytes: int) -> Ite
                 page.fault = "read.empty"
             else:
                 page.raw = text
-    yield page

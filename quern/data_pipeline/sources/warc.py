@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from quern import storage
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, header_charset, printable
 from quern.data_pipeline.sources.http import HttpResponse, TooLarge, decoded_payload, parse_response
 from quern.data_pipeline.sources.log import ReadLog
@@ -109,7 +109,10 @@ def _page(record: Record, path: str, relative_path: str, source: str, max_bytes:
         fetched_at=parse_date(headers.get("archive-date" if record.is_arc else "warc-date")),
         payload_digest=headers.get("warc-payload-digest"),
     )
-    page.fault = _fill(page, record, max_bytes)
+    try:
+        page.fault = _fill(page, record, max_bytes)
+    except MemoryError:
+        page.fault = OUT_OF_MEMORY
     return page
 
 

@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
+from quern import storage
 from quern.errors import InputError
 from quern.lineage.index.tables import require_columns
 
 __all__ = [
-    "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "is_changes_file", "purged_at",
+    "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "files_below", "is_changes_file", "purged_at",
     "written_by",
 ]  # fmt: skip
 
@@ -78,11 +79,11 @@ class Purges:
         self._ids = np.empty(0, _ID)
         self._versions = np.empty(0, np.uint32)
         self._restored, self._restored_by = self._ids, self._versions
-        names = os.listdir(tokens) if version > 1 else []
-        found = [(int(match[1]), name) for name in names if (match := _CHANGES.fullmatch(name))]
-        for number, name in sorted(found):
+        paths = files_below(tokens) if version > 1 else []
+        found = [(int(match[1]), path) for path in paths if (match := _CHANGES.fullmatch(os.path.basename(path)))]
+        for number, path in sorted(found):
             if number <= version:  # a later one is of a version that is being written
-                self._add(os.path.join(tokens, name), number)
+                self._add(path, number)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -120,11 +121,46 @@ class Purges:
             return bytes(doc_ids[16 * row : 16 * row + 16]), int(versions[row])
         return None
 
+    def purged_ids(self) -> np.ndarray:
+        """S16, sorted: what is purged and was not restored since."""
+        return self._ids
+
+    def restored_ids(self) -> np.ndarray:
+        """S16, sorted: what was restored and not purged since."""
+        return np.setdiff1d(self._restored, self._ids, assume_unique=True)
+
+    def last_change(self, doc_id: bytes) -> tuple[str, int] | None:
+        """``purged`` or ``restored``, and the version that did it: what holds for a document; None if none did."""
+        for action, ids, versions in (
+            (PURGED, self._ids, self._versions),
+            (RESTORED, self._restored, self._restored_by),
+        ):  # what was purged after it was restored is in both
+            known, found = _look_up(ids, versions, doc_id)
+            if known[0]:
+                return action, int(found[0])
+        return None
+
     def table(self) -> pa.Table:
         """doc_id (16 bytes) and version (uint32) of what is purged, by doc_id."""
-        data = pa.py_buffer(self._ids.tobytes())
-        ids = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(self._ids), [None, data])
-        return pa.table({"doc_id": ids, "version": pa.array(self._versions)})
+        return _table(self._ids, self._versions)
+
+    def restored_table(self) -> pa.Table:
+        """doc_id (16 bytes) and version (uint32) of what was restored, whether purged since or not, by doc_id."""
+        return _table(self._restored, self._restored_by)
+
+
+def _table(ids: np.ndarray, versions: U32) -> pa.Table:
+    data = pa.py_buffer(ids.tobytes())
+    column = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(ids), [None, data])
+    return pa.table({"doc_id": column, "version": pa.array(versions)})
+
+
+def files_below(folder: str) -> list[str]:
+    """The files of a folder, on any store."""
+    if storage.is_local(folder):
+        inner = storage.split(folder)[1]
+        return [os.path.join(inner, name) for name in os.listdir(inner)]
+    return [path for path in storage.list_files(folder) if path.count("/") == folder.rstrip("/").count("/") + 1]
 
 
 def _joined(ids: np.ndarray, versions: U32, new: np.ndarray, version: int) -> tuple[np.ndarray, U32]:
@@ -149,9 +185,9 @@ def _read(path: str) -> pa.Table:
     """Its actions as bytes."""
     schema = pa.schema([CHANGES_SCHEMA.field("doc_id"), pa.field("action", pa.binary(), nullable=False)])
     try:
-        file = pq.ParquetFile(path)
-        require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
-        found = file.read(schema.names, use_threads=False).cast(schema)
+        with storage.open_read(path) as stream, pq.ParquetFile(stream) as file:
+            require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
+            found = file.read(schema.names, use_threads=False).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     return found

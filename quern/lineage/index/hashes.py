@@ -68,6 +68,16 @@ class Hashes:
         same = self._low.slice(start, stop) == np.uint64(low)
         return self._numbers.slice(start, stop)[same].astype(np.int64)
 
+    def find_all(self, values: bytes | memoryview) -> I64:
+        """The documents that have one of these hashes, 16 bytes each; ascending for each hash."""
+        high, low = halves(values)
+        starts, stops = self.high.search(high), self.high.search(high, "right")
+        counts = stops - starts
+        before = np.cumsum(counts) - counts
+        rows = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+        same = self._low.take(rows) == np.repeat(low, counts)
+        return self._numbers.take(rows[same]).astype(np.int64)
+
     def resolve(self, high: U64, low: U64, first: int, last: int) -> I64:
         """int64[n]: the document of each hash (sorted, all with first ≤ high ≤ last), or −1; −2 if it has several."""
         found = np.full(len(high), -1, np.int64)

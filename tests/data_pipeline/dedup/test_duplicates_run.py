@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -131,6 +132,24 @@ def test_tasks_run_in_other_processes(plain):
     there = plain.deduplicate(docs, DuplicatesConfig(), engine=Processes())
     assert there.files == here.files
     assert there.report == here.report
+
+
+def test_the_bands_of_partitions_read_together_fit_a_file(plain, tmp_path):
+    docs = [plain.Doc(changed(sentence(place)), partition=f"p{place:03d}", position=place) for place in range(64)]
+    partitions = plain.write_run(tmp_path, docs, DuplicatesConfig())
+    scratch = tmp_path / "scratch"
+    run(
+        str(tmp_path),
+        partitions,
+        {},
+        DuplicatesConfig(),
+        plain.Shuffled(),
+        str(scratch),
+        inputs="x",
+        records_per_task=512,
+    )
+    bands = next(json.loads(path.read_text()) for path in (scratch / "stages").glob("*-bands.json"))
+    assert set(bands["exchanges"]["bands"]["files"]) == {1}
 
 
 def test_every_row_carries_its_evidence(plain):
@@ -320,6 +339,7 @@ def change_table(path: Path, change) -> None:
     ("kind", "change", "message"),
     [
         ("signatures", lambda table: table.slice(1), "has no row for 1 of 3 kept documents"),
+        ("signatures", lambda table: pa.concat_tables([table, table.slice(2)]), "has two rows for a document"),
         ("signatures", lambda table: table.drop_columns(["shingles"]), "has no column 'shingles'"),
         ("verdicts", lambda table: table.drop_columns(["text.num_words"]), "has no column 'text.num_words'"),
         ("verdicts", lambda table: pa.concat_tables([table, table.slice(0, 1)]), "two documents have the same id"),

@@ -63,6 +63,15 @@ def test_a_writer_holds_no_more_than_a_file(tmp_path):
     assert (writer.close().files, len(list(tmp_path.iterdir()))) == (11, 11)
 
 
+def test_there_may_be_more_buckets_than_16_bits_tell_apart(tmp_path):
+    """Of shards, verification groups and ranges there are as many as the run needs."""
+    rows = [[(bucket, bucket) for bucket in (3, 65_535, 65_536, 65_539, 69_999)]]
+    exchange = written(str(tmp_path), 70_000, rows)
+    assert np.flatnonzero(exchange.counts).tolist() == [3, 65_535, 65_536, 65_539, 69_999]
+    for bucket in (3, 65_536, 65_539):
+        assert exchange.slice(bucket, bucket + 1).read(RECORD)["key"].tolist() == [bucket]
+
+
 def test_an_empty_exchange_has_no_slices(tmp_path):
     exchange = written(str(tmp_path), 3, [[], []])
     assert exchange.slices(10) == []

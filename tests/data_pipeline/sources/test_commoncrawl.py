@@ -171,7 +171,9 @@ def test_a_crawl_that_is_not_there_and_numbers_beyond_its_files(web: Web) -> Non
         (gzip.compress(b"a/b.gz?x=1\n"), "line 1: expected a path"),
         (gzip.compress(b"a/b.gz\n\xff\xfe\n"), "line 2: expected a path"),
         (gzip.compress(b"a/b.gz\na/c.gz\na/b.gz\n"), "line 3: a/b.gz: is listed twice"),
-        (gzip.compress(bytes(300 << 20), 9), "expected at most 268435456 bytes of paths"),
+        (gzip.compress(bytes(70 << 20), 9), "expected at most 67108864 bytes of paths"),
+        (bytes(65 << 20), "expected at most 67108864 bytes, has more"),
+        (gzip.compress(b"".join(b"%x\n" % number for number in range(1_000_001)), 1), "expected at most 1000000 paths"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )

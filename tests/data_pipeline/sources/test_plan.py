@@ -210,6 +210,7 @@ def test_doc_ids_do_not_depend_on_the_number_of_groups(tmp_path: Path) -> None:
         ({"paths": []}, "expected at least one path"),
         ({"paths": ["a", " "]}, "no empty one"),
         ({"max_bytes": 0}, "greater than or equal to 1"),
+        ({"priority": 1 << 63}, "less than 2147483648"),  # survivor order compares 64 bits
         ({"suffixes": [".x"]}, "suffixes: expected only with kind text or code, got kind warc"),
         ({"text_field": "body"}, "text_field: expected only with kind jsonl or parquet"),
         ({"kind": "text", "suffixes": ["md"]}, "expected suffixes with their dot"),

@@ -1,0 +1,100 @@
+"""Who read what a purge removes, for the terminal: what :func:`quern.lineage.purge.taint.taint` found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quern.cli.output import one_line
+
+__all__ = ["print_taint"]
+
+_SHOWN = 8
+"""Checkpoints of a training run that are listed."""
+
+Row = Mapping[str, Any]
+
+
+def print_taint(report: Row) -> None:
+    """Print the report: a part for each training run, then what is not known."""
+    for text in _lines(report):
+        print(one_line(text))
+
+
+def _lines(report: Row) -> Iterator[str]:
+    if not report["train_runs"]:
+        yield "no training run is known to read this corpus"
+    for row in report["train_runs"]:
+        yield f"{row['path']}: {_count(row['steps_complete'], 'step')} complete"
+        for name, text in _rows(row):
+            yield f"  {name:<12} {text}".rstrip()
+    for row in report["not_judged"]:
+        yield f"{row['path']}: not judged: {row['why']}"
+    if report["unregistered"] is not None:
+        yield f"not known: {report['unregistered']}"
+    yield f"not known: {report['others']}"
+
+
+def _rows(row: Row) -> Iterator[tuple[str, str]]:
+    if not row["sources"]:
+        yield "read", "nothing of this data run"
+        return
+    yield "read", _read(row)
+    for open_end in row["not_proven"]:
+        if open_end["next_step"] is not None:
+            step, at = open_end["from_step"], open_end["next_step"]
+            yield (
+                "not proven",
+                f"attempt {open_end['attempt']} from step {step:,} on: it would read some at step {at:,}",
+            )
+    tainted, last = row["tainted"], row["last_clean"]
+    total = len(tainted) + len(row["clean"])
+    yield "tainted", f"{len(tainted):,} of {_count(total, 'checkpoint')}{_which(tainted)}"
+    if tainted or row["applied"]:
+        yield "last clean", "none" if last is None else f"step {last['step']:,}  {last['path']}"
+    for warning in row["warnings"]:
+        yield "warning", warning
+    yield from _resume(row["resume"])
+
+
+def _read(row: Row) -> str:
+    if not row["exposures"]:
+        return "none of it" + (
+            f"; {row['abandoned']:,} times in steps that it went back behind" * bool(row["abandoned"])
+        )
+    notes = [
+        f"{row[name]:,} {text}"
+        for name, text in (
+            ("skipped", "in steps whose update was skipped"),
+            ("purged", "when nothing was left of it"),
+            ("abandoned", "more in steps that it went back behind"),
+        )
+        if row[name]
+    ]
+    told = f" ({'; '.join(notes)})" if notes else ""
+    if not row["applied"]:
+        return f"{row['exposures']:,} times, and no weight took anything in{told}"
+    steps = f"{_count(row['steps'], 'step')}, {row['first_step']:,} to {row['last_step']:,}"
+    return f"{_count(row['documents_read'], 'document')} in {steps}: {row['exposures']:,} times{told}"
+
+
+def _which(checkpoints: list[Row]) -> str:
+    shown = [f"{row['step']:,}" + (" (abandoned)" if row["abandoned"] else "") for row in checkpoints]
+    more = len(shown) - _SHOWN
+    if more > 0:
+        shown = [*shown[: _SHOWN - 1], f"… {more} more …", shown[-1]]
+    return f": step {', '.join(shown)}" if shown else ""
+
+
+def _resume(resume: Row) -> Iterator[tuple[str, str]]:
+    if resume["command"] is None:
+        yield "go on", f"no command can be given: {resume['why_not']}"
+        return
+    for note in resume["notes"]:
+        yield "note", note
+    where = f"   (in {resume['run_in']})" if resume["run_in"] else ""
+    yield "go on", f"{resume['command']}{where}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,184 @@
+"""Whether the audit log is whole: numbered, chained, its tables as they were written, its versions those of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from quern import storage
+from quern.errors import InputError
+from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
+from quern.lineage.index.decided import decisions_file
+from quern.lineage.purge import audit
+from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY
+from quern.lineage.purge.doc_ids import KEY, contains, key_set, keys_of
+from quern.lineage.purge.findings import Check
+
+__all__ = ["Purged", "check_audit", "check_files", "url_key"]
+
+
+@dataclass
+class Purged:
+    """Everything that the audit log says was purged."""
+
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, KEY))
+    """S16[n], sorted; so are the others."""
+    texts: np.ndarray = field(default_factory=lambda: np.empty(0, KEY))
+    """post_filter_hash."""
+    urls: np.ndarray = field(default_factory=lambda: np.empty(0, KEY))
+    """:func:`url_key` of canonical URLs."""
+    partitions: set[tuple[str, str]] = field(default_factory=set)
+    """(source, partition) of purged documents that had a text."""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, str | None] = field(default_factory=dict)
+    """Path → what it was after the last purge that changed it."""
+
+
+def url_key(canonical: str) -> bytes:
+    """By which canonical URLs are compared: the scheme counts for nothing."""
+    return blake2b(canonical.partition("://")[2].encode() or canonical.encode(), digest_size=16).digest()
+
+
+def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Check]:
+    """Read all entries; ``version``: the run's ``VERSION.json``, None if it has none."""
+    check = Check("audit", "the audit log is whole, and every corpus version that purged stands in it")
+    purged = Purged()
+    ids, texts, urls = [], [], []
+    previous, before = None, None
+    numbers = audit.numbers(run)
+    for expected, number in enumerate(numbers, 1):
+        name = f"{audit.FOLDER}/{number:05d}.json"
+        if number != expected:
+            check.found(name, f"expected entry {expected} next: one is missing")
+            break
+        try:
+            entry = audit.read_entry(run, number)
+            record = entry.record
+            if record["previous"] != previous:
+                check.found(name, "its entry before is not the one that it was appended to")
+            if before is not None and record["version_before"] < before:
+                check.found(name, f"began at version {record['version_before']}, after one that ended at {before}")
+            previous, before = entry.sha256, record["version_after"]
+            table = _documents(run, number, record, check)
+            if table is not None:
+                ids.append(keys_of(table["doc_id"]))
+                texts.append(keys_of(table["post_filter_hash"]))
+                urls.append(np.array([url_key(url) for url in table["canonical_url"].drop_null().to_pylist()], KEY))
+                had = table.filter(pc.is_valid(table["post_filter_hash"])).group_by(["source", "partition"])
+                pairs = had.aggregate([]).select(["source", "partition"]).to_pydict()
+                purged.partitions |= set(zip(pairs["source"], pairs["partition"], strict=True))
+            for path, after in _files(run, number, record, check):
+                purged.files[path] = after
+            purged.entries.append(record)
+            check.counts["entries"] += 1
+        except InputError as error:
+            check.found(name, str(error))
+        except (KeyError, TypeError, ValueError) as error:
+            check.found(name, f"is no whole entry ({error})")
+    purged.ids, purged.texts, purged.urls = key_set(ids), key_set(texts), key_set(urls)
+    check.counts["documents"] = len(purged.ids)
+    if version is not None:
+        _check_versions(run, version, purged, check)
+    return purged, check
+
+
+def _table(run: str, number: int, end: str, sha256: str, schema: pa.Schema, check: Check) -> pa.Table | None:
+    """A table beside an entry, if it is the one that was written."""
+    path = audit.path_of(run, number, end)
+    name = f"{audit.FOLDER}/{number:05d}{end}"
+    try:
+        data = storage.read_bytes(path)
+    except FileNotFoundError:
+        check.found(name, "is missing")
+        return None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        check.found(name, "is not what was written: its SHA-256 is not the one in its entry")
+    try:
+        return pq.read_table(io.BytesIO(data)).select(schema.names).cast(schema)
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        check.found(name, f"cannot be read: {' '.join(str(error).split())[:120]}")
+        return None
+
+
+def _documents(run: str, number: int, record: Mapping[str, Any], check: Check) -> pa.Table | None:
+    told = record["documents"]
+    table = _table(run, number, ".parquet", told["sha256"], CONDEMNED_SCHEMA, check)
+    if table is None:
+        return None
+    name = f"{audit.FOLDER}/{number:05d}.parquet"
+    own = key_set([keys_of(table["doc_id"])])
+    whys = Counter(table["why"].to_pylist())
+    if len(table) != told["count"] or audit.digest_of(own) != told["digest"]:
+        check.found(name, f"has {len(table)} documents that are not the {told['count']} of its entry")
+    if {why: whys.get(why, 0) for why in WHY} != told["by_why"]:
+        check.found(name, "its documents are condemned for other reasons than its entry counts")
+    return table
+
+
+def _files(run: str, number: int, record: Mapping[str, Any], check: Check) -> Iterator[tuple[str, str | None]]:
+    table = _table(run, number, ".files.parquet", record["files"]["sha256"], audit.CHANGE_SCHEMA, check)
+    if table is not None:
+        yield from zip(table["path"].to_pylist(), table["after"].to_pylist(), strict=True)
+
+
+def _check_versions(run: str, version: Mapping[str, Any], purged: Purged, check: Check) -> None:
+    """What later versions purged is in the log: it cannot have been cut at its end."""
+    number = version.get("version")
+    told = {record["version_after"] for record in purged.entries if record["version_after"] != record["version_before"]}
+    if version.get("kind") in ("mask", "rewrite") and number not in told:
+        check.found("tokens/VERSION.json", f"version {number} ({version['kind']}) has no entry in the audit log")
+    for later in range(2, number + 1 if isinstance(number, int) else 2):
+        name = f"tokens/{changes_file(later)}"
+        path = storage.join(run, name)
+        if not storage.exists(path):
+            if later in told:
+                check.found(name, "is missing: nobody can say what this version purged")
+            continue
+        try:
+            rows = pq.read_table(io.BytesIO(storage.read_bytes(path))).select(CHANGES_SCHEMA.names)
+            gone = keys_of(rows.filter(pc.equal(rows["action"], PURGED))["doc_id"])
+            gone = gone[~contains(_displaced(run, later), gone)]
+        except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+            check.found(name, f"cannot be read: {' '.join(str(error).split())[:120]}")
+            continue
+        check.counts["purged in versions"] += len(gone)
+        for at in np.flatnonzero(~contains(purged.ids, gone)).tolist():
+            doc_id = gone[at : at + 1].tobytes()
+            check.found(name, "was purged, and no entry of the audit log says so", at, doc_id)
+
+
+def _displaced(run: str, version: int) -> np.ndarray:
+    """Documents (S16, sorted) that a version left out as duplicates of what it restored: nobody condemned them."""
+    path = storage.join(run, "tokens", decisions_file(version))
+    if not storage.exists(path):
+        return key_set([])
+    return key_set([keys_of(pq.read_table(io.BytesIO(storage.read_bytes(path)), columns=["doc_id"])["doc_id"])])
+
+
+def check_files(run: str, purged: Purged) -> Check:
+    """Whether tables and tokens are still the files that the last purge left."""
+    check = Check("files", "tables and tokens are the files that the audit log names")
+    kinds = ("documents", "signatures", "tokens")  # pages are judged by what they show
+    wanted = [path for path, after in sorted(purged.files.items()) if after and path.split("/", 1)[0] in kinds]
+    for path, now in zip(wanted, storage.each(lambda path: _checksum(run, path), wanted, run), strict=True):
+        check.counts["files"] += 1
+        if now is None:
+            check.found(path, "is missing")
+        elif now != purged.files[path]:
+            check.found(path, "is not as the purge left it: its SHA-256 is not the one in the audit log")
+    return check
+
+
+def _checksum(run: str, path: str) -> str | None:
+    where = storage.join(run, path)
+    return storage.sha256(where) if storage.is_file(where) else None

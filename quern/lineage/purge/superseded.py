@@ -1,0 +1,77 @@
+"""Shards and manifests that the corpus version lists no longer: removed once nobody reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from quern import storage
+from quern.errors import InputError
+from quern.tokenize import reader_lock
+from quern.tokenize.corpus_version import read_version
+
+__all__ = ["Swept", "sweep"]
+
+_SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v([1-9][0-9]*))?\.(?:bin|spans\.parquet)")
+_MANIFEST = re.compile(r"manifest(?:\.v([1-9][0-9]*))?\.json")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What became of the files of older versions."""
+
+    removed: int
+    held: Mapping[str, list[str]]
+    """Stream → manifests of generations that are being read; their files are still there."""
+
+
+def sweep(tokens: str) -> Swept:
+    """Remove what no generation has that is listed or being read; may be called at any time, and again.
+
+    On a store, which has no locks, nothing is held.
+
+    Raises:
+        InputError: VERSION.json is missing or none, or a manifest that is still read cannot be read.
+    """
+    record = read_version(tokens)
+    local = storage.is_local(tokens)
+    removed, held = 0, {}
+    for stream, entry in sorted(record["sources"].items()):
+        folder = storage.join(tokens, stream)
+        names = {path.rpartition("/")[2] for path in storage.list_files(folder)}
+        listed = {entry["manifest"].rpartition("/")[2], *_names(entry["shards"])}
+        shards = _ours(names - listed, _SHARD, record["version"])
+        manifests = _ours(names - listed, _MANIFEST, record["version"])
+        with ExitStack() as stack:
+            read = []
+            for name in sorted(manifests) if local else ():
+                free, lock = reader_lock.take_alone(os.path.join(storage.split(folder)[1], name))
+                stack.callback(reader_lock.release, lock)
+                if not free:
+                    read.append(name)
+            for name in read:
+                manifest = storage.read_json(storage.join(folder, name))
+                if not isinstance(manifest, dict) or not isinstance(manifest.get("shards"), list):
+                    raise InputError(f"{storage.join(folder, name)}: shards: expected a list")
+                shards -= set(_names(manifest["shards"]))
+            for name in (*sorted(shards), *sorted(manifests - set(read))):  # a manifest after what it lists
+                storage.remove(storage.join(folder, name))
+                removed += 1
+            if read:
+                held[stream] = read
+    return Swept(removed, held)
+
+
+def _names(shards: list[Mapping[str, Any]]) -> Iterator[str]:
+    for shard in shards:
+        yield from (shard[key].rpartition("/")[2] for key in ("bin", "spans"))
+
+
+def _ours(names: set[str], pattern: re.Pattern[str], version: int) -> set[str]:
+    """Those that a version up to ``version`` has written."""
+    found = ((name, pattern.fullmatch(name)) for name in names)
+    return {name for name, match in found if match is not None and int(match[1] or 1) <= version}

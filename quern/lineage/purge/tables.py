@@ -1,0 +1,52 @@
+"""A run's Parquet tables on any store, read a row group at a time; what is damaged is an error that names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quern import storage
+from quern.errors import InputError
+from quern.lineage.index.tables import require_columns
+
+__all__ = ["opened", "read_group", "tables_in"]
+
+
+@contextmanager
+def opened(path: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """The file, which has each of ``columns`` once, those of doc_ids and hashes with 16 bytes a value.
+
+    Raises:
+        InputError: it is not there, or is no such table; inside the block too, for what cannot be read of it.
+    """
+    try:
+        with storage.open_read(path) as file:
+            table = pq.ParquetFile(file)
+            schema = table.schema_arrow
+            require_columns(path, schema.names, columns)
+            for name in ("doc_id", "post_filter_hash"):
+                if name in columns and schema.field(name).type != pa.binary(16):
+                    raise InputError(f"{path}: {name}: expected 16 bytes, got {schema.field(name).type}")
+            yield table
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (ValueError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+
+
+def read_group(table: pq.ParquetFile, group: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """A row group; ``columns`` None: all."""
+    return table.read_row_group(group, columns=None if columns is None else list(columns), use_threads=False)
+
+
+def tables_in(run: str, folder: str) -> list[tuple[str, str, str]]:
+    """(source, partition, path below the run) of every table ``<folder>/<source>/<partition>.parquet``, sorted."""
+    found = []
+    for path in storage.list_files(storage.join(run, folder)):
+        source, name = path.rsplit("/", 2)[-2:]
+        if name.endswith(".parquet") and not name.startswith("."):
+            found.append((source, name.removesuffix(".parquet"), f"{folder}/{source}/{name}"))
+    return sorted(found)

@@ -1,0 +1,60 @@
+"""Who reads which generation of a source's shards: shared locks on its manifest, which go with the reader.
+
+Readers take one, whoever removes a superseded generation takes it alone or leaves the files. Nothing is written, so
+that a corpus may be read-only. Where the file system has no locks nobody holds anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+
+__all__ = ["release", "share", "take_alone"]
+
+
+def share(manifest: str) -> int | None:
+    """Hold the generation that ``manifest`` lists, beside other readers, until :func:`release`; None: it is not there,
+    or the file system has no locks."""
+    try:
+        lock = os.open(manifest, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # who holds it alone removes a few files and is gone
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def take_alone(manifest: str) -> tuple[bool, int | None]:
+    """Whether no reader holds the generation; then none comes to it until the lock that is given is released."""
+    try:
+        lock = _open_for_change(manifest)
+    except OSError:
+        return True, None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False, None
+    except OSError:  # no locks here
+        os.close(lock)
+        return True, None
+    return True, lock
+
+
+def release(lock: int | None) -> None:
+    """Let go. The lock of a forked process's parent stays: the file is closed, not unlocked."""
+    if lock is not None:
+        with suppress(OSError):
+            os.close(lock)
+
+
+def _open_for_change(path: str) -> int:
+    """As some network file systems want it for a lock that is held alone."""
+    try:
+        return os.open(path, os.O_RDWR)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)

@@ -1,0 +1,116 @@
+"""Killed at any change of a file, in every phase of a purge: afterwards all of it is done, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.lineage.purge.transaction import recover
+
+from . import corpus_scan as C
+from . import small_run
+
+SCRIPT = Path(__file__).with_name("kill_case.py")
+DOMAIN = "leak.example"
+#: Of an audit entry: what tells one purge from another that is the same.
+OWN = ("id", "time", "purge_list", "taint", "train_runs", "notes", "files")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run; beside it a training run whose page shows one of its documents."""
+    base = tmp_path_factory.mktemp("source")
+    small_run.write_input(base / "in")
+    run = base / "case" / "run"
+    small_run.make(small_run.settings(str(run), base / "in"))
+    page = base / "case" / "train" / "forensics" / "step_00000001.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f"<p>{selected(run)[0].hex()}</p>")
+    return run
+
+
+def selected(run: Path) -> list[bytes]:
+    """The documents of the domain, by its verdicts."""
+    found = C.verdicts(run, ["doc_id", "canonical_url"])
+    return [row["doc_id"] for row in found if f"//{DOMAIN}/" in (row["canonical_url"] or "")]
+
+
+def kills(source: Path, out: str, case: Path, **more: Any) -> dict[str, Any]:
+    case.write_text(json.dumps({"source": str(source), "out": out, "domain": DOMAIN, "duplicates": "purge", **more}))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, str(SCRIPT), str(case)], capture_output=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return dict(json.loads(done.stdout))
+
+
+def state(run: Path) -> dict[str, Any]:
+    """Everything in and beside a run, but for what two purges of the same differ in."""
+    found: dict[str, Any] = {f"../{name}": sha for name, sha in C.tree(run.parent).items()}
+    for path in (run / "audit").glob("?????.json"):
+        record = json.loads(path.read_text())
+        found[f"../run/audit/{path.name}"] = {key: value for key, value in record.items() if key not in OWN}
+        files = f"../run/audit/{path.stem}.files.parquet"
+        found[files] = [row for row in C.rows(run.parent / files[3:]) if not row["path"].endswith(".html")]
+    found.pop("../run/consumers.jsonl", None)
+    found["../run/report.html"] = re.sub(r"/[\w./-]+/run\b", "RUN", (run / "report.html").read_text())
+    return found
+
+
+def check(run: Path, before: dict[str, Any], after: dict[str, Any], message: str | None) -> bool:
+    """All of it is done, or nothing; whether it is done."""
+    now = state(run)
+    done = json.loads((run / "tokens/VERSION.json").read_text())["version"] == 2
+    assert now == (after if done else before)
+    if message is not None:
+        assert ("it is finished: corpus version 2" if done else "it is undone: corpus version 1") in message
+    return done
+
+
+def gone(run: Path, doc_ids: list[bytes], eot: int) -> None:
+    """Nothing of them is in the tokens, the texts or the signatures of the run."""
+    for shards in C.scan(run).values():
+        for piece in (piece for shard in shards for piece in shard if piece.doc_id in doc_ids):
+            assert piece.purged
+            assert set(piece.tokens) == {eot}
+    for path in (run / "documents").rglob("*.parquet"):
+        assert all(row["text"] is None for row in C.rows(path) if row["doc_id"] in doc_ids)
+    for path in (run / "signatures").rglob("*.parquet"):
+        assert all(row["doc_id"] not in doc_ids for row in C.rows(path))
+
+
+def sweep(source: Path, tmp_path: Path, **case: Any) -> None:
+    found = kills(source, str(tmp_path / "out"), tmp_path / "case.json", **case)
+    whole = tmp_path / "out" / "whole" / "run"
+    before, after = state(source), state(whole)
+    ids = selected(source)
+    eot = json.loads((whole / "tokens/VERSION.json").read_text())["encoding"]["eot_id"]
+    gone(whole, ids, eot)
+    outcomes = set()
+    for name, change, died in found["killed"]:
+        run = tmp_path / "out" / name / "run"
+        assert died, (name, change)
+        C.scan(run)  # what VERSION.json lists is whole at every moment
+        done = check(run, before, after, recover(str(run)))
+        if done:
+            gone(run, ids, eot)
+        outcomes.add(done)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+def test_killed_at_a_change_of_every_kind(source: Path, tmp_path: Path, mode: str) -> None:
+    sweep(source, tmp_path, mode=mode, every=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mode", "duplicates"), [("mask", "purge"), ("rewrite", "purge"), ("rewrite", "restore")])
+def test_killed_at_every_change(source: Path, tmp_path: Path, mode: str, duplicates: str) -> None:
+    sweep(source, tmp_path, mode=mode, duplicates=duplicates, every=True)
