@@ -141,7 +141,9 @@ def _tokens(report: Row, would: str) -> Iterator[str]:
     )
     if report["duplicates"] == "restore":
         count = f"{report['tokens_restored']:,} tokens of " if "tokens_restored" in report else ""
-        yield f"restored    {count}{report['documents_restored']:,} documents"
+        displaced = report["documents_displaced"]
+        others = f"; {displaced:,} that are duplicates of these leave the tokens" if displaced else ""
+        yield f"restored    {count}{report['documents_restored']:,} documents{others}"
     for stream, shards in sorted(report["touched"].items()):
         yield f"shards      {stream}: {len(shards):,} {would}written again"
 

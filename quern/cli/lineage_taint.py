@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quern.cli.output import plain
+from quern.cli.output import one_line
 
 __all__ = ["print_taint"]
 
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 def print_taint(report: Row) -> None:
     """Print the report: a part for each training run, then what is not known."""
     for text in _lines(report):
-        print(plain(text))
+        print(one_line(text))
 
 
 def _lines(report: Row) -> Iterator[str]:
@@ -30,6 +30,8 @@ def _lines(report: Row) -> Iterator[str]:
             yield f"  {name:<12} {text}".rstrip()
     for row in report["not_judged"]:
         yield f"{row['path']}: not judged: {row['why']}"
+    if report["unregistered"] is not None:
+        yield f"not known: {report['unregistered']}"
     yield f"not known: {report['others']}"
 
 

@@ -53,7 +53,8 @@ def taint(
     ``doc_ids``: of the condemned. ``train_runs``: folders, beside those that are registered. ``change``: the version
     that the purge makes or has made; None: it makes none. ``store``: also checkpoints that only a run's store has.
 
-    A training run that cannot be judged is in ``not_judged`` with the reason; nothing is raised for it.
+    A training run that cannot be judged is in ``not_judged`` with the reason; nothing is raised for it. ``registered``
+    counts those that the data run was told of; None where that is not known: ``unregistered`` says why.
 
     Raises:
         InputError: ``run`` is no data run.
@@ -65,9 +66,8 @@ def taint(
         raise InputError(f"{path}: id: expected the identity of a data run, got {run_id!r:.60}")
     ids = b"".join(doc_ids)
     given = {os.path.realpath(path): os.path.abspath(path) for path in train_runs}
-    registered, untold = _registered(run)
-    not_judged = [untold] if untold is not None else []
-    rows = []
+    registered, unregistered = _registered(run)
+    rows, not_judged = [], []
     for real, path in (given | registered).items():
         told: Row = {"path": path, "given": real in given, "registered": real in registered}
         try:
@@ -79,21 +79,20 @@ def taint(
         "change": None if change is None else {
             "version": change.version, "mode": change.mode, "streams": sorted(change.streams),
         },
-        "registered": len(registered) if storage.is_local(run) else None,
+        "registered": None if unregistered else len(registered), "unregistered": unregistered,
         "train_runs": rows, "not_judged": not_judged, "others": OTHERS,
     }  # fmt: skip
 
 
-def _registered(run: str) -> tuple[dict[str, str], Row | None]:
+def _registered(run: str) -> tuple[dict[str, str], str | None]:
     """Real path → path of every training run that has told the data run of itself; or why that is not known."""
+    path = storage.join(run, CONSUMERS_FILE)
     if not storage.is_local(run):
-        why = "a trainer reads a local copy, and tells that one of itself; give its runs with --train-run"
-        return {}, {"path": storage.join(run, CONSUMERS_FILE), "given": False, "registered": False, "why": why}
+        return {}, f"{path}: trainers read local copies, and told those of themselves; name their runs here"
     try:
         paths = dict.fromkeys(started.train_run for started in read_consumers(storage.split(run)[1]))
     except QuernError as error:
-        path = storage.join(run, CONSUMERS_FILE)
-        return {}, {"path": path, "given": False, "registered": False, "why": str(error)}
+        return {}, str(error)
     return {os.path.realpath(path): path for path in paths}, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def state(run: Path) -> dict[str, Any]:
         files = f"../run/audit/{path.stem}.files.parquet"
         found[files] = [row for row in C.rows(run.parent / files[3:]) if not row["path"].endswith(".html")]
     found.pop("../run/consumers.jsonl", None)
+    found["../run/report.html"] = re.sub(r"/[\w./-]+/run\b", "RUN", (run / "report.html").read_text())
     return found
 
 

@@ -1,0 +1,174 @@
+"""The command that a taint report gives, for runs with a past: followed, it does what the report says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import purge_case as purged
+import pytest
+import run_case as case
+
+from quern import storage
+from quern.cli.lineage_taint import print_taint
+from quern.config import load_config
+from quern.lineage.purge.taint import OTHERS, Change, taint
+from quern.train.config import TrainConfig
+
+pytestmark = pytest.mark.slow
+
+MASK = Change(2, "mask", frozenset(purged.STREAMS))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    data = purged.runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
+    return purged.train(data, tmp_path_factory.mktemp("trained") / "run", {})
+
+
+def report_on(data, run, doc_ids, change=MASK):
+    return purged.row_of(taint(str(data), doc_ids, [str(run)], change=change), run)
+
+
+def read_at(trained, left, wanted):
+    """Documents that a life read first at one of these data steps."""
+    first = purged.first_reads(trained.spans, purged.STREAMS, left.samples, purged.LENGTH)
+    return [doc_id for doc_id, step in sorted(first.items()) if step in wanted]
+
+
+def test_without_a_clean_checkpoint_the_run_begins_anew_elsewhere(trained, tmp_path):
+    run = tmp_path / "run of mine: it's #1"
+    shutil.copytree(trained.run, run)
+    chosen = read_at(trained, trained.left, {0})[:1]
+    row = report_on(trained.data, run, chosen)
+    assert (row["last_clean"], row["resume"]["step"]) == (None, None)
+    assert len(row["tainted"]) == 5
+    assert row["resume"]["run_dir"] == f"{run}-v2"
+    command = row["resume"]["arguments"]
+    config = load_config(command[2], TrainConfig, command[3:])
+    assert config.run_dir == f"{run}-v2"
+    left = case.live(config)
+    assert (left.start.kind, left.start.step) == ("start", 0)
+    assert left.samples == trained.left.samples
+
+
+def test_what_the_run_skipped_at_the_checkpoint_stays_skipped(trained, tmp_path):
+    """It went back to step 4 beyond three data steps; going back there again must not read them."""
+    data, run = trained.data, tmp_path / "run"
+    shutil.copytree(trained.run, run)
+    config = trained.config(run, data, resume={"step": 4}, data_skip=3, checkpoint={"interval": 1})
+    left = case.live(config)
+    assert sorted(left.samples) == [7, 8, 9, 10, 11]
+    row = report_on(data, run, read_at(trained, left, {7})[:1])
+    assert row["resume"]["step"] == 4
+    assert row["resume"]["arguments"][3:] == ["resume.step=4", "resume.again=2"]  # the config still has data_skip=3
+    again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
+    assert (again.start.kind, again.start.step, again.start.data_step) == ("rollback", 4, 7)
+    assert again.samples == left.samples
+
+
+def test_what_it_skipped_later_is_read_again_and_that_is_said(trained, tmp_path):
+    data, run = trained.data, tmp_path / "run"
+    shutil.copytree(trained.run, run)
+    left = case.live(trained.config(run, data, resume={"step": 6}, data_skip=2))
+    assert sorted(left.samples) == [8, 9, 10]
+    row = report_on(data, run, trained.chosen[:1])
+    assert row["resume"]["arguments"][3:] == ["resume.step=4", "data_skip=0"]
+    assert row["resume"]["notes"] == ["data steps 6 to 7, which the run skipped later, are read again"]
+    again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
+    assert (again.start.kind, again.start.data_step, sorted(again.samples)) == ("rollback", 4, [4, 5, 6, 7, 8])
+
+
+def test_a_rollback_in_the_config_is_not_asked_for_again_by_who_only_goes_on(trained, tmp_path):
+    data, run = trained.data, tmp_path / "run"
+    shutil.copytree(trained.run, run)
+    left = case.live(trained.config(run, data, resume={"step": 4}, data_skip=3), stop_at=5)
+    assert (left.stopped_by, sorted(left.samples)) == ("SIGTERM", [7, 8, 9, 10])
+    row = report_on(data, run, [b"x" * 16], Change(2, "rewrite", frozenset()))
+    assert row["resume"]["arguments"][3:] == ["resume.step=null", "data_skip=0"]
+    again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
+    assert (again.start.kind, again.start.step, again.start.data_step) == ("resume", 8, 11)
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(trained, tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    data = os.path.relpath(trained.data)
+    left = case.live(trained.config("run", type(trained.data)(data)))
+    assert left.complete
+    row = report_on(trained.data, tmp_path / "a" / "run", trained.chosen)
+    assert row["resume"]["run_in"] == str(tmp_path / "a")
+    assert row["resume"]["arguments"][3:] == ["resume.step=4"]
+    (tmp_path / "b").mkdir()
+    shutil.move(tmp_path / "a" / "run", tmp_path / "b" / "run")
+    row = report_on(trained.data, tmp_path / "b" / "run", trained.chosen)
+    assert row["resume"]["arguments"][3:] == [f"run_dir={tmp_path}/b/run", "resume.step=4"]
+
+
+def test_what_cannot_be_judged_is_named(trained, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(trained.data, data)
+    lines = [
+        {"time": "2026-01-01T00:00:00Z", "train_run": path, "order": "x", "identities": ["run00000/web/1"]}
+        for path in (str(tmp_path / "gone"), str(tmp_path / "broken"), str(tmp_path / "other"), str(trained.run))
+    ]
+    (data / "consumers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "ledger.jsonl").write_text("no ledger\n" * 3)
+    (tmp_path / "empty").mkdir()
+    elsewhere = purged.runs.write_run(tmp_path / "elsewhere", seed=5, documents=60, files=2)
+    case.live(trained.config(tmp_path / "other", elsewhere, steps=4))
+    report = taint(str(data), trained.chosen, [str(tmp_path / "empty"), str(trained.run) + "/"], change=MASK)
+    rows = {row["path"]: row for row in report["train_runs"]}
+    assert rows.keys() == {str(trained.run), str(tmp_path / "other")}
+    assert rows[str(trained.run)]["last_clean"]["step"] == 4
+    assert (rows[str(trained.run)]["given"], rows[str(trained.run)]["registered"]) == (True, True)
+    assert (rows[str(tmp_path / "other")]["sources"], rows[str(tmp_path / "other")]["tainted"]) == ([], [])
+    whys = {row["path"]: row["why"] for row in report["not_judged"]}
+    assert whys.keys() == {str(tmp_path / name) for name in ("gone", "broken", "empty")}
+    assert whys[str(tmp_path / "gone")] == "is not there (any more), or stands on another machine"
+    assert "line 1" in whys[str(tmp_path / "broken")]
+    assert "it has no ledger.jsonl" in whys[str(tmp_path / "empty")]
+    assert (report["registered"], report["unregistered"]) == (4, None)
+    json.dumps(report)
+    print_taint(report)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"not known: {OTHERS}"
+    assert f"{tmp_path}/gone: not judged: is not there (any more), or stands on another machine" in lines
+    assert lines[lines.index(f"{tmp_path}/other: 4 steps complete") + 1] == "  read         nothing of this data run"
+    own = lines[lines.index(f"{trained.run}: 9 steps complete") + 1 :][:4]
+    assert own[0].startswith(f"  read         {len(trained.chosen)} documents in ")
+    assert own[1] == "  tainted      3 of 5 checkpoints: step 6, 8, 9"
+    assert own[2] == f"  last clean   step 4  {trained.run}/checkpoints/step_00000004"
+    assert own[3] == f"  go on        quern train {trained.run}/config.yaml resume.step=4"
+
+
+def test_a_data_run_on_a_store_is_judged_by_who_read_a_copy(trained):
+    url = "memory://purged/run"
+    storage.write_json(f"{url}/run.json", storage.read_json(str(trained.data / "run.json")))
+    report = taint(url, trained.chosen, [str(trained.run)], change=MASK)
+    assert (report["registered"], report["not_judged"]) == (None, [])
+    assert report["unregistered"].startswith(f"{url}/consumers.jsonl: trainers read local copies")
+    (row,) = report["train_runs"]
+    local = report_on(trained.data, trained.run, trained.chosen)
+    assert row == local | {"registered": False}
+    assert taint(url, trained.chosen)["train_runs"] == []
+
+
+def test_a_skipped_step_taints_nothing_and_a_left_branch_only_its_own_checkpoints(trained, tmp_path):
+    data, run = trained.data, tmp_path / "run"
+    after = {step: rows for step, rows in trained.left.samples.items() if step > 6}
+    often = purged.first_reads(trained.spans, purged.STREAMS, after, purged.LENGTH)
+    chosen = [doc_id for doc_id in read_at(trained, trained.left, {6}) if doc_id not in often][:1]
+    skip = lambda data_step: float("nan") if data_step == 6 else 1.0  # noqa: E731
+    assert case.live(trained.config(run, data), factor=skip).samples == trained.left.samples
+    row = report_on(data, run, chosen)
+    assert (row["exposures"] > 0, row["applied"], row["skipped"], row["tainted"]) == (True, 0, row["exposures"], [])
+    assert (row["last_clean"]["step"], row["resume"]["step"]) == (9, None)
+    copy = tmp_path / "left"
+    shutil.copytree(trained.run, copy)
+    case.live(trained.config(copy, data, resume={"step": 6}, data_skip=1), stop_at=6)
+    row = report_on(data, copy, chosen)
+    assert [(seen["step"], bool(seen["abandoned"])) for seen in row["tainted"]] == [(9, True)]  # 8 was written anew
+    assert (row["exposures"], row["abandoned"] > 0, row["last_clean"]["step"]) == (0, True, 8)
