@@ -111,6 +111,7 @@ def _print(console: Console, life: Row, position: int | None) -> None:
         if value is not None:
             console.print(Text.assemble((f"{name:<11}", "bold"), _short(str(value))))
     _print_measures(console, life["measures"])
+    _print_change(console, life["change"])
     _print_duplicates(console, life["duplicates"])
     _print_text(console, life["text"])
 
@@ -178,6 +179,15 @@ def _limit(limit: Row | None) -> str:
         return ""
     parts = [f"{sign} {limit[name]:g}" for name, sign in (("least", "≥"), ("most", "≤")) if limit[name] is not None]
     return ", ".join(parts)
+
+
+def _print_change(console: Console, change: Row | None) -> None:
+    if change is None:
+        return
+    was = change["was_removed"]
+    since = f", removed before: {_evidence(was)} duplicate of {was['duplicate_of']}" if was else ""
+    console.print()
+    console.print(Text(f"{change['action']} by corpus version {change['version']}{since}"))
 
 
 def _print_duplicates(console: Console, duplicates: Row) -> None:

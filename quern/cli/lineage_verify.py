@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quern import storage
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.data_pipeline.run_directory import is_complete
 
@@ -43,7 +44,9 @@ def verify(
     from quern.lineage.purge.verify import verify as look
 
     with json_stdout(json) as emit:
-        recovered = recover(run) if is_complete(run) else None
+        recovered = None
+        if is_complete(run) and _is_writable(run):
+            recovered = recover(run)
         if recovered is not None:
             err_console().print(plain(f"{run}: {recovered}"), markup=False)
         proof = look(
@@ -58,6 +61,11 @@ def verify(
             _print(proof)
     if not proof.holds:
         raise typer.Exit(1)
+
+
+def _is_writable(run: str) -> bool:
+    """Whether something can be recovered; what an unfinished purge left is a finding where it cannot."""
+    return not storage.is_local(run) or os.access(storage.split(run)[1], os.W_OK)
 
 
 def _print(proof: object) -> None:

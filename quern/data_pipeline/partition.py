@@ -19,27 +19,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
 from quern.config import canonical_json
-from quern.data_pipeline.chain import QUALITY_GATE, Chain
+from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.commits import find_commit, publish_commit
 from quern.data_pipeline.config import ChainConfig
-from quern.data_pipeline.document import (
-    DOCUMENT_SCHEMA,
-    OUT_OF_MEMORY,
-    SIGNATURE_SCHEMA,
-    Page,
-    content_hash,
-    verdict_schema,
-)
+from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory, give_back_memory
 from quern.data_pipeline.parts import read_head, read_tables, write_part
+from quern.data_pipeline.rows import TABLES, Rows
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
+from quern.data_pipeline.tombstones import fingerprints
 from quern.errors import QuernError
 
 __all__ = ["PartitionTask", "process_partition"]
@@ -50,7 +43,6 @@ FLUSH_PAGES = 512
 FLUSH_CHARS = 32 << 20
 #: Characters of a page behind which the heap is swept: some milliseconds.
 HUGE_CHARS = 1 << 20
-TABLES = ("verdicts", "documents", "signatures")
 
 
 @dataclass(frozen=True)
@@ -78,8 +70,9 @@ class PartitionTask:
 
 
 @functools.lru_cache(maxsize=2)
-def _chain(config_json: str) -> Chain:
-    """One chain a process: its models and memos stay warm from partition to partition."""
+def _chain(config_json: str, purge_list: tuple[str, ...] = ()) -> Chain:
+    """One chain a process: its models and memos stay warm from partition to partition. ``purge_list`` are the
+    fingerprints of its files: it grows from run to run."""
     return Chain(ChainConfig.model_validate_json(config_json))
 
 
@@ -130,85 +123,6 @@ class _Progress:
         }
 
 
-class _Rows:
-    """Finished pages as columns, set down as one Arrow table of each kind."""
-
-    def __init__(self, measures: tuple[str, ...]) -> None:
-        self.schemas = {
-            "verdicts": verdict_schema(measures),
-            "documents": DOCUMENT_SCHEMA,
-            "signatures": SIGNATURE_SCHEMA,
-        }
-        self.measures = measures
-        self.clear()
-
-    def clear(self) -> None:
-        self.rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-        self.chars = 0
-
-    def __len__(self) -> int:
-        return len(self.rows["verdicts"])
-
-    def add(self, page: Page, reached: int) -> None:
-        text = page.text if reached >= QUALITY_GATE else None
-        names = (page.url, page.canonical_url, page.surt, page.record_id, page.payload_digest)
-        self.chars += sum(map(len, filter(None, names)))
-        self.rows["verdicts"].append(
-            {
-                "doc_id": page.doc_id,
-                "source": page.source,
-                "url": page.url,
-                "canonical_url": page.canonical_url,
-                "surt": page.surt,
-                "host": page.host,
-                "source_file": page.source_file,
-                "record_offset": page.record_offset,
-                "record_length": page.record_length,
-                "record_id": page.record_id,
-                "fetched_at": page.fetched_at,
-                "payload_digest": page.payload_digest,
-                "charset": page.charset,
-                "language": page.language,
-                "language_score": page.language_score,
-                "pre_filter_hash": content_hash(page.extracted) if page.extracted is not None else None,
-                "post_filter_hash": content_hash(text) if text is not None else None,
-                "stage": page.stage,
-                "reason": page.reason,
-                "failed_rules": page.failed_rules,
-                **{name: page.measures.get(name) for name in self.measures},
-            }
-        )
-        if text is not None:
-            extracted = page.extracted if page.extracted != text else None
-            self.rows["documents"].append(
-                {"doc_id": page.doc_id, "text": text, "extracted": extracted, "kept": page.stage is None}
-            )
-            self.chars += len(text) + len(extracted or "")
-        if page.stage is None:
-            self.rows["signatures"].append(
-                {"doc_id": page.doc_id, "signature": page.signature, "shingles": page.shingles}
-            )
-
-    def tables(self) -> dict[str, pa.Table]:
-        return {name: _table(rows, self.schemas[name]) for name, rows in self.rows.items()}
-
-
-def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
-    columns = [_column([row[field.name] for row in rows], field) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _column(values: list[Any], field: pa.Field) -> pa.Array:
-    if not pa.types.is_list(field.type) or pa.types.is_string(field.type.value_type):
-        return pa.array(values, field.type)
-    sizes = [0 if value is None else len(value) for value in values]
-    filled = [value for value in values if value is not None and len(value)]
-    flat = np.concatenate(filled) if filled else np.empty(0, field.type.value_type.to_pandas_dtype())
-    offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
-    mask = pa.array(np.array([value is None for value in values], bool))
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, field.type.value_type), field.type, mask=mask)
-
-
 def process_partition(task: PartitionTask) -> dict[str, Any]:
     """Read, judge and commit one partition; return its commit object.
 
@@ -249,9 +163,9 @@ def _committed(task: PartitionTask) -> dict[str, Any] | None:
 
 
 def _process(task: PartitionTask) -> dict[str, Any]:
-    chain = _chain(canonical_json(task.chain))
+    chain = _chain(canonical_json(task.chain), fingerprints(task.chain.purge_list))
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
-    rows = _Rows(chain.measures)
+    rows = Rows(chain.measures)
     attempt = uuid.uuid4().hex[:12]
     progress = _resume(task)
     read_log = ReadLog()
@@ -359,7 +273,7 @@ def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     return now
 
 
-def _set_down(task: PartitionTask, attempt: str, rows: _Rows, progress: _Progress) -> None:
+def _set_down(task: PartitionTask, attempt: str, rows: Rows, progress: _Progress) -> None:
     """Flush finished rows to the scratch folder."""
     part = f"{attempt}/part-{len(progress.parts):05d}"
     progress.parts.append(part)
@@ -392,7 +306,7 @@ def _resume(task: PartitionTask) -> _Progress:
     return _Progress()
 
 
-def _publish(task: PartitionTask, rows: _Rows, parts: Sequence[str]) -> dict[str, str]:
+def _publish(task: PartitionTask, rows: Rows, parts: Sequence[str]) -> dict[str, str]:
     """Write the partition's tables from its parts and the rows still in memory; return path → SHA-256."""
     rest = rows.tables()
     paths = {name: f"{name}/{task.source.name}/{task.partition.name}.parquet" for name in TABLES}

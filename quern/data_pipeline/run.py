@@ -18,8 +18,9 @@ from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_co
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
-from quern.data_pipeline.partition import TABLES, PartitionTask, process_partition
+from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
+from quern.data_pipeline.rows import TABLES
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
 from quern.data_pipeline.sources.plan import NOT_DECIDING
 from quern.errors import InputError, QuernError
@@ -153,7 +154,7 @@ def _run_pages(
     sizes = [partition.size for partition in partitions]
     progress.start_phase("pages", len(tasks), sum(sizes), lambda: pages_in_work(markers))
     for index, entry in entries.items():
-        progress.partition_done(entry["counts"], sizes[index], resumed=True)
+        progress.partition_done(entry["counts"], sizes[index], resumed=True, source=entry["source"])
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))
 
     def drive(todo: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -167,13 +168,13 @@ def _run_pages(
 
     for index, entry in drive(todo):
         entries[index] = entry
-        progress.partition_done(entry["counts"], sizes[index])
+        progress.partition_done(entry["counts"], sizes[index], source=entry["source"])
     while again := _misread(partitions, entries):
         for index, part in again.items():
             tasks[index] = replace(tasks[index], partition=replace(partitions[index], range=part))
             withdraw_commit(config.run_dir, "pages", tasks[index].source.name, partitions[index].name)
         for index, entry in drive(sorted(again, key=lambda i: (-sizes[i], i))):
-            progress.partition_put_right(entry["counts"], entries[index]["counts"])
+            progress.partition_put_right(entry["counts"], entries[index]["counts"], source=entry["source"])
             entries[index] = entry
     progress.end_phase()
     if storage.is_local(markers):

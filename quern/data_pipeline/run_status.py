@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from quern import storage
+from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.heartbeat import STATUS_FILE, process_lives
-from quern.data_pipeline.progress import format_duration
+from quern.data_pipeline.phase import format_duration
 from quern.errors import InputError
 
 __all__ = ["describe", "read_status"]
@@ -104,17 +105,18 @@ def _from_driver(said: dict[str, Any]) -> dict[str, Any] | None:
 def _from_commits(run_dir: str) -> dict[str, Any]:
     paths = storage.list_files(storage.join(run_dir, "commits", "pages"))
     total: Counter[str] = Counter()
+    damage = Damage()
     with ThreadPoolExecutor(_READERS) as readers:
         for entry in readers.map(_read_commit, paths):
             counts = entry.get("counts", {})
             total["pages"] += counts.get("pages", 0)
             total["kept"] += counts.get("kept", 0)
             total["quarantined"] += counts.get("by_stage", {}).get("quarantine", 0)
-            total["damage"] += len(counts.get("damage", ())) + counts.get("damage_left_out", 0)
+            damage.add(counts, entry.get("source", ""))
     return {
         "pages": {"pages": total["pages"], "kept": total["kept"]},
         "quarantined": total["quarantined"],
-        "damage": total["damage"],
+        "damage": damage.num,
     }
 
 

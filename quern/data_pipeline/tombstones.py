@@ -31,6 +31,7 @@ __all__ = [
     "Tombstones",
     "TombstonesBySimilarity",
     "TombstonesByText",
+    "fingerprints",
     "read_purge_list",
 ]
 
@@ -201,6 +202,12 @@ def read_purge_list(path: str) -> PurgeList:
     return PurgeList(*keys, sketches=_all_sketches(sketches))
 
 
+def fingerprints(path: str | None) -> tuple[str, ...]:
+    """Of the files of a purge list as they are now; none without a list."""
+    files = [] if path is None else [file for file in _files(path) if storage.exists(file)]
+    return tuple(f"{file} {found}" for file, (_, found) in zip(files, storage.describe(files), strict=True))
+
+
 def _files(path: str) -> list[str]:
     return [file for file in storage.list_files(path) if file.endswith(".parquet")] or [path]
 
@@ -212,7 +219,7 @@ _IN_USE: WeakValueDictionary[tuple[str, ...], PurgeList] = WeakValueDictionary()
 def _open(purge_list: str | PurgeList | None) -> PurgeList | None:
     if not isinstance(purge_list, str):
         return purge_list
-    key = (purge_list, *(f"{file} {storage.fingerprint(file)}" for file in _files(purge_list) if storage.exists(file)))
+    key = (purge_list, *fingerprints(purge_list))
     found = _IN_USE.get(key)
     if found is None:
         found = _IN_USE[key] = read_purge_list(purge_list)

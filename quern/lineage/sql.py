@@ -2,8 +2,8 @@
 
 Of a data run:
 
-- ``verdicts``: one row a page-carrying record, as in the verdict files; a page that was removed as a duplicate has
-  ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``;
+- ``verdicts``: one row a page-carrying record, as in the verdict files; a page that was removed as a duplicate, and
+  not restored since, has ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``;
 - ``documents``: the verdicts that reached the quality gate, with ``text``, ``extracted`` (null where it is the text)
   and ``kept`` as in the document files (all three null once a purge has taken the text);
 - ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, purged_since (the corpus version
@@ -34,6 +34,7 @@ from quern import storage
 from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError, QuernError
 from quern.lineage.index.changes import Purges, written_by
+from quern.lineage.index.decided import Redecided
 from quern.lineage.sql_guard import check, first_line
 from quern.lineage.training import Attempt, TrainingRun
 from quern.train.branch import LEDGER_FILE
@@ -231,12 +232,13 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
     for name, pattern, columns in (
         ("verdict_rows", "verdicts/*/*.parquet", _VERDICT),
         ("document_rows", "documents/*/*.parquet", _DOCUMENT),
-        ("decision_rows", "duplicates/decisions.parquet", _DECISION),
+        ("recorded_rows", "duplicates/decisions.parquet", _DECISION),
         ("cluster_rows", "duplicates/clusters.parquet", _CLUSTER),
     ):
         there = next(glob.iglob(os.path.join(glob.escape(run), pattern)), None) is not None
         files = f"[{_text(os.path.join(alias, pattern))}]" if there else ""
         connection.execute(f"CREATE VIEW source.{name} AS {_scan(files, columns)}")
+    _define_decisions(connection, run)
     connection.execute(
         """
         CREATE VIEW source.pages AS
@@ -264,6 +266,23 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
             lower(hex(coalesce(c.cluster_id, d.cluster_id))) AS cluster_id,
             d.kind, lower(hex(d.duplicate_of)) AS duplicate_of, d.similarity, d.band
         FROM source.cluster_rows c FULL JOIN source.decision_rows d ON c.doc_id = d.doc_id
+        """
+    )
+
+
+def _define_decisions(connection: duckdb.DuckDBPyConnection, run: str) -> None:
+    """The decisions that hold in the current version: recorded ones, but where a later version decided anew."""
+    version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
+    connection.register("redecided", Redecided(os.path.join(run, "tokens"), version).table())
+    connection.execute("CREATE TABLE source.redecided AS FROM redecided")
+    connection.unregister("redecided")
+    columns = ", ".join(_DECISION)
+    connection.execute(
+        f"""
+        CREATE VIEW source.decision_rows AS
+        SELECT {columns} FROM source.recorded_rows r
+        WHERE NOT EXISTS (SELECT 1 FROM source.redecided n WHERE n.doc_id = r.doc_id)
+        UNION ALL SELECT {columns} FROM source.redecided WHERE kind IS NOT NULL
         """
     )
 

@@ -16,7 +16,9 @@ from quern.data_pipeline import url as urls
 from quern.data_pipeline.document import verdict_schema
 from quern.errors import InputError, QuernError
 from quern.lineage.index.build import FOLDER, discard, open_index
+from quern.lineage.index.changes import Purges
 from quern.lineage.index.columns import I64, DamagedIndexError
+from quern.lineage.index.decided import Redecided
 from quern.lineage.index.duplicates import DECISION, DECISIONS, Duplicates, read_row
 from quern.lineage.index.records import Opened
 from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
@@ -145,6 +147,14 @@ class Lineage:
     def _duplicates(self) -> Duplicates:
         return Duplicates(self._duplicates_folder)
 
+    @cached_property
+    def _redecided(self) -> Redecided:
+        return Redecided(os.path.join(self.run, "tokens"), self.version)
+
+    @cached_property
+    def _purges(self) -> Purges:
+        return Purges(os.path.join(self.run, "tokens"), self.version)
+
     def stream(self, identity: str) -> Stream | None:
         """The stream of this identity, as a training run has recorded it; None if the run has no such stream."""
         return next((stream for stream in self.streams if stream.identity == identity), None)
@@ -257,21 +267,42 @@ class Lineage:
 
     @_guarded
     def decision(self, number: int) -> dict[str, Any] | None:
-        """The row of ``duplicates/decisions.parquet`` that removed a document; None if none did."""
+        """The decision that removed a document as a duplicate, of the run or of a later corpus version; None if none
+        did, or it was restored since."""
+        doc_id = self._doc_id(number)
+        return self._redecided.decision(doc_id) if doc_id in self._redecided else self._recorded(number)
+
+    def _doc_id(self, number: int) -> bytes:
         _, ((segment, _),) = self._by_segment(number)
+        return bytes(segment.doc_ids.take(np.array([number - segment.base])).tobytes())
+
+    def _recorded(self, number: int) -> dict[str, Any] | None:
+        """The row of ``duplicates/decisions.parquet`` that removed a document."""
         row = self._duplicates.decision_row(number)
         if row is None:
             return None
         path = os.path.join(self.run, "duplicates", DECISIONS)
         found = read_row(path, row, DECISION)
-        if found["doc_id"] != segment.doc_ids.take(np.array([number - segment.base])).tobytes():
+        if found["doc_id"] != self._doc_id(number):
             raise InputError(f"{path}: row {row}: is of another document than when the index was built; open it again")
         return found
 
     @_guarded
+    def change(self, number: int) -> dict[str, Any] | None:
+        """What a later corpus version than the first did to a document: ``action`` (purged or restored), ``version``,
+        and ``decision``, the row of ``duplicates/decisions.parquet`` that it overrides. None: nothing."""
+        last = self._purges.last_change(self._doc_id(number))
+        return None if last is None else {"action": last[0], "version": last[1], "decision": self._recorded(number)}
+
+    @_guarded
     def removed_for(self, number: int) -> I64:
-        """The documents that were removed as duplicates of this one, ascending."""
-        return self._duplicates.removed_for(number)
+        """The documents that were removed as duplicates of this one, and not restored since, ascending."""
+        found = self._duplicates.removed_for(number)
+        if not len(self._redecided):
+            return found
+        now = [self.find(doc=doc_id) for doc_id in self._redecided.removed_for(self._doc_id(number))]
+        still = [own for own in found.tolist() if self._doc_id(own) not in self._redecided]
+        return np.unique(np.concatenate([np.array(still, np.int64), *now]))
 
     @_guarded
     def cluster(self, number: int) -> I64:

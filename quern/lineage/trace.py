@@ -17,6 +17,7 @@ from quern.data_pipeline.document import content_hash
 from quern.data_pipeline.url import canonicalize, host, surt
 from quern.errors import InputError
 from quern.lineage.difference import difference
+from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
 from quern.lineage.limits import limits
 from quern.lineage.store import Lineage, Stream
@@ -159,18 +160,21 @@ def summaries(lineage: Lineage, numbers: I64) -> list[dict[str, Any]]:
                 "url": row["url"],
                 "source": row["source"],
                 "fetched_at": _iso(row["fetched_at"]),
-                "outcome": _outcome(row, lineage.decision(number)),
+                "outcome": _outcome(row, lineage.decision(number), lineage.change(number)),
             }
         )
     rows.sort(key=lambda row: row["fetched_at"] or "", reverse=True)
     return rows
 
 
-def _outcome(row: Mapping[str, Any], decision: Mapping[str, Any] | None) -> str:
-    """``kept``, or the stage and the reason; ``duplicate: near`` for what its duplicates removed."""
-    if row["stage"] is None:
-        return "kept" if decision is None else f"duplicate: {decision['kind']}"
-    return f"{row['stage']}: {row['reason']}"
+def _outcome(row: Mapping[str, Any], decision: Mapping[str, Any] | None, change: Mapping[str, Any] | None) -> str:
+    """``kept``, or the stage and the reason; ``duplicate: near`` for what its duplicates removed; ``purged: version 2``
+    for what was kept until then."""
+    if row["stage"] is not None:
+        return f"{row['stage']}: {row['reason']}"
+    if decision is not None:
+        return f"duplicate: {decision['kind']}"
+    return f"purged: version {change['version']}" if change is not None and change["action"] == PURGED else "kept"
 
 
 # ---- its life
@@ -183,7 +187,7 @@ def trace(lineage: Lineage, number: int, text_chars: int | None = TEXT_CHARS) ->
         InputError: a file of the run is missing or has changed.
     """
     row = lineage.verdict(number)
-    decision = lineage.decision(number)
+    decision, change = lineage.decision(number), lineage.change(number)
     spans = lineage.spans_of([number])
     span = _span(lineage, spans, 0) if len(spans.numbers) else None
     stored = _stored_text(lineage.run, row)
@@ -201,7 +205,8 @@ def trace(lineage: Lineage, number: int, text_chars: int | None = TEXT_CHARS) ->
         "language": {"code": row["language"], "score": row["language_score"]},
         "pre_filter_hash": _hex(row["pre_filter_hash"]),
         "post_filter_hash": _hex(row["post_filter_hash"]),
-        "outcome": _outcome(row, decision),
+        "outcome": _outcome(row, decision, change),
+        "change": _change(change),
         "stage": row["stage"],
         "reason": row["reason"],
         "failed_rules": list(row["failed_rules"] or ()),
@@ -268,6 +273,15 @@ def _duplicates(lineage: Lineage, number: int, decision: Mapping[str, Any] | Non
             }
         )
     return found
+
+
+def _change(change: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a later version did, and of a restored document what had removed it."""
+    if change is None:
+        return None
+    was = change["decision"] if change["action"] == RESTORED else None
+    removed = None if was is None else {**_evidence(was), "duplicate_of": was["duplicate_of"].hex()}
+    return {"action": change["action"], "version": change["version"], "was_removed": removed}
 
 
 def _evidence(decision: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
-from quern.data_pipeline.document import Page, make_doc_id
-from quern.data_pipeline.tombstones import PURGE_SCHEMA, Tombstones, TombstonesByText, read_purge_list
+from quern.data_pipeline.dedup import DuplicatesConfig, Signature
+from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page, make_doc_id
+from quern.data_pipeline.tombstones import (
+    MADE_WITH,
+    PURGE_SCHEMA,
+    Tombstones,
+    TombstonesBySimilarity,
+    TombstonesByText,
+    read_purge_list,
+)
 from quern.errors import InputError
 
 
@@ -161,4 +172,122 @@ def test_hashes_of_another_length_are_refused(tmp_path: Path) -> None:
     schema = PURGE_SCHEMA.set(0, pa.field("doc_id", pa.binary()))
     path = purge_list(tmp_path / "p.parquet", [row(doc_id=b"short")], schema)
     with pytest.raises(InputError, match="'doc_id': expected values of 16 bytes"):
+        read_purge_list(path)
+
+
+# ---- what is similar
+
+#: Of letters alone: all numbers are the same word.
+WORDS = ["".join(letters) for letters in itertools.islice(itertools.product("abcdefgh", repeat=3), 400)]
+
+
+def text_of(words: list[str]) -> str:
+    return " ".join(words)
+
+
+def shared(a: str, b: str, ngram: int = 5) -> float:
+    """Jaccard similarity of the sets of ``ngram`` words in a row."""
+    sets = [set(zip(*(words[i:] for i in range(ngram)), strict=False)) for words in (a.split(), b.split())]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def similar_list(path: Path, texts: list[str], config: DuplicatesConfig) -> str:
+    """A list with the signatures of ``texts``, and a row without one."""
+    signed = []
+    for text in texts:
+        made = Signature(config)(page(text=text))
+        signed.append({**row(text=text), "signature": made.signature, "shingles": made.shingles})
+    known = {"ngram": config.ngram, "num_perm": config.num_perm, "seed": config.seed}
+    fields = [*PURGE_SCHEMA, SIGNATURE_SCHEMA.field("signature"), SIGNATURE_SCHEMA.field("shingles")]
+    schema = pa.schema(fields, {MADE_WITH: json.dumps(known).encode()})
+    return purge_list(path, [row(url="https://a.org/"), *signed], schema)
+
+
+def fails(stage: TombstonesBySimilarity, text: str, config: DuplicatesConfig) -> bool:
+    """As the last gate decides: signed, then compared."""
+    judged = stage(Signature(config)(page(text=text)))
+    assert judged.failures in ([], [("purged", "purged.similar")])
+    return bool(judged.failures)
+
+
+def test_a_list_without_signatures_fails_nothing_and_looks_at_nothing(tmp_path: Path) -> None:
+    path = purge_list(tmp_path / "p.parquet", [row(text="a b c d e f")])
+    for given in (None, path):
+        stage = TombstonesBySimilarity(given, DuplicatesConfig())
+        untouched = page(text="a b c d e f")
+        assert stage(untouched).failures == []
+        assert untouched.shingles is None
+
+
+@pytest.mark.parametrize(
+    "made", [{}, {"seed": 7}, {"num_perm": 64, "bands": 8}, {"ngram": 3}, {"seed": 3, "ngram": 2, "num_perm": 256}]
+)
+def test_what_is_as_similar_as_a_near_duplicate_fails_whatever_the_list_was_made_with(
+    tmp_path: Path, made: dict[str, Any]
+) -> None:
+    """Of many pages none below the threshold fails, and of those above as many as the bands promise."""
+    draw = random.Random(5)
+    made_with, config = DuplicatesConfig(**made), DuplicatesConfig()
+    purged = [draw.sample(WORDS, 300) for _ in range(8)]
+    path = similar_list(tmp_path / "p.parquet", [*map(text_of, purged), "too short", text_of(purged[0])], made_with)
+    stage = TombstonesBySimilarity(path, config)
+    above = found = 0
+    for number in range(120):
+        words = [*purged[number % 8]]
+        for place in draw.sample(range(300), draw.choice([0, 1, 3, 5, 6, 7, 8, 12, 30, 200])):
+            words[place] = "".join(draw.choices("xyz", k=12))
+        similarity = shared(text_of(words), text_of(purged[number % 8]), made_with.ngram)
+        failed = fails(stage, text_of(words), config)
+        assert not failed or similarity >= config.threshold
+        above += similarity >= config.threshold
+        found += failed
+    assert above > 40
+    assert found >= 0.9 * above
+
+
+def test_exactly_the_threshold_is_similar(tmp_path: Path) -> None:
+    """Nine shingles, eight of them shared, of ten: 0.8; a band of one row proposes whatever shares its least hash."""
+    config = DuplicatesConfig(ngram=1, bands=128, rows=1)
+    stage = TombstonesBySimilarity(similar_list(tmp_path / "p.parquet", ["a b c d e f g h i"], config), config)
+    assert shared("a b c d e f g h i", "a b c d e f g h j", 1) == 0.8
+    assert fails(stage, "a b c d e f g h j", config)
+    assert not fails(stage, "a b c d e f g j k", config)
+
+
+def test_without_near_duplicates_the_page_is_signed_for_the_list_alone(tmp_path: Path) -> None:
+    path = similar_list(tmp_path / "p.parquet", [text_of(WORDS)], DuplicatesConfig())
+    config = DuplicatesConfig(near=False)
+    judged = TombstonesBySimilarity(path, config)(Signature(config)(page(text=text_of(WORDS[1:]))))
+    assert judged.failures == [("purged", "purged.similar")]
+    assert judged.shingles is None
+
+
+def test_signatures_of_several_files_and_settings_are_one_list(tmp_path: Path) -> None:
+    config = DuplicatesConfig()
+    similar_list(tmp_path / "1.parquet", [text_of(WORDS[:200])], config)
+    similar_list(tmp_path / "2.parquet", [text_of(WORDS[200:]), text_of(WORDS[:200])], config)
+    similar_list(tmp_path / "3.parquet", [text_of(WORDS[::-1])], DuplicatesConfig(ngram=4))
+    purge_list(tmp_path / "4.parquet", [row(text="x")])
+    found = read_purge_list(str(tmp_path))
+    assert [(own.ngram, len(own.signatures)) for own in found.sketches] == [(4, 1), (5, 2)]
+    stage = TombstonesBySimilarity(str(tmp_path), config)
+    for words in (WORDS[:199], WORDS[201:], WORDS[:0:-1]):
+        assert fails(stage, text_of(words), config)
+    assert not fails(stage, text_of(WORDS[100:300]), config)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"ngram": 5}, {"ngram": 5, "num_perm": 64, "seed": 1}, [5]])
+def test_signatures_that_nobody_knows_the_settings_of_are_refused(tmp_path: Path, metadata: Any) -> None:
+    path = similar_list(tmp_path / "p.parquet", [text_of(WORDS)], DuplicatesConfig())
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata(metadata and {MADE_WITH: json.dumps(metadata).encode()}), path)
+    with pytest.raises(InputError, match=r"p\.parquet: (its metadata|column 'signature')"):
+        read_purge_list(path)
+
+
+def test_signatures_without_shingles_are_refused(tmp_path: Path) -> None:
+    path = similar_list(tmp_path / "p.parquet", [text_of(WORDS)], DuplicatesConfig())
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(4, "shingles", pa.array([None, ["a"]])), path)
+    with pytest.raises(InputError, match=r"p\.parquet: column 'shingles': expected list"):
         read_purge_list(path)

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern import storage
+from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.document import STAGES
 from quern.errors import QuernError
 
@@ -116,16 +117,14 @@ def build_stats(
     sources: dict[str, dict[str, Any]] = {}
     totals: dict[str, Any] = _blank()
     damage: list[dict[str, Any]] = []
-    num_damage = 0
-    told: set[tuple[Any, ...]] = set()
+    damaged = Damage()
     seconds: Counter[str] = Counter()
     cpu_seconds = 0.0
     for source, name, counts in committed(run_dir, partitions):
         _check_partition(f"{source}/{name}", counts)
         for table in (totals, sources.setdefault(source, _blank())):
             _add(table, counts)
-        found = _not_told(counts, source, told)
-        num_damage += len(found) + counts.get("damage_left_out", 0)
+        found = damaged.add(counts, source)
         damage.extend({"source": source, **dict(item)} for item in found[: MAX_DAMAGE - len(damage)])
         seconds.update(counts.get("stage_seconds", {}))
         cpu_seconds += counts.get("cpu_seconds", 0.0)
@@ -146,7 +145,7 @@ def build_stats(
         "sources": {name: _sorted_tables(sources[name]) for name in sorted(sources)},
         "duplicates": {**duplicates, "removed": removed, "by_kind": dict(sorted(kinds.items()))},
         "tokens": token_counts,
-        "damage": {"count": num_damage, "first": damage},
+        "damage": {"count": damaged.num, "first": damage},
         "timing": {
             "cpu_seconds": round(cpu_seconds, 3),
             "stage_seconds": {name: round(value, 3) for name, value in sorted(seconds.items())},
@@ -199,17 +198,6 @@ def _check_partition(where: str, counts: Mapping[str, Any]) -> None:
             f"{where}: {counts.get('pre_skip', 0)} pages were skipped by the language guess, "
             f"the reason {PRE_SKIP} counts {by_reason.get(PRE_SKIP, 0)}"
         )
-
-
-def _not_told(counts: Mapping[str, Any], source: str, told: set[tuple[Any, ...]]) -> list[Mapping[str, Any]]:
-    """The damage of a commit; of a range's only what no other range has told: both may meet it at their edge."""
-    found = list(counts.get("damage", ()))
-    if "range" not in counts:
-        return found
-    keys = [(source, item["file"], item["offset"], item["why"]) for item in found]
-    new = [item for key, item in zip(keys, found, strict=True) if key not in told]
-    told.update(keys)
-    return new
 
 
 def _removed(duplicates: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[str, dict[str, int]]:

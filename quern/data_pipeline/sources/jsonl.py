@@ -26,14 +26,15 @@ def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog
     """
     with storage.open_read(path) as file:
         stream = pieces(file, lambda offset, why: log.damaged(path, offset, why))
-        for number, (offset, length, line) in enumerate(_lines(stream, source.max_bytes)):
-            if line is not None and not line.strip():
+        for number, (offset, length, parts) in enumerate(_lines(stream, source.max_bytes)):
+            if parts is not None and all(not part or part.isspace() for part in parts):
                 continue
             page = Page(source.name, path, relative_path, number, offset, length, media="text")
-            if line is None:
+            if parts is None:
                 page.fault = "read.too_large"
             else:
                 try:
+                    line = b"".join(parts)
                     _fill(page, source, line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
                 except MemoryError:
                     page.fault = OUT_OF_MEMORY
@@ -66,8 +67,8 @@ def _object(line: bytes) -> dict[str, object] | None:
     return row if isinstance(row, dict) else None
 
 
-def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, length without the newline, line) of each line; None for a line that is longer than ``max_bytes``."""
+def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, list[bytes] | None]]:
+    """(offset, length without the newline, parts) of each line; None for a line that is longer than ``max_bytes``."""
     offset, length = 0, 0
     parts: list[bytes] = []
     for piece in stream:
@@ -76,7 +77,7 @@ def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, 
             length += end - start
             if length <= max_bytes:
                 parts.append(piece[start:end])
-                yield offset, length, b"".join(parts)
+                yield offset, length, parts
             else:
                 yield offset, length, None
             offset += length + 1
@@ -87,4 +88,4 @@ def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, 
         else:
             parts = []
     if length:
-        yield offset, length, b"".join(parts) if length <= max_bytes else None
+        yield offset, length, parts if length <= max_bytes else None

@@ -25,6 +25,7 @@ from quern.config import digest
 from quern.errors import InputError, QuernError
 from quern.lineage.index.changes import is_changes_file
 from quern.lineage.index.columns import DamagedIndexError
+from quern.lineage.index.decided import is_decisions_file
 from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, write_duplicates
 from quern.lineage.index.records import Opened, read_sealed, write_sealed
 from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Piece, Segment, plan_segments, write_segment
@@ -98,8 +99,12 @@ def survey(run: str) -> State:
         tuple(_stamps(os.path.join(run, "verdicts"))),
         storage.sha256(version) if os.path.exists(version) else None,
         tuple(stamp for stamp in _stamps(run, "duplicates") if os.path.basename(stamp[0]) in (DECISIONS, CLUSTERS)),
-        tuple(stamp for stamp in _stamps(run, "tokens") if is_changes_file(os.path.basename(stamp[0]))),
+        tuple(stamp for stamp in _stamps(run, "tokens") if _tells_changes(os.path.basename(stamp[0]))),
     )
+
+
+def _tells_changes(name: str) -> bool:
+    return is_changes_file(name) or is_decisions_file(name)
 
 
 def _stamps(folder: str, only: str | None = None) -> Iterator[tuple[str, int, int]]:

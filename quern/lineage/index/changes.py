@@ -129,6 +129,17 @@ class Purges:
         """S16, sorted: what was restored and not purged since."""
         return np.setdiff1d(self._restored, self._ids, assume_unique=True)
 
+    def last_change(self, doc_id: bytes) -> tuple[str, int] | None:
+        """``purged`` or ``restored``, and the version that did it: what holds for a document; None if none did."""
+        for action, ids, versions in (
+            (PURGED, self._ids, self._versions),
+            (RESTORED, self._restored, self._restored_by),
+        ):  # what was purged after it was restored is in both
+            known, found = _look_up(ids, versions, doc_id)
+            if known[0]:
+                return action, int(found[0])
+        return None
+
     def table(self) -> pa.Table:
         """doc_id (16 bytes) and version (uint32) of what is purged, by doc_id."""
         return _table(self._ids, self._versions)

@@ -22,7 +22,7 @@ from quern.errors import InputError
 from quern.lineage.index.changes import Purges, files_below
 from quern.lineage.index.tables import require_columns
 
-__all__ = ["REDECIDED_SCHEMA", "Redecided", "decisions_file", "is_decisions_file"]
+__all__ = ["REDECIDED_SCHEMA", "Redecided", "decisions_file", "is_decisions_file", "redecided"]
 
 _DECISIONS = re.compile(r"decisions\.v([1-9][0-9]{0,8})\.parquet")
 #: As :meth:`Redecided.table` has them: ``kind`` and what follows are null where the document is kept now.
@@ -95,6 +95,17 @@ class Redecided:
     def table(self) -> pa.Table:
         """:data:`REDECIDED_SCHEMA`, by doc_id."""
         return pa.Table.from_pylist([self._rows[doc_id] for doc_id in sorted(self._rows)], REDECIDED_SCHEMA)
+
+
+def redecided(run: str) -> pa.Table:
+    """:meth:`Redecided.table` of a run's present version; empty where it has no tokens yet."""
+    tokens = storage.join(run, "tokens")
+    path = storage.join(tokens, "VERSION.json")
+    record = storage.read_json(path) if storage.is_file(path) else {"version": 0}
+    version = record.get("version") if isinstance(record, dict) else None
+    if type(version) is not int:
+        raise InputError(f"{path}: version: expected an integer, got {version!r:.60}")
+    return Redecided(tokens, version).table()
 
 
 def _read(path: str) -> Iterator[dict[str, Any]]:

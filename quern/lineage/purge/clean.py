@@ -23,6 +23,7 @@ from quern.data_pipeline import report
 from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.run_directory import remove_torn
 from quern.errors import QuernError
+from quern.lineage.index.build import FOLDER as INDEX_FOLDER
 from quern.lineage.purge.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.files import Change, changes_since, note_before
 from quern.lineage.purge.tables import opened, read_group
@@ -32,8 +33,6 @@ __all__ = ["REPORT", "TEXT_COLUMNS", "Cleaned", "clean"]
 #: Columns of ``documents/`` that a purged document has null.
 TEXT_COLUMNS = ("text", "extracted", "kept")
 REPORT = "report.html"
-#: Folders in which a killed writer may have left half a file with texts in it.
-_TORN = ("documents", "signatures")
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,12 @@ def _remove_scratch(run: str) -> None:
     if not storage.is_local(run):
         remove_torn(run)
         return
-    for folder in _TORN:
-        remove_torn(storage.join(run, folder))
     inner = storage.split(run)[1]
     for name in os.listdir(inner):
         if storage.is_temporary(name):
             storage.remove(os.path.join(inner, name))
+        elif name != INDEX_FOLDER:  # which is made beside us, and holds no text
+            remove_torn(os.path.join(inner, name))
 
 
 def _partitions(condemned: pa.Table) -> list[_Partition]:

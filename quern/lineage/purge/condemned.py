@@ -32,6 +32,7 @@ from quern.data_pipeline.dedup import DECISIONS
 from quern.data_pipeline.document import HASH
 from quern.data_pipeline.url import canonicalize, host
 from quern.errors import InputError
+from quern.lineage.index.decided import redecided
 from quern.lineage.index.hashes import halves
 from quern.lineage.purge.columns import read_columns
 from quern.lineage.purge.select import Wanted
@@ -53,7 +54,7 @@ CONDEMNED_SCHEMA = pa.schema(
         pa.field("why", pa.string(), nullable=False),  # one of WHY
         pa.field("through", HASH),  # the document that drew it in; null where it was selected
         pa.field("stage", pa.string()),  # what dropped it on the chain's road; null where nothing did
-        pa.field("removed_as", pa.string()),  # the kind of its row in duplicates/decisions.parquet, if it has one
+        pa.field("removed_as", pa.string()),  # the kind of the decision that removes it, if one does
     ]
 )
 
@@ -186,6 +187,7 @@ class _Closure:
         self.followed = 0
         """Members whose removed duplicates are known."""
         self.parts: list[pa.Table] = []
+        self.redecided = redecided(run)
         self.seen: set[str | bytes] = set()
         """Of what is wanted, what the run has."""
 
@@ -315,9 +317,12 @@ class _Closure:
             self.followed = count
 
     def _decisions(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        path = storage.join(self.run, DECISIONS)
+        """Of the decisions that hold: the run's own, but where a later version decided anew."""
+        path, again = storage.join(self.run, DECISIONS), self.redecided
         for table in read_columns(path, columns, self.rows_at_once):
-            yield from table.combine_chunks().to_batches()
+            stand = pc.invert(pc.is_in(table["doc_id"], value_set=again["doc_id"].combine_chunks()))
+            yield from table.filter(stand).combine_chunks().to_batches()
+        yield from again.filter(pc.is_valid(again["kind"])).select(columns).combine_chunks().to_batches()
 
     # ---- the end
 

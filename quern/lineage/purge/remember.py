@@ -82,7 +82,21 @@ def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
         )
     if f"{_absolute(folder)}/".startswith(f"{_absolute(run)}/"):
         raise InputError(f"{folder}: the purge list would go with the run; give a --purge-list outside of it")
+    _check_writable(folder)
     return folder, why
+
+
+def _check_writable(folder: str) -> None:
+    """A list that nothing can be written to is an error before anything is purged."""
+    if not storage.is_local(folder):
+        return
+    there = _absolute(folder)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise InputError(f"{folder}: expected a folder of purge lists, got a file: {there}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{folder}: the purge list cannot be written: no permission to write to {there}")
 
 
 def _absolute(path: str) -> str:
@@ -132,7 +146,7 @@ def remember(purge_list: str, name: str, condemned: pa.Table, signatures: Signat
         with storage.publish(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for table in _rows(condemned, signatures):
                 writer.write_table(table.cast(schema))
-    except NotADirectoryError:
+    except (FileExistsError, NotADirectoryError):
         raise InputError(f"{purge_list}: expected a folder of purge lists, got a file") from None
     except PermissionError as error:
         raise InputError(f"{purge_list}: cannot be written ({error.strerror})") from None

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from quern.data_pipeline.report import stats as report
-from quern.data_pipeline.report.stats import _not_told
 from quern.errors import QuernError
 
 
@@ -123,16 +122,3 @@ def test_printed_funnel_shows_every_stage_and_no_markup(made: Any) -> None:
     assert all(row.label in shown and f"{row.left:,}" in shown for row in report.funnel(stats))
     assert f"240 pages → {stats['unique']} documents" in shown
     assert "alarm: source wet lost 61 %" in shown
-
-
-def test_damage_at_an_edge_counts_once_though_both_ranges_tell_it() -> None:
-    first = {"file": "a.warc.gz", "offset": 404, "why": "gzip member's header is damaged"}
-    other = {**first, "offset": 900}
-    told: set[tuple[object, ...]] = set()
-    found = [
-        _not_told({"range": {}, "damage": [first]}, "cc", told),
-        _not_told({"range": {}, "damage": [first, other]}, "cc", told),
-        _not_told({"range": {}, "damage": [first]}, "books", told),
-        _not_told({"damage": [first]}, "cc", told),
-    ]
-    assert found == [[first], [other], [first], [first]]
