@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import shlex
 import shutil
@@ -14,13 +15,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import run_case as case
 
 from quern.config import load_config
+from quern.lineage.purge import transaction as request
+from quern.lineage.purge.condemned import condemn
+from quern.lineage.purge.select import select
+from quern.train.boundaries import open_boundaries
 from quern.train.config import TrainConfig
+from quern.train.corpus import Corpus
 from quern.train.loader import IGNORE, Loader, StepBatch
 
 
@@ -36,7 +41,7 @@ def _load(name: str) -> Any:
 
 STREAMS, LENGTH, EOT = ["web", "text"], 32, 999
 
-runs, versions = _load("runs"), _load("versions")
+runs = _load("runs")
 
 Spans = dict[str, list[tuple[bytes, int, int]]]
 """Stream → (doc_id, start in the stream, stop)."""
@@ -68,56 +73,39 @@ def first_reads(spans: Spans, streams: list[str], samples: Mapping[int, list[Any
     return found
 
 
-def rewrite(run: Path, doc_ids: Collection[bytes]) -> int:
-    """Purge documents: the shards that hold them are written without them, as a new version and identity."""
-    root = run / "tokens"
-    record = json.loads((root / "VERSION.json").read_text())
-    version = record["version"] + 1
-    for stream, listed in record["sources"].items():
-        manifest = json.loads((root / listed["manifest"]).read_text())
-        touched = False
-        for number, (info, entry) in enumerate(zip(manifest["shards"], listed["shards"], strict=True)):
-            spans = pq.read_table(root / stream / info["spans"])
-            rows = spans.to_pylist()
-            if not any(row["doc_id"] in doc_ids for row in rows):
-                continue
-            touched = True
-            tokens = np.fromfile(root / stream / info["bin"], manifest["dtype"])
-            kept = [row for row in rows if row["doc_id"] not in doc_ids]
-            parts = [tokens[row["start"] : row["start"] + row["length"]] for row in kept]
-            info |= {
-                name: f"shard_{number:05d}.v{version}.{end}"
-                for name, end in (("bin", "bin"), ("spans", "spans.parquet"))
-            }
-            np.concatenate(parts).tofile(root / stream / info["bin"])
-            start = 0
-            for row in kept:
-                row["start"], start = start, start + row["length"]
-            pq.write_table(pa.Table.from_pylist(kept, spans.schema), root / stream / info["spans"])
-            info |= {"tokens": start, "documents": len(kept)}
-            info |= {
-                "sha256": versions.sha256(root / stream / info["bin"]),
-                "spans_sha256": versions.sha256(root / stream / info["spans"]),
-            }
-            entry |= {name: info[name] for name in ("sha256", "spans_sha256", "tokens", "documents")}
-            entry |= {name: f"{stream}/{info[name]}" for name in ("bin", "spans")}
-        if touched:
-            listed["since"] = version
-            listed["tokens"] = sum(entry["tokens"] for entry in listed["shards"])
-            listed["documents"] = sum(entry["documents"] for entry in listed["shards"])
-            listed["manifest"] = f"{stream}/manifest.v{version}.json"
-            (root / listed["manifest"]).write_text(json.dumps(manifest))
-            listed["sha256"] = versions.sha256(root / listed["manifest"])
-    versions.write_changes(run, version, {doc_id: "purged" for doc_id in doc_ids})
-    record |= {"version": version, "parent": version - 1, "kind": "rewrite"}
-    (root / "VERSION.json").write_text(json.dumps(record))
-    return version
+def condemned(run: Path, doc_ids: Collection[bytes]) -> pa.Table:
+    """All that goes with the documents."""
+    return condemn(str(run), select(str(run), {"doc": [doc_id.hex() for doc_id in doc_ids]}))
+
+
+def with_tokens(run: Path, doc_ids: Collection[bytes]) -> list[bytes]:
+    """What a purge of the documents would take out of the tokens; sorted."""
+    rows = set(condemned(run, doc_ids)["doc_id"].to_pylist())
+    record = json.loads((run / "tokens" / "VERSION.json").read_text())
+    files = [shard["spans"] for listed in record["sources"].values() for shard in listed["shards"]]
+    spans = [row for name in files for row in pq.read_table(run / "tokens" / name).to_pylist()]
+    return sorted(row["doc_id"] for row in spans if row["doc_id"] in rows and not row["purged"])
+
+
+def purge(run: Path, doc_ids: Collection[bytes], mode: str = "mask") -> dict[str, Any]:
+    """Purge documents, which must be all that goes out of the tokens: the real purge, as the command line calls it."""
+    given = {"doc": [doc_id.hex() for doc_id in doc_ids]}
+    told = request.Request(str(run), mode, lambda path: condemned(run, doc_ids), given)
+    report = request.purge(told)
+    changes = pq.read_table(run / "tokens" / f"changes.v{report['version']['after']}.parquet")
+    assert changes["doc_id"].to_pylist() == sorted(doc_ids)
+    return report
+
+
+def copy(run: Path, to: Path) -> Path:
+    """A data run as it stands, that nobody has read yet."""
+    return Path(shutil.copytree(run, to, ignore=shutil.ignore_patterns("lineage", "consumers.jsonl")))
 
 
 def purged_copy(run: Path, to: Path, doc_ids: Collection[bytes], mode: str = "mask") -> Path:
     """A copy of a data run at the version that a purge of ``doc_ids`` leaves."""
-    shutil.copytree(run, to, ignore=shutil.ignore_patterns("lineage", "consumers.jsonl"))
-    {"mask": versions.mask, "rewrite": rewrite}[mode](to, doc_ids)
+    copy(run, to)
+    purge(to, doc_ids, mode)
     return to
 
 
@@ -181,10 +169,15 @@ def train(data: Path, run: Path, changes: dict[str, Any]) -> Trained:
     made = Trained(data, run, None, changes, [], 0)
     made.left = case.live(made.config(run, data))
     first = first_reads(made.spans, STREAMS, made.left.samples, LENGTH)
-    late = {step: sorted(doc_id for doc_id, own in first.items() if own == step) for step in range(case.STEPS)}
-    made.chosen = [*late[5][:2], *late[8][:1]]
-    made.last_clean = min(first[doc_id] for doc_id in made.chosen) // 2 * 2
-    assert len(made.chosen) == 3
+    chosen: set[bytes] = set()
+    for step, count in ((5, 2), (8, 1)):
+        late = [doc_id for doc_id in sorted(first) if first[doc_id] == step]
+        families = (with_tokens(data, [doc_id]) for doc_id in late)
+        fitting = (own for own in families if own and all(first.get(doc_id, step) >= step for doc_id in own))
+        chosen.update(*itertools.islice(fitting, count))
+    made.chosen = sorted(chosen)
+    made.last_clean = min(first[doc_id] for doc_id in made.chosen if doc_id in first) // 2 * 2
+    assert max(first[doc_id] for doc_id in made.chosen if doc_id in first) == 8
     assert made.last_clean == 4
     return made
 
@@ -218,3 +211,24 @@ def follow(report: dict[str, Any], folder: Path) -> case.Left:
     assert shlex.split(row["resume"]["command"]) == command
     assert command[:2] == ["quern", "train"]
     return case.live(load_config(command[2], TrainConfig, command[3:]))
+
+
+def corpus_of(data: Path) -> Corpus:
+    return Corpus([str(data / "tokens" / name) for name in STREAMS], LENGTH)
+
+
+def arrays_of(corpus: Corpus, order: Any, folder: Path, document_mask: bool, steps: int) -> dict[Any, Any]:
+    """Everything the loader gives, by (data step, place in the global batch)."""
+    loader = Loader(
+        corpus, order, rank=0, world=1, micro_batch=2, document_mask=document_mask,
+        boundaries=open_boundaries(corpus.readers, str(folder)),
+    )  # fmt: skip
+    found = {}
+    for step in range(steps):
+        for micro in loader.take(step).micro_batches:
+            for row, place in enumerate(micro.indices.tolist()):
+                found[step, place] = (
+                    int(micro.sources[row]), int(micro.windows[row]), micro.tokens_BL[row].copy(),
+                    micro.targets_BL[row].copy(), micro.positions_BL[row].copy(), micro.documents_BL[row].copy(),
+                )  # fmt: skip
+    return found

@@ -14,7 +14,7 @@ import run_case as case
 
 from quern.errors import InputError
 from quern.lineage.exposure import exposures
-from quern.lineage.purge.taint import Change, taint
+from quern.lineage.purge.taint import taint
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
 
@@ -129,15 +129,13 @@ def test_what_was_read_on_either_version_is_known(trained, rewritten, tmp_path):
 
 def test_the_report_before_a_rewrite_gives_the_command_that_accepts_it(trained, tmp_path):
     """The purge asks before it writes; the command works once it has."""
-    data, run = purged.purged_copy(trained.data, tmp_path / "data", []), tmp_path / "run"
+    data, run = purged.copy(trained.data, tmp_path / "data"), tmp_path / "run"
     case.live(trained.config(run, data))
-    spans = purged.spans_of(data)
-    streams = frozenset(stream for stream, rows in spans.items() if any(row[0] in trained.chosen for row in rows))
-    report = taint(str(data), trained.chosen, change=Change(3, "rewrite", streams))
-    assert purged.rewrite(data, trained.chosen) == 3
+    done = purged.purge(data, trained.chosen, "rewrite")
+    report, streams = done["taint"], set(done["touched"])
     row = purged.row_of(report, run)
     command = row["resume"]["command"]
-    accepted = {int(index) for index in re.findall(r" data\.(\d)\.accept_version=3", command)}
+    accepted = {int(index) for index in re.findall(r" data\.(\d)\.accept_version=2", command)}
     assert {purged.STREAMS[index] for index in accepted} == streams & set(purged.STREAMS)
     assert f"resume.step={trained.last_clean}" in command
     left = purged.follow(report, run)
@@ -153,16 +151,19 @@ def test_the_report_before_a_rewrite_gives_the_command_that_accepts_it(trained, 
 @pytest.mark.parametrize("end", ["stop_at", "kill_at"])
 def test_who_read_nothing_of_it_only_accepts(trained, tmp_path, end):
     """One that was killed may have read on, and must not go on from a checkpoint that it saves meanwhile."""
-    data, run = purged.purged_copy(trained.data, tmp_path / "data", []), tmp_path / "run"
+    data, run = purged.copy(trained.data, tmp_path / "data"), tmp_path / "run"
     case.live(trained.config(run, data), **{end: 3})
     first = purged.first_reads(purged.spans_of(data), purged.STREAMS, trained.left.samples, purged.LENGTH)
-    never = next(row[0] for row in purged.spans_of(data)["web"] if row[0] not in first)
-    report = taint(str(data), [never], [str(run)], change=Change(3, "rewrite", frozenset({"web"})))
+    never = next(
+        doc_id
+        for doc_id, *_ in purged.spans_of(data)["web"]
+        if doc_id not in first and purged.with_tokens(data, [doc_id]) == [doc_id]
+    )
+    report = purged.purge(data, [never], "rewrite")["taint"]
     row = purged.row_of(report, run)
-    assert (row["given"], row["registered"], row["exposures"], row["tainted"]) == (True, True, 0, [])
-    purged.rewrite(data, [never])
+    assert (row["registered"], row["exposures"], row["tainted"]) == (True, 0, [])
     killed = end == "kill_at"
-    assert row["resume"]["arguments"][3:] == ["resume.step=2"] * killed + ["data.0.accept_version=3"]
+    assert row["resume"]["arguments"][3:] == ["resume.step=2"] * killed + ["data.0.accept_version=2"]
     assert any("if it still runs" in text for text in row["warnings"]) == killed
     left = purged.follow(report, run)
     assert (left.start.kind, left.start.step) == (("rollback", 2) if killed else ("resume", 6))

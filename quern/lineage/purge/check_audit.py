@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
+from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge import audit
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY
 from quern.lineage.purge.doc_ids import KEY, contains, key_set, keys_of
@@ -146,6 +147,7 @@ def _check_versions(run: str, version: Mapping[str, Any], purged: Purged, check:
         try:
             rows = pq.read_table(io.BytesIO(storage.read_bytes(path))).select(CHANGES_SCHEMA.names)
             gone = keys_of(rows.filter(pc.equal(rows["action"], PURGED))["doc_id"])
+            gone = gone[~contains(_displaced(run, later), gone)]
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             check.found(name, f"cannot be read: {' '.join(str(error).split())[:120]}")
             continue
@@ -153,6 +155,14 @@ def _check_versions(run: str, version: Mapping[str, Any], purged: Purged, check:
         for at in np.flatnonzero(~contains(purged.ids, gone)).tolist():
             doc_id = gone[at : at + 1].tobytes()
             check.found(name, "was purged, and no entry of the audit log says so", at, doc_id)
+
+
+def _displaced(run: str, version: int) -> np.ndarray:
+    """Documents (S16, sorted) that a version left out as duplicates of what it restored: nobody condemned them."""
+    path = storage.join(run, "tokens", decisions_file(version))
+    if not storage.exists(path):
+        return key_set([])
+    return key_set([keys_of(pq.read_table(io.BytesIO(storage.read_bytes(path)), columns=["doc_id"])["doc_id"])])
 
 
 def check_files(run: str, purged: Purged) -> Check:

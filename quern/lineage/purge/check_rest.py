@@ -27,7 +27,7 @@ __all__ = ["check_left_over", "check_pages", "check_purge_list"]
 
 _SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v[1-9][0-9]*)?\.(?:bin|spans\.parquet)")
 _MANIFEST = re.compile(r"manifest(?:\.v[1-9][0-9]*)?\.json")
-_CHANGES = re.compile(r"changes\.v([1-9][0-9]*)\.parquet")
+_CHANGES = re.compile(r"(?:changes|decisions)\.v([1-9][0-9]*)\.parquet")
 
 
 def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:

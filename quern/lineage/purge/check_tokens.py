@@ -24,7 +24,7 @@ from quern.tokenize.shards import SPANS_SCHEMA
 
 __all__ = ["check_tokens"]
 
-_BLOCK = 16 << 20
+_BLOCK = 4 << 20
 #: Tokens whose texts are compared at once.
 _STRETCH = 1 << 20
 _EMPTY = np.empty(0, np.int64)
@@ -70,7 +70,7 @@ def check_tokens(
     """(no span holds a purged document, every file has the checksum that ``VERSION.json`` names).
 
     ``relatives``: doc_ids (S16[n], sorted) with a purged document's text or URL. ``deep``: decode every span, and
-    compare its text's hash with those of the purged. Memory: the spans of a shard and 16 MiB of its tokens for each
+    compare its text's hash with those of the purged. Memory: the purged spans of a shard and about 30 MB for each
     of ``workers``; with ``deep``, on a store, also the tokens of its longest document.
     """
     tokens = Check(

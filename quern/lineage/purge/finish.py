@@ -15,6 +15,7 @@ from quern import storage
 from quern.data_pipeline.tombstones import read_purge_list
 from quern.errors import QuernError
 from quern.lineage.index.changes import changes_file
+from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge import audit, journal
 from quern.lineage.purge.clean import Cleaned, clean
 from quern.lineage.purge.doc_ids import keys_of
@@ -119,8 +120,10 @@ def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]
     changes = [*texts.changes, *pages.changes]
     if intent.makes_version:
         before, now = journal.read_note(run, VERSION_BEFORE), read_version(storage.join(run, "tokens"))
-        name = f"tokens/{changes_file(intent.after)}"
-        changes += [*version_changes(before, now), Change(name, None, storage.sha256(storage.join(run, name)))]
+        changes += version_changes(before, now)
+        for name in (f"tokens/{changes_file(intent.after)}", f"tokens/{decisions_file(intent.after)}"):
+            if storage.is_file(storage.join(run, name)):
+                changes.append(Change(name, None, storage.sha256(storage.join(run, name))))
     if not changes and tombstones is None:
         return None
     entry = audit.append(

@@ -31,7 +31,7 @@ from quern.errors import InputError
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.decided import Redecided
 from quern.lineage.purge.affected import affected, check_closed, partitions_of, signatures_of
-from quern.lineage.purge.rows import batches, hash_keys, holds, matching, sorted_keys
+from quern.lineage.purge.rows import batches, hash_keys, holds, matching, sorted_keys, with_value
 from quern.tokenize.place import keyed_hashes, validation_limit
 
 __all__ = ["MOVED_SCHEMA", "Restored", "reconsider"]
@@ -139,6 +139,8 @@ class _Reconsidered:
                 continue
             self._copy_table("verdicts", source, partition, _FACTS, ids)
             if self.duplicates.near:
+                if not storage.is_file(signatures_of(self.run, source, partition)):
+                    raise InputError(f"{signatures_of(self.run, source, partition)}: is missing{_ADVICE}")
                 rows = self._copy_table("signatures", source, partition, _SIGNATURE, ids)
                 if rows != len(ids):
                     path = signatures_of(self.run, source, partition)
@@ -157,12 +159,8 @@ class _Reconsidered:
         passed = sorted_keys(found)
         if not len(passed):
             return passed
-        there = [hash_keys(batch.column("doc_id")) for batch in batches(self._documents(source, partition), ["doc_id"])]
-        texts = sorted_keys(there)
+        texts = with_value(storage.join(self.run, "documents", source, f"{partition}.parquet"), "text")
         return passed[holds(texts, passed)]
-
-    def _documents(self, source: str, partition: str) -> str:
-        return storage.join(self.run, "documents", source, f"{partition}.parquet")
 
     def _copy_table(self, kind: str, source: str, partition: str, columns: Sequence[str], ids: np.ndarray) -> int:
         """Write the rows of these documents to the scratch folder; how many there are."""

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 
-__all__ = ["batches", "hash_keys", "holds", "matching", "sorted_keys"]
+__all__ = ["batches", "hash_keys", "holds", "matching", "sorted_keys", "with_value"]
 
 _ROWS = 1 << 17
 _HEAVY_ROWS = 1024
@@ -69,6 +69,29 @@ def matching(
                 found = batch.filter(pa.array(wanted(hash_keys(batch.column("doc_id")))))
                 if found.num_rows:
                     yield found.select(own)
+
+
+def with_value(path: str, name: str) -> np.ndarray:
+    """S16, sorted: the documents of which a table has a row where column ``name`` is not null.
+
+    The column itself is read only where its statistics do not say that nothing of a row group is null.
+
+    Raises:
+        InputError: as :func:`batches`.
+    """
+    found = []
+    with _opened(path, ["doc_id", name]) as table:
+        place = table.schema_arrow.names.index(name)
+        for group in range(table.num_row_groups):
+            known = table.metadata.row_group(group).column(place).statistics
+            whole = known is not None and known.has_null_count and known.null_count == 0
+            columns = ["doc_id"] if whole else ["doc_id", name]
+            for batch in table.iter_batches(
+                _ROWS if whole else _HEAVY_ROWS, row_groups=[group], columns=columns, use_threads=False
+            ):
+                there = batch if whole else batch.filter(batch.column(name).is_valid())
+                found.append(hash_keys(there.column("doc_id")))
+    return sorted_keys(found)
 
 
 @contextmanager

@@ -129,6 +129,7 @@ def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Tab
             "tokens_purged": plan.tokens_purged,
             "documents_purged_before": plan.already,
             "documents_restored": len(plan.restored),
+            "documents_displaced": plan.displaced,
             "shards_touched": len(plan.changes),
             "bytes_read": plan.bytes_read,
         },

@@ -17,6 +17,7 @@ from quern import storage
 from quern.data_pipeline.document import HASH
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, RESTORED, Purges, changes_file
+from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.restore import Restored
 from quern.lineage.purge.restored_tokens import Tokens, read_tokens
 from quern.lineage.purge.shards import Change, read_spans, write_generation
@@ -30,7 +31,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _VERSIONED = re.compile(r"(?:shard_[0-9]{5,9}\.v([0-9]+)\.(?:bin|spans\.parquet)|manifest\.v([0-9]+)\.json)")
-_CHANGES = re.compile(r"changes\.v([0-9]+)\.parquet")
+_CHANGES = re.compile(r"(?:changes|decisions)\.v([0-9]+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Plan:
     """Condemned documents whose tokens an earlier version purged, where they stand."""
     touched: Mapping[str, list[int]]
     """Stream → numbers of its touched shards, in the manifest's list."""
+    displaced: int = 0
+    """Documents that leave as duplicates of restored ones; they are among the purged."""
+    decisions: pa.Table | None = None
+    """What is decided anew about duplicates (``DECISION_SCHEMA``)."""
 
 
 def open_corpus(run: str) -> Corpus:
@@ -130,6 +135,8 @@ def make_plan(corpus: Corpus, condemned: pa.Table, moved: Restored | None = None
         bytes_read=sum(change.info.tokens * width[change.stream] for change in changes if change.info is not None),
         already=already,
         touched=touched,
+        displaced=len(moved.displaced) if moved is not None else 0,
+        decisions=moved.decisions if moved is not None and len(moved.decisions) else None,
     )
 
 
@@ -258,6 +265,9 @@ def _write_changes(corpus: Corpus, plan: Plan, version: int) -> None:
     table = pa.table([pa.concat_arrays([plan.purged, plan.restored]), actions], schema=CHANGES_SCHEMA)
     with storage.publish(storage.join(corpus.tokens, changes_file(version))) as file:
         pq.write_table(table.sort_by("doc_id"), file, compression="zstd")
+    if plan.decisions is not None:
+        with storage.publish(storage.join(corpus.tokens, decisions_file(version))) as file:
+            pq.write_table(plan.decisions, file, compression="zstd")
 
 
 def undo(tokens: str, version: int) -> int:

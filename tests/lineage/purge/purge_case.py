@@ -34,6 +34,7 @@ from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
 from quern.lineage.purge.files import Change, version_changes
 
 SEED, DOCUMENTS = 5, 240
+ROW_GROUP = 10
 PURGE = "0123456789abcdef"
 
 
@@ -79,9 +80,9 @@ class Case:
         return pa.Table.from_pylist(rows, CONDEMNED_SCHEMA)
 
 
-def make(folder: Path, *, share: int = 9) -> Case:
+def make(folder: Path, *, share: int = 9, documents: int = DOCUMENTS, files: int = 2, shard_tokens: int = 2500) -> Case:
     """A run in ``folder/run``; every so-manieth document that has a text is selected, and what hangs on it."""
-    found = runs.listing(seed=SEED, documents=DOCUMENTS, files=2, shard_tokens=2500)
+    found = runs.listing(seed=SEED, documents=documents, files=files, shard_tokens=shard_tokens)
     for rows in found.spans.values():
         for row in rows:
             row["purged"] = False
@@ -106,8 +107,10 @@ def make(folder: Path, *, share: int = 9) -> Case:
 
 
 def _commit(run: Path, name: str, found: runs.Listing, draw: random.Random) -> None:
-    """Signatures and commit of a partition."""
+    """Signatures and commit of a partition, whose documents are set down in several row groups."""
     rows, texts = found.verdicts[name], found.documents[name]
+    documents = run / "documents" / f"{name}.parquet"
+    pq.write_table(pq.read_table(documents), documents, row_group_size=ROW_GROUP, compression="zstd")
     signed = [
         {
             "doc_id": row["doc_id"],
@@ -119,7 +122,7 @@ def _commit(run: Path, name: str, found: runs.Listing, draw: random.Random) -> N
     ]
     path = run / "signatures" / f"{name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(signed, SIGNATURE_SCHEMA), path, row_group_size=16, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(signed, SIGNATURE_SCHEMA), path, row_group_size=ROW_GROUP, compression="zstd")
     dropped = [(row["stage"], row["reason"]) for row in rows if row["stage"]]
     counts = {
         "pages": len(rows), "kept": len(rows) - len(dropped),

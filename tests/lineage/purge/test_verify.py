@@ -99,7 +99,7 @@ def relist(case: P.Case) -> None:
     (root / "VERSION.json").write_text(json.dumps(version))
 
 
-def put_back(path: Path, at: int, row: dict[str, Any], text: str) -> None:
+def put_back(path: Path, row: dict[str, Any], text: str) -> None:
     """A document's tokens where its span is: a token is a byte in these runs."""
     tokens = np.fromfile(path, "<u2")
     tokens[row["start"] : row["start"] + row["length"] - 1] = np.frombuffer(text.encode(), np.uint8)
@@ -185,7 +185,9 @@ def test_one_token_put_back(case: P.Case) -> None:
 def test_tokens_are_found_wherever_blocks_begin(case: P.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     doc_id = max(case.placed, key=lambda own: len(case.listing.texts[own]))
     shard, _, _, row = spot(case, doc_id)
-    put_back(shard, 0, row, case.listing.texts[doc_id])
+    tokens = np.fromfile(shard, "<u2")
+    tokens[row["start"] + row["length"] - 2] = 65  # far behind the block in which the span begins
+    tokens.tofile(shard)
     relist(case)
     for size in (7, 1001):
         monkeypatch.setattr(check_tokens, "_BLOCK", size)
@@ -205,7 +207,7 @@ def test_the_text_under_another_name(case: P.Case, monkeypatch: pytest.MonkeyPat
     ]
     gone, own = pairs[0]
     shard, spans, number, row = spot(case, own)
-    put_back(shard, number, row, texts[gone])
+    put_back(shard, row, texts[gone])
     relist(case)
     assert "tokens" not in failed(case)
     assert failed(case, deep=True)["tokens"] == [(below(case, spans), number, own.hex())]
