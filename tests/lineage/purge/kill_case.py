@@ -2,8 +2,8 @@
 
 ``python kill_case.py CASE.json``, a mapping: ``source`` (a run, with what stands beside it), ``out`` (a folder, or an
 address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill ``everywhere``, at every
-change, or at one in every one of the ``phases``, or of ``some``). Prints the changes of a purge that nobody killed (in ``out/whole``),
-and where each other one was killed.
+change, or at one in every one of the ``phases``, or of ``some``). Prints the changes of a purge that nobody killed (in
+``out/whole``), and where each other one was killed.
 
 The parent never opens a thread or a connection; every copy, and its purge, is of a process that it forks.
 """
