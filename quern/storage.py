@@ -25,11 +25,12 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from quern.errors import InputError
-from quern.remote import Info, Objects, around_waits, hold, objects, takes_leases
+from quern.remote import ChangedError, Info, Objects, around_waits, hold, objects, takes_leases
 from quern.remote.concurrency import in_order
 from quern.remote.reader import open_object
 
 __all__ = [
+    "ChangedError",
     "around_waits",
     "create_bytes",
     "describe",
@@ -196,11 +197,15 @@ def _full(fs: fsspec.AbstractFileSystem, name: str, like: str) -> str:
     return name if "://" not in like else str(fs.unstrip_protocol(name))
 
 
-def open_read(path: str) -> IO[bytes]:
-    """Open for reading bytes, seekable. On a store all bytes are of one version of the object, or an error says so."""
+def open_read(path: str, fingerprint: str | None = None) -> IO[bytes]:
+    """Open for reading bytes, seekable. On a store all bytes are of one version of the object, or an error says so.
+
+    Raises:
+        ChangedError: on a store, the object has not this :func:`fingerprint`.
+    """
     store = _store(path)
     if store is not None:
-        return open_object(store, path)
+        return open_object(store, path, fingerprint)
     fs, inner = split(path)
     return fs.open(inner, "rb")
 
@@ -420,7 +425,7 @@ def _described(path: str, known: dict[str, Info]) -> tuple[int, str]:
         if path not in known:
             raise InputError(f"{path}: no such file")
         info = known[path]
-        return info.size, f"{info.size}:{info.etag or info.modified}"
+        return info.size, info.fingerprint
     fs, inner = split(path)
     try:
         found = fs.info(inner)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quern.cli.lineage_taint import taint_lines
 from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _lines(report: Row) -> Iterator[str]:
         yield from _done(report)
     else:
         yield f"tombstones  would go to {report['purge_list']} ({report['purge_list_why']})"
-    yield from _taint(report["taint"])
+    yield from taint_lines(report["taint"])
     if report["dry_run"]:
         yield "nothing was done (--dry-run)"
 
@@ -163,35 +164,6 @@ def _done(report: Row) -> Iterator[str]:
             f"held        old shards of {stream} are being read, and stay until the next purge, verify or data run "
             "after the reader has gone"
         )
-
-
-def _taint(taint: Row) -> Iterator[str]:
-    for row in taint["train_runs"]:
-        yield from _train_run(row)
-    for row in taint["not_judged"]:
-        yield f"training    {row['path']}: not judged: {row['why']}"
-    if not taint["train_runs"] and not taint["not_judged"]:
-        yield "training    no training run is registered or given"
-    yield f"training    {taint['others']}"
-
-
-def _train_run(row: Mapping[str, Any]) -> Iterator[str]:
-    name = f"training    {row['path']}"
-    if not row["applied"] and not row["tainted"]:
-        yield f"{name}: read none of them"
-    else:
-        yield (
-            f"{name}: {row['steps']:,} steps of {row['steps_complete']:,} read {row['documents_read']:,} of them "
-            f"(first {row['first_step']}, last {row['last_step']})"
-        )
-        if row["tainted"]:
-            yield f"            tainted checkpoints: {', '.join(str(own['step']) for own in row['tainted'])}"
-        clean = row["last_clean"]
-        yield f"            last clean checkpoint: {'none' if clean is None else clean['path']}"
-    resume = row["resume"]
-    yield f"            to go on: {resume['command'] or resume['why_not']}"
-    for note in _some([*resume["notes"], *row["warnings"]]):
-        yield f"            {note}"
 
 
 def _some(notes: list[str]) -> Iterator[str]:

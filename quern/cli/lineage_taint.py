@@ -1,13 +1,11 @@
-"""Who read what a purge removes, for the terminal: what :func:`quern.lineage.purge.taint.taint` found."""
+"""Who read what a purge removes, in lines: what :func:`quern.lineage.purge.taint.taint` found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quern.cli.output import one_line
-
-__all__ = ["print_taint"]
+__all__ = ["taint_lines"]
 
 _SHOWN = 8
 """Checkpoints of a training run that are listed."""
@@ -15,24 +13,19 @@ _SHOWN = 8
 Row = Mapping[str, Any]
 
 
-def print_taint(report: Row) -> None:
-    """Print the report: a part for each training run, then what is not known."""
-    for text in _lines(report):
-        print(one_line(text))
-
-
-def _lines(report: Row) -> Iterator[str]:
-    if not report["train_runs"]:
-        yield "no training run is known to read this corpus"
+def taint_lines(report: Row) -> Iterator[str]:
+    """The report for a person: a part for each training run, then what is not known."""
     for row in report["train_runs"]:
-        yield f"{row['path']}: {_count(row['steps_complete'], 'step')} complete"
+        yield f"training    {row['path']}: {_count(row['steps_complete'], 'step')} complete"
         for name, text in _rows(row):
-            yield f"  {name:<12} {text}".rstrip()
+            yield f"  {name:<11}{text}"
     for row in report["not_judged"]:
-        yield f"{row['path']}: not judged: {row['why']}"
+        yield f"training    {row['path']}: not judged: {row['why']}"
+    if not report["train_runs"] and not report["not_judged"]:
+        yield "training    no training run is registered or given"
     if report["unregistered"] is not None:
-        yield f"not known: {report['unregistered']}"
-    yield f"not known: {report['others']}"
+        yield f"not known   {report['unregistered']}"
+    yield f"not known   {report['others']}"
 
 
 def _rows(row: Row) -> Iterator[tuple[str, str]]:
@@ -44,7 +37,7 @@ def _rows(row: Row) -> Iterator[tuple[str, str]]:
         if open_end["next_step"] is not None:
             step, at = open_end["from_step"], open_end["next_step"]
             yield (
-                "not proven",
+                "unproven",
                 f"attempt {open_end['attempt']} from step {step:,} on: it would read some at step {at:,}",
             )
     tainted, last = row["tainted"], row["last_clean"]

@@ -198,8 +198,8 @@ def read_purge_list(path: str) -> PurgeList:
         doc_ids.append(_keys(table["doc_id"].drop_null().to_pylist()))
         texts.append(_keys(table["post_filter_hash"].drop_null().to_pylist()))
         urls.append(_keys(_url_key(canonicalize(url) or url) for url in table["canonical_url"].drop_null().to_pylist()))
-    keys = (np.unique(np.concatenate(parts)) for parts in (doc_ids, urls, texts))
-    return PurgeList(*keys, sketches=_all_sketches(sketches))
+    by_id, by_url, by_text = (np.unique(np.concatenate(parts)) for parts in (doc_ids, urls, texts))
+    return PurgeList(by_id, by_url, by_text, _all_sketches(sketches))
 
 
 def fingerprints(path: str | None) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ def _sketches(made: tuple[int, int, int], tables: Sequence[pa.Table]) -> Sketche
     ngram, num_perm, seed = made
     signatures, shingles, seen = [], [], set[bytes]()
     for signature, own in _rows(tables):
-        key = blake2b(own, digest_size=16).digest()
+        key = blake2b(own.tobytes(), digest_size=16).digest()
         if len(own) and key not in seen:
             seen.add(key)
             signatures.append(signature)

@@ -51,6 +51,7 @@ def hold(url: str, what: str, *, period_s: float = PERIOD_S, stale_s: float = ST
     beating.start()
     try:
         yield lease
+        lease.end()
         lease.check()
     except KeyboardInterrupt:
         lease.check()
@@ -169,9 +170,9 @@ class Lease:
                     self.lost = True
                 except StoreError:
                     continue
-            if self.lost:
-                _thread.interrupt_main()
-                return
+                if self.lost:  # while this is held the block cannot end: nothing else is interrupted
+                    _thread.interrupt_main()
+                    return
 
     def check(self) -> None:
         """Raises QuernError once the lease is lost."""
@@ -181,9 +182,19 @@ class Lease:
                 f"{self._stale_s:.0f} s; it goes on there"
             )
 
+    def end(self) -> None:
+        """The block is over: the main thread is not interrupted any more, and that it just was is no news."""
+        while not self._ended.is_set():
+            try:
+                with self._changing:
+                    self._ended.set()
+            except KeyboardInterrupt:
+                if not self.lost:
+                    raise
+
     def let_go(self) -> None:
         """End the heartbeat and remove the lease, if it is still this one's."""
-        self._ended.set()
+        self.end()
         with self._changing:
             if not self.lost and self._etag is not None:
                 with suppress(StoreError, FileNotFoundError):

@@ -21,22 +21,22 @@ _THREADS = 8
 _pool: tuple[int, ThreadPoolExecutor] | None = None
 
 
-def open_object(store: Objects, url: str, etag: str | None = None) -> IO[bytes]:
+def open_object(store: Objects, url: str, fingerprint: str | None = None) -> IO[bytes]:
     """``url`` as a seekable file; all its bytes are of one version of the object.
 
     Args:
-        etag: what the object must have.
+        fingerprint: what the object's ``Info`` must have.
 
     Raises:
         FileNotFoundError: there is no such object.
-        ChangedError: it has another ETag.
+        ChangedError: it has another fingerprint.
         StoreError: it cannot be read.
     """
-    return cast(IO[bytes], io.BufferedReader(_Object(store, url, etag), _FIRST_BYTES))
+    return cast(IO[bytes], io.BufferedReader(_Object(store, url, fingerprint), _FIRST_BYTES))
 
 
 class _Object(io.RawIOBase):
-    def __init__(self, store: Objects, url: str, etag: str | None) -> None:
+    def __init__(self, store: Objects, url: str, fingerprint: str | None) -> None:
         super().__init__()
         self._store, self._url = store, url
         self._at = 0
@@ -53,8 +53,8 @@ class _Object(io.RawIOBase):
                 first.info = found
         assert first.info is not None
         self._info: Info = first.info
-        if etag is not None and etag != self._info.etag:
-            raise ChangedError(f"{url}: expected ETag {etag}, as planned, has {self._info.etag}; begin another run")
+        if fingerprint is not None and fingerprint != self._info.fingerprint:
+            raise ChangedError(f"{url}: expected the object {fingerprint}, found {self._info.fingerprint}")
         self._start, self._data = 0, memoryview(first.data)
 
     def readable(self) -> bool:

@@ -27,6 +27,11 @@ class Info:
         """Equal for answers of one version of an object, as far as the store tells."""
         return self.size, self.etag or self.modified
 
+    @property
+    def fingerprint(self) -> str:
+        """The same as one text."""
+        return f"{self.size}:{self.etag or self.modified}"
+
 
 @dataclass
 class Sink:

@@ -141,6 +141,28 @@ def test_who_loses_it_is_stopped(server: Server) -> None:
     assert written(server)["owner"] == "f" * 32  # what is not one's own is not removed
 
 
+def test_who_loses_it_as_its_block_ends_is_interrupted_in_nothing_else(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block ends in the moment between the heartbeat's finding and its interruption."""
+    outside: list[bool] = []
+
+    class Late:
+        @staticmethod
+        def interrupt_main() -> None:
+            time.sleep(0.5)
+            outside.append(held[0]._ended.is_set())
+
+    monkeypatch.setattr(lease, "_thread", Late)
+    held: list[Any] = []
+    with pytest.raises(QuernError, match="another driver has taken this run over"), take(server) as one:
+        held.append(one)
+        of_another_machine(server)
+        wait_until(lambda: one.lost)
+    wait_until(lambda: outside)
+    assert outside == [False]
+
+
 @pytest.mark.parametrize("what", ["SlowDown", "lose answer"])
 def test_a_store_that_fails_for_a_while_takes_nothing_away(server: Server, what: str) -> None:
     with take(server):

@@ -11,7 +11,7 @@ import pytest
 import run_case as case
 
 from quern import storage
-from quern.cli.lineage_taint import print_taint
+from quern.cli.lineage_taint import taint_lines
 from quern.config import load_config
 from quern.lineage.purge.taint import OTHERS, Change, taint
 from quern.train.config import TrainConfig
@@ -106,7 +106,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(trained, tmp_path, monkeypatch
     assert row["resume"]["arguments"][3:] == [f"run_dir={tmp_path}/b/run", "resume.step=4"]
 
 
-def test_what_cannot_be_judged_is_named(trained, tmp_path, capsys):
+def test_what_cannot_be_judged_is_named(trained, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(trained.data, data)
     lines = [
@@ -132,16 +132,16 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path, capsys):
     assert "it has no ledger.jsonl" in whys[str(tmp_path / "empty")]
     assert (report["registered"], report["unregistered"]) == (4, None)
     json.dumps(report)
-    print_taint(report)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"not known: {OTHERS}"
-    assert f"{tmp_path}/gone: not judged: is not there (any more), or stands on another machine" in lines
-    assert lines[lines.index(f"{tmp_path}/other: 4 steps complete") + 1] == "  read         nothing of this data run"
-    own = lines[lines.index(f"{trained.run}: 9 steps complete") + 1 :][:4]
-    assert own[0].startswith(f"  read         {len(trained.chosen)} documents in ")
-    assert own[1] == "  tainted      3 of 5 checkpoints: step 6, 8, 9"
-    assert own[2] == f"  last clean   step 4  {trained.run}/checkpoints/step_00000004"
-    assert own[3] == f"  go on        quern train {trained.run}/config.yaml resume.step=4"
+    lines = list(taint_lines(report))
+    assert lines[-1] == f"not known   {OTHERS}"
+    assert f"training    {tmp_path}/gone: not judged: is not there (any more), or stands on another machine" in lines
+    other = lines.index(f"training    {tmp_path}/other: 4 steps complete")
+    assert lines[other + 1] == "  read       nothing of this data run"
+    own = lines[lines.index(f"training    {trained.run}: 9 steps complete") + 1 :][:4]
+    assert own[0].startswith(f"  read       {len(trained.chosen)} documents in ")
+    assert own[1] == "  tainted    3 of 5 checkpoints: step 6, 8, 9"
+    assert own[2] == f"  last clean step 4  {trained.run}/checkpoints/step_00000004"
+    assert own[3] == f"  go on      quern train {trained.run}/config.yaml resume.step=4"
 
 
 def test_a_data_run_on_a_store_is_judged_by_who_read_a_copy(trained):

@@ -19,12 +19,14 @@ __all__ = ["read_jsonl"]
 _MAX_VALUES = 2_000_000
 
 
-def read_jsonl(path: str, relative_path: str, source: SourceConfig, log: ReadLog) -> Iterator[Page]:
+def read_jsonl(
+    path: str, relative_path: str, source: SourceConfig, log: ReadLog, fingerprint: str | None = None
+) -> Iterator[Page]:
     """A page for every line that is not blank; ``position`` is the line's number from 0, blank ones counted.
 
     A line that is no JSON object with a text carries the fault ``read.bad_line``.
     """
-    with storage.open_read(path) as file:
+    with storage.open_read(path, fingerprint) as file:
         stream = pieces(file, lambda offset, why: log.damaged(path, offset, why))
         for number, (offset, length, parts) in enumerate(_lines(stream, source.max_bytes)):
             if parts is not None and all(not part or part.isspace() for part in parts):

@@ -23,7 +23,9 @@ _BATCH_ROWS = 256
 _BATCH_BYTES = 32 << 20
 
 
-def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadLog) -> Iterator[Page]:
+def read_parquet(
+    path: str, relative_path: str, source: SourceConfig, log: ReadLog, fingerprint: str | None = None
+) -> Iterator[Page]:
     """A page for every row; ``position`` is the row's number from 0.
 
     A file or row group that cannot be read is noted as damage; the row groups behind it are read. A text above
@@ -32,7 +34,7 @@ def read_parquet(path: str, relative_path: str, source: SourceConfig, log: ReadL
     Raises:
         InputError: a named column is missing, or the text column does not hold text.
     """
-    with storage.open_read(path) as stream:
+    with storage.open_read(path, fingerprint) as stream:
         try:
             file = _open(stream, source.text_field)
         except (pa.ArrowException, OSError) as error:

@@ -30,13 +30,13 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
     """
     for file in partition.files:
         try:
-            if not storage.is_local(file.path) and storage.fingerprint(file.path) != file.fingerprint:
-                raise InputError(
-                    f"source {source.name}: {file.path}: changed since the run was planned; start it again"
-                )
             yield from _pages(source, file, log, partition.range)
         except FileNotFoundError:
             raise InputError(f"source {source.name}: {file.path}: no such file (it was there when planned)") from None
+        except storage.ChangedError:
+            raise InputError(
+                f"source {source.name}: {file.path}: changed since the run was planned; start it again"
+            ) from None
         except OSError as error:
             raise InputError(
                 f"source {source.name}: {file.path}: cannot be read ({error.strerror or error})"
@@ -44,11 +44,11 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
 
 
 def _pages(source: SourceConfig, file: InputFile, log: ReadLog, part: Range | None) -> Iterator[Page]:
-    path, relative = file.path, file.relative_path
+    path, relative, fingerprint = file.path, file.relative_path, file.fingerprint
     if source.kind in ("warc", "wet", "commoncrawl"):
-        return read_warc(path, relative, source.name, source.max_bytes, log, part)
+        return read_warc(path, relative, source.name, source.max_bytes, log, part, fingerprint)
     if source.kind == "jsonl":
-        return read_jsonl(path, relative, source, log)
+        return read_jsonl(path, relative, source, log, fingerprint)
     if source.kind == "parquet":
-        return read_parquet(path, relative, source, log)
-    return read_file(path, relative, source.name, source.max_bytes)
+        return read_parquet(path, relative, source, log, fingerprint)
+    return read_file(path, relative, source.name, source.max_bytes, fingerprint)

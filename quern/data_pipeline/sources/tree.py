@@ -47,11 +47,13 @@ def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
-def read_file(path: str, relative_path: str, source: str, max_bytes: int) -> Iterator[Page]:
+def read_file(
+    path: str, relative_path: str, source: str, max_bytes: int, fingerprint: str | None = None
+) -> Iterator[Page]:
     """The one page of a file; binary, too large, empty and undecodable files carry a fault."""
     page = Page(source, path, relative_path, 0, media="text")
     try:
-        with storage.open_read(path) as file:
+        with storage.open_read(path, fingerprint) as file:
             _fill(page, file.read(max_bytes + 1), max_bytes)
     except MemoryError:
         page.fault = OUT_OF_MEMORY

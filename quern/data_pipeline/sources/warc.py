@@ -47,12 +47,18 @@ _DATE = re.compile(
 
 
 def read_warc(
-    path: str, relative_path: str, source: str, max_bytes: int, log: ReadLog, part: Range | None = None
+    path: str,
+    relative_path: str,
+    source: str,
+    max_bytes: int,
+    log: ReadLog,
+    part: Range | None = None,
+    fingerprint: str | None = None,
 ) -> Iterator[Page]:
     """The pages of one file, or of a range of it, in file order; other records are counted in ``log``, damage is noted
     there, and the edges of the range when it has been read.
     """
-    with storage.open_read(path) as file:
+    with storage.open_read(path, fingerprint) as file:
         records = Records(
             file, path, lambda offset, why: log.damaged(path, offset, why), max_bytes, part=part, tick=log.tick
         )

@@ -59,7 +59,7 @@ CONDEMNED_SCHEMA = pa.schema(
 )
 
 #: Rows that are looked at together: every look builds a table of the keys that are sought.
-_ROWS = 1 << 19
+_ROWS = 1 << 18
 _BATCH = 1 << 16
 #: Things not found that an error or a note names.
 _SHOWN = 5
@@ -133,14 +133,18 @@ class _Keys:
     docs: list[pa.Array] = field(default_factory=list)
     count: int = 0
 
+    def append(self, keys: pa.Array, docs: pa.Array) -> None:
+        """Add what is known to be new."""
+        self.keys.append(keys)
+        self.docs.append(docs)
+        self.count += len(keys)
+
     def add(self, keys: pa.Array, docs: pa.Array) -> None:
         """Add what is not null, nor there yet."""
         new = pc.and_(keys.is_valid(), pc.invert(pc.is_in(keys, value_set=self.since(0)[0])))
         keys, docs = keys.filter(new), docs.filter(new)
         first = np.unique(pc.index_in(keys, value_set=pc.unique(keys)).to_numpy(), return_index=True)[1]
-        self.keys.append(keys.take(pa.array(first)))
-        self.docs.append(docs.take(pa.array(first)))
-        self.count += len(first)
+        self.append(keys.take(pa.array(first)), docs.take(pa.array(first)))
 
     def since(self, place: int) -> tuple[pa.Array, pa.Array]:
         """Those behind the first ``place``, and who brought them."""
@@ -250,7 +254,7 @@ class _Closure:
             "stage": rows.stages.take(at), "why": pa.array([why] * len(hit)), "file": pa.array(rows.files[hit]),
         }  # fmt: skip
         self.parts.append(pa.table(columns))
-        self.found.add(doc_ids, doc_ids)
+        self.found.append(doc_ids, doc_ids)
         self.members.add(doc_ids, doc_ids)
         self.urls.add(pc.replace_substring_regex(urls, "^https?://", ""), doc_ids)
         self.texts.add(texts, doc_ids)
@@ -287,8 +291,10 @@ class _Closure:
             held.append(_rows(table, place))
             rows += table.num_rows
             if rows >= self.rows_at_once:
-                yield _joined(held)
-                held, rows = [], 0
+                unit, held, rows = _joined(held), [], 0  # nothing of it is held here while it is looked through
+                yield unit
+                del unit
+                pa.default_memory_pool().release_unused()
         if held:
             yield _joined(held)
 
@@ -361,7 +367,7 @@ def _rows(table: pa.Table, place: int) -> _Rows:
     bare = np.empty(0, np.int64)
     if given is not None:
         bare = np.flatnonzero(pc.and_(urls.is_null(), given.is_valid()).to_numpy(zero_copy_only=False))
-    if len(bare):
+    if given is not None and len(bare):
         texts = given.take(pa.array(bare)).to_pylist()
         made = [canonicalize(url) for url in texts]
         mask = np.zeros(len(urls), np.bool_)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +26,7 @@ from quern.lineage.purge.remember import Signatures, remember
 from quern.lineage.purge.superseded import sweep
 from quern.tokenize.corpus_version import read_version
 
-__all__ = ["TAINT", "VERSION_BEFORE", "clear", "finish", "is_remembered"]
+__all__ = ["TAINT", "VERSION_BEFORE", "Clock", "clear", "finish", "is_remembered"]
 
 #: The note of ``VERSION.json`` as it was.
 VERSION_BEFORE = "version_before"
@@ -32,7 +34,21 @@ VERSION_BEFORE = "version_before"
 TAINT = "taint"
 
 
-def finish(run: str, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
+class Clock:
+    """How long the parts of a purge take, one after the other: ``seconds`` by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._at = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap was that of ``name``."""
+        now = time.monotonic()
+        self.seconds[name] = round(now - self._at, 3)
+        self._at = now
+
+
+def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = None) -> dict[str, Any]:
     """All that is left to do of a purge whose version holds; what was done, as plain data.
 
     Raises:
@@ -50,6 +66,8 @@ def finish(run: str, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
     try:
         for step, act in steps.items():
             report[step] = act()
+            if clock is not None:
+                clock.lap(step)
     except Exception as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise QuernError(
@@ -78,7 +96,20 @@ def _remember(run: str, intent: Intent, condemned: pa.Table) -> str | None:
     if not intent.remembers:
         return None
     signatures = Signatures(run) if intent.similar else None
-    return remember(intent.purge_list, intent.purge_list_name, condemned, signatures)
+    path = remember(intent.purge_list, intent.purge_list_name, condemned, signatures)
+    _remove_torn_tombstones(intent)
+    return path
+
+
+def _remove_torn_tombstones(intent: Intent) -> None:
+    """What this very purge left in the list when it was killed while it wrote; others may be at work there."""
+    if not storage.is_local(intent.purge_list):
+        return
+    folder = storage.split(intent.purge_list)[1]
+    own = f".{intent.purge_list_name.removesuffix('.parquet')}."
+    for name in os.listdir(folder):
+        if name.startswith(own) and storage.is_temporary(name):
+            storage.remove(os.path.join(folder, name))
 
 
 def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]) -> str | None:

@@ -139,6 +139,8 @@ class _Reconsidered:
                 continue
             self._copy_table("verdicts", source, partition, _FACTS, ids)
             if self.duplicates.near:
+                if not storage.is_file(signatures_of(self.run, source, partition)):
+                    raise InputError(f"{signatures_of(self.run, source, partition)}: is missing{_ADVICE}")
                 rows = self._copy_table("signatures", source, partition, _SIGNATURE, ids)
                 if rows != len(ids):
                     path = signatures_of(self.run, source, partition)

@@ -219,7 +219,8 @@ def _copy(
 ) -> str:
     """Carry out the steps; the new SHA-256. What is read is all of the old file, and compared with its SHA-256."""
     size = stored.itemsize
-    blank = np.full(BLOCK_BYTES // size, eot_id, stored).tobytes()
+    longest = max((step.tokens for step in steps if step.what == "blank"), default=0)
+    blank = np.full(min(longest, BLOCK_BYTES // size), eot_id, stored).tobytes()
     reader = _Reader(source)
     try:
         for step in steps:

@@ -25,7 +25,7 @@ from quern.data_pipeline.run_directory import BusyError, is_complete, remove_tor
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
-from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, clear, finish, is_remembered
+from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, is_remembered
 from quern.lineage.purge.journal import Intent
 from quern.lineage.purge.remember import purge_list_of, tombstones_name
 from quern.lineage.purge.restore import Restored, reconsider
@@ -77,25 +77,31 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
         recovered = None if dry_run else recover_held(run)
         if dry_run and journal.read_intent(run) is not None:
             raise QuernError(f"{run}: an earlier purge was cut off; purge or verify the run without --dry-run first")
+        clock = Clock()
         corpus = version.open_corpus(run)
         condemned = request.condemn(run)
+        clock.lap("select")
         if not len(condemned):
             raise InputError(f"{run}: no document is selected; nothing to purge")
         moved = reconsider(run, condemned) if request.duplicates == "restore" else None
+        clock.lap("restore")
         plan = version.make_plan(corpus, condemned, moved, workers=request.workers)
+        clock.lap("plan")
         intent = _intent(request, purge_list, corpus, condemned, plan)
         tainted = _taint(request, intent, condemned)
         intent = replace(intent, train_runs=_readers(tainted))
+        clock.lap("taint")
         report = {
             "run": run, "dry_run": dry_run, "recovered": recovered, **_told(intent), "purge_list_why": why,
-            "warnings": _warnings(run, request), "taint": tainted,
+            "warnings": _warnings(run, request), "taint": tainted, "seconds": clock.seconds,
         }  # fmt: skip
         if dry_run:
             return report
         _carry_out(run, corpus, plan, intent, condemned, moved, tainted, request.workers)
+        clock.lap("shards")
         if moved is not None:
             report["tokens_restored"] = journal.read_note(run, "restored_tokens")
-        return {**report, **finish(run, intent, condemned)}
+        return {**report, **finish(run, intent, condemned, clock)}
 
 
 def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Table, plan: Plan) -> Intent:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from pydantic import ValidationError
@@ -19,6 +19,7 @@ import web_server
 from sources_warc_files import record
 from web_server import Fault, Web
 
+from quern import storage
 from quern.data_pipeline import run as pages_run
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
@@ -134,6 +135,22 @@ def test_a_file_that_changed_since_it_was_planned_is_an_error(web: Web) -> None:
     settings = source(web.url, files="3")
     (partition,) = plan(settings)
     web.files[name(3)] = warc(98)
+    with pytest.raises(InputError, match=r"00003\.warc\.gz: changed since the run was planned; start it again"):
+        list(read(settings, partition, ReadLog()))
+
+
+def test_a_file_that_changes_just_before_its_first_byte_is_read_is_an_error(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = source(web.url, files="3")
+    (partition,) = plan(settings)
+    opened = storage.open_read
+
+    def changing(path: str, *fingerprint: str) -> IO[bytes]:
+        web.files[name(3)] = warc(98)
+        return opened(path, *fingerprint)
+
+    monkeypatch.setattr(storage, "open_read", changing)
     with pytest.raises(InputError, match=r"00003\.warc\.gz: changed since the run was planned; start it again"):
         list(read(settings, partition, ReadLog()))
 

@@ -159,7 +159,8 @@ def test_lines_are_those_of_the_bytes_however_they_come(content: bytes, size: in
     expected = content.split(b"\n")
     if not expected[-1]:
         expected.pop()
-    assert [line for _, _, line in found] == [line if len(line) <= limit else None for line in expected]
+    lines = [None if parts is None else b"".join(parts) for _, _, parts in found]
+    assert lines == [line if len(line) <= limit else None for line in expected]
     assert [content[offset : offset + length] for offset, length, _ in found] == expected
 
 

@@ -1,9 +1,9 @@
 """Purges that are killed with SIGKILL at one change of a file: a program that makes each in a process of its own.
 
 ``python kill_case.py CASE.json``, a mapping: ``source`` (a run, with what stands beside it), ``out`` (a folder, or an
-address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``every`` (kill at every change, or only
-at one of every kind). Prints the changes of a purge that nobody killed (in ``out/whole``), and where each other one was
-killed.
+address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill ``everywhere``, at every
+change, or at one in every one of the ``phases``, or of ``some``). Prints the changes of a purge that nobody killed (in
+``out/whole``), and where each other one was killed.
 
 The parent never opens a thread or a connection; every copy, and its purge, is of a process that it forks.
 """
@@ -70,12 +70,6 @@ class Killer:
         self.kill(number, "after")
 
 
-def kind(change: Change) -> str:
-    """Changes that are alike."""
-    what, path = change
-    return f"{what} {re.sub('[0-9a-f]{8,}|[0-9]+', 'N', '/'.join(path.split('/')[-3:]))}"
-
-
 def place(case: dict[str, Any], name: str) -> str:
     """A copy of the run and of what stands beside it; the copied run."""
     out = storage.join(case["out"], name)
@@ -135,15 +129,32 @@ def killed(case: dict[str, Any], name: str, at: int, when: str) -> None:
     purge(case, run)
 
 
-def points(changes: list[Change], every: bool) -> Iterator[tuple[int, str]]:
-    seen: dict[str, int] = {}
-    for number, change in enumerate(changes):
-        times = seen[kind(change)] = seen.get(kind(change), 0) + 1
-        if every:
-            yield number, "before"
-            yield number, "after"
-        elif times == 1:
-            yield number, "before" if len(seen) % 2 else "after"
+#: A change in every phase, and when to kill there.
+PHASES = (
+    (r"publish .*\.purge/intent\.json", "before"),
+    (r"publish .*/tokens/.*\.bin", "before"),
+    (r"publish .*/manifest\.v2\.json", "after"),
+    (r"publish .*/VERSION\.json", "before"),
+    (r"publish .*/VERSION\.json", "after"),
+    (r"publish .*purge-list/.*", "before"),
+    (r"publish .*/documents/.*", "after"),
+    (r"publish .*/commits/.*", "before"),
+    (r"create_bytes .*/audit/.*", "before"),
+    (r"remove .*/tokens/.*\.bin", "after"),
+    (r"remove .*/intent\.json", "before"),
+    (r"remove .*/intent\.json", "after"),
+)
+
+
+def points(changes: list[Change], where: str) -> Iterator[tuple[int, str]]:
+    if where != "everywhere":
+        for pattern, when in PHASES if where == "phases" else PHASES[::3]:
+            found = (n for n, change in enumerate(changes) if re.fullmatch(pattern, " ".join(change)))
+            yield next(found), when
+        return
+    for number in range(len(changes)):
+        yield number, "before"
+        yield number, "after"
 
 
 def main(path: str) -> None:
@@ -152,7 +163,7 @@ def main(path: str) -> None:
     status, changes = forked(lambda: whole(case), told)
     assert status == 0, status
     done = []
-    for number, when in points(changes, case["every"]):
+    for number, when in points(changes, case["where"]):
         name = f"{number:03d}-{when}"
         status, _ = forked(lambda: killed(case, name, number, when), told)  # noqa: B023
         done.append([name, changes[number], os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL])

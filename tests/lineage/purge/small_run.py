@@ -22,8 +22,8 @@ SITES = ("a.example", "b.example", "c.example", "leak.example")
 CHANGED = 2
 
 
-def write_input(folder: Path, documents: int = 96) -> None:
-    """Three files of pages on four sites; every eighth text is another's, every twelfth nearly so, some URLs too."""
+def write_input(folder: Path, documents: int = 96, files: int = 3) -> None:
+    """Files of pages on four sites; every eighth text is another's, every twelfth nearly so, some URLs too."""
     folder.mkdir(parents=True)
     texts: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -39,8 +39,8 @@ def write_input(folder: Path, documents: int = 96) -> None:
         texts.append(text)
         page = number // 2 if number % 16 == 9 else number
         rows.append({"id": str(number), "url": f"https://{SITES[page % 4]}/{page}", "text": text})
-    for part in range(3):
-        lines = [json.dumps(row) for row in rows[part::3]]
+    for part in range(files):
+        lines = [json.dumps(row) for row in rows[part::files]]
         (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quern.lineage.purge.transaction import recover
+
+sys.path.append(str(Path(__file__).parents[2] / "train"))
+import s3_server
 
 from . import corpus_scan as C
 from . import small_run
@@ -26,8 +31,17 @@ OWN = ("id", "time", "purge_list", "taint", "train_runs", "notes", "files")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run; beside it a training run whose page shows one of its documents."""
-    base = tmp_path_factory.mktemp("source")
-    small_run.write_input(base / "in")
+    return make(tmp_path_factory.mktemp("source"), documents=96, files=3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As :func:`source`, of fewer files: to be copied to a store often."""
+    return make(tmp_path_factory.mktemp("tiny"), documents=32, files=1)
+
+
+def make(base: Path, *, documents: int, files: int) -> Path:
+    small_run.write_input(base / "in", documents, files)
     run = base / "case" / "run"
     small_run.make(small_run.settings(str(run), base / "in"))
     page = base / "case" / "train" / "forensics" / "step_00000001.html"
@@ -45,7 +59,7 @@ def selected(run: Path) -> list[bytes]:
 def kills(source: Path, out: str, case: Path, **more: Any) -> dict[str, Any]:
     case.write_text(json.dumps({"source": str(source), "out": out, "domain": DOMAIN, "duplicates": "purge", **more}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, str(SCRIPT), str(case)], capture_output=True, env=environment, timeout=900)
+    done = subprocess.run([sys.executable, str(SCRIPT), str(case)], capture_output=True, env=environment, timeout=1500)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return dict(json.loads(done.stdout))
 
@@ -106,11 +120,77 @@ def sweep(source: Path, tmp_path: Path, **case: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mask", "rewrite"])
-def test_killed_at_a_change_of_every_kind(source: Path, tmp_path: Path, mode: str) -> None:
-    sweep(source, tmp_path, mode=mode, every=False)
+def test_killed_in_every_phase(tiny: Path, tmp_path: Path, mode: str) -> None:
+    sweep(tiny, tmp_path, mode=mode, where="phases")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("mode", "duplicates"), [("mask", "purge"), ("rewrite", "purge"), ("rewrite", "restore")])
 def test_killed_at_every_change(source: Path, tmp_path: Path, mode: str, duplicates: str) -> None:
-    sweep(source, tmp_path, mode=mode, duplicates=duplicates, every=True)
+    sweep(source, tmp_path, mode=mode, duplicates=duplicates, where="everywhere")
+
+
+# ---- on a store
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with s3_server.serve() as port:
+        yield port
+
+
+@pytest.fixture
+def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
+    with s3_server.bucket(port) as server:
+        for name, value in server.environment(QUERN_STORE_TIMEOUT_S="20", QUERN_STORE_PATIENCE_S="60").items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def fetch(server: s3_server.Server, name: str, folder: Path) -> Path:
+    """A copy of what stands below ``name`` of the store, to be looked at; the run in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for key in server.objects():
+        if key.startswith(f"{name}/"):
+            path = folder / key.removeprefix(f"{name}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(server.read(key))
+    return folder / "run"
+
+
+def sweep_store(source: Path, server: s3_server.Server, tmp_path: Path, **case: Any) -> None:
+    found = kills(source, server.url, tmp_path / "case.json", **case)
+    shutil.copytree(source.parent, tmp_path / "before" / "case")
+    run = fetch(server, "whole", tmp_path / "whole" / "case")
+    for folder in ("before", "whole"):  # no trainer reads from a store
+        shutil.rmtree(tmp_path / folder / "case" / "train", ignore_errors=True)
+    before, after = state(tmp_path / "before/case/run"), state(run)
+    ids = selected(source)
+    gone(run, ids, json.loads((run / "tokens/VERSION.json").read_text())["encoding"]["eot_id"])
+    outcomes = set()
+    for name, change, died in found["killed"]:
+        assert died, (name, change)
+        run = fetch(server, name, tmp_path / "now" / "case")
+        C.scan(run)
+        message = recover(f"{server.url}/{name}/run")
+        run = fetch(server, name, tmp_path / "now" / "case")
+        shutil.rmtree(tmp_path / "now" / "case" / "train", ignore_errors=True)
+        outcomes.add(check(run, before, after, message))
+    assert outcomes == {True, False}
+    assert server.uploads() == []
+
+
+@pytest.mark.slow
+def test_killed_on_a_store_in_some_phases(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
+    sweep_store(tiny, server, tmp_path, mode="rewrite", where="some")
+
+
+@pytest.mark.long
+def test_killed_on_a_store_in_every_phase(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
+    sweep_store(tiny, server, tmp_path, mode="mask", where="phases")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+def test_killed_on_a_store_at_every_change(tiny: Path, server: s3_server.Server, tmp_path: Path, mode: str) -> None:
+    sweep_store(tiny, server, tmp_path, mode=mode, where="everywhere")
