@@ -27,7 +27,7 @@ from quern.lineage.purge import journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
 from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, is_remembered
 from quern.lineage.purge.journal import Intent
-from quern.lineage.purge.remember import purge_list_of, tombstones_name
+from quern.lineage.purge.remember import Signatures, purge_list_of, tombstones_name
 from quern.lineage.purge.restore import Restored, reconsider
 from quern.lineage.purge.restored_tokens import write_tokens
 from quern.lineage.purge.taint import Change, taint
@@ -73,6 +73,8 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
     if not is_complete(run):
         raise InputError(f"{run}: expected a complete data run; only what has all of its tokens can be purged of some")
     purge_list, why = purge_list_of(run, request.purge_list)
+    if request.similar:
+        Signatures(run)  # a run that has none is an error now
     with nullcontext() if dry_run else sole_driver(run):
         recovered = None if dry_run else recover_held(run)
         if dry_run and journal.read_intent(run) is not None:
