@@ -5,9 +5,9 @@ and pattern. Here the very expressions trafilatura holds are parsed and become t
 answers are remembered: a page repeats the same few hundred class names.
 
 Nothing is copied from trafilatura, so a changed token list upstream needs no change here. Any other change is caught:
-the walks serve only the versions named in :data:`VERIFIED_VERSIONS`, and only after a self-test against the XPaths and
-against stock output; else stock trafilatura runs and a warning says so once. trafilatura's own lists hold the walks
-only while :func:`extract_text` runs.
+the walks serve only the versions named in :data:`VERIFIED_VERSIONS` and :data:`VERIFIED_JUSTEXT`, and only after a
+self-test against the XPaths and against stock output; else stock trafilatura runs and a warning says so once.
+trafilatura's own lists hold the walks only while :func:`extract_text` runs.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 #: Distributions whose text was compared with stock output over a corpus of real pages.
 VERIFIED_VERSIONS = ("2.3.1",)
+#: Of justext, whose classes and functions some of the replacements stand in for: the self-test sees little of it.
+VERIFIED_JUSTEXT = ("3.0.2",)
 
 #: The lists of :mod:`trafilatura.xpaths` that the extraction of a body walks through.
 EXPRESSION_LISTS = (
@@ -127,10 +129,11 @@ def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
 @functools.cache
 def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
     """The replacements, :func:`backend`'s answer, and walks that remember a tree; made and tested once a process."""
-    version = importlib.metadata.version("trafilatura")
     try:
-        if version not in VERIFIED_VERSIONS:
-            raise ValueError(f"trafilatura {version} is not one of the verified {', '.join(VERIFIED_VERSIONS)}")
+        for name, verified in (("trafilatura", VERIFIED_VERSIONS), ("justext", VERIFIED_JUSTEXT)):
+            version = importlib.metadata.version(name)
+            if version not in verified:
+                raise ValueError(f"{name} {version} is not one of the verified {', '.join(verified)}")
         replacements, groups = _replacements()
         _self_test(replacements, favor)
     except (AttributeError, TypeError, ValueError) as error:
