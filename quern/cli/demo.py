@@ -15,6 +15,7 @@ from quern import storage
 from quern.cli.data import run_data
 from quern.cli.demo_check import KindResult, Outcome, compare, read_outcomes
 from quern.cli.demo_lineage import walk_lineage
+from quern.cli.demo_purge import purge_demo
 from quern.cli.demo_train import train_demo
 from quern.cli.output import JSON, json_stdout, out_console, reports_errors
 from quern.config import load_config
@@ -34,7 +35,7 @@ def demo(
 ) -> None:
     """Write a sample site of 320 pages, grind it into tokens, hold every verdict against what a person expects, and
     train a small model on them that is killed, goes on, and is held against n-gram models; then walk a page from its
-    URL to the steps that read it, and back.
+    URL to the steps that read it, and back; and purge a domain, prove it gone, and go on without it.
     """
     began = time.monotonic()
     with json_stdout(json) as emit:
@@ -52,8 +53,9 @@ def demo(
             _print_kinds(results, console)
         trained = train_demo(folder, run_dir, seed, None if json else console)
         walked = walk_lineage(run_dir, trained["run"], _pages_to_walk(site, outcomes), None if json else console)
+        purged = purge_demo(run_dir, trained["run"], None if json else console)
         kinds = [vars(result) for result in results]
-        emit({"kinds": kinds, "stats": stats, "training": trained, "lineage": walked})
+        emit({"kinds": kinds, "stats": stats, "training": trained, "lineage": walked, "purge": purged})
         if not json:
             _print_next(folder, run_dir, time.monotonic() - began, console)
     wrong = [complaint for result in results for complaint in result.wrong]
@@ -103,6 +105,7 @@ def _print_next(folder: str, run_dir: str, seconds: float, console: Console) -> 
     console.print(f"  quern lineage show {run_dir} --shard sample/shard_00000 --token 5000")
     console.print(f"  quern lineage exposure {folder}/train --domain sample.example")
     console.print(f"  quern lineage step {folder}/train 100")
+    console.print(f"  quern lineage verify {run_dir} --deep")
     console.print(f"  quern data report {run_dir} --json")
     console.print(f"  quern checkpoint list {folder}/train")
     console.print(f"  quern checkpoint sample {folder}/train --prompt 'The river'")

@@ -26,7 +26,7 @@ from quern.train.baselines import NGram, read_stream
 from quern.train.config import TrainConfig
 from quern.train.ledger import MOVES, read_ledger, surviving
 
-__all__ = ["shared_clusters", "train_demo"]
+__all__ = ["metric_rows", "shared_clusters", "train_demo"]
 
 PROMPT = "The"
 
@@ -99,11 +99,11 @@ def _train_until_killed(
     process = _start(config, overrides)
     try:
         while process.poll() is None:
-            last = max((row["step"] for row in _rows(run_dir, "step")), default=0)
+            last = max((row["step"] for row in metric_rows(run_dir, "step")), default=0)
             if last >= wanted:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-                return int(max(row["step"] for row in _rows(run_dir, "step")))
+                return int(max(row["step"] for row in metric_rows(run_dir, "step")))
             time.sleep(0.05)
     finally:
         if process.poll() is None:
@@ -112,7 +112,8 @@ def _train_until_killed(
     raise QuernError(f"training ended with exit code {process.returncode} before it was killed")
 
 
-def _rows(run_dir: str, kind: str) -> Iterator[dict[str, Any]]:
+def metric_rows(run_dir: str, kind: str) -> Iterator[dict[str, Any]]:
+    """The lines of a kind that a training run has written to its metrics so far."""
     path = storage.join(run_dir, "metrics.jsonl")
     if not os.path.exists(path):
         return
@@ -126,7 +127,7 @@ def _rows(run_dir: str, kind: str) -> Iterator[dict[str, Any]]:
 
 def _compare(tokens: str, run_dir: str, config: TrainConfig) -> dict[str, float]:
     """Held-out nats a token: of the model, and of n-gram models counted on the same training tokens."""
-    final = list(_rows(run_dir, "validation"))[-1]
+    final = list(metric_rows(run_dir, "validation"))[-1]
     train, held_out = read_stream(tokens), read_stream(tokens + ".val")
     vocab_size = ShardReader(tokens).vocab_size
     losses = {}

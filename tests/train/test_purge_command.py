@@ -104,6 +104,15 @@ def test_a_run_that_was_moved_goes_on_where_it_is(trained, tmp_path, monkeypatch
     shutil.move(tmp_path / "a" / "run", tmp_path / "b" / "run")
     row = report_on(trained.data, tmp_path / "b" / "run", trained.chosen)
     assert row["resume"]["arguments"][3:] == [f"run_dir={tmp_path}/b/run", "resume.step=4"]
+    (tmp_path / "c" / "d" / "e" / "f").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "c" / "d" / "e" / "f")
+    row = report_on(trained.data, tmp_path / "b" / "run", trained.chosen)
+    paths = [f"data.{n}.path={trained.data}/tokens/{name}" for n, name in enumerate(purged.STREAMS)]
+    assert row["resume"]["arguments"][3:] == [f"run_dir={tmp_path}/b/run", "resume.step=4", *paths]
+    assert row["resume"]["run_in"] is None
+    command = row["resume"]["arguments"]
+    left = case.live(load_config(command[2], TrainConfig, command[3:]))
+    assert (left.start.kind, left.start.step, left.complete) == ("rollback", 4, True)
 
 
 def test_what_cannot_be_judged_is_named(trained, tmp_path):

@@ -42,7 +42,10 @@ def resume(
     except QuernError as error:
         return answer | {"why_not": str(error)}
     command = ["quern", "train", os.path.join(run.path, CONFIG_FILE), *arguments]
-    relative = [path for path in (config.run_dir, *(given.path for given in config.data)) if not os.path.isabs(path)]
+    keys = ["run_dir", *(f"data.{index}.path" for index in range(len(config.data)))]
+    paths = [config.run_dir, *(given.path for given in config.data)]
+    overridden = {argument.partition("=")[0] for argument in arguments}
+    relative = [key for key, path in zip(keys, paths, strict=True) if not os.path.isabs(path) and key not in overridden]
     return answer | {
         "command": shlex.join(command), "arguments": command, "run_in": os.getcwd() if relative else None,
     }  # fmt: skip
@@ -65,6 +68,7 @@ def _arguments(
         found += [*_same_folder(run, config), *_back(run, config, last, change, answer)]
     else:
         found += [*_same_folder(run, config), *_forgotten(config)]
+    found += _data(run, config)
     if answer["run_dir"] is None:  # a run that begins anew has no past that another version could contradict
         found += _accepted(run, config, lineages, change)
     ranks = (run.attempts[-1].dp or 1) * config.parallel.tp * config.parallel.pp
@@ -77,14 +81,25 @@ def _same_folder(run: TrainingRun, config: TrainConfig) -> list[str]:
     return [] if same else [_folder(run.path)]
 
 
-def _folder(path: str) -> str:
+def _data(run: TrainingRun, config: TrainConfig) -> list[str]:
+    """Sources that are not where the config says, seen from here, and are where the ledger says."""
+    told = {os.path.basename(path): path for path in run.attempts[-1].paths.values() if os.path.isdir(path)}
+    names = [os.path.basename(os.path.normpath(given.path)) for given in config.data]
+    return [
+        _folder(told[name], f"data.{index}.path")
+        for index, (name, given) in enumerate(zip(names, config.data, strict=True))
+        if not os.path.isdir(given.path) and name in told and names.count(name) == 1
+    ]
+
+
+def _folder(path: str, key: str = "run_dir") -> str:
     """The override that gives ``path``, quoted where YAML would take it for something else."""
-    plain = f"run_dir={path}"
+    plain = f"{key}={path}"
     try:
         same = parse_overrides([plain])[0][1] == path
     except InputError:
         same = False
-    return plain if same else f"run_dir={json.dumps(path, ensure_ascii=False)}"
+    return plain if same else f"{key}={json.dumps(path, ensure_ascii=False)}"
 
 
 def _forgotten(config: TrainConfig) -> list[str]:
