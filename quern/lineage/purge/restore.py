@@ -209,7 +209,7 @@ class _Reconsidered:
 
     def _places(self, partitions: Sequence[tuple[str, str]], candidates: np.ndarray) -> dict[bytes, dict[str, Any]]:
         """Source, partition and text hash of those candidates that were decided again."""
-        found = {}
+        found: dict[bytes, dict[str, Any]] = {}
         for source, partition in partitions:
             path = os.path.join(self.folder, "verdicts", source, f"{partition}.parquet")
             for batch in matching(path, ["post_filter_hash"], lambda ids: holds(candidates, ids)):
@@ -225,7 +225,7 @@ class _Reconsidered:
     def _clusters(self, doc_ids: Sequence[bytes]) -> dict[bytes, bytes]:
         """The clusters of those documents that the run has one of."""
         ids = sorted_keys([np.array(doc_ids, "S16")])
-        found = {}
+        found: dict[bytes, bytes] = {}
         for batch in matching(storage.join(self.run, CLUSTERS), ["cluster_id"], lambda own: holds(ids, own), 1 << 16):
             found.update(zip(*(column.to_pylist() for column in batch.columns), strict=True))
         return found
