@@ -133,8 +133,9 @@ class _Reconsidered:
     def _copy(self, wanted: Any) -> tuple[list[tuple[str, str]], int]:
         """Write the verdicts and signatures of the documents to decide; their partitions and their number."""
         partitions, decided = [], 0
-        for source, partition in partitions_of(self.run):
-            ids = self._undecided(source, partition, wanted)
+        names = partitions_of(self.run)
+        found = storage.each(lambda name: self._undecided(*name, wanted), names, self.run)
+        for (source, partition), ids in zip(names, found, strict=True):
             if not len(ids):
                 continue
             self._copy_table("verdicts", source, partition, _FACTS, ids)
