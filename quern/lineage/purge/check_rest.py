@@ -35,9 +35,12 @@ def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
     check = Check("left over", "no file of an older version, of an unfinished purge or of a killed writer is left")
     if version is not None:
         held = _held(run) if storage.is_local(run) else set()
-        for name, why in _unlisted(run, version, check):
-            reader = "; a reader has it open: it can go when that ends" if name in held else ""
-            check.found(name, f"{why}{reader}")
+        try:
+            for name, why in _unlisted(run, version, check):
+                reader = "; a reader has it open: it can go when that ends" if name in held else ""
+                check.found(name, f"{why}{reader}")
+        except (KeyError, TypeError) as error:
+            check.unknown.append(f"tokens/VERSION.json: is no whole list of a corpus version ({error})")
     if storage.exists(storage.join(run, PURGE_FOLDER, "intent.json")):
         check.found(f"{PURGE_FOLDER}/intent.json", "a purge was cut off, and is neither finished nor undone")
     if storage.is_folder(storage.join(run, ".work")):

@@ -169,27 +169,31 @@ def _look(
 ) -> Iterator[tuple[int, _Found]]:
     """Position of each shard that may be touched, and what stands there."""
     folder = storage.join(corpus.tokens, listed.source)
-    wanted = np.array(ids, "S16")
+    wanted = _candidates(listed, ids)
+    nobody = np.empty(0, "S16")
 
     def look(position: int) -> _Found:
         spans = read_spans(folder, listed.shards[position])
-        mine = np.isin(spans.keys, wanted)
+        mine = np.isin(spans.keys, wanted.get(position, nobody))
         rows = np.flatnonzero(mine & ~spans.purged)
         already = int((mine & spans.purged).sum())
         return _Found(rows, spans.doc_ids[rows].tobytes(), int(spans.lengths[rows].sum()), already)
 
-    positions = sorted({*_candidates(listed, ids), *(at for at in arriving if at < len(listed.shards))})
+    positions = sorted({*wanted, *(at for at in arriving if at < len(listed.shards))})
     yield from zip(positions, _in_threads(look, positions, workers), strict=True)
 
 
-def _candidates(listed: Listed, ids: Sequence[bytes]) -> list[int]:
-    """The shards in whose range of place keys one of the documents falls."""
-    keys = np.sort(keyed_hashes(listed.manifest["seed"], "place", ids))
-    found = []
+def _candidates(listed: Listed, ids: Sequence[bytes]) -> dict[int, np.ndarray]:
+    """Position of a shard → the documents (S16) whose place keys fall in its range, where there are any."""
+    keys = keyed_hashes(listed.manifest["seed"], "place", ids)
+    order = np.argsort(keys)
+    keys, ordered = keys[order], np.array(ids, "S16")[order]
+    found = {}
     for position, shard in enumerate(listed.shards):
         first, last = (np.uint64(int(key, 16)) for key in (shard.first_key, shard.last_key))
-        if np.searchsorted(keys, first, "left") < np.searchsorted(keys, last, "right"):
-            found.append(position)
+        start, end = np.searchsorted(keys, first, "left"), np.searchsorted(keys, last, "right")
+        if start < end:
+            found[position] = ordered[start:end]
     return found
 
 

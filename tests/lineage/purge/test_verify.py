@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.data_pipeline.tombstones import PURGE_SCHEMA
-from quern.errors import InputError
-from quern.lineage.purge import audit, check_tokens
+from quern.errors import InputError, QuernError
+from quern.lineage.purge import audit, check_tokens, finish
+from quern.lineage.purge.condemned import condemn
 from quern.lineage.purge.findings import MAX_FINDINGS, Check
+from quern.lineage.purge.select import Wanted
+from quern.lineage.purge.transaction import Request, purge
 from quern.lineage.purge.verify import Proof, verify
 
 from . import purge_case as P
@@ -499,6 +502,54 @@ def test_findings_are_bounded() -> None:
 def test_what_is_no_data_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected a data run"):
         verify(str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+def test_a_purge_as_it_is_made(made: P.Case, tmp_path: Path, mode: Any) -> None:
+    """Not by hand: two of them, one after the other."""
+    case = made.at(tmp_path)
+    for number, doc_ids in enumerate((case.placed[:4], case.placed[4:9]), 1):
+        wanted = Wanted(doc_ids=frozenset(doc_ids))
+        report = purge(Request(str(case.run), mode, lambda run, own=wanted: condemn(run, own), {"doc": ["…"]}))
+        assert report["documents_purged"] >= len(doc_ids) - 1
+        found = verify(str(case.run), deep=True)
+        assert [(check.name, check.findings, check.unknown) for check in found.checks if check.status != "pass"] == []
+        assert (found.purges, found.version) == (number, number + 1)
+
+
+def test_the_command_finishes_a_purge_that_was_cut_off(
+    made: P.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = made.at(tmp_path)
+    wanted = Wanted(doc_ids=frozenset(case.placed[:4]))
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    request = Request(str(case.run), "mask", lambda run: condemn(run, wanted), {"doc": ["…"]})
+    with monkeypatch.context() as patched:
+        patched.setattr(finish, "clean", fails)
+        with pytest.raises(QuernError, match="the purge is not at its end"):
+            purge(request)
+    assert not verify(str(case.run)).holds
+    done = CliRunner().invoke(app, ["lineage", "verify", str(case.run), "--json", "--deep"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(capfd.readouterr().out)
+    assert (told["holds"], told["purges"], told["version"]) == (True, 1, 2)
+    assert "had been cut off; it is finished" in told["recovered"]
+    assert {check["status"] for check in told["checks"]} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    "broken", [{"sources": {"web": {}}}, {"sources": {"web": None}}, {"sources": {}, "version": "x"}]
+)
+def test_a_damaged_version_is_no_traceback(case: P.Case, broken: dict[str, Any]) -> None:
+    (case.run / "tokens/VERSION.json").write_text(json.dumps(broken))
+    found = prove(case)
+    assert not found.holds
+    (case.run / "tokens/VERSION.json").write_text("[]")
+    with pytest.raises(InputError, match="sources: expected a mapping"):
+        prove(case)
 
 
 def test_the_command(case: P.Case) -> None:
