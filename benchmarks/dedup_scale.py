@@ -27,7 +27,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 from dedup_corpus import NUM_PERM, ROWS, Corpus
+from dedup_oracle import BruteForce, Doc
 from process_tree import measure
 
 from quern.data_pipeline import dedup
@@ -145,84 +145,30 @@ def closed_sample(corpus: Corpus, most: int) -> np.ndarray:
     return np.concatenate((numbers[np.isin(cluster, taken)], alone))
 
 
-class BruteForce:
-    """Decisions over the sample from the tables' rows."""
-
-    def __init__(self, corpus: Corpus, folder: Path, numbers: np.ndarray) -> None:
-        verdicts, signed = self._read(corpus, folder, numbers)
-        self.ids = [row["doc_id"] for row in verdicts]
-        order = sorted(
-            range(len(numbers)),
-            key=lambda i: (-verdicts[i]["text.num_words"], verdicts[i]["fetched_at"], self.ids[i]),
-        )
-        self.removed: dict[bytes, tuple[str, bytes, float | None]] = {}
-        self.edges: list[tuple[bytes, bytes]] = []
-        for kind, column, similarity in (("exact", "post_filter_hash", 1.0), ("url", "canonical_url", None)):
-            first: dict[Any, int] = {}
-            for i in order:
-                if self.ids[i] not in self.removed:
-                    keeper = first.setdefault(verdicts[i][column], i)
-                    if keeper != i:
-                        self.removed[self.ids[i]] = (kind, self.ids[keeper], similarity)
-                        self.edges.append((self.ids[i], self.ids[keeper]))
-        order = [i for i in order if self.ids[i] not in self.removed]
-        signatures = np.array([signed[i][0] for i in range(len(numbers))], dtype=np.uint32).reshape(-1, NUM_PERM)
-        pairs: dict[int, set[int]] = defaultdict(set)
-        for band in range(CONFIG.bands):
-            members: dict[bytes, list[int]] = defaultdict(list)
-            rows = np.ascontiguousarray(signatures[:, band * ROWS : (band + 1) * ROWS])
-            for rank, i in enumerate(order):
-                members[rows[i].tobytes()].append(rank)
-            for ranks in members.values():
-                for place, high in enumerate(ranks):
-                    pairs[high].update(ranks[: min(place, CONFIG.max_band_members)])
-        self.candidates = sum(map(len, pairs.values()))
-        for high in sorted(pairs):
-            best: tuple[float, int] | None = None
-            own = signed[order[high]][1]
-            for low in sorted(pairs[high]):
-                other = signed[order[low]][1]
-                common = len(own & other)
-                similarity = common / (len(own) + len(other) - common)
-                if similarity >= CONFIG.threshold:
-                    self.edges.append((self.ids[order[high]], self.ids[order[low]]))
-                    if self.ids[order[low]] not in self.removed and (best is None or similarity > best[0]):
-                        best = similarity, low
-            if best is not None:
-                self.removed[self.ids[order[high]]] = ("near", self.ids[order[best[1]]], best[0])
-        self.clusters = self._clusters()
-
-    def _read(self, corpus: Corpus, folder: Path, numbers: np.ndarray) -> tuple[list[Any], list[Any]]:
-        part, row = corpus.place(numbers)
-        verdicts: list[Any] = [None] * len(numbers)
-        signed: list[Any] = [None] * len(numbers)
-        columns = ["doc_id", "canonical_url", "fetched_at", "post_filter_hash", "text.num_words"]
-        for index in np.unique(part).tolist():
-            here = np.flatnonzero(part == index)
-            rows = pq.read_table(_path(folder, "verdicts", corpus, index), columns=columns).take(row[here]).to_pylist()
-            for i, verdict in zip(here.tolist(), rows, strict=True):
-                verdicts[i] = verdict
-            table = pq.read_table(_path(folder, "signatures", corpus, index)).take(row[here])
-            for i, signature, shingles in zip(here.tolist(), table["signature"], table["shingles"], strict=True):
-                signed[i] = (signature.values.to_numpy(), frozenset(shingles.values.to_numpy().tolist()))
-        return verdicts, signed
-
-    def _clusters(self) -> dict[bytes, bytes]:
-        beside: dict[bytes, list[bytes]] = defaultdict(list)
-        for a, b in self.edges:
-            beside[a].append(b)
-            beside[b].append(a)
-        names: dict[bytes, bytes] = {}
-        for start in beside:
-            if start not in names:
-                reached, todo = {start}, [start]
-                while todo:
-                    for other in beside[todo.pop()]:
-                        if other not in reached:
-                            reached.add(other)
-                            todo.append(other)
-                names |= dict.fromkeys(reached, min(reached))
-        return names
+def read_documents(corpus: Corpus, folder: Path, numbers: np.ndarray) -> list[Doc]:
+    """Documents from the tables' rows."""
+    part, row = corpus.place(numbers)
+    columns = ["doc_id", "source", "canonical_url", "fetched_at", "post_filter_hash", "text.num_words"]
+    found = []
+    for index in np.unique(part).tolist():
+        rows = row[part == index]
+        verdicts = pq.read_table(_path(folder, "verdicts", corpus, index), columns=columns).take(rows).to_pylist()
+        table = pq.read_table(_path(folder, "signatures", corpus, index)).take(rows)
+        for verdict, signature, shingles in zip(verdicts, table["signature"], table["shingles"], strict=True):
+            found.append(
+                Doc(
+                    verdict["doc_id"],
+                    verdict["source"],
+                    corpus.name(index),
+                    verdict["post_filter_hash"],
+                    verdict["canonical_url"],
+                    None if verdict["fetched_at"] is None else verdict["fetched_at"].timestamp(),
+                    verdict["text.num_words"],
+                    tuple(signature.values.to_numpy().tolist()),
+                    frozenset(shingles.values.to_numpy().tolist()),
+                )
+            )
+    return found
 
 
 def _path(folder: Path, kind: str, corpus: Corpus, index: int) -> Path:
@@ -232,8 +178,8 @@ def _path(folder: Path, kind: str, corpus: Corpus, index: int) -> Path:
 def compare(corpus: Corpus, folder: Path, most: int) -> dict[str, Any]:
     """How many decisions were compared and how many differ."""
     numbers = closed_sample(corpus, most)
-    expected = BruteForce(corpus, folder, numbers)
-    sample = set(expected.ids)
+    expected = BruteForce(read_documents(corpus, folder, numbers), CONFIG, {})
+    sample = {doc.doc_id for doc in expected.order}
     decisions, names = {}, {}
     of_sharing = 0
     sharing = {halves.astype(">u8").tobytes() for halves in corpus.ids(np.arange(corpus.sharing))}
@@ -241,23 +187,23 @@ def compare(corpus: Corpus, folder: Path, most: int) -> dict[str, Any]:
         for row in batch.to_pylist():
             of_sharing += row["doc_id"] in sharing
             if row["doc_id"] in sample:
-                decisions[row["doc_id"]] = (row["kind"], row["duplicate_of"], row["similarity"])
+                decisions[row["doc_id"]] = (row["kind"], row["duplicate_of"], row["similarity"], row["band"])
     for batch in pq.ParquetFile(folder / "duplicates" / "clusters.parquet").iter_batches(1 << 15):
         for one, name in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             if one in sample:
                 names[one] = name
     whole = len(numbers) == corpus.documents
-    ends = {id_ for id_ in expected.removed.keys() | decisions.keys()}
+    ends = expected.rows.keys() | decisions.keys()
     return {
         "documents": len(numbers),
-        "removed": len(expected.removed),
-        "wrong_decisions": sum(expected.removed.get(id_) != decisions.get(id_) for id_ in ends),
+        "removed": len(expected.rows),
+        "wrong_decisions": sum(expected.rows.get(id_) != decisions.get(id_) for id_ in ends),
         "members": len(expected.clusters),
         "wrong_clusters": sum(
             expected.clusters.get(id_) != names.get(id_) for id_ in expected.clusters.keys() | names.keys()
         ),
         "removed_that_merely_share_a_key": of_sharing,
-        "candidate_pairs": expected.candidates if whole else None,
+        "candidate_pairs": expected.num_candidates if whole else None,
     }
 
 

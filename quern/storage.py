@@ -22,11 +22,11 @@ from typing import IO, Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import glob_translate
 
 from quern.errors import InputError
 from quern.remote import ChangedError, Info, Objects, around_waits, hold, objects, takes_leases
 from quern.remote.concurrency import in_order
+from quern.remote.patterns import matching
 from quern.remote.reader import open_object
 
 __all__ = [
@@ -65,7 +65,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _LOCAL = ("file", "local")
-_MAGIC = re.compile(r"[*?\[]")
 #: So many files of one folder are described by listing it.
 _MANY = 8
 #: What is held in memory of a file that is being published on a store; the rest is on this machine's disk.
@@ -142,39 +141,10 @@ def glob(pattern: str) -> list[str]:
     """Files that match, sorted; each as a path of the same form as ``pattern``."""
     store = _store(pattern)
     if store is not None:
-        return sorted(_matching(store, pattern))
+        return sorted(matching(store, pattern))
     fs, inner = split(pattern)
     found = sorted(name for name in fs.glob(inner) if not fs.isdir(name))
     return [_full(fs, name, pattern) for name in found]
-
-
-def _matching(store: Objects, pattern: str) -> Iterator[str]:
-    """Files on a store that match: folder by folder, so that only those are listed that can hold one."""
-    parts = pattern.split("/")
-    plain = next((index for index, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
-    base, rest = "/".join(parts[:plain]), parts[plain:]
-    if not rest:
-        if store.stat(pattern) is not None:
-            yield pattern
-        return
-    if any("**" in part for part in rest):
-        matches = re.compile(glob_translate("/".join(rest)))
-        for name, info in store.listing(base):
-            if info is not None and matches.match(name[len(base) + 1 :]):
-                yield name
-        return
-    folders = [base]
-    for part in rest[:-1]:
-        folders = [name for name, info in _in_folders(store, folders, part) if info is None]
-    yield from (name for name, info in _in_folders(store, folders, rest[-1]) if info is not None)
-
-
-def _in_folders(store: Objects, folders: Sequence[str], part: str) -> Iterator[tuple[str, Info | None]]:
-    matches = re.compile(glob_translate(part))
-    for folder in folders:
-        for name, info in store.listing(folder, recursive=False):
-            if matches.match(posixpath.basename(name)):
-                yield name, info
 
 
 def list_files(folder: str) -> list[str]:

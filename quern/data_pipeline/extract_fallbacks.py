@@ -12,8 +12,9 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import justext.core
 import justext.paragraph
 import lxml.etree
 import lxml.html
@@ -22,7 +23,7 @@ import trafilatura.core
 import trafilatura.utils
 from lxml.html import HtmlElement
 
-__all__ = ["CleanedLater", "Comparison", "Neighbours", "Paragraph", "StopWords"]
+__all__ = ["CleanedLater", "Comparison", "Neighbours", "Paragraph", "Paragraphs", "StopWords"]
 
 #: Text outside of what readability drops first. (What a ``fencedframe`` holds counts, though it is dropped too.)
 _PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
@@ -203,6 +204,89 @@ class Paragraph(justext.paragraph.Paragraph):
     @functools.cached_property
     def text(self) -> str:
         return str(super().text)
+
+
+class _Place(NamedTuple):
+    """Where a paragraph begins: the names of the elements around it, parted by dots."""
+
+    dom: str
+
+
+class Paragraphs:
+    """justext's paragraphs of a tree by a plain walk, without the events of a parser for every element."""
+
+    def __init__(self, make: Callable[[HtmlElement], list[Any]]) -> None:
+        self._make = make
+
+    def __call__(self, root: HtmlElement) -> list[Any]:
+        instruction = lxml.etree.ProcessingInstruction
+        for sibling in (root.getprevious(), root.getnext()):
+            if sibling is not None and sibling.tag is instruction:
+                return self._make(root)
+        walk = _Walk()
+        try:
+            walk.visit(root, "")
+        except _UnknownNodeError:
+            return self._make(root)
+        walk.begin("")
+        return walk.found
+
+
+class _UnknownNodeError(Exception):
+    """A node that is no element, comment or instruction."""
+
+
+class _Walk:
+    """The paragraphs so far, the one being written, and whether a link is open and a line break just passed."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        self.paragraph = Paragraph(_Place(""))
+        self.link = self.broken = False
+
+    def begin(self, place: str) -> None:
+        """End the paragraph, and begin another."""
+        if self.paragraph.text_nodes and self.paragraph.text:
+            self.found.append(self.paragraph)
+        self.paragraph = Paragraph(_Place(place))
+
+    def write(self, text: str) -> None:
+        if not text.isspace():
+            written = self.paragraph.append_text(text)
+            if self.link:
+                self.paragraph.chars_count_in_links += len(written)
+            self.broken = False
+
+    def visit(self, element: HtmlElement, above: str) -> None:
+        """An element, and the text after it."""
+        tag = element.tag
+        if isinstance(tag, str):
+            name = tag[tag.index("}") + 1 :] if tag[0] == "{" else tag
+            place = f"{above}.{name}" if above else name
+            parts = name in justext.core.PARAGRAPH_TAGS
+            if parts or (name == "br" and self.broken):
+                if not parts:
+                    self.paragraph.tags_count -= 1
+                self.begin(place)
+            else:
+                self.broken = name == "br"
+                if self.broken:
+                    self.paragraph.append_text(" ")
+                elif name == "a":
+                    self.link = True
+                self.paragraph.tags_count += 1
+            if element.text:
+                self.write(element.text)
+            for child in element:
+                self.visit(child, place)
+            if parts:
+                self.begin(above)
+            if name == "a":
+                self.link = False
+        elif tag is not lxml.etree.Comment and tag is not lxml.etree.ProcessingInstruction:
+            raise _UnknownNodeError
+        if element.tail:
+            self.write(element.tail)
 
 
 class StopWords:

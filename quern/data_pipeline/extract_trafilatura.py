@@ -5,9 +5,9 @@ and pattern. Here the very expressions trafilatura holds are parsed and become t
 answers are remembered: a page repeats the same few hundred class names.
 
 Nothing is copied from trafilatura, so a changed token list upstream needs no change here. Any other change is caught:
-the walks serve only the versions named in :data:`VERIFIED_VERSIONS`, and only after a self-test against the XPaths and
-against stock output; else stock trafilatura runs and a warning says so once. trafilatura's own lists hold the walks
-only while :func:`extract_text` runs.
+the walks serve only the versions named in :data:`VERIFIED_VERSIONS` and :data:`VERIFIED_JUSTEXT`, and only after a
+self-test against the XPaths and against stock output; else stock trafilatura runs and a warning says so once.
+trafilatura's own lists hold the walks only while :func:`extract_text` runs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ import lxml.html
 import trafilatura
 import trafilatura.core
 import trafilatura.external
+import trafilatura.main_extractor
+import trafilatura.readability_lxml
+import trafilatura.settings
 import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
+from quern.data_pipeline.extract_density import LinkDensity, length_of
 from quern.data_pipeline.extract_fallbacks import (
     CleanedLater,
     Comparison,
     Neighbours,
     Paragraph,
+    Paragraphs,
     StopWords,
 )
 from quern.data_pipeline.xpath_walk import Member, Walk, Walks
@@ -46,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 #: Distributions whose text was compared with stock output over a corpus of real pages.
 VERIFIED_VERSIONS = ("2.3.1",)
+#: Of justext, whose classes and functions some of the replacements stand in for: the self-test sees little of it.
+VERIFIED_JUSTEXT = ("3.0.2",)
 
 #: The lists of :mod:`trafilatura.xpaths` that the extraction of a body walks through.
 EXPRESSION_LISTS = (
@@ -84,12 +91,27 @@ def stock_text(html: str, favor: Favor = "precision", include_tables: bool = Tru
 def extract_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
     """The same text as :func:`stock_text`, sooner."""
     replacements, _, groups = _prepare(favor)
+    if not replacements:
+        return stock_text(html, favor, include_tables)
     with _in_place(replacements):
         try:
-            return stock_text(html, favor, include_tables)
+            return _text(html, favor, include_tables)
         finally:
             for group in groups:
                 group.forget()
+
+
+def _text(html: str, favor: Favor, include_tables: bool) -> str | None:
+    text = trafilatura.extract(html, options=_options(favor, include_tables))
+    return text if text is None else str(text)
+
+
+@functools.cache
+def _options(favor: Favor, include_tables: bool) -> Any:
+    """The settings of :func:`stock_text`, that trafilatura reads from its configuration for every page."""
+    return trafilatura.settings.Extractor(
+        precision=favor == "precision", recall=favor == "recall", comments=False, tables=include_tables, dedup=False
+    )
 
 
 def backend(favor: Favor = "precision") -> str:
@@ -127,10 +149,11 @@ def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
 @functools.cache
 def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
     """The replacements, :func:`backend`'s answer, and walks that remember a tree; made and tested once a process."""
-    version = importlib.metadata.version("trafilatura")
     try:
-        if version not in VERIFIED_VERSIONS:
-            raise ValueError(f"trafilatura {version} is not one of the verified {', '.join(VERIFIED_VERSIONS)}")
+        for name, verified in (("trafilatura", VERIFIED_VERSIONS), ("justext", VERIFIED_JUSTEXT)):
+            version = importlib.metadata.version(name)
+            if version not in verified:
+                raise ValueError(f"{name} {version} is not one of the verified {', '.join(verified)}")
         replacements, groups = _replacements()
         _self_test(replacements, favor)
     except (AttributeError, TypeError, ValueError) as error:
@@ -168,8 +191,21 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
     )
     prune, pair = external.prune_unwanted_nodes, list(overall)
     comparison = Comparison(core.compare_extraction, external.try_readability, lambda tree, *_: prune(tree, pair))
+    extractor, readability, maker = (
+        trafilatura.main_extractor,
+        trafilatura.readability_lxml,
+        justext.core.ParagraphMaker,
+    )
+    density = LinkDensity(extractor.prune_unwanted_sections)
     replacements = (
         *found,
+        _Replacement(extractor, "prune_unwanted_sections", extractor.prune_unwanted_sections, density.prune_sections),
+        _Replacement(extractor, "delete_by_link_density", extractor.delete_by_link_density, density.delete),
+        _Replacement(extractor, "link_density_test_tables", extractor.link_density_test_tables, density.is_dense_table),
+        _Replacement(readability, "text_length", readability.text_length, length_of),
+        _Replacement(
+            maker, "make_paragraphs", vars(maker)["make_paragraphs"], staticmethod(Paragraphs(maker.make_paragraphs))
+        ),
         _Replacement(utils, "HTML_PARSER", utils.HTML_PARSER, parser),
         _Replacement(utils, "INVALID_XML_CHARS", utils.INVALID_XML_CHARS, _InvalidCharacters(utils.INVALID_XML_CHARS)),
         _Replacement(core, "_prepare_tree", core._prepare_tree, CleanedLater.prepare),
@@ -217,7 +253,7 @@ def _self_test(replacements: tuple[_Replacement, ...], favor: Favor) -> None:
         for page in _PAGES:
             expected_text = stock_text(page, favor)
             with _in_place(replacements):
-                text = stock_text(page, favor)
+                text = _text(page, favor, True)
             if text != expected_text:
                 raise ValueError(f"the self-test found another text than stock trafilatura's ({favor})")
     finally:

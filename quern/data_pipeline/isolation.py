@@ -44,6 +44,8 @@ WALL_FACTOR = 10
 
 _LAYOUT = struct.Struct("<qd")
 _STACK = ".stack"
+_FOLDER = re.compile(r"(?:quern-)?markers-[0-9a-f]{32}")
+_ATTEMPTS = 20
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
@@ -67,9 +69,7 @@ class Marker:
     """The ordinal of the page in work, in a file that outlives the process."""
 
     def __init__(self, path: str) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(_LAYOUT.pack(-1, 0.0))
+        _begin(path)
         self._file = open(path, "r+b")  # noqa: SIM115 (lives as long as the marker)
         self._map = mmap.mmap(self._file.fileno(), _LAYOUT.size)
 
@@ -96,10 +96,18 @@ class Marker:
 
     @staticmethod
     def remove(path: str) -> None:
-        """The partition is finished; on another machine there is nothing to remove."""
+        """The partition is finished; on another machine there is nothing to remove.
+
+        With the last marker its folder goes: of a run on a store nobody else comes by every machine.
+        """
         for name in (path, path + _STACK):
             with suppress(FileNotFoundError):
                 os.unlink(name)
+        folder = os.path.dirname(os.path.dirname(path))
+        if _FOLDER.fullmatch(os.path.basename(folder)):
+            with suppress(OSError):  # others are in there
+                os.rmdir(os.path.dirname(path))
+                os.rmdir(folder)
 
     @staticmethod
     def read(path: str) -> Last | None:
@@ -110,6 +118,18 @@ class Marker:
         ordinal, began = _LAYOUT.unpack(data)
         stack = _content(path + _STACK).decode("utf-8", "replace")
         return Last(ordinal, began, stack or None) if ordinal >= 0 else None
+
+
+def _begin(path: str) -> None:
+    for attempt in range(_ATTEMPTS):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            with open(path, "wb") as file:
+                file.write(_LAYOUT.pack(-1, 0.0))
+            return
+        except FileNotFoundError:  # the folder went with somebody's last marker
+            if attempt == _ATTEMPTS - 1:
+                raise
 
 
 def _content(path: str) -> bytes:

@@ -231,10 +231,10 @@ def _process(task: PartitionTask) -> dict[str, Any]:
             outputs=outputs,
             counts=progress.to_counts(read_log),
         )
-        Marker.remove(task.marker)  # on a machine of its own nobody else can
         return entry
     finally:
         marker.close()
+        Marker.remove(task.marker)  # on a machine of its own nobody else can; who dies does not come by
 
 
 def _identified(task: PartitionTask, read_log: ReadLog, seen: set[bytes]) -> Iterator[Page]:

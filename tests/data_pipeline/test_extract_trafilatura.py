@@ -66,6 +66,7 @@ def state() -> list[Any]:
 
 def test_installed_version_runs_on_walks() -> None:
     assert importlib.metadata.version("trafilatura") in fast.VERIFIED_VERSIONS
+    assert importlib.metadata.version("justext") in fast.VERIFIED_JUSTEXT
     assert fast.backend() == "walks"
 
 
@@ -125,14 +126,16 @@ def test_trafilatura_is_left_as_it_was_found_after_an_exception(monkeypatch: pyt
     assert all(a is b or a == b for a, b in zip(state(), before, strict=True))
 
 
+@pytest.mark.parametrize("changed", ["trafilatura", "justext"])
 def test_unverified_version_runs_on_stock_and_says_so_once(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    changed: str, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9" if name == changed else installed(name))
     with caplog.at_level(logging.WARNING, logger=fast.__name__):
         for page in fast._PAGES:
             assert fast.extract_text(page) == fast.stock_text(page)
-    assert fast.backend().startswith("stock: trafilatura 9.9.9")
+    assert fast.backend().startswith(f"stock: {changed} 9.9.9")
     assert len([record for record in caplog.records if record.name == fast.__name__]) == 1
 
 

@@ -244,6 +244,34 @@ def test_markers_of_a_run_on_a_store_are_no_other_user_s_business(tmp_path: Path
     assert os.path.dirname(marker_folder(str(tmp_path))) == str(tmp_path)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_on_a_store_leaves_no_markers_on_the_machines_of_its_workers(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    config = settings(tmp_path, write_source(tmp_path, 3, {}))
+    config = config.model_copy(update={"run_dir": f"memory:///markers-{fails}-{os.getpid()}/run"})
+    seen: list[list[Path]] = []
+    judge = partition_module._judge
+
+    def looking(chain: Any, page: Any, quarantine: Any) -> Any:
+        seen.append(list((tmp_path / "tmp").glob("quern-markers-*/s/*")))
+        if fails:
+            raise QuernError("a list is missing")
+        return judge(chain, page, quarantine)
+
+    monkeypatch.setattr(partition_module, "_judge", looking)
+    with Progress(background=False) as progress:
+        if fails:
+            with pytest.raises(QuernError, match="a list is missing"):
+                pages.run(config, pages.plan_sources(config), InProcess(), progress)
+        else:
+            pages.run(config, pages.plan_sources(config), InProcess(), progress)
+    assert seen[0]
+    assert not list((tmp_path / "tmp").iterdir())
+
+
 def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after 13 of 20 pages with parts of 4: 12 are not judged again, and the files are those of one go."""
     source = write_source(tmp_path, 20, {})

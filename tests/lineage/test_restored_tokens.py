@@ -112,7 +112,9 @@ def test_a_run_that_lacks_what_is_needed_is_refused(case: tuple[Path, runs.Listi
     def ask(doc_id: bytes) -> None:
         reconsider(str(run), pa.table({"doc_id": pa.array([doc_id], pa.binary(16))}))
 
-    with pytest.raises(InputError, match=r"signatures/.*parquet: is missing; --duplicates restore needs it"):  # an imported run has none
+    with pytest.raises(
+        InputError, match=r"signatures/.*parquet: is missing; --duplicates restore needs it"
+    ):  # an imported run has none
         ask(alone)
     one = min(equal)
     with pytest.raises(QuernError, match=f"document {one.hex()} is condemned and [0-9a-f]{{32}}, which has the same"):

@@ -104,9 +104,14 @@ def not_compared(run: str) -> int:
     return int(entry["counts"].get("capped_bands", 0))
 
 
+def _rest(url: str) -> str:
+    """A URL without its scheme."""
+    return url.partition("://")[2] if url.startswith(_SCHEMES) else url
+
+
 def _report_missing(run: str, wanted: Wanted, closure: _Closure, note: Note) -> None:
     kinds = (
-        ("URL", "URLs", [url for url in wanted.urls if url not in closure.seen]),
+        ("URL", "URLs", [url for url in wanted.urls if _rest(url) not in closure.seen]),
         ("host", "hosts", [domain for domain in wanted.domains if domain not in closure.seen]),
         ("doc_id", "doc_ids", sorted(doc_id.hex() for doc_id in wanted.doc_ids if doc_id not in closure.seen)),
     )
@@ -192,8 +197,11 @@ class _Closure:
         """Members whose removed duplicates are known."""
         self.parts: list[pa.Table] = []
         self.redecided = redecided(run)
+        self.rests = {_rest(url) for url in wanted.urls if canonicalize(url)}
+        """Of the URLs that are wanted, what stands behind the scheme; those without a canonical form are not in it."""
+        self.spelled = {url for url in wanted.urls if not canonicalize(url)}
         self.seen: set[str | bytes] = set()
-        """Of what is wanted, what the run has."""
+        """Of what is wanted, what the run has; URLs without their scheme."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -266,17 +274,15 @@ class _Closure:
             own = pc.is_in(rows.doc_ids, value_set=pa.array(sorted(self.wanted.doc_ids), HASH))
             self.seen.update(rows.doc_ids.filter(own).to_pylist())
             hit |= own.to_numpy(zero_copy_only=False)
-        if self.wanted.urls:
-            rests = {url.partition("://")[2]: url for url in self.wanted.urls if canonicalize(url)}
-            spellings = pa.array([scheme + rest for scheme in _SCHEMES for rest in rests], pa.string())
+        if self.rests:
+            spellings = pa.array([scheme + rest for scheme in _SCHEMES for rest in sorted(self.rests)], pa.string())
             own = pc.is_in(rows.urls, value_set=spellings)
-            self.seen.update(rests[url.partition("://")[2]] for url in pc.unique(rows.urls.filter(own)).to_pylist())
-            hit |= own.fill_null(False).to_numpy(zero_copy_only=False)
-            other = {url for url in self.wanted.urls if not canonicalize(url)}
-            for row, url in rows.spelled:
-                if url in other:
-                    self.seen.add(url)
-                    hit[row] = True
+            self.seen.update(url.partition("://")[2] for url in pc.unique(rows.urls.filter(own)).to_pylist())
+            hit |= own.to_numpy(zero_copy_only=False)
+        for row, url in rows.spelled:
+            if url in self.spelled:
+                self.seen.add(_rest(url))
+                hit[row] = True
         for domain in self.wanted.domains:
             own = _below(rows.urls, domain)
             if own.any():

@@ -26,7 +26,7 @@ from quern.lineage.purge.remember import Signatures, remember
 from quern.lineage.purge.superseded import sweep
 from quern.tokenize.corpus_version import read_version
 
-__all__ = ["TAINT", "VERSION_BEFORE", "Clock", "clear", "finish", "is_remembered"]
+__all__ = ["TAINT", "VERSION_BEFORE", "Clock", "clear", "finish", "holds_sketches", "is_remembered"]
 
 #: The note of ``VERSION.json`` as it was.
 VERSION_BEFORE = "version_before"
@@ -80,6 +80,11 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
 def clear(run: str) -> None:
     """With no purge under way: remove what one left that had not begun, and old generations that nobody reads now."""
     journal.discard(run, _sweep(run)["held"])
+
+
+def holds_sketches(purge_list: str) -> bool:
+    """Whether the purge list keeps out what is similar to what it names."""
+    return bool(storage.list_files(purge_list)) and bool(read_purge_list(purge_list).sketches)
 
 
 def is_remembered(purge_list: str, condemned: pa.Table) -> bool:

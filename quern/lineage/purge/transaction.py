@@ -25,9 +25,9 @@ from quern.data_pipeline.run_directory import BusyError, is_complete, remove_tor
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
-from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, is_remembered
+from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, holds_sketches, is_remembered
 from quern.lineage.purge.journal import Intent
-from quern.lineage.purge.remember import purge_list_of, tombstones_name
+from quern.lineage.purge.remember import Signatures, purge_list_of, tombstones_name
 from quern.lineage.purge.restore import Restored, reconsider
 from quern.lineage.purge.restored_tokens import write_tokens
 from quern.lineage.purge.taint import Change, taint
@@ -64,7 +64,8 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
     """Carry out a request; what was done, or with ``dry_run`` would be, as plain data.
 
     Raises:
-        InputError: the run is not complete, or damaged; nothing is selected; ``restore`` with ``mask``.
+        InputError: the run is not complete, or damaged; nothing is selected; ``restore`` with ``mask``, or
+            with a purge list that keeps out what is similar.
         QuernError: somebody else is at work in the run; or it failed, and the message says whether it was undone.
     """
     if request.duplicates == "restore" and request.mode == "mask":
@@ -73,6 +74,13 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
     if not is_complete(run):
         raise InputError(f"{run}: expected a complete data run; only what has all of its tokens can be purged of some")
     purge_list, why = purge_list_of(run, request.purge_list)
+    if request.similar:
+        Signatures(run)  # a run that has none is an error now
+    if request.duplicates == "restore" and (request.similar or holds_sketches(purge_list)):
+        raise InputError(
+            f"--duplicates restore: {purge_list} keeps out what is similar to purged documents (--similar), which is "
+            "what would come back; use --duplicates purge"
+        )
     with nullcontext() if dry_run else sole_driver(run):
         recovered = None if dry_run else recover_held(run)
         if dry_run and journal.read_intent(run) is not None:

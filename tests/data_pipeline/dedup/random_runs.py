@@ -1,4 +1,4 @@
-"""Random runs for duplicate removal, given as shingle sets and signatures, and their decisions by brute force.
+"""Random runs for duplicate removal, given as shingle sets and signatures; ``dedup_oracle`` decides them.
 
 Signatures are made up: what a run's documents share is planted band by band, and says nothing of their shingles. So
 proposals and similarities are independent, and every combination of them occurs.
@@ -11,7 +11,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,6 @@ from quern.data_pipeline.dedup import DuplicatesConfig
 from quern.data_pipeline.document import SIGNATURE_SCHEMA, verdict_schema
 
 NUM_PERM, BANDS, ROWS = 12, 5, 2
-
-
-@dataclass(frozen=True)
-class Doc:
-    doc_id: bytes
-    source: str
-    partition: str
-    text: bytes
-    """Its hash."""
-    url: str | None
-    fetched: int | None
-    words: int
-    signature: tuple[int, ...] | None
-    shingles: frozenset[int]
-    kept: bool = True
 
 
 def config(rng: random.Random) -> DuplicatesConfig:
@@ -170,93 +155,12 @@ def tables(folder: Path) -> tuple[bytes, bytes]:
     return first, second
 
 
-class BruteForce:
-    """Decisions by the words of the contract: plain loops over lists, sets and tuples."""
-
-    def __init__(self, docs: Sequence[Doc], config: DuplicatesConfig, priorities: dict[str, int]) -> None:
-        self.config = config
-        self.order = sorted(
-            (doc for doc in docs if doc.kept),
-            key=lambda d: (-priorities.get(d.source, 0), -d.words, d.fetched is None, d.fetched or 0, d.doc_id),
-        )
-        self.rows: dict[bytes, tuple[Any, ...]] = {}
-        """doc_id → (kind, duplicate_of, similarity, band)."""
-        self.edges: list[tuple[bytes, bytes]] = []
-        self.candidates: dict[tuple[int, int], int] = {}
-        self.verified: dict[tuple[int, int], float] = {}
-        self.band_sizes: list[int] = []
-        if config.exact:
-            self._equal("exact", lambda d: d.text, lambda d: 0, 1.0)
-        if config.url:
-            latest = config.url_keep == "latest"
-            self._equal("url", lambda d: d.url, lambda d: (d.fetched is None, -(d.fetched or 0)) if latest else 0, None)
-        if config.near:
-            self._near()
-        self.clusters = self._clusters()
-
-    def _scope(self, doc: Doc) -> str:
-        return doc.source if self.config.scope == "source" else ""
-
-    def _equal(self, kind: str, key: Any, first: Any, similarity: float | None) -> None:
-        groups: dict[Any, list[Doc]] = defaultdict(list)
-        for doc in self.order:
-            if doc.doc_id not in self.rows and key(doc) is not None:
-                groups[key(doc), self._scope(doc)].append(doc)
-        for group in groups.values():
-            kept = min(group, key=first)  # of equals the first, and groups are in survivor order
-            for doc in group:
-                if doc is not kept:
-                    self.rows[doc.doc_id] = (kind, kept.doc_id, similarity, None)
-                    self.edges.append((doc.doc_id, kept.doc_id))
-
-    def _near(self) -> None:
-        rows, most = self.config.rows, self.config.max_band_members
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for rank, doc in enumerate(self.order):
-            if doc.doc_id not in self.rows and doc.signature is not None:
-                for band in range(self.config.bands):
-                    groups[band, doc.signature[band * rows : (band + 1) * rows], self._scope(doc)].append(rank)
-        self.band_sizes = [len(members) for members in groups.values() if len(members) > 1]
-        for (band, _, _), members in groups.items():
-            for place, high in enumerate(members):
-                for low in members[: min(place, most)]:
-                    self.candidates[low, high] = min(band, self.candidates.get((low, high), band))
-        below: dict[int, list[int]] = defaultdict(list)
-        for low, high in self.candidates:
-            a, b = self.order[low].shingles, self.order[high].shingles
-            similarity = len(a & b) / len(a | b)
-            if similarity >= self.config.threshold:
-                self.verified[low, high] = similarity
-                self.edges.append((self.order[low].doc_id, self.order[high].doc_id))
-                below[high].append(low)
-        for high in sorted(below):
-            to_kept = [(-self.verified[k, high], k) for k in below[high] if self.order[k].doc_id not in self.rows]
-            if to_kept:
-                similarity, low = min(to_kept)
-                band = self.candidates[low, high]
-                self.rows[self.order[high].doc_id] = ("near", self.order[low].doc_id, -similarity, band)
-
-    def _clusters(self) -> dict[bytes, bytes]:
-        beside: dict[bytes, list[bytes]] = defaultdict(list)
-        for a, b in self.edges:
-            beside[a].append(b)
-            beside[b].append(a)
-        names: dict[bytes, bytes] = {}
-        for start in beside:
-            if start not in names:
-                reached, todo = {start}, [start]
-                while todo:
-                    for other in beside[todo.pop()]:
-                        if other not in reached:
-                            reached.add(other)
-                            todo.append(other)
-                names |= dict.fromkeys(reached, min(reached))
-        return names
-
-
 def planted() -> Any:
     """The module that plants the benchmark's corpora."""
-    name = "dedup_corpus"
+    return _benchmark("dedup_corpus")
+
+
+def _benchmark(name: str) -> Any:
     if name not in sys.modules:
         path = Path(__file__).parents[3] / "benchmarks" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(name, path)
@@ -265,3 +169,6 @@ def planted() -> Any:
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+Doc, BruteForce = (getattr(_benchmark("dedup_oracle"), name) for name in ("Doc", "BruteForce"))

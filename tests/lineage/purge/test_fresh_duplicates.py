@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ sys.path.append(str(Path(__file__).parents[2] / "data_pipeline" / "dedup"))
 
 import random_runs
 
+from quern.data_pipeline.commits import publish_commit
 from quern.data_pipeline.dedup import DuplicatesConfig, DuplicatesReport, run
-from quern.lineage.purge.condemned import condemn
+from quern.lineage.purge.condemned import condemn, not_compared
 from quern.lineage.purge.select import Wanted
 
 
@@ -67,3 +68,23 @@ def test_without_the_condemned_duplicate_removal_keeps_what_it_kept(tmp_path: Pa
         assert selected <= gone
         after, _ = kept(tmp_path / f"fresh-{turn}", [doc for doc in docs if doc.doc_id not in gone], config)
         assert after == before - gone
+
+
+def test_a_band_too_large_to_be_compared_is_the_one_reservation_and_is_told(tmp_path: Path) -> None:
+    """Three share a band of which only the first is compared; without it the second is, and is like the third."""
+    config = DuplicatesConfig(num_perm=12, bands=5, rows=2, max_band_members=1)
+    shapes = [(range(100, 120), 50), (range(20), 40), (range(1, 20), 30)]
+    docs = [
+        random_runs.Doc(bytes([n]) * 16, "a", "p", bytes([n]) * 16, None, 0, words, (7,) * 12, frozenset(shingles))
+        for n, (shingles, words) in enumerate(shapes)
+    ]
+    ids = [doc.doc_id for doc in docs]
+    before, report = kept(tmp_path / "run", docs, config)
+    counts = asdict(report)
+    publish_commit(
+        str(tmp_path / "run"), "duplicates", "all", "decisions", inputs={}, config="", outputs={}, counts=counts
+    )
+    assert not_compared(str(tmp_path / "run")) == 5
+    gone = condemn(str(tmp_path / "run"), Wanted(doc_ids=frozenset(ids[:1])))["doc_id"].to_pylist()
+    after, _ = kept(tmp_path / "fresh", docs[1:], config)
+    assert (before, gone, after) == (set(ids), ids[:1], {ids[1]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,17 @@ def corpus(run: Path) -> Corpus:
     found: Corpus = {}
     for stream in record["sources"]:
         reader = ShardReader(str(run / "tokens" / stream), verify=True)
-        ids = []
+        ids: list[bytes] = []
         for shard, info in enumerate(reader.shards):
-            for index in range(info.documents):
-                span = reader.span(shard, index)
-                assert not span.purged
+            spans = [reader.span(shard, index) for index in range(info.documents)]
+            own = [span.doc_id for span in spans if not span.purged]
+            for span in spans:
                 assert span.doc_id.hex() not in found
-                found[span.doc_id.hex()] = stream, reader.document(shard, index).tobytes()
-                ids.append(span.doc_id)
-            keys = keyed_hashes(reader.seed, "place", ids[-info.documents :]).tolist() if info.documents else []
+                if not span.purged:
+                    found[span.doc_id.hex()] = stream, reader.document(shard, span.index).tobytes()
+            keys = keyed_hashes(reader.seed, "place", own).tolist()
             assert all(int(info.first_key, 16) <= key <= int(info.last_key, 16) for key in keys)
+            ids += own
         places = list(zip(keyed_hashes(reader.seed, "place", ids).tolist(), ids, strict=True))
         assert places == sorted(places)
     return found
@@ -197,3 +199,33 @@ def check_lineage(run: Path, came: set[str], went: set[str], displaced: set[str]
     for doc_id in sorted(went - displaced)[:3]:
         assert trace(lineage, int(lineage.find(doc=doc_id)[0]))["text"]["text"] is None
     assert np.isin(sorted(went), sorted(spans)).sum() == 0
+
+
+@pytest.mark.slow
+def test_what_would_not_be_what_a_fresh_run_keeps_is_refused(
+    pristine: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(pristine[0] / "run", run)
+    files = shard_files(run)
+
+    def refused(*arguments: str) -> str:
+        chosen = sorted(
+            {row["duplicate_of"].hex() for row in decisions(run) if row["kind"] == "near"} & set(corpus(run))
+        )
+        done = CliRunner().invoke(app, ["lineage", "purge", str(run), "--doc", chosen[0], *arguments])
+        assert done.exit_code == 2, done.output
+        assert shard_files(run) == files
+        return " ".join(done.output.split())
+
+    own = ("--purge-list", str(tmp_path / "own"))
+    assert "use --mode rewrite" in refused("--mode", "mask", "--duplicates", "restore", *own)
+    restore = ("--mode", "rewrite", "--duplicates", "restore")
+    assert "keeps out what is similar" in refused(*restore, *own, "--similar")
+    first = sorted(corpus(run))[0]
+    done = CliRunner().invoke(app, ["lineage", "purge", str(run), "--doc", first, "--mode", "mask", "--similar", *own])
+    assert done.exit_code == 0, done.output
+    files = shard_files(run)
+    assert "keeps out what is similar" in refused(*restore, *own)
+    shutil.rmtree(run / "signatures")
+    assert "is missing; --duplicates restore needs it" in refused(*restore, "--purge-list", str(tmp_path / "other"))

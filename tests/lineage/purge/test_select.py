@@ -56,6 +56,12 @@ def test_a_url_is_selected_in_every_spelling(run: str, found: runs.Listing) -> N
         assert selected(run, select(run, {"url": [given]})) == of_url(found, url) != set()
 
 
+def test_both_schemes_of_a_url_are_one(run: str, found: runs.Listing) -> None:
+    url = next(row["canonical_url"] for row in found.rows if (row["canonical_url"] or "").startswith("http://example."))
+    wanted = select(run, {"url": [url, url.replace("http:", "https:")]})
+    assert selected(run, wanted) == of_url(found, url)
+
+
 def test_what_has_no_canonical_form_is_selected_as_it_is_spelled(run: str, found: runs.Listing) -> None:
     spelled = {row["url"] for row in found.rows if row["url"] and urls.canonicalize(row["url"]) is None}
     assert len(spelled) > 3

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
+from quern.data_pipeline.dedup import DECISION_SCHEMA
 from quern.data_pipeline.run_directory import sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import transaction
@@ -151,7 +152,7 @@ def test_what_is_restored_stands_by_its_place_key(run: Path, monkeypatch: pytest
             pa.Table.from_pylist([{name: row.get(name) for name in names} for row in own], MOVED_SCHEMA)
             for own in (rows, other)
         ]
-        return SimpleNamespace(restored=tables[0], displaced=tables[1])
+        return SimpleNamespace(restored=tables[0], displaced=tables[1], decisions=DECISION_SCHEMA.empty_table())
 
     monkeypatch.setattr(transaction, "reconsider", decided)
     report = purge(request(run, gone, "rewrite", duplicates="restore"))
