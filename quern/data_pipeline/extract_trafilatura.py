@@ -37,6 +37,7 @@ from lxml.html import HtmlElement
 from quern.data_pipeline.extract_density import LinkDensity, length_of
 from quern.data_pipeline.extract_fallbacks import (
     CleanedLater,
+    Cleaning,
     Comparison,
     Neighbours,
     Paragraph,
@@ -202,6 +203,8 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         _Replacement(extractor, "prune_unwanted_sections", extractor.prune_unwanted_sections, density.prune_sections),
         _Replacement(extractor, "delete_by_link_density", extractor.delete_by_link_density, density.delete),
         _Replacement(extractor, "link_density_test_tables", extractor.link_density_test_tables, density.is_dense_table),
+        _Replacement(core, "tree_cleaning", core.tree_cleaning, Cleaning(core.tree_cleaning)),
+        _Replacement(external, "tree_cleaning", external.tree_cleaning, Cleaning(external.tree_cleaning)),
         _Replacement(readability, "text_length", readability.text_length, length_of),
         _Replacement(
             maker, "make_paragraphs", vars(maker)["make_paragraphs"], staticmethod(Paragraphs(maker.make_paragraphs))
