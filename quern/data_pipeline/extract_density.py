@@ -16,7 +16,7 @@ import trafilatura.htmlprocessing
 from lxml.html import HtmlElement
 from trafilatura.utils import LINK_FARM_RATIO
 
-__all__ = ["LinkDensity", "length_of"]
+__all__ = ["LinkDensity", "OwnText", "length_of"]
 
 #: No rule calls an element dense whose links are a smaller part of it.
 _FEW_LINKS = min(0.9, LINK_FARM_RATIO)
@@ -28,6 +28,25 @@ def length_of(element: HtmlElement) -> int:
     # without children, its own text is all there is
     text = _TEXT(element) if len(element) else element.text
     return len(" ".join(text.split())) if text else 0
+
+
+class OwnText:
+    """Two of trafilatura's looks at an element's whole text, answered from its own where that is enough."""
+
+    def __init__(self, text: Callable[[Any], str], has_text: Callable[[Any], bool]) -> None:
+        self._text, self._has_text = text, has_text
+
+    def text(self, element: Any) -> str:
+        """All text of an element, runs of whitespace as one space and none at the ends."""
+        if len(element) or not isinstance(element.tag, str):
+            return self._text(element)
+        return " ".join(element.text.split()) if element.text else ""
+
+    def has_text(self, element: Any) -> bool:
+        """Whether there is an element, and more than whitespace in it."""
+        if element is not None and isinstance(element.tag, str) and element.text and not element.text.isspace():
+            return True
+        return self._has_text(element)
 
 
 class LinkDensity(threading.local):

@@ -80,7 +80,8 @@ class Comparison:
             self._state.hopeless = False
 
     def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
-        self._state.limit = 2 * len(text) if _is_sound(body, text, options) else -1
+        hopeless = getattr(self._state, "hopeless", False)
+        self._state.limit = 2 * len(text) if not hopeless and _is_sound(body, text, options) else -1
         try:
             return self._compare(cleaned, raw, body, text, options)
         finally:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.data_pipeline import extract_trafilatura as fast
-from quern.data_pipeline.extract_density import LinkDensity, length_of
+from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
 from quern.data_pipeline.extract_fallbacks import Cleaning, Comparison, Paragraph, Paragraphs
 
 CONVERTED = (
@@ -100,8 +100,13 @@ def test_what_is_dense_is_what_trafilatura_deletes(drawn: tuple[int, int], preci
     assert markup(ask(density.delete, copy.deepcopy(tree))) == expected, "and where nothing is remembered"
     for table in tree.iter("table"):
         assert LinkDensity.is_dense_table(table) == trafilatura.htmlprocessing.link_density_test_tables(table)
+    extractor = trafilatura.main_extractor
+    own = OwnText(extractor._elem_text, extractor.is_text_element)
+    assert own.has_text(None) is extractor.is_text_element(None) is False
     for element in tree.iter():
         if isinstance(element.tag, str):
+            assert own.text(element) == extractor._elem_text(element)
+            assert own.has_text(element) is extractor.is_text_element(element)
             assert length_of(element) == trafilatura.readability_lxml.text_length(element)
 
 
