@@ -247,5 +247,20 @@ def test_who_is_first_of_a_full_band_changes_with_those_that_go(tmp_path, most):
     assert ids(found.displaced) == ({b.doc_id} if most == 1 else set())
 
 
+def test_what_was_displaced_is_restored_when_it_goes_for_which_it_was(tmp_path):
+    """Of the chain C ~ B ~ A, C and A are kept; without C it is B, and without B, A again."""
+    c, b, a = (
+        R.Doc(name * 16, "s", "p", name * 16, None, 0, words, (1,) * R.NUM_PERM, frozenset(range(first, first + 20)))
+        for name, words, first in ((b"c", 40, 0), (b"b", 30, 6), (b"a", 20, 12))
+    )
+    config = replace_config(dedup.DuplicatesConfig(), num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5)
+    corpus = Corpus(tmp_path, [c, b, a], config, {})
+    assert corpus.kept == {c.doc_id, a.doc_id}
+    found = corpus.purge({c.doc_id})
+    assert (ids(found.restored), ids(found.displaced)) == ({b.doc_id}, {a.doc_id})
+    found = corpus.purge({b.doc_id})
+    assert (ids(found.restored), ids(found.displaced)) == ({a.doc_id}, set())
+
+
 def replace_config(config: dedup.DuplicatesConfig, **changes: Any) -> dedup.DuplicatesConfig:
     return dedup.DuplicatesConfig.model_validate({**config.model_dump(), **changes})
