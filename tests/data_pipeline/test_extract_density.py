@@ -79,6 +79,38 @@ def markup(tree: Any) -> bytes:
 trees = st.tuples(st.integers(0, 1 << 32), st.integers(1, 90))
 
 
+def ask(delete: Any, tree: Any, precision: bool) -> Any:
+    """The questions trafilatura asks of a tree, in its order."""
+    for _ in range(2):
+        for tag in ("div", "list", "p"):
+            delete(tree, tag, backtracking=tag == "div", favor_precision=precision)
+    for tag in ("head", "quote"):
+        delete(tree, tag, backtracking=False, favor_precision=True)
+    return tree
+
+
+LINK = f"<ref>{'link text ' * 6}</ref> "
+
+
+@pytest.mark.parametrize(
+    ("page", "num_left"),
+    [
+        # dense only once its paragraph is gone: by the second round
+        (f"<div><ref>ab</ref> <ref>cd</ref><p><ref>{'x' * 400}</ref></p></div><p>end</p>", 0),
+        # not dense: what made its link long is gone by the second round
+        (f"<div><ref>ab<p><ref>{'x' * 400}</ref></p></ref>{'plain ' * 18}</div><p>end</p>", 1),
+        # a farm, and what holds nothing else
+        (f"<div><div>{LINK * 6}</div></div>", 0),
+    ],
+)
+def test_what_was_deleted_changes_what_is_dense(page: str, num_left: int) -> None:
+    tree = lxml.html.document_fromstring(f"<html><body>{page}</body></html>")
+    expected = ask(trafilatura.htmlprocessing.delete_by_link_density, copy.deepcopy(tree), True)
+    assert len(list(expected.iter("div"))) == num_left
+    density = LinkDensity(lambda tree: ask(density.delete, tree, True))
+    assert markup(density.prune_sections(tree)) == markup(expected)
+
+
 @settings(max_examples=150, deadline=None)
 @given(trees, st.booleans())
 def test_what_is_dense_is_what_trafilatura_deletes(drawn: tuple[int, int], precision: bool) -> None:
@@ -86,18 +118,10 @@ def test_what_is_dense_is_what_trafilatura_deletes(drawn: tuple[int, int], preci
     tree = tree_of(seed, CONVERTED, size)
     stock = trafilatura.htmlprocessing.delete_by_link_density
 
-    def ask(delete: Any, tree: Any) -> Any:
-        for _ in range(2):
-            for tag in ("div", "list", "p"):
-                delete(tree, tag, backtracking=tag == "div", favor_precision=precision)
-        for tag in ("head", "quote"):
-            delete(tree, tag, backtracking=False, favor_precision=True)
-        return tree
-
-    expected = markup(ask(stock, copy.deepcopy(tree)))
-    density = LinkDensity(lambda tree: ask(density.delete, tree))
+    expected = markup(ask(stock, copy.deepcopy(tree), precision))
+    density = LinkDensity(lambda tree: ask(density.delete, tree, precision))
     assert markup(density.prune_sections(copy.deepcopy(tree))) == expected
-    assert markup(ask(density.delete, copy.deepcopy(tree))) == expected, "and where nothing is remembered"
+    assert markup(ask(density.delete, copy.deepcopy(tree), precision)) == expected, "and where nothing is remembered"
     for table in tree.iter("table"):
         assert LinkDensity.is_dense_table(table) == trafilatura.htmlprocessing.link_density_test_tables(table)
     extractor = trafilatura.main_extractor
