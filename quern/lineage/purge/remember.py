@@ -19,6 +19,7 @@ from quern.data_pipeline.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.tombstones import MADE_WITH, PURGE_SCHEMA
 from quern.errors import InputError
 from quern.lineage.purge.columns import read_columns
+from quern.tokenize.corpus_version import inside
 
 __all__ = ["Signatures", "purge_list_of", "remember", "tombstones_name"]
 
@@ -107,7 +108,7 @@ def _absolute(path: str) -> str:
 def tombstones_name(run_id: str, version: int, condemned: pa.Table, *, similar: bool = False) -> str:
     """The file of a purge's tombstones: of another run, version or set of documents it is another one, and the same
     purge that is done again writes the same."""
-    return f"{run_id}.v{version}.{_digest(condemned, similar)}.parquet"
+    return inside("run.json", "id", f"{run_id}.v{version}.{_digest(condemned, similar)}.parquet", folders=False)
 
 
 def _digest(condemned: pa.Table, similar: bool) -> str:

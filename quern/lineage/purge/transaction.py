@@ -250,7 +250,7 @@ def recover_held(run: str) -> str | None:
         return None
     now = read_version(storage.join(run, "tokens"))["version"]
     if now == intent.after:
-        finish(run, intent, journal.read_table(run, "condemned"))
+        finish(run, intent, journal.read_condemned(run))
         return f"the purge of {intent.at} had been cut off; it is finished: corpus version {intent.after}"
     if now == intent.before:
         _undo(run, intent)
