@@ -65,6 +65,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
     }
     try:
         for step, act in steps.items():
+            storage.check_guards()
             report[step] = act()
             if clock is not None:
                 clock.lap(step)
