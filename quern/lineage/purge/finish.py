@@ -17,8 +17,9 @@ from quern.errors import QuernError
 from quern.lineage.index.changes import changes_file
 from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge import audit, journal
+from quern.lineage.purge.check_audit import url_key
 from quern.lineage.purge.clean import Cleaned, clean
-from quern.lineage.purge.doc_ids import keys_of
+from quern.lineage.purge.doc_ids import KEY, keys_of
 from quern.lineage.purge.files import Change, version_changes
 from quern.lineage.purge.journal import Intent
 from quern.lineage.purge.pages import clean_forensics
@@ -93,8 +94,13 @@ def is_remembered(purge_list: str, condemned: pa.Table) -> bool:
     if not storage.list_files(purge_list):
         return False
     known = read_purge_list(purge_list)
-    pairs = ((known.doc_ids, "doc_id"), (known.texts, "post_filter_hash"))
-    return all(bool(np.isin(keys_of(condemned[name].drop_null()), keys).all()) for keys, name in pairs)
+    urls = np.array([url_key(url) for url in condemned["canonical_url"].drop_null().to_pylist()], KEY)
+    pairs = (
+        (known.doc_ids, keys_of(condemned["doc_id"])),
+        (known.urls, urls),
+        (known.texts, keys_of(condemned["post_filter_hash"])),
+    )
+    return all(bool(np.isin(own, keys).all()) for keys, own in pairs)
 
 
 def _remember(run: str, intent: Intent, condemned: pa.Table) -> str | None:
@@ -155,9 +161,10 @@ def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]
     return audit.path_of(run, entry.number)
 
 
-def _listed(intent: Intent, tombstones: str | None) -> dict[str, str] | None:
+def _listed(intent: Intent, tombstones: str | None) -> dict[str, str]:
+    """The list, and what was added to it; nothing where it held them all."""
     if tombstones is None:
-        return None
+        return {"list": intent.purge_list}
     name = tombstones.rpartition("/")[2]
     return {"list": intent.purge_list, "file": name, "sha256": storage.sha256(tombstones)}
 

@@ -56,7 +56,7 @@ class Signatures:
 
 
 def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
-    """The folder that a purge of ``run`` writes its tombstones to, and why that one.
+    """The folder that a purge of ``run`` writes its tombstones to, absolute where it is local, and why that one.
 
     ``given`` on the command line, else the list that the run itself was given, else a folder beside the run.
 
@@ -84,6 +84,8 @@ def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
     if f"{_absolute(folder)}/".startswith(f"{_absolute(run)}/"):
         raise InputError(f"{folder}: the purge list would go with the run; give a --purge-list outside of it")
     _check_writable(folder)
+    if storage.is_local(folder):  # who takes the purge up, or verifies it, may be in another folder
+        folder = os.path.abspath(storage.split(folder)[1])
     return folder, why
 
 
