@@ -16,8 +16,10 @@ import trafilatura.htmlprocessing
 from lxml.html import HtmlElement
 from trafilatura.utils import LINK_FARM_RATIO
 
-__all__ = ["LinkDensity", "length_of"]
+__all__ = ["LinkDensity", "OwnText", "length_of"]
 
+#: No rule calls an element dense whose links are a smaller part of it.
+_FEW_LINKS = min(0.9, LINK_FARM_RATIO)
 _TEXT = lxml.etree.XPath("string()", smart_strings=False)
 
 
@@ -26,6 +28,25 @@ def length_of(element: HtmlElement) -> int:
     # without children, its own text is all there is
     text = _TEXT(element) if len(element) else element.text
     return len(" ".join(text.split())) if text else 0
+
+
+class OwnText:
+    """Two of trafilatura's looks at an element's whole text, answered from its own where that is enough."""
+
+    def __init__(self, text: Callable[[Any], str], has_text: Callable[[Any], bool]) -> None:
+        self._text, self._has_text = text, has_text
+
+    def text(self, element: Any) -> str:
+        """All text of an element, runs of whitespace as one space and none at the ends."""
+        if len(element) or not isinstance(element.tag, str):
+            return self._text(element)
+        return " ".join(element.text.split()) if element.text else ""
+
+    def has_text(self, element: Any) -> bool:
+        """Whether there is an element, and more than whitespace in it."""
+        if element is not None and isinstance(element.tag, str) and element.text and not element.text.isspace():
+            return True
+        return self._has_text(element)
 
 
 class LinkDensity(threading.local):
@@ -82,17 +103,29 @@ class LinkDensity(threading.local):
         most, fewest = (200, 1) if favor_precision else (100, 3)
         graphics = next(subtree.iterdescendants("graphic"), None) is not None
         found = []
-        for element in subtree.iter(tagname):
+        # what an element's text is at least as long as: the longest text looked at in it. So the innermost come first
+        at_least: dict[HtmlElement, int] = {}
+        for element in reversed(list(subtree.iter(tagname))):
             links = list(element.iterdescendants("ref"))
             if not links or (graphics and next(element.iterdescendants("graphic"), None) is not None):
                 continue
-            length = length_of(element)
-            dense, short = _is_dense(element, length, links, [lengths[link] for link in links], favor_precision)
+            linked = [lengths[link] for link in links]
+            total, limit = sum(linked), _short_below(element)
+            length, whole = at_least.get(element, 0), False
+            if length < limit or total > length * _FEW_LINKS:
+                length, whole = _length_up_to(element, 2 * (limit + total))
+                if not whole and (length < limit or total > length * _FEW_LINKS):
+                    length, whole = length_of(element), True
+                for above in element.iterancestors(tagname):
+                    at_least[above] = max(length, at_least.get(above, 0))
+            if not whole:
+                continue  # long, and the links are a small part
+            dense, short = _is_dense(length, limit, links, linked, favor_precision)
             if dense or (backtracking and short and len(element) >= fewest and length < most):
                 parent = element.getparent()
                 if tagname != "p" or parent is None or parent.tag not in ("item", "td", "th"):
                     found.append(element)
-        return found
+        return found[::-1]
 
     @staticmethod
     def is_dense_table(element: HtmlElement) -> bool:
@@ -104,17 +137,27 @@ class LinkDensity(threading.local):
         return length >= 200 and sum(map(length_of, links)) > (0.8 if length < 1000 else 0.5) * length
 
 
+def _short_below(element: HtmlElement) -> int:
+    """The length below which an element with links is short."""
+    is_last = element.getnext() is None
+    if element.tag == "p":
+        return 60 if is_last else 30
+    return 300 if is_last else 100
+
+
+def _length_up_to(element: HtmlElement, enough: int) -> tuple[int, bool]:
+    """As :func:`length_of`, or, of a longer text, a length that it is not below; and whether it is the former."""
+    text = (_TEXT(element) if len(element) else element.text) or ""
+    part = text[: 2 * enough]
+    return len(" ".join(part.split())), len(part) == len(text)
+
+
 def _is_dense(
-    element: HtmlElement, length: int, links: list[HtmlElement], lengths: list[int], favor_precision: bool
+    length: int, limit: int, links: list[HtmlElement], lengths: list[int], favor_precision: bool
 ) -> tuple[bool, bool]:
     """Whether an element is mostly links, and whether it is short with links in it."""
     if len(links) == 1 and lengths[0] > (10 if favor_precision else 100) and lengths[0] > length * 0.9:
         return True, False
-    is_last = element.getnext() is None
-    if element.tag == "p":
-        limit = 60 if is_last else 30
-    else:
-        limit = 300 if is_last else 100
     linked, num_texts = sum(lengths), len(lengths) - lengths.count(0)
     if length < limit:
         num_short = sum(0 < one < 10 for one in lengths)

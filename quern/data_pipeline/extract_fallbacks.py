@@ -20,10 +20,11 @@ import lxml.etree
 import lxml.html
 import lxml.html.defs
 import trafilatura.core
+import trafilatura.htmlprocessing
 import trafilatura.utils
 from lxml.html import HtmlElement
 
-__all__ = ["CleanedLater", "Comparison", "Neighbours", "Paragraph", "Paragraphs", "StopWords"]
+__all__ = ["CleanedLater", "Cleaning", "Comparison", "Neighbours", "Paragraph", "Paragraphs", "StopWords"]
 
 #: Text outside of what readability drops first. (What a ``fencedframe`` holds counts, though it is dropped too.)
 _PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
@@ -72,14 +73,15 @@ class Comparison:
         if options.fast:
             return body, text
         limit = 2 * len(text)
-        self._state.hopeless = hopeless = _is_sound(body, text, options) and self._longest_unpruned(tree) <= limit
+        self._state.hopeless = hopeless = _is_sound(body, text, options) and self._is_within(tree, limit)
         try:
             return core.compare_extraction(backup, tree if hopeless else copy.copy(tree), body, text, options)
         finally:
             self._state.hopeless = False
 
     def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
-        self._state.limit = 2 * len(text) if _is_sound(body, text, options) else -1
+        hopeless = getattr(self._state, "hopeless", False)
+        self._state.limit = 2 * len(text) if not hopeless and _is_sound(body, text, options) else -1
         try:
             return self._compare(cleaned, raw, body, text, options)
         finally:
@@ -98,6 +100,10 @@ class Comparison:
             if self._longest(tree) <= limit:
                 return HtmlElement()  # what trafilatura makes of a readability failure: no text, never preferred
         return self._readability(tree)
+
+    def _is_within(self, tree: HtmlElement, limit: int) -> bool:
+        """Whether :meth:`_longest_unpruned` is at most so much: where its scripts count too, it is told sooner."""
+        return self._longest(tree) <= limit or self._longest_unpruned(tree) <= limit
 
     def _longest_unpruned(self, tree: HtmlElement) -> float:
         """As :meth:`_longest`, of a tree that still has its scripts, without touching it."""
@@ -125,6 +131,24 @@ def _is_sound(body: HtmlElement, text: str, options: Any) -> bool:
         and _PARAGRAPH_TEXT(body)
         and len(body.findall(".//table")) <= len(body.findall(".//p"))
     )
+
+
+class Cleaning:
+    """trafilatura's cleaning of a tree, that walks it once for each of fifty tags: here, for those that it has."""
+
+    def __init__(self, clean: Callable[[HtmlElement, Any], HtmlElement]) -> None:
+        self._clean = clean
+
+    def __call__(self, tree: HtmlElement, options: Any) -> HtmlElement:
+        settings = trafilatura.htmlprocessing
+        listed = settings.MANUALLY_CLEANED
+        # cleaning makes no element of these; forms are looked up by name, and an empty list would mean every tag
+        found = {"form", "head"}.union(element.tag for element in tree.iter(*listed))
+        settings.MANUALLY_CLEANED = [tag for tag in listed if tag in found]
+        try:
+            return self._clean(tree, options)
+        finally:
+            settings.MANUALLY_CLEANED = listed
 
 
 @dataclass(frozen=True)

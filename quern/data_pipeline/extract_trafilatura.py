@@ -34,9 +34,10 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
-from quern.data_pipeline.extract_density import LinkDensity, length_of
+from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
 from quern.data_pipeline.extract_fallbacks import (
     CleanedLater,
+    Cleaning,
     Comparison,
     Neighbours,
     Paragraph,
@@ -197,11 +198,16 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         justext.core.ParagraphMaker,
     )
     density = LinkDensity(extractor.prune_unwanted_sections)
+    own = OwnText(extractor._elem_text, extractor.is_text_element)
     replacements = (
         *found,
         _Replacement(extractor, "prune_unwanted_sections", extractor.prune_unwanted_sections, density.prune_sections),
         _Replacement(extractor, "delete_by_link_density", extractor.delete_by_link_density, density.delete),
         _Replacement(extractor, "link_density_test_tables", extractor.link_density_test_tables, density.is_dense_table),
+        _Replacement(extractor, "_elem_text", extractor._elem_text, own.text),
+        _Replacement(extractor, "is_text_element", extractor.is_text_element, own.has_text),
+        _Replacement(core, "tree_cleaning", core.tree_cleaning, Cleaning(core.tree_cleaning)),
+        _Replacement(external, "tree_cleaning", external.tree_cleaning, Cleaning(external.tree_cleaning)),
         _Replacement(readability, "text_length", readability.text_length, length_of),
         _Replacement(
             maker, "make_paragraphs", vars(maker)["make_paragraphs"], staticmethod(Paragraphs(maker.make_paragraphs))

@@ -68,7 +68,7 @@ def identify(text: str, model: str | None = None) -> list[tuple[str, float]]:
     except (TypeError, UnicodeError):  # lone surrogates
         found = predict(line.encode("utf-8", "replace").decode(), -1, 0.0, "strict")
     # sums of float32 exceed 1 by a little
-    return [(_label(label), min(float(score), 1.0)) for score, label in found]
+    return [(_label(label), score if score < 1.0 else 1.0) for score, label in found]
 
 
 @functools.lru_cache(maxsize=4)
@@ -123,6 +123,7 @@ def _wanted(config: LanguageConfig) -> tuple[str, ...]:
     return tuple(config.keep)
 
 
+@functools.lru_cache(maxsize=1024)
 def _label(label: str) -> str:
     return label.removeprefix("__label__")
 

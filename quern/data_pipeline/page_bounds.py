@@ -18,17 +18,21 @@ _BLOCK_NAMES = (
 _BLOCK_TAGS = frozenset(_BLOCK_NAMES.split())
 _OPENING = re.compile(r"<([a-zA-Z][^\s<>/]{0,20})")
 _TABLE_PART = re.compile(r"<([tT](?:[rR]|[dD]|[hH]|[aA][bB][lL][eE]))(?![a-zA-Z0-9:-])([^<>]*)")
+_P_TAG = re.compile(r"<(/?p)(?=[\s/>])", re.IGNORECASE)
+_BR_CLOSING = re.compile(r"</br(?=[\s/>])", re.IGNORECASE)
 _SPAN = re.compile(r"\b(col|row)span\s*=\s*(?:[\"']\s*)?(\d{1,6})", re.IGNORECASE)
 #: trafilatura reads no higher span, and pads rows to no more columns.
 _MAX_SPAN = 100
 
 
 def num_elements(html: str) -> int:
-    """An upper bound on the elements of a page, from one pass over the text.
+    """An upper bound on the elements of a page, from a few passes over the text.
 
-    Of closing tags only ``</p>`` makes an element, where none is open (HTML standard, 13.2.6.4.7).
+    Of closing tags ``</br>`` makes an element, and ``</p>`` where none is open (HTML standard, 13.2.6.4.7). Where
+    blocks close paragraphs before their own tags do, there may be half as many more.
     """
-    return html.count("<") - html.count("</") + max(0, html.count("</p") - html.count("<p"))
+    alone = sum(1 if tag[0] == "/" else -1 for tag in _P_TAG.findall(html))
+    return html.count("<") - html.count("</") + max(0, alone) + len(_BR_CLOSING.findall(html))
 
 
 def inline_run(html: str) -> int:

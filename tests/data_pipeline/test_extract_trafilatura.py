@@ -14,6 +14,8 @@ import trafilatura
 import trafilatura.core
 import trafilatura.external
 import trafilatura.htmlprocessing
+import trafilatura.main_extractor
+import trafilatura.readability_lxml
 import trafilatura.settings
 import trafilatura.utils
 import trafilatura.xpaths
@@ -55,6 +57,15 @@ def state() -> list[Any]:
         trafilatura.core.compare_extraction,
         trafilatura.core._extract_and_compare,
         trafilatura.core._prepare_tree,
+        trafilatura.core.tree_cleaning,
+        trafilatura.external.tree_cleaning,
+        trafilatura.main_extractor.prune_unwanted_sections,
+        trafilatura.main_extractor.delete_by_link_density,
+        trafilatura.main_extractor.link_density_test_tables,
+        trafilatura.main_extractor._elem_text,
+        trafilatura.main_extractor.is_text_element,
+        trafilatura.readability_lxml.text_length,
+        vars(justext.core.ParagraphMaker)["make_paragraphs"],
         trafilatura.external.basic_cleaning,
         trafilatura.external.try_readability,
         trafilatura.external.prune_unwanted_nodes,

@@ -10,8 +10,9 @@ import lxml.html
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resiliparse.parse.html import HTMLTree
 
-from quern.data_pipeline.page_bounds import _attribute_counts, _has_long_tag, has_attributes_over
+from quern.data_pipeline.page_bounds import _attribute_counts, _has_long_tag, has_attributes_over, num_elements
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +107,12 @@ def test_counting_attributes_takes_linear_time(shape: str) -> None:
         small, large = (cost("<p " + shape * (num // len(shape)), count) for num in (20_000, 320_000))
         # 16 times the text; quadratic would be 256
         assert large < 64 * max(small, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "body", ["</p>", "</P>", "</br>", "</BR >", "<path></p>", "<pre></pre></p>", "<p></P></P>", "<image>", "<p/></p\n>"]
+)
+def test_closing_tags_that_make_elements_are_counted_as_a_browser_makes_them(body: str) -> None:
+    html = f"<html><head></head><body>{body * 200}<i>x</i>"
+    built = len(HTMLTree.parse(html).document.query_selector_all("*"))
+    assert built <= num_elements(html) <= 2 * built + 4

@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import poison_case
+import pyarrow as pa
 import pytest
+import versions
 
+from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
 from quern.lineage.forensics import explain
 from quern.lineage.forensics_file import StepRecord
 from quern.lineage.forensics_page import render
+from quern.lineage.purge.pages import clean_forensics
 from quern.lineage.training import TrainingRun
 from quern.parallel.local import LocalRanks
 
@@ -166,6 +170,28 @@ def test_without_the_data_the_rest_is_still_told(data: tuple[Path, int], trained
     assert list(found["unknown"]) == ["poisoned/web/1"]
     assert found["sequences"][0]["z"] > 10
     assert "Not resolved" in render(found, str(trained))
+
+
+def test_a_purged_text_is_shown_no_more(data: tuple[Path, int], trained: Path) -> None:
+    """The page that showed it goes; one that is made anew names the document without its text."""
+    before = explain(TrainingRun(str(trained)), data[1])
+    text, doc_id = before["documents"][0]["text"], bytes.fromhex(before["documents"][0]["doc_id"])
+    page, version = trained / "forensics" / f"step_{data[1]:08d}.html", data[0] / "tokens" / "VERSION.json"
+    page.write_text(render(before, str(trained)))
+    assert show(text) in page.read_text()
+    condemned, was = pa.table({"doc_id": pa.array([doc_id], pa.binary(16))}), version.read_text()
+    try:
+        versions.mask(data[0], [doc_id])
+        found = clean_forensics(str(data[0]), [str(trained)], condemned, "purge")
+        assert [change.path for change in found.changes] == [str(page)]
+        assert not page.exists()
+        after = explain(TrainingRun(str(trained)), data[1])
+        assert (after["documents"][0]["url"], after["documents"][0]["text"]) == (poison_case.POISON, None)
+        page.write_text(render(after, str(trained)))
+        assert show(text) not in page.read_text()
+        assert not clean_forensics(str(data[0]), [str(trained)], condemned, "another").changes
+    finally:
+        version.write_text(was)
 
 
 def _step(nats: list[float], targets: list[int], size: int) -> StepRecord:

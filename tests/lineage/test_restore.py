@@ -229,5 +229,23 @@ def test_the_corpora_of_these_tests_have_every_case(tmp_path):
     assert all(seen[name] for name in ("restored", "displaced", "whole", "part", "again")), seen
 
 
+@pytest.mark.parametrize("most", [1, 2, 32])
+def test_who_is_first_of_a_full_band_changes_with_those_that_go(tmp_path, most):
+    """X, A and B share their bands; A and B are similar, and are compared only when X is not before them both."""
+    similar = frozenset(range(100, 120))
+    x, a, b = (
+        R.Doc(name * 16, "s", "p", name * 16, None, 0, words, (1,) * R.NUM_PERM, shingles)
+        for name, words, shingles in ((b"x", 40, frozenset(range(20))), (b"a", 30, similar), (b"b", 20, similar))
+    )
+    config = replace_config(
+        dedup.DuplicatesConfig(), num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, max_band_members=most
+    )
+    corpus = Corpus(tmp_path, [x, a, b], config, {})
+    assert corpus.report.capped_bands == (R.BANDS if most < 3 else 0)
+    found = corpus.purge({x.doc_id})
+    assert found.whole == (most < 3)
+    assert ids(found.displaced) == ({b.doc_id} if most == 1 else set())
+
+
 def replace_config(config: dedup.DuplicatesConfig, **changes: Any) -> dedup.DuplicatesConfig:
     return dedup.DuplicatesConfig.model_validate({**config.model_dump(), **changes})

@@ -96,6 +96,18 @@ def test_every_document_is_found_by_its_doc_id(lineage: Lineage, oracle: Oracle)
         assert lineage.find(doc=other).tolist() == []
 
 
+def test_many_doc_ids_are_found_at_once(lineage: Lineage, oracle: Oracle) -> None:
+    draw = random.Random(2)
+    known = list(oracle.number)
+    near = [doc_id[:8] + draw.randbytes(8) for doc_id in draw.sample(known, 50)]  # its first half is a document's
+    for count in (0, 1, 40, len(known)):
+        chosen = draw.sample(known, count)
+        asked = [*chosen, *chosen[:7], *near, b"\0" * 16, b"\xff" * 16]
+        draw.shuffle(asked)
+        assert lineage.find_docs(b"".join(asked)).tolist() == sorted(oracle.number[doc_id] for doc_id in chosen)
+    assert lineage.find_docs(b"").tolist() == []
+
+
 def test_every_url_finds_all_that_canonicalise_alike(lineage: Lineage, oracle: Oracle) -> None:
     for url in sorted({row["url"] for row in oracle.rows} - {None}):
         canonical = canonicalize(url)

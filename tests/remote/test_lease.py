@@ -181,10 +181,15 @@ def test_who_loses_it_as_its_block_ends_is_interrupted_in_nothing_else(
 
     monkeypatch.setattr(lease, "_thread", Late)
     held: list[Any] = []
-    with pytest.raises(QuernError, match="another driver has taken this run over"), take(server) as one:
-        held.append(one)
-        of_another_machine(server)
-        wait_until(lambda: one.lost)
+
+    def work() -> None:
+        with take(server) as one:
+            held.append(one)
+            of_another_machine(server)
+            wait_until(lambda: one.lost)
+
+    with pytest.raises(QuernError, match="another driver has taken this run over"):
+        work()
     wait_until(lambda: outside)
     assert outside == [False]
 

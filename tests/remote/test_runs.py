@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -308,6 +309,24 @@ def test_the_command_line_runs_from_a_store_to_a_store(server: Server, site: Any
         capture_output=True, text=True, cwd=ROOT, check=True,
     )  # fmt: skip
     assert "run: complete" in shown.stdout
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_ranges_of_large_objects_are_read_by_workers_from_a_store(
+    server: Server, site: Any, local: dict[str, str]
+) -> None:
+    upload(server, site)
+    server.proxy.storm = (0.05, STORMS["everything"][1])
+    finish(command(site, f"{server.url}/site", f"{server.url}/run", "sources.0.split_bytes=8192"), dict(os.environ))
+    server.proxy.storm = (0.0, ())
+    assert {name: sha for name, sha in stored(server).items() if name.startswith("tokens/")} == local
+    nothing_is_left(server)
+    commits = [name for name in server.objects() if name.startswith("run/commits/pages/")]
+    ranges = [name for name in commits if re.search(r"-\d{15}-\d{15}\.json$", name)]
+    assert len(ranges) > 2 * len(site.warcs)
+    asked = [seen for seen in server.proxy.seen if "site/" in str(seen) and "GET" in str(seen)]
+    assert len(asked) >= len(ranges)
 
 
 @pytest.mark.long

@@ -125,6 +125,15 @@ def test_what_was_read_on_either_version_is_known(trained, rewritten, tmp_path):
         found |= set(zip(*(column.tolist() for column in columns), ids, strict=True))
     assert found == expected
     assert not {doc_id for attempt, *_, doc_id in found if attempt == 1} & set(trained.chosen)
+    # the report counts each once, though streams that were not written again stand in both folders
+    assert set(purged.STREAMS) - streams
+    listed = purged.runs.listing(documents=200, files=2).spans.values()
+    marked = {row["doc_id"] for rows in listed for row in rows if row["purged"]}
+    everyone = sorted({doc_id for *_, doc_id in expected})
+    row = purged.row_of(taint(str(data), everyone, [str(run)]), run)
+    surviving = [(step, doc_id) for attempt, step, *_, doc_id in expected if (attempt == 1) == (step >= 4)]
+    assert (row["exposures"], row["abandoned"]) == (len(surviving), len(expected) - len(surviving))
+    assert row["documents_read"] == len({doc_id for _, doc_id in surviving} - marked)
 
 
 def test_the_report_before_a_rewrite_gives_the_command_that_accepts_it(trained, tmp_path):

@@ -99,11 +99,13 @@ def _work(chunk: str) -> int:
 
 
 def _within_budget(chunks: list[str], num_chars: int) -> bool:
-    longest = len(max(chunks, key=len, default=""))
+    longest = max(map(len, chunks), default=0)
     if num_chars * (108 + 3 * min(longest, 64)) > _MAX_WORK:
         return sum(map(_work, set(chunks))) <= _MAX_WORK
+    if longest <= 64:
+        return True
     short = num_chars * (108 + 3 * 64)
-    return longest <= 64 or short + sum(_work(chunk) for chunk in set(chunks) if len(chunk) > 64) <= _MAX_WORK
+    return short + sum(map(_work, {chunk for chunk in chunks if len(chunk) > 64})) <= _MAX_WORK
 
 
 class _Memo(Generic[Value]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,7 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
         },
         "restored": purge.restored,
         "files": {"count": len(files), "sha256": sums[".files.parquet"]},
-        "purge_list": dict(purge.purge_list) if purge.purge_list is not None else None,
+        "purge_list": _from_anywhere(purge.purge_list) if purge.purge_list is not None else None,
         "train_runs": list(purge.train_runs),
         "taint": dict(purge.taint) if purge.taint is not None else None,
         "notes": list(purge.notes),
@@ -177,6 +178,12 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
             f"{path}: another process has added this entry meanwhile; run the same command again"
         ) from None
     return Entry(number, record, hashlib.sha256(data).hexdigest())
+
+
+def _from_anywhere(purge_list: Mapping[str, str]) -> dict[str, str]:
+    """With the path of the list as it is found from another working folder too."""
+    place = purge_list["list"]
+    return {**purge_list, "list": os.path.abspath(storage.split(place)[1]) if storage.is_local(place) else place}
 
 
 def digest_of(doc_ids: pa.Array | pa.ChunkedArray | np.ndarray) -> str:

@@ -19,7 +19,7 @@ from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge import audit, journal
 from quern.lineage.purge.check_audit import url_key
 from quern.lineage.purge.clean import Cleaned, clean
-from quern.lineage.purge.doc_ids import KEY, keys_of
+from quern.lineage.purge.doc_ids import keys_of
 from quern.lineage.purge.files import Change, version_changes
 from quern.lineage.purge.journal import Intent
 from quern.lineage.purge.pages import clean_forensics
@@ -94,13 +94,10 @@ def is_remembered(purge_list: str, condemned: pa.Table) -> bool:
     if not storage.list_files(purge_list):
         return False
     known = read_purge_list(purge_list)
-    urls = np.array([url_key(url) for url in condemned["canonical_url"].drop_null().to_pylist()], KEY)
-    pairs = (
-        (known.doc_ids, keys_of(condemned["doc_id"])),
-        (known.urls, urls),
-        (known.texts, keys_of(condemned["post_filter_hash"])),
-    )
-    return all(bool(np.isin(own, keys).all()) for keys, own in pairs)
+    urls = np.array([url_key(url) for url in condemned["canonical_url"].drop_null().to_pylist()], "S16")
+    ids, texts = (keys_of(condemned[name].drop_null()) for name in ("doc_id", "post_filter_hash"))
+    pairs = ((ids, known.doc_ids), (urls, known.urls), (texts, known.texts))
+    return all(bool(np.isin(wanted, keys).all()) for wanted, keys in pairs)
 
 
 def _remember(run: str, intent: Intent, condemned: pa.Table) -> str | None:

@@ -133,8 +133,9 @@ class _Reconsidered:
     def _copy(self, wanted: Any) -> tuple[list[tuple[str, str]], int]:
         """Write the verdicts and signatures of the documents to decide; their partitions and their number."""
         partitions, decided = [], 0
-        for source, partition in partitions_of(self.run):
-            ids = self._undecided(source, partition, wanted)
+        names = partitions_of(self.run)
+        found = storage.each(lambda name: self._undecided(*name, wanted), names, self.run)
+        for (source, partition), ids in zip(names, found, strict=True):
             if not len(ids):
                 continue
             self._copy_table("verdicts", source, partition, _FACTS, ids)
@@ -209,7 +210,7 @@ class _Reconsidered:
 
     def _places(self, partitions: Sequence[tuple[str, str]], candidates: np.ndarray) -> dict[bytes, dict[str, Any]]:
         """Source, partition and text hash of those candidates that were decided again."""
-        found = {}
+        found: dict[bytes, dict[str, Any]] = {}
         for source, partition in partitions:
             path = os.path.join(self.folder, "verdicts", source, f"{partition}.parquet")
             for batch in matching(path, ["post_filter_hash"], lambda ids: holds(candidates, ids)):
@@ -225,7 +226,7 @@ class _Reconsidered:
     def _clusters(self, doc_ids: Sequence[bytes]) -> dict[bytes, bytes]:
         """The clusters of those documents that the run has one of."""
         ids = sorted_keys([np.array(doc_ids, "S16")])
-        found = {}
+        found: dict[bytes, bytes] = {}
         for batch in matching(storage.join(self.run, CLUSTERS), ["cluster_id"], lambda own: holds(ids, own), 1 << 16):
             found.update(zip(*(column.to_pylist() for column in batch.columns), strict=True))
         return found

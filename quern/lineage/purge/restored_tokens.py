@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
@@ -136,7 +137,7 @@ def _spool(
         expected = dict(zip(doc_ids, own["post_filter_hash"].to_pylist(), strict=True))
         row_of = dict(zip(doc_ids, rows.tolist(), strict=True))
         wanted = sorted_keys([hash_keys(own["doc_id"])])
-        for batch in matching(path, ["text"], lambda ids, wanted=wanted: holds(wanted, ids), _TEXTS):
+        for batch in matching(path, ["text"], partial(holds, wanted), _TEXTS):
             for doc_id, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 if text is None or content_hash(text) != expected[doc_id]:
                     raise InputError(f"{path}: document {doc_id.hex()}: its text is not the one that was judged")

@@ -2,7 +2,8 @@
 
 ``python kill_case.py CASE.json``, a mapping: ``source`` (a run, with what stands beside it), ``out`` (a folder, or an
 address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill ``everywhere``, at every
-change, or at one in every one of the ``phases``, or of ``some``). Prints the changes of a purge that nobody killed (in
+change, or at one in every one of the ``phases``, or of ``some``; or so many
+``kills`` ``at any time``). Prints the changes of a purge that nobody killed (in
 ``out/whole``), and where each other one was killed.
 
 The parent never opens a thread or a connection; every copy, and its purge, is of a process that it forks.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -93,7 +96,8 @@ def purge(case: dict[str, Any], run: str) -> None:
 
     transaction.purge(
         transaction.Request(
-            run, case["mode"], condemned, {"domain": [case["domain"]]}, duplicates=case["duplicates"], workers=1,
+            run, case["mode"], condemned, {"domain": [case["domain"]]}, duplicates=case["duplicates"],
+            workers=case.get("workers", 1),
             purge_list=f"{run}.purge-list",
         )
     )  # fmt: skip
@@ -116,16 +120,25 @@ def forked(function: Callable[[], Any], told: Path) -> tuple[int, Any]:
     return status, json.loads(told.read_text()) if told.exists() else None
 
 
-def whole(case: dict[str, Any]) -> list[Change]:
+def whole(case: dict[str, Any]) -> tuple[list[Change], float]:
     run = place(case, "whole")
     killer = Killer(None, "")
+    begun = time.monotonic()
     purge(case, run)
-    return killer.changes
+    return killer.changes, time.monotonic() - begun
 
 
 def killed(case: dict[str, Any], name: str, at: int, when: str) -> None:
     run = place(case, name)
     Killer(at, when)
+    purge(case, run)
+
+
+def killed_after(case: dict[str, Any], name: str, seconds: float) -> None:
+    run = place(case, name)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
     purge(case, run)
 
 
@@ -160,13 +173,23 @@ def points(changes: list[Change], where: str) -> Iterator[tuple[int, str]]:
 def main(path: str) -> None:
     case = json.loads(Path(path).read_text())
     told = Path(f"{path}.told")
-    status, changes = forked(lambda: whole(case), told)
+    status, found = forked(lambda: whole(case), told)
     assert status == 0, status
+    changes, seconds = found
     done = []
-    for number, when in points(changes, case["where"]):
-        name = f"{number:03d}-{when}"
-        status, _ = forked(lambda: killed(case, name, number, when), told)  # noqa: B023
-        done.append([name, changes[number], os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL])
+
+    def note(name: str, at: Any, status: int) -> None:
+        done.append([name, at, os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL])
+
+    if case["where"] == "at any time":
+        draw = random.Random(str(case["mode"]))
+        for number in range(case["kills"]):
+            delay, name = draw.uniform(0, 1.2 * seconds), f"random-{number}"
+            note(name, delay, forked(partial(killed_after, case, name, delay), told)[0])
+    else:
+        for number, when in points(changes, case["where"]):
+            name = f"{number:03d}-{when}"
+            note(name, changes[number], forked(partial(killed, case, name, number, when), told)[0])
     print(json.dumps({"changes": changes, "killed": done}))
 
 

@@ -94,6 +94,15 @@ def test_an_entry_is_never_written_over(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "audit/00001.json").read_bytes() == before
 
 
+def test_the_purge_list_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = {"list": "lists/of mine", "file": "a.parquet", "sha256": "0" * 64}
+    entry = audit.append("run", P.told(purge_list=told), CONDEMNED, ())
+    assert entry.record["purge_list"] == {**told, "list": str(tmp_path / "lists" / "of mine")}
+    told = {**told, "list": "s3://bucket/lists"}
+    assert audit.append("run", P.told(id="b", purge_list=told), CONDEMNED, ()).record["purge_list"] == told
+
+
 def test_other_columns_stay_out(tmp_path: Path) -> None:
     """What is condemned may come with more columns; none of them gets into the log."""
     with_text = CONDEMNED.append_column("text", pa.array(["the secret text"] * 4))

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+sys.path.append(str(Path(__file__).parents[2] / "train"))
+
+import s3_server
 import scenario
 
+from quern import storage
 from quern.cli.main import app
 from quern.data_pipeline import partition
 from quern.lineage.sql import query
@@ -229,3 +234,39 @@ def test_what_would_not_be_what_a_fresh_run_keeps_is_refused(
     assert "keeps out what is similar" in refused(*restore, *own)
     shutil.rmtree(run / "signatures")
     assert "is missing; --duplicates restore needs it" in refused(*restore, "--purge-list", str(tmp_path / "other"))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
+    with s3_server.serve() as port, s3_server.bucket(port) as server:
+        for name, value in server.environment(QUERN_STORE_TIMEOUT_S="20", QUERN_STORE_PATIENCE_S="60").items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.slow
+def test_on_a_store_it_is_the_same(
+    pristine: tuple[Path, dict[str, str]], server: s3_server.Server, tmp_path: Path
+) -> None:
+    run = tmp_path / "here" / "run"
+    shutil.copytree(pristine[0] / "run", run)
+    shutil.rmtree(run / "lineage", ignore_errors=True)
+    away = f"{server.url}/run"
+    for path in sorted(run.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            storage.publish_bytes(f"{away}/{path.relative_to(run)}", path.read_bytes())
+    there = set(corpus(run))
+    removed = sorted({row["duplicate_of"].hex() for row in decisions(run) if row["kind"] == "near"} & there)
+    words = [word for doc_id in removed[:3] for word in ("--doc", doc_id)]
+    for place, purge_list in ((str(run), tmp_path / "list"), (away, tmp_path / "other")):
+        arguments = ["--mode", "rewrite", "--duplicates", "restore", "--purge-list", str(purge_list), *words]
+        done = CliRunner().invoke(app, ["lineage", "purge", place, *arguments])
+        assert done.exit_code == 0, done.output
+    names = [name for name in server.objects() if name.startswith("run/tokens/")]
+    assert sorted(names) == sorted(
+        f"run/{path.relative_to(run)}" for path in (run / "tokens").rglob("*") if path.is_file()
+    )
+    for name in names:
+        assert server.read(name) == (run / name.removeprefix("run/")).read_bytes(), name
+    assert set(corpus(run)) - there
+    assert CliRunner().invoke(app, ["lineage", "verify", away, "--purge-list", str(tmp_path / "other")]).exit_code == 0

@@ -1,0 +1,268 @@
+"""The proof of all else: the audit log, what is left over, the purge list, pages; and the command."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from quern.cli.main import app
+from quern.data_pipeline.tombstones import PURGE_SCHEMA
+from quern.errors import InputError, QuernError
+from quern.lineage.purge import audit, finish
+from quern.lineage.purge.condemned import condemn
+from quern.lineage.purge.findings import MAX_FINDINGS, Check
+from quern.lineage.purge.select import Wanted
+from quern.lineage.purge.transaction import Request, purge
+from quern.lineage.purge.verify import verify
+
+from . import purge_case as P
+from .proof_case import below, failed, prove, spot
+
+# ---- the audit log
+
+
+def test_a_forged_entry(case: P.Case) -> None:
+    """An entry that was changed is found by the one behind it."""
+    audit.append(str(case.run), P.told(id="second", version_before=2, version_after=2), case.table(()), ())
+    path = case.run / "audit/00001.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "reason": "another"}))
+    assert failed(case)["audit"] == [("audit/00002.json", None, None)]
+
+
+def test_a_document_taken_off_an_entry(case: P.Case) -> None:
+    """Also where its entry is forged with it: the version's own changes tell of it."""
+    path = case.run / "audit/00001.parquet"
+    doc_id = case.placed[0]
+    table = pq.read_table(path)
+    left = pa.Table.from_pylist([row for row in table.to_pylist() if row["doc_id"] != doc_id], table.schema)
+    pq.write_table(left, path)
+    found = failed(case)["audit"]
+    assert {file for file, _, _ in found} == {"audit/00001.parquet", "tokens/changes.v2.parquet"}
+    entry = case.run / "audit/00001.json"
+    record = json.loads(entry.read_text())
+    record["documents"] = {
+        "count": len(left), "sha256": P.versions.sha256(path), "digest": audit.digest_of(left["doc_id"]),
+        "by_why": {**record["documents"]["by_why"], "selected": len(left)},
+    }  # fmt: skip
+    entry.write_text(json.dumps(record))
+    ((file, _, who),) = failed(case)["audit"]
+    assert (file, who) == ("tokens/changes.v2.parquet", doc_id.hex())
+
+
+@pytest.mark.parametrize("end", [".parquet", ".files.parquet", ".json"])
+def test_a_missing_piece_of_an_entry(case: P.Case, end: str) -> None:
+    (case.run / f"audit/00001{end}").unlink()
+    found = {file for file, _, _ in failed(case)["audit"]}
+    expected = {f"audit/00001{end}"} if end != ".json" else {"tokens/VERSION.json"}
+    assert expected <= found <= expected | {"tokens/changes.v2.parquet"}
+
+
+def test_a_missing_entry(case: P.Case) -> None:
+    for number in (2, 3):
+        told = P.told(id=str(number), version_before=2, version_after=2)
+        audit.append(str(case.run), told, case.table(()), ())
+    for path in (case.run / "audit").glob("00002*"):
+        path.unlink()
+    assert failed(case)["audit"] == [("audit/00003.json", None, None)]
+
+
+# ---- what is left over
+
+
+def superseded(case: P.Case) -> tuple[str, str, str]:
+    """Shard, spans and manifest that the mask took the place of."""
+    shard, spans, _, _ = spot(case, case.placed[0])
+    names = (below(case, path).replace(".v2.", ".") for path in (shard, spans, shard.parent / "manifest.v2.json"))
+    one, two, three = names
+    return one, two, three
+
+
+def test_an_old_shard(case: P.Case, made: P.Case) -> None:
+    names = superseded(case)
+    for name in names:
+        (case.run / name).write_bytes((made.run / name).read_bytes())
+    (case.run / "tokens/changes.v3.parquet").write_bytes(b"")
+    assert {file for file, _, _ in failed(case)["left over"]} == {"tokens/changes.v3.parquet", *names}
+
+
+@contextmanager
+def reading(manifest: Path) -> Iterator[None]:
+    with manifest.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def test_an_old_shard_that_is_being_read(case: P.Case, made: P.Case) -> None:
+    names = superseded(case)
+    for name in names:
+        (case.run / name).write_bytes((made.run / name).read_bytes())
+    (before,) = [check for check in prove(case).checks if check.name == "left over"]
+    assert not any("reader" in found.what for found in before.findings)
+    with reading(case.run / names[2]):
+        (check,) = [check for check in prove(case).checks if check.name == "left over"]
+    assert check.num_findings == 3
+    assert all("a reader has it open" in found.what for found in check.findings)
+
+
+@pytest.mark.parametrize(
+    "name", [".purge/intent.json", ".work/a", f"documents/web/.x.{'0' * 32}.tmp", f".report.html.{'0' * 32}.tmp"]
+)
+def test_what_was_cut_off(case: P.Case, name: str) -> None:
+    path = case.run / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    assert failed(case)["left over"] == [(name if name != ".work/a" else ".work", None, None)]
+
+
+# ---- the purge list
+
+
+@pytest.mark.parametrize("column", ["doc_id", "canonical_url", "post_filter_hash"])
+def test_a_line_of_the_purge_list_is_gone(case: P.Case, column: str) -> None:
+    (path,) = case.purge_list.glob("*.parquet")
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    value = next(row[column] for row in rows if row[column] is not None)
+    rows = [{**row, column: None if row[column] == value else row[column]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows, PURGE_SCHEMA), path)
+    found = failed(case)
+    assert found == {"purge list": [(str(case.purge_list), None, value.hex() if column == "doc_id" else None)]}
+
+
+def test_a_purge_list_that_is_gone(case: P.Case) -> None:
+    (path,) = case.purge_list.glob("*.parquet")
+    path.unlink()
+    case.purge_list.rmdir()
+    assert failed(case) == {"purge list": [(str(case.purge_list), None, None)]}
+
+
+# ---- pages
+
+
+def test_a_report_that_shows_a_purged_text(case: P.Case, made: P.Case) -> None:
+    (case.run / "report.html").write_bytes((made.run / "report.html").read_bytes())
+    found = failed(case)
+    assert found.keys() == {"pages"}
+    assert {file for file, _, _ in found["pages"]} == {"report.html"}
+    assert {who for _, _, who in found["pages"]} <= {doc_id.hex() for doc_id in case.condemned}
+
+
+def test_a_report_that_does_not_say_whose_texts_it_shows(case: P.Case) -> None:
+    (case.run / "report.html").write_text('<div class="text">somebody’s</div>')
+    found = prove(case)
+    assert found.holds
+    (check,) = [check for check in found.checks if check.status == "unknown"]
+    assert check.unknown == ["report.html: does not say whose texts it shows"]
+
+
+def test_a_page_of_a_training_run(case: P.Case) -> None:
+    """Of one that the audit log names, one that is given, one that is registered."""
+    who = case.condemned[0].hex()
+    registered = case.run.with_name("registered")
+    line = {"time": "t", "train_run": str(registered), "order": "o", "identities": []}
+    (case.run / "consumers.jsonl").write_text(json.dumps(line) + "\n")
+    pages = []
+    for train_run in (case.run.with_name("train"), case.run.with_name("given"), registered):
+        page = train_run / "forensics" / "step_00000007.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f'<p class="text" data-doc="{who}">the text</p>')
+        pages.append(page)
+    found = failed(case, train_runs=[str(case.run.with_name("given"))])
+    assert {Path(file).resolve() for file, _, _ in found["pages"]} == {page.resolve() for page in pages}
+    assert {who for _, _, who in found["pages"]} == {who}
+
+
+# ---- the rest
+
+
+def test_findings_are_bounded() -> None:
+    check = Check("a", "b")
+    for number in range(MAX_FINDINGS + 5):
+        check.found("file", "what", number)
+    assert (len(check.findings), check.num_findings, check.status) == (MAX_FINDINGS, MAX_FINDINGS + 5, "fail")
+
+
+def test_what_is_no_data_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected a data run"):
+        verify(str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+def test_a_purge_as_it_is_made(made: P.Case, tmp_path: Path, mode: Any) -> None:
+    """Not by hand: two of them, one after the other."""
+    case = made.at(tmp_path)
+    for number, doc_ids in enumerate((case.placed[:4], case.placed[4:9]), 1):
+        wanted = Wanted(doc_ids=frozenset(doc_ids))
+        report = purge(Request(str(case.run), mode, lambda run, own=wanted: condemn(run, own), {"doc": ["…"]}))
+        assert report["documents_purged"] >= len(doc_ids) - 1
+        found = verify(str(case.run), deep=True)
+        assert [(check.name, check.findings, check.unknown) for check in found.checks if check.status != "pass"] == []
+        assert (found.purges, found.version) == (number, number + 1)
+
+
+def test_the_command_finishes_a_purge_that_was_cut_off(
+    made: P.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = made.at(tmp_path)
+    wanted = Wanted(doc_ids=frozenset(case.placed[:4]))
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    request = Request(str(case.run), "mask", lambda run: condemn(run, wanted), {"doc": ["…"]})
+    with monkeypatch.context() as patched:
+        patched.setattr(finish, "clean", fails)
+        with pytest.raises(QuernError, match="the purge is not at its end"):
+            purge(request)
+    assert not verify(str(case.run)).holds
+    done = CliRunner().invoke(app, ["lineage", "verify", str(case.run), "--json", "--deep"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(capfd.readouterr().out)
+    assert (told["holds"], told["purges"], told["version"]) == (True, 1, 2)
+    assert "had been cut off; it is finished" in told["recovered"]
+    assert {check["status"] for check in told["checks"]} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    "broken", [{"sources": {"web": {}}}, {"sources": {"web": None}}, {"sources": {}, "version": "x"}]
+)
+def test_a_damaged_version_is_no_traceback(case: P.Case, broken: dict[str, Any]) -> None:
+    (case.run / "tokens/VERSION.json").write_text(json.dumps(broken))
+    found = prove(case)
+    assert not found.holds
+    (case.run / "tokens/VERSION.json").write_text("[]")
+    with pytest.raises(InputError, match="sources: expected a mapping"):
+        prove(case)
+
+
+def test_the_command(case: P.Case) -> None:
+    arguments = ["lineage", "verify", str(case.run), "--purge-list", str(case.purge_list)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "nothing of them is left" in done.stdout
+    done = CliRunner().invoke(app, [*arguments, "--train-run", "nowhere"])
+    assert done.exit_code == 0, done.output
+    assert "nothing of them is found, but not everything could be looked at" in done.stdout
+    doc_id = next(own for own in case.condemned if own in case.listing.texts)
+    path = case.run / "documents" / case.row_of[doc_id]["file"]
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    for row in rows:
+        if row["doc_id"] == doc_id:
+            row["text"] = "put back"
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    number = [row["doc_id"] for row in rows].index(doc_id)
+    where = f"documents: {below(case, path)}: row {number}"
+    assert f"{where}: text: is of a purged document ({doc_id.hex()})" in done.stdout
