@@ -32,6 +32,7 @@ from quern.remote.reader import open_object
 __all__ = [
     "ChangedError",
     "around_waits",
+    "check_guards",
     "create_bytes",
     "describe",
     "each",
@@ -221,7 +222,8 @@ def guarded(check: Callable[[], None]) -> Iterator[None]:
         _guards.remove(check)
 
 
-def _check_guards() -> None:
+def check_guards() -> None:
+    """What :func:`publish` does before a file gets its name; for who is about to remove files."""
     for check in _guards:
         check()
 
@@ -243,7 +245,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            _check_guards()
+            check_guards()
             os.replace(temporary, inner)
         except BaseException:
             if os.path.exists(temporary):
@@ -257,7 +259,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
         spool.seek(0)
         while chunk := spool.read(1 << 20):
             state.update(chunk)
-        _check_guards()
+        check_guards()
         store.put(path, spool, size, state.hexdigest())
 
 
@@ -265,13 +267,15 @@ def publish(path: str) -> Iterator[IO[bytes]]:
 def lease(path: str, what: str) -> Iterator[None]:
     """Be the only one inside the block, on a store that can tell (S3); elsewhere nothing is held.
 
+    Inside the block nothing is published any more, and :func:`check_guards` raises, once another process has it.
+
     Raises:
         QuernError: another process holds it, or took it over since this one was not heard of for long.
     """
     if not takes_leases(path):
         yield
         return
-    with hold(path, what):
+    with hold(path, what) as held, guarded(held.check):
         yield
 
 
@@ -314,7 +318,7 @@ def create_bytes(path: str, data: bytes) -> None:
             answer to the first try may have been lost.
     """
     store = _store(path)
-    _check_guards()
+    check_guards()
     if store is not None:
         store.create(path, data)
         return

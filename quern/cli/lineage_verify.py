@@ -95,4 +95,6 @@ def _print(proof: object) -> None:
     if not proof.purges and not left:
         console.print(f"no purge is recorded; nothing is out of place; corpus version {proof.version}")
     else:
-        console.print(f"{what}: {'nothing of them is left' if not left else f'{left:,} findings'}")
+        unknown = any(check.unknown for check in proof.checks)
+        none = f"nothing of them is {'found, but not everything could be looked at' if unknown else 'left'}"
+        console.print(f"{what}: {f'{left:,} findings' if left else none}")

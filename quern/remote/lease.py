@@ -69,6 +69,7 @@ class Lease:
         self._owner = uuid.uuid4().hex
         self._etag: str | None = None
         self._beat = 0
+        self._heard_s = _now_s()
         self._ended = threading.Event()
         self._changing = threading.Lock()
         self.lost = False
@@ -86,7 +87,7 @@ class Lease:
 
     def _put(self, etag: str | None) -> None:
         """Write the lease if it stands as ``etag`` says, or is this one's own: an answer may have been lost."""
-        data = self._content()
+        data, now_s = self._content(), _now_s()
         try:
             self._etag = self._s3().put_if(self._url, data, etag)
         except ChangedError:
@@ -96,6 +97,7 @@ class Lease:
             self._etag = self._s3().stat(self._url).etag
             if said != json.loads(data):
                 self._etag = self._s3().put_if(self._url, data, self._etag)
+        self._heard_s = now_s
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -175,7 +177,16 @@ class Lease:
                     return
 
     def check(self) -> None:
-        """Raises QuernError once the lease is lost."""
+        """Raises QuernError once the lease is lost. After a time in which others may have taken it (this machine slept,
+        say) the store is asked first."""
+        if not self.lost and _now_s() - self._heard_s > self._stale_s:
+            with self._changing:
+                try:
+                    self._put(self._etag)
+                except (ChangedError, FileNotFoundError):
+                    self.lost = True
+                except StoreError:  # it is away: for whoever else wants the lease, too
+                    pass
         if self.lost:
             raise QuernError(
                 f"{self._what}: another driver has taken this run over, since this one was not heard of for "
@@ -201,6 +212,11 @@ class Lease:
                     said = self._read()
                     if said is not None and said.get("owner") == self._owner:
                         self._store.remove([self._url])
+
+
+def _now_s() -> float:
+    """Also goes on while the machine sleeps, where that can be told."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _process() -> dict[str, Any]:

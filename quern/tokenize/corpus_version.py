@@ -76,6 +76,8 @@ def check_version(path: str, record: Any) -> dict[str, Any]:
     """``record``, which stands at ``path``, if it has the fields a reader needs of a corpus version."""
     version = fields(path, record, _VERSION)
     inside(path, "encoding.ranks", version["encoding.ranks"])
+    for source in version["sources"]:
+        inside(path, "sources", source, folders=False)
     return dict(record)
 
 

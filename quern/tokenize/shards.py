@@ -102,7 +102,7 @@ class ShardReader:
             version = read_version(self.root)
             try:
                 listed = read_listed(self.root, version, self.source)
-            except InputError:
+            except (InputError, FileNotFoundError):
                 if read_version(self.root) == version:
                     raise
                 continue  # replaced while it was read

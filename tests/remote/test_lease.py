@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from s3_server import Fault, Server
 
+from quern import storage
 from quern.errors import QuernError
 from quern.remote import hold, lease
 
@@ -139,6 +140,31 @@ def test_who_loses_it_is_stopped(server: Server) -> None:
         work()
     assert time.monotonic() - start < 50
     assert written(server)["owner"] == "f" * 32  # what is not one's own is not removed
+
+
+def test_who_slept_asks_before_it_writes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that sleeps sends no heartbeat, and wakes up in the midst of its work, before the next one."""
+
+    def work() -> None:
+        with storage.lease(f"{server.url}/.lease.json", "run"):
+            storage.publish_bytes(f"{server.url}/before", b"1")
+            of_another_machine(server)
+            now_s = lease._now_s() + 100
+            monkeypatch.setattr(lease, "_now_s", lambda: now_s)
+            with pytest.raises(QuernError, match="another driver has taken this run over"):
+                storage.publish_bytes(f"{server.url}/after", b"1")
+
+    with pytest.raises(QuernError, match="another driver has taken this run over"):
+        work()
+    assert set(server.objects()) == {".lease.json", "before"}
+
+
+def test_who_slept_and_has_it_still_goes_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with storage.lease(f"{server.url}/.lease.json", "run"):
+        now_s = lease._now_s() + 100
+        monkeypatch.setattr(lease, "_now_s", lambda: now_s)
+        storage.publish_bytes(f"{server.url}/after", b"1")
+    assert set(server.objects()) == {"after"}
 
 
 def test_who_loses_it_as_its_block_ends_is_interrupted_in_nothing_else(

@@ -69,7 +69,7 @@ class Purge:
     version_after: int
     """The same where nothing condemned had tokens."""
     purge_list: Mapping[str, str] | None
-    """``list`` (where it is), ``file`` (below it, or its path) and ``sha256`` of what was added to it."""
+    """``list`` (where it is); ``file`` (below it, or its path) and ``sha256`` of what was added, if anything was."""
     train_runs: Sequence[str] = ()
     """Told of it: those given and those registered."""
     restored: int = 0

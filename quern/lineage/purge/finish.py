@@ -66,6 +66,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
     }
     try:
         for step, act in steps.items():
+            storage.check_guards()
             report[step] = act()
             if clock is not None:
                 clock.lap(step)
@@ -157,9 +158,10 @@ def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]
     return audit.path_of(run, entry.number)
 
 
-def _listed(intent: Intent, tombstones: str | None) -> dict[str, str] | None:
+def _listed(intent: Intent, tombstones: str | None) -> dict[str, str]:
+    """The list, and what was added to it; nothing where it held them all."""
     if tombstones is None:
-        return None
+        return {"list": intent.purge_list}
     name = tombstones.rpartition("/")[2]
     return {"list": intent.purge_list, "file": name, "sha256": storage.sha256(tombstones)}
 

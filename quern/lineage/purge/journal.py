@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from types import NoneType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
+from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
+from quern.tokenize.corpus_version import inside
 
 __all__ = [
     "FOLDER",
@@ -25,9 +29,9 @@ __all__ = [
     "is_there",
     "is_under_way",
     "path_of",
+    "read_condemned",
     "read_intent",
     "read_note",
-    "read_table",
     "write_intent",
 ]
 
@@ -105,24 +109,52 @@ def read_intent(run: str) -> Intent | None:
         return None
     record = storage.read_json(path)
     try:
-        return Intent(**{**record, "train_runs": tuple(record["train_runs"])})
+        intent = Intent(**{**record, "train_runs": tuple(record["train_runs"])})
     except (TypeError, KeyError) as error:
         raise InputError(f"{path}: is not of a purge: {error}") from None
+    _check(path, intent)
+    return intent
 
 
-def read_table(run: str, name: str) -> pa.Table:
-    """A table of the purge under way.
+def _check(path: str, intent: Intent) -> None:
+    """Refuse what no purge writes: whoever takes it up removes and writes files by what it says."""
+    for own in fields(Intent):
+        value, expected = getattr(intent, own.name), _KINDS.get(own.name, str)
+        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            raise InputError(f"{path}: {own.name}: is not of a purge, got {value!r:.60}")
+    if intent.before < 1 or intent.after - intent.before not in (0, 1):
+        raise InputError(f"{path}: after: expected version {intent.before} or the one after it, got {intent.after}")
+    inside(path, "purge_list_name", intent.purge_list_name, folders=False)
+    for train_run in intent.train_runs:
+        if not isinstance(train_run, str):
+            raise InputError(f"{path}: train_runs: expected folders, got {train_run!r:.60}")
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("before", "after"), int), **dict.fromkeys(("similar", "remembers"), bool),
+    **dict.fromkeys(("selection", "touched", "counts"), Mapping), "train_runs": tuple, "reason": (str, NoneType),
+}  # fmt: skip
+
+
+def read_condemned(run: str) -> pa.Table:
+    """Whom the purge under way takes: ``CONDEMNED_SCHEMA``.
 
     Raises:
-        InputError: it is missing or cannot be read.
+        InputError: it is missing, cannot be read, or is no such table.
     """
-    path = path_of(run, f"{name}.parquet")
+    path = path_of(run, "condemned.parquet")
     try:
-        return pq.read_table(io.BytesIO(storage.read_bytes(path)))
+        table = pq.read_table(io.BytesIO(storage.read_bytes(path)))
     except FileNotFoundError:
         raise InputError(f"{path}: is missing") from None
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    if table.schema != CONDEMNED_SCHEMA:
+        raise InputError(f"{path}: is not of a purge: its columns are {', '.join(table.schema.names)[:200]}")
+    for name in ("source", "partition"):  # files of these names are written anew
+        for value in pc.unique(table[name]).to_pylist():
+            inside(path, name, value, folders=False)
+    return table
 
 
 def read_note(run: str, name: str) -> Any:

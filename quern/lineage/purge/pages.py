@@ -49,7 +49,8 @@ def clean_forensics(run: str, train_runs: Sequence[str], condemned: pa.Table, pu
     """
     ids = key_set([keys_of(condemned["doc_id"])])
     before = note_before(run, purge, "pages", lambda: _showing(train_runs, ids))
-    for path in sorted(before):
+    there = {_named(path) for train_run in train_runs for path in pages(train_run)}
+    for path in sorted(before.keys() & there):  # whatever else the note names is no page
         storage.remove(path)
     for train_run in train_runs:
         _remove_torn(storage.join(train_run, FOLDER))
@@ -66,7 +67,12 @@ def _showing(train_runs: Sequence[str], ids: np.ndarray) -> Iterator[str]:
     for train_run in train_runs:
         for path in pages(train_run):
             if contains(ids, shown_in(storage.read_bytes(path))).any():
-                yield os.path.abspath(storage.split(path)[1]) if storage.is_local(path) else path
+                yield _named(path)
+
+
+def _named(page: str) -> str:
+    """As the note and the audit name it."""
+    return os.path.abspath(storage.split(page)[1]) if storage.is_local(page) else page
 
 
 def _is_there(train_run: str) -> bool:

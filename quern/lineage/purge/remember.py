@@ -19,6 +19,7 @@ from quern.data_pipeline.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.tombstones import MADE_WITH, PURGE_SCHEMA
 from quern.errors import InputError
 from quern.lineage.purge.columns import read_columns
+from quern.tokenize.corpus_version import inside
 
 __all__ = ["Signatures", "purge_list_of", "remember", "tombstones_name"]
 
@@ -55,7 +56,7 @@ class Signatures:
 
 
 def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
-    """The folder that a purge of ``run`` writes its tombstones to, and why that one.
+    """The folder that a purge of ``run`` writes its tombstones to, absolute where it is local, and why that one.
 
     ``given`` on the command line, else the list that the run itself was given, else a folder beside the run.
 
@@ -83,6 +84,8 @@ def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
     if f"{_absolute(folder)}/".startswith(f"{_absolute(run)}/"):
         raise InputError(f"{folder}: the purge list would go with the run; give a --purge-list outside of it")
     _check_writable(folder)
+    if storage.is_local(folder):  # who takes the purge up, or verifies it, may be in another folder
+        folder = os.path.abspath(storage.split(folder)[1])
     return folder, why
 
 
@@ -107,7 +110,7 @@ def _absolute(path: str) -> str:
 def tombstones_name(run_id: str, version: int, condemned: pa.Table, *, similar: bool = False) -> str:
     """The file of a purge's tombstones: of another run, version or set of documents it is another one, and the same
     purge that is done again writes the same."""
-    return f"{run_id}.v{version}.{_digest(condemned, similar)}.parquet"
+    return inside("run.json", "id", f"{run_id}.v{version}.{_digest(condemned, similar)}.parquet", folders=False)
 
 
 def _digest(condemned: pa.Table, similar: bool) -> str:

@@ -12,7 +12,7 @@ import errno
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -206,6 +206,7 @@ def _carry_out(
             version.publish(corpus, plan, intent.mode, written)
     except Exception as error:
         try:
+            storage.check_guards()
             done = intent.makes_version and read_version(corpus.tokens)["version"] == intent.after
             if not done:
                 _undo(run, intent)
@@ -250,7 +251,7 @@ def recover_held(run: str) -> str | None:
         return None
     now = read_version(storage.join(run, "tokens"))["version"]
     if now == intent.after:
-        finish(run, intent, journal.read_table(run, "condemned"))
+        finish(run, intent, journal.read_condemned(run))
         return f"the purge of {intent.at} had been cut off; it is finished: corpus version {intent.after}"
     if now == intent.before:
         _undo(run, intent)
@@ -264,13 +265,18 @@ def take_up(run: str) -> None:
     """Before a run on this machine is read: :func:`recover`, if a purge was cut off and the run can be written to; one
     line on stderr tells of it."""
     if journal.is_under_way(run):
-        with suppress(BusyError, InputError):
+        try:
             told = recover(run)
-            if told is not None:
-                print(told, file=sys.stderr)
+        except (BusyError, InputError):
+            return
+        except (QuernError, OSError) as error:  # what is there can be read all the same
+            told = _line(error)
+        if told is not None:
+            print(told, file=sys.stderr)
 
 
 def _undo(run: str, intent: Intent) -> None:
+    storage.check_guards()  # of another process that has taken the run over these may be the files
     if intent.makes_version:
         version.undo(storage.join(run, "tokens"), intent.after)
     journal.discard(run)

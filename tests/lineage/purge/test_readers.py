@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from quern import storage
 from quern.lineage.purge.transaction import Request, purge, recover
 from quern.tokenize import reader_lock
 from quern.tokenize.shards import ShardReader
@@ -50,6 +51,21 @@ def shards(run: Path, suffix: str = "") -> set[str]:
     """Shards that are there of a generation."""
     names = (path.name for path in (run / "tokens/web").glob("shard_*.bin"))
     return {name for name in names if name.partition(".")[2] == f"{suffix}bin"}
+
+
+def test_a_manifest_that_goes_while_it_is_looked_at_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A purge from beginning to end between a reader's finding the manifest and its reading it."""
+    path = str(run / "tokens/web")
+    found, late = storage.sha256, [f"{path}/manifest.json"]
+
+    def sha256(file: str) -> str:
+        if late and file == late[0]:
+            late.clear()
+            purge_of(run, documents(run)[:1], "mask")
+        return found(file)
+
+    monkeypatch.setattr(storage, "sha256", sha256)
+    assert ShardReader(path).version == 2
 
 
 def test_a_reader_keeps_what_it_opened(run: Path) -> None:

@@ -224,6 +224,72 @@ def test_a_second_purge_at_the_same_time_is_refused(run: Path) -> None:
         purge(request(run, gone))
 
 
+def test_who_has_lost_the_run_removes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has taken it over meanwhile, and writes files of the same names."""
+    seen: list[dict[str, str]] = []
+
+    def lost() -> None:
+        raise QuernError("another driver has taken this run over")
+
+    def fail(*given: Any) -> None:
+        seen.append(C.tree(run))
+        monkeypatch.setattr(storage, "_guards", [lost])
+        raise OSError("gone")
+
+    monkeypatch.setattr(transaction.version, "publish", fail)
+    with pytest.raises(QuernError, match=r"could not be undone .another driver has taken this run over"):
+        purge(request(run, some(run)))
+    assert C.tree(run) == seen[0]
+    assert any(".v2." in name for name in seen[0])
+
+
+def test_a_run_can_be_read_though_its_purge_cannot_be_finished(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("quern.lineage.purge.finish.clean", full)
+    with pytest.raises(QuernError, match=r"corpus version 2 holds, but the purge is not at its end \(texts: "):
+        purge(request(run, some(run)))
+    assert readable(run)
+    assert "version 2 holds, but the purge is not at its end (texts: " in capsys.readouterr().err
+    assert (run / ".purge/intent.json").exists()
+
+
+def test_a_purge_list_is_found_from_any_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = some(run)
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("quern.lineage.purge.finish.remember", lambda *given: 1 / 0)
+        with pytest.raises(QuernError, match="is not at its end"):
+            purge(request(Path("run"), gone, purge_list="gone"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "is finished" in str(transaction.recover(str(run)))
+    assert not list((tmp_path / "elsewhere").iterdir())
+    (file,) = (tmp_path / "gone").glob("*.parquet")
+    assert set(gone) == set(pq.read_table(file)["doc_id"].to_pylist())
+    entry = json.loads((run / "audit/00001.json").read_text())
+    assert entry["purge_list"]["list"] == str(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("lacks", [None, "canonical_url", "post_filter_hash"])
+def test_a_list_holds_a_document_with_all_by_which_it_may_return(run: Path, tmp_path: Path, lacks: str | None) -> None:
+    gone = some(run)
+    table = C.condemned_table(run, gone).select(["doc_id", "canonical_url", "post_filter_hash"])
+    if lacks is not None:
+        at = table.schema.names.index(lacks)
+        table = table.set_column(at, lacks, pa.nulls(len(table), table.schema.field(lacks).type))
+    (tmp_path / "list").mkdir()
+    pq.write_table(table, tmp_path / "list/by-hand.parquet")
+    report = purge(request(run, gone, purge_list=str(tmp_path / "list")))
+    assert (report["tombstones"] is None) == (lacks is None)
+    entry = json.loads((run / "audit/00001.json").read_text())
+    assert entry["purge_list"]["list"] == str(tmp_path / "list")
+    assert ("file" in entry["purge_list"]) == (lacks is not None)
+
+
 def test_requests_that_cannot_be(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no document is selected"):
         purge(request(run, []))

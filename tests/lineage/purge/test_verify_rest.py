@@ -250,6 +250,9 @@ def test_the_command(case: P.Case) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "nothing of them is left" in done.stdout
+    done = CliRunner().invoke(app, [*arguments, "--train-run", "nowhere"])
+    assert done.exit_code == 0, done.output
+    assert "nothing of them is found, but not everything could be looked at" in done.stdout
     doc_id = next(own for own in case.condemned if own in case.listing.texts)
     path = case.run / "documents" / case.row_of[doc_id]["file"]
     table = pq.read_table(path)
