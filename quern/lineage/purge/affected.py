@@ -24,7 +24,7 @@ from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.dedup import CLUSTERS, DECISIONS, DuplicatesConfig
 from quern.data_pipeline.dedup.bands import band_keys
 from quern.data_pipeline.dedup.exact import scope_words
-from quern.errors import QuernError
+from quern.errors import InputError, QuernError
 from quern.lineage.purge.rows import batches, hash_keys, holds, matching, sorted_keys
 
 __all__ = ["affected", "check_closed", "partitions_of", "signatures_of"]
@@ -102,8 +102,15 @@ def _capped_bands(run: str) -> int | None:
 
 
 def signatures_of(run: str, source: str, partition: str) -> str:
-    """The table of a partition's signatures."""
-    return storage.join(run, "signatures", source, f"{partition}.parquet")
+    """The table of a partition's signatures.
+
+    Raises:
+        InputError: it is not there.
+    """
+    path = storage.join(run, "signatures", source, f"{partition}.parquet")
+    if not storage.is_file(path):
+        raise InputError(f"{path}: is missing; --duplicates restore needs it, --duplicates purge does not")
+    return path
 
 
 def _share_full_band(run: str, doc_ids: np.ndarray, config: DuplicatesConfig) -> bool:

@@ -140,11 +140,9 @@ class _Reconsidered:
                 continue
             self._copy_table("verdicts", source, partition, _FACTS, ids)
             if self.duplicates.near:
-                if not storage.is_file(signatures_of(self.run, source, partition)):
-                    raise InputError(f"{signatures_of(self.run, source, partition)}: is missing{_ADVICE}")
+                path = signatures_of(self.run, source, partition)
                 rows = self._copy_table("signatures", source, partition, _SIGNATURE, ids)
                 if rows != len(ids):
-                    path = signatures_of(self.run, source, partition)
                     raise InputError(f"{path}: has {rows} of the {len(ids)} documents to decide again{_ADVICE}")
             partitions.append((source, partition))
             decided += len(ids)
