@@ -73,7 +73,7 @@ def test_what_it_skipped_later_is_read_again_and_that_is_said(trained, tmp_path)
     shutil.copytree(trained.run, run)
     left = case.live(trained.config(run, data, resume={"step": 6}, data_skip=2))
     assert sorted(left.samples) == [8, 9, 10]
-    row = report_on(data, run, trained.chosen[:1])
+    row = report_on(data, run, trained.chosen)
     assert row["resume"]["arguments"][3:] == ["resume.step=4", "data_skip=0"]
     assert row["resume"]["notes"] == ["data steps 6 to 7, which the run skipped later, are read again"]
     again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
