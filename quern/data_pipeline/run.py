@@ -39,7 +39,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 #: Raised whenever the code would make other bytes from the same config.
-PAGES_FORMAT = 1
+PAGES_FORMAT = 2
 
 DECISIONS = "duplicates/decisions.parquet"
 CLUSTERS = "duplicates/clusters.parquet"
