@@ -115,7 +115,8 @@ def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
         return
     num_pieces = 2 * -(-part.records // most)
     stride = max(part.records // (_SAMPLES_PER_PIECE * num_pieces), 1)
-    sample = np.sort(np.concatenate([block["high"][::stride] for block in part.blocks(VERIFIED, most)]))
+    # copies: a view would keep its whole block
+    sample = np.sort(np.concatenate([block["high"][::stride].copy() for block in part.blocks(VERIFIED, most)]))
     cuts = sample[np.arange(1, num_pieces) * len(sample) // num_pieces]
     # Its own: a worker that is taken for lost may be at the same pieces, and they are removed here.
     folder = f"sorting-{index:06d}-{uuid.uuid4().hex}"

@@ -11,9 +11,15 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.dedup.decide import find_survivors
+from quern.data_pipeline.dedup.exchange import Slice
+from quern.data_pipeline.dedup.records import REMOVED
+from quern.data_pipeline.dedup.verify import VERIFIED, survivors
+from quern.data_pipeline.dedup.work import Work
 from quern.data_pipeline.engine import InProcess
 
 from . import random_runs as R
@@ -130,6 +136,36 @@ def test_a_task_takes_memory_for_its_records_whatever_is_shared(tmp_path, monkey
     # the run's bands alone are 2.2 MB, its documents 0.6 MB, its pairs more
     for label, most in engine.most.items():
         assert most < 300 * records + (1 << 19), label
+
+
+def test_a_cluster_of_any_size_is_decided_in_the_memory_of_a_task(tmp_path):
+    """10 MB of pairs of one cluster, in tasks of 20,000 records of 25 bytes."""
+    rng, num_docs = np.random.default_rng(4), 40_000
+    pairs = np.zeros(400_000, dtype=VERIFIED)
+    pairs["high"] = rng.integers(1, num_docs, len(pairs))
+    pairs["low"] = rng.integers(0, pairs["high"])
+    pairs["similarity"] = rng.choice([0.8, 0.9, 1.0], len(pairs))
+    pairs = pairs[np.unique(pairs[["low", "high"]], return_index=True)[1]]
+    rng.shuffle(pairs)
+    work = Work(str(tmp_path), str(tmp_path / "w"), CONFIG, ("crawl",), (0,), 20_000, (0, num_docs))
+    writer = work.writer("components", 0, 1, VERIFIED)
+    for start in range(0, len(pairs), 5000):
+        writer.add(pairs[start : start + 5000], np.zeros(len(pairs[start : start + 5000]), dtype=np.int64))
+    written = writer.close()
+    part = Slice(work.folder("components"), (written.files,), 1, 0, 1, len(pairs))
+    tracemalloc.start()
+    try:
+        done = find_survivors(work, 0, part)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < pairs.nbytes / 2, most
+    kept = done.written["near-removed"]
+    found = Slice(work.folder("near-removed"), (kept.files,), 1, 0, 1, int(kept.counts[0])).read(REMOVED)
+    expected = survivors(pairs)
+    order = np.argsort(found["rank"])
+    assert found["rank"][order].tolist() == expected["high"].tolist()
+    assert found["by"][order].tolist() == expected["low"].tolist()
 
 
 _PROGRAM = """
