@@ -3,7 +3,8 @@
 The condemned are the least set that holds the selection and, with a document,
 
 - every record of the same canonical URL, ``http`` and ``https`` alike;
-- every document of the same text (``post_filter_hash``);
+- every document of the same text (``post_filter_hash``); one that a filter had dropped brings no URL of its own: a
+  notice is shown at many addresses, whose other pages are not meant;
 - every document that duplicate removal took out in its favour (not where those are decided anew: ``restore``).
 
 Equal texts and equal URLs go together or not at all, and so does what hangs on a survivor. What is left is therefore
@@ -30,12 +31,13 @@ from quern import storage
 from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.dedup import DECISIONS
 from quern.data_pipeline.document import HASH
-from quern.data_pipeline.url import canonicalize, host
+from quern.data_pipeline.url import canonicalize
 from quern.errors import InputError
 from quern.lineage.index.decided import redecided
 from quern.lineage.index.hashes import halves
 from quern.lineage.purge.columns import read_columns
 from quern.lineage.purge.select import Wanted
+from quern.lineage.purge.verdict_rows import Rows, below, joined, read_verdicts, rows_of
 
 __all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared"]
 
@@ -60,10 +62,8 @@ CONDEMNED_SCHEMA = pa.schema(
 
 #: Rows that are looked at together: every look builds a table of the keys that are sought.
 _ROWS = 1 << 18
-_BATCH = 1 << 16
 #: Things not found that an error or a note names.
 _SHOWN = 5
-_COLUMNS = ("doc_id", "url", "canonical_url", "post_filter_hash", "stage")
 _SCHEMES = ("http://", "https://")
 
 Note = Callable[[str], None]
@@ -158,20 +158,6 @@ class _Keys:
         return keys, docs
 
 
-@dataclass
-class _Rows:
-    """Rows of verdict tables: columns, and the place of each one's file among the names."""
-
-    doc_ids: pa.Array
-    urls: pa.Array
-    """Canonical, also where the chain did not come to make it."""
-    spelled: list[tuple[int, str]]
-    """Row and URL of those that have no canonical form."""
-    texts: pa.Array
-    stages: pa.Array
-    files: np.ndarray
-
-
 class _Closure:
     """What is known so far.
 
@@ -229,7 +215,7 @@ class _Closure:
         if missing:
             raise InputError(f"{self.run}: {DECISIONS} names {missing:,} documents that no verdict table has")
 
-    def _close(self, rows: _Rows, unit: int) -> None:
+    def _close(self, rows: Rows, unit: int) -> None:
         """Add what the keys draw in, and what the keys of that draw in."""
         while (checked := self.checked[unit]) != self.counts:
             self.checked[unit] = self.counts
@@ -239,13 +225,13 @@ class _Closure:
             self._draw(rows, rows.texts, *self.texts.since(checked[1]), "text")
             self._draw(rows, rows.doc_ids, *self.drawn.since(checked[2]), "duplicate")
 
-    def _draw(self, rows: _Rows, column: pa.Array, keys: pa.Array, docs: pa.Array, why: str) -> None:
+    def _draw(self, rows: Rows, column: pa.Array, keys: pa.Array, docs: pa.Array, why: str) -> None:
         if len(keys):
             place = pc.index_in(column, value_set=keys)
             hit = np.flatnonzero(place.is_valid().to_numpy(zero_copy_only=False))
             self._add(rows, hit, why, docs.take(place.take(pa.array(hit))))
 
-    def _add(self, rows: _Rows, hit: np.ndarray, why: str, through: pa.Array | None) -> None:
+    def _add(self, rows: Rows, hit: np.ndarray, why: str, through: pa.Array | None) -> None:
         """Condemn rows, but those that are."""
         if not len(hit):
             return
@@ -256,10 +242,12 @@ class _Closure:
             return
         through = pa.nulls(len(hit), HASH) if through is None else through.filter(new)
         at = pa.array(hit)
-        urls, texts = rows.urls.take(at), rows.texts.take(at)
+        urls, texts, stages = rows.urls.take(at), rows.texts.take(at), rows.stages.take(at)
+        if why == "text":  # a page that was dropped has shown a text, and no more: notices are shown at many addresses
+            urls = pc.if_else(stages.is_valid(), pa.scalar(None, pa.string()), urls)
         columns = {
             "doc_id": doc_ids, "canonical_url": urls, "post_filter_hash": texts, "through": through,
-            "stage": rows.stages.take(at), "why": pa.array([why] * len(hit)), "file": pa.array(rows.files[hit]),
+            "stage": stages, "why": pa.array([why] * len(hit)), "file": pa.array(rows.files[hit]),
         }  # fmt: skip
         self.parts.append(pa.table(columns))
         self.found.append(doc_ids, doc_ids)
@@ -267,7 +255,7 @@ class _Closure:
         self.urls.add(pc.replace_substring_regex(urls, "^https?://", ""), doc_ids)
         self.texts.add(texts, doc_ids)
 
-    def _selected(self, rows: _Rows) -> np.ndarray:
+    def _selected(self, rows: Rows) -> np.ndarray:
         """The rows that are wanted themselves."""
         hit = np.zeros(len(rows.doc_ids), np.bool_)
         if self.wanted.doc_ids:
@@ -284,34 +272,36 @@ class _Closure:
                 self.seen.add(_rest(url))
                 hit[row] = True
         for domain in self.wanted.domains:
-            own = _below(rows.urls, domain)
+            own = below(rows.urls, domain)
             if own.any():
                 self.seen.add(domain)
                 hit |= own
         return np.flatnonzero(hit)
 
-    def _units(self) -> Iterator[_Rows]:
-        held: list[_Rows] = []
+    def _units(self) -> Iterator[Rows]:
+        held: list[Rows] = []
         rows = 0
         for place, table in self._tables():
-            held.append(_rows(table, place))
+            held.append(rows_of(table, place))
             rows += table.num_rows
             if rows >= self.rows_at_once:
-                unit, held, rows = _joined(held), [], 0  # nothing of it is held here while it is looked through
+                unit, held, rows = joined(held), [], 0  # nothing of it is held here while it is looked through
                 yield unit
                 del unit
                 pa.default_memory_pool().release_unused()
         if held:
-            yield _joined(held)
+            yield joined(held)
 
     def _tables(self) -> Iterator[tuple[int, pa.Table]]:
         """Some rows of a verdict table at a time, with the place of its name; on a store whole tables, the next ones
         being on their way meanwhile."""
         paths = [storage.join(self.run, "verdicts", source, f"{name}.parquet") for source, name in self.names]
         if storage.is_local(self.run):
-            yield from ((place, table) for place, path in enumerate(paths) for table in _read(path))
+            yield from ((place, table) for place, path in enumerate(paths) for table in read_verdicts(path))
             return
-        whole = storage.each(lambda path: pa.concat_tables(_read(path), promote_options="default"), paths, self.run)
+        whole = storage.each(
+            lambda path: pa.concat_tables(read_verdicts(path), promote_options="default"), paths, self.run
+        )
         yield from enumerate(whole)
 
     # ---- decisions
@@ -356,51 +346,3 @@ class _Closure:
             "removed_as": kinds,
         }
         return pa.table([columns[name] for name in CONDEMNED_SCHEMA.names], schema=CONDEMNED_SCHEMA)
-
-
-# ---- verdict tables
-
-
-def _read(path: str) -> Iterator[pa.Table]:
-    yield from read_columns(path, _COLUMNS, _BATCH, without_nulls={"url": "canonical_url"})
-
-
-def _rows(table: pa.Table, place: int) -> _Rows:
-    columns = {name: table[name].combine_chunks() for name in table.column_names}
-    urls, spelled = columns["canonical_url"], []
-    # a page that was quarantined has its URL as the crawl gave it, and no canonical one
-    given = columns.get("url")
-    bare = np.empty(0, np.int64)
-    if given is not None:
-        bare = np.flatnonzero(pc.and_(urls.is_null(), given.is_valid()).to_numpy(zero_copy_only=False))
-    if given is not None and len(bare):
-        texts = given.take(pa.array(bare)).to_pylist()
-        made = [canonicalize(url) for url in texts]
-        mask = np.zeros(len(urls), np.bool_)
-        mask[bare] = True
-        urls = pc.replace_with_mask(urls, pa.array(mask), pa.array(made, pa.string()))
-        spelled = [(row, url) for row, url, own in zip(bare.tolist(), texts, made, strict=True) if own is None]
-    files = np.full(table.num_rows, place, np.int32)
-    return _Rows(columns["doc_id"], urls, spelled, columns["post_filter_hash"], columns["stage"], files)
-
-
-def _joined(parts: Sequence[_Rows]) -> _Rows:
-    starts = np.cumsum([0, *(len(part.doc_ids) for part in parts)]).tolist()
-    return _Rows(
-        pa.concat_arrays([part.doc_ids for part in parts]),
-        pa.concat_arrays([part.urls for part in parts]),
-        [(start + row, url) for start, part in zip(starts, parts, strict=False) for row, url in part.spelled],
-        pa.concat_arrays([part.texts for part in parts]),
-        pa.concat_arrays([part.stages for part in parts]),
-        np.concatenate([part.files for part in parts]),
-    )
-
-
-def _below(urls: pa.Array, domain: str) -> np.ndarray:
-    """bool for each: whether its host is the domain, or below it."""
-    holds = np.flatnonzero(pc.match_substring(urls, domain).fill_null(False).to_numpy(zero_copy_only=False))
-    hosts = [host(url) for url in urls.take(pa.array(holds)).to_pylist()]
-    fits = np.zeros(len(urls), np.bool_)
-    below = f".{domain}"
-    fits[holds[[name == domain or name.endswith(below) for name in hosts]] if len(hosts) else holds] = True
-    return fits

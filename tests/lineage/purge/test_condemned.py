@@ -35,7 +35,9 @@ def fixpoint(found: runs.Listing, selected: set[bytes], *, duplicates: bool) -> 
     rows = found.rows
     condemned = set(selected)
     while True:
-        places = {bare(own_url(row)) for row in rows if row["doc_id"] in condemned} - {None}
+        known = [row for row in rows if row["doc_id"] in condemned]
+        # a page that was dropped and has a condemned text brings no address of its own
+        places = {bare(own_url(row)) for row in known if row["doc_id"] in selected or row["stage"] is None} - {None}
         texts = {row["post_filter_hash"] for row in rows if row["doc_id"] in condemned} - {None}
         more = {row["doc_id"] for row in rows if bare(own_url(row)) in places or row["post_filter_hash"] in texts}
         if duplicates:
@@ -58,7 +60,8 @@ def check(found: runs.Listing, table: pa.Table, selected: set[bytes], *, duplica
     for row in listed:
         own, through = rows[row["doc_id"]], rows.get(row["through"])
         assert f"{row['source']}/{row['partition']}.parquet" == own["file"]
-        assert row["canonical_url"] == own_url(own)
+        only_shown = row["why"] == "text" and own["stage"] is not None
+        assert row["canonical_url"] == (None if only_shown else own_url(own))
         assert (row["post_filter_hash"], row["stage"]) == (own["post_filter_hash"], own["stage"])
         assert row["removed_as"] == (kinds[row["doc_id"]]["kind"] if row["doc_id"] in kinds else None)
         assert row["why"] in WHY
