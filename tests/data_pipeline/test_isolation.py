@@ -83,7 +83,7 @@ def trapped(task: PartitionTask) -> dict[str, Any]:
             return chain(page)
 
     saved = partition_module._chain
-    partition_module._chain = lambda config: Trapped()  # type: ignore[assignment]
+    partition_module._chain = lambda *config: Trapped()  # type: ignore[assignment]
     try:
         return process_partition(task)
     finally:

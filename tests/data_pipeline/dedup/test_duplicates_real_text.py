@@ -51,6 +51,7 @@ def test_every_removal_of_a_real_text_is_a_copy_by_brute_force(plain, shared, ca
     assert len(left) == len(set(left))
 
 
+@pytest.mark.long
 def test_no_pair_of_real_texts_nine_tenths_alike_is_left(plain, shared):
     """All pairs, by prefix filtering (Chaudhuri, Ganti, Kaushik 2006); the bands promise 99.99 % of those at 0.9.
 
