@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quern import storage
+from quern.errors import InputError
 from quern.lineage.purge.transaction import Request, purge, recover
 from quern.tokenize import reader_lock
 from quern.tokenize.shards import ShardReader
@@ -149,7 +151,10 @@ def test_a_version_that_is_replaced_while_it_is_opened_is_opened_again(
         return share(manifest)
 
     monkeypatch.setattr(reader_lock, "share", late)
-    reader = ShardReader(str(run / "tokens/web"), verify=True)
+    reader = None
+    with suppress(InputError):  # what a reader took from the version before is gone
+        reader = ShardReader(str(run / "tokens/web"), verify=True)
+    assert reader is not None
     assert reader.version == 3
     assert reader.total_tokens == sum(len(piece.tokens) for shard in C.scan(run)["web"] for piece in shard)
 
