@@ -201,8 +201,9 @@ def test_killed_on_a_store_in_some_phases(tiny: Path, server: s3_server.Server, 
 
 
 @pytest.mark.long
-def test_killed_on_a_store_in_every_phase(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
-    sweep_store(tiny, server, tmp_path, mode="mask", where="phases")
+@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+def test_killed_on_a_store_in_every_phase(tiny: Path, server: s3_server.Server, tmp_path: Path, mode: str) -> None:
+    sweep_store(tiny, server, tmp_path, mode=mode, where="phases")
 
 
 @pytest.mark.exhaustive
