@@ -68,7 +68,7 @@ def purge(
         bool, typer.Option("--similar", help="Tombstones keep near-duplicates out of later runs, too.")
     ] = False,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Shards that are written at the same time.")] = 4,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell all that would be done, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell all that would be done, and purge nothing.")] = False,
     json: bool = JSON,
 ) -> None:
     """Take documents out of RUN for good: out of its tokens (a new corpus version), its texts, and every later run.
