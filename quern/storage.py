@@ -7,15 +7,11 @@ What goes over a network goes by :mod:`quern.remote`: in bounded time, tried aga
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import posixpath
-import re
 import tempfile
-import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, TypeVar
@@ -23,7 +19,9 @@ from typing import IO, Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from quern import filesystem
 from quern.errors import InputError
+from quern.filesystem import is_temporary, sync
 from quern.remote import ChangedError, Info, Objects, around_waits, hold, objects, takes_leases
 from quern.remote.concurrency import in_order
 from quern.remote.patterns import matching
@@ -70,10 +68,6 @@ _LOCAL = ("file", "local")
 _MANY = 8
 #: What is held in memory of a file that is being published on a store; the rest is on this machine's disk.
 _SPOOL_BYTES = 8 << 20
-#: Names of files while :func:`publish` writes them.
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
-
-REMOVE_ATTEMPTS = 6
 
 #: What :func:`guarded` has put before every publish of this process.
 _guards: list[Callable[[], None]] = []
@@ -159,11 +153,6 @@ def list_files(folder: str) -> list[str]:
     return [_full(fs, name, folder) for name in sorted(fs.find(inner)) if not is_temporary(name)]
 
 
-def is_temporary(path: str) -> bool:
-    """Whether ``path`` is a file that :func:`publish` has not yet renamed, or never will."""
-    return _TEMPORARY.fullmatch(posixpath.basename(path)) is not None
-
-
 def _full(fs: fsspec.AbstractFileSystem, name: str, like: str) -> str:
     return name if "://" not in like else str(fs.unstrip_protocol(name))
 
@@ -236,22 +225,8 @@ def publish(path: str) -> Iterator[IO[bytes]]:
     """
     store = _store(path)
     if store is None:
-        inner = split(path)[1]
-        parent = os.path.dirname(inner)
-        os.makedirs(parent, exist_ok=True)
-        temporary = os.path.join(parent, f".{os.path.basename(inner)}.{uuid.uuid4().hex}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            check_guards()
-            os.replace(temporary, inner)
-        except BaseException:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
-            raise
-        sync(parent)
+        with filesystem.publish(split(path)[1], check_guards) as file:
+            yield file
         return
     with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         yield spool
@@ -295,15 +270,6 @@ def each(function: Callable[[T], R], items: Sequence[T], place: str) -> Iterator
     yield from in_order(lambda item, stopped: function(item), items, store.width)
 
 
-def sync(path: str) -> None:
-    """Make a local file's bytes, or a local folder's names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish_bytes(path: str, data: bytes) -> None:
     """Write ``data`` under ``path``, atomically."""
     with publish(path) as file:
@@ -317,34 +283,12 @@ def create_bytes(path: str, data: bytes) -> None:
         FileExistsError: something else is there already. On a store, an object with these very bytes is no error: the
             answer to the first try may have been lost.
     """
-    store = _store(path)
     check_guards()
+    store = _store(path)
     if store is not None:
         store.create(path, data)
-        return
-    inner = split(path)[1]
-    parent = os.path.dirname(inner)
-    os.makedirs(parent, exist_ok=True)
-    temporary = os.path.join(parent, f".{os.path.basename(inner)}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(temporary, inner)
-        except FileExistsError:
-            raise FileExistsError(errno.EEXIST, "is there already", path) from None
-        except OSError as error:  # a file system without links
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-            if os.path.lexists(inner):
-                raise FileExistsError(errno.EEXIST, "is there already", path) from None
-            os.rename(temporary, inner)
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-    sync(parent)
+    else:
+        filesystem.create(split(path)[1], data)
 
 
 def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:
@@ -427,13 +371,4 @@ def remove_tree(path: str) -> None:
         below = [name for name, info in store.listing(path) if info is not None]
         store.remove([path, *(name for name in below if name != path)])
         return
-    fs, inner = split(path)
-    for attempt in range(REMOVE_ATTEMPTS):
-        try:
-            if fs.exists(inner):
-                fs.rm(inner, recursive=True)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or attempt == REMOVE_ATTEMPTS - 1:
-                raise
-        time.sleep(0.05 * 2**attempt)
+    filesystem.remove_tree(split(path)[1])

@@ -1,0 +1,104 @@
+"""Files on this machine's file system: whole under their names or not there, and durable once they are."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+__all__ = ["create", "is_temporary", "publish", "remove_tree", "sync"]
+
+_ATTEMPTS = 6
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+
+
+def is_temporary(path: str) -> bool:
+    """Whether ``path`` is a file that has not yet got its name, or never will."""
+    return _TEMPORARY.fullmatch(os.path.basename(path)) is not None
+
+
+@contextmanager
+def publish(path: str, check: Callable[[], None]) -> Iterator[IO[bytes]]:
+    """A binary stream whose bytes are synced, and only then get their name. ``check`` is called in between; where it
+    raises, or the block does, nothing is left."""
+    with _beside(path) as file:
+        yield file
+        _write_out(file)
+        check()
+        os.replace(file.name, path)
+    sync(os.path.dirname(path))
+
+
+def create(path: str, data: bytes) -> None:
+    """A whole file where there is none; of two at once, one does.
+
+    Raises:
+        FileExistsError: something is there.
+    """
+    with _beside(path) as file:
+        file.write(data)
+        _write_out(file)
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            raise FileExistsError(errno.EEXIST, "is there already", path) from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "is there already", path) from None
+            os.rename(file.name, path)
+    sync(os.path.dirname(path))
+
+
+@contextmanager
+def _beside(path: str) -> Iterator[IO[bytes]]:
+    """A new file in the folder of ``path``, which is made too; gone afterwards, unless it got another name."""
+    parent = os.path.dirname(path)
+    os.makedirs(parent, exist_ok=True)
+    temporary = os.path.join(parent, f".{os.path.basename(path)}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+    finally:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+
+
+def _write_out(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync(path: str) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a file or folder and what is below it; nothing happens when it is not there.
+
+    A folder in which somebody writes at the same time is tried again for a moment, then the error is raised.
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.unlink(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or attempt == _ATTEMPTS - 1:
+                raise
+        time.sleep(0.05 * 2**attempt)
