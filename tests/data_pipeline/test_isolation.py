@@ -461,6 +461,7 @@ def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path)
     assert blamed.quarantined == ((5, "quarantine.crash"),)
 
 
+@pytest.mark.slow
 def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,8 +124,12 @@ STORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "storm",
-    [pytest.param(name, marks=pytest.mark.exhaustive if name in ("overload", "slow") else pytest.mark.long)
-     if name != "everything" else name for name in STORMS],
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("overload", "slow") else pytest.mark.long)
+        if name != "everything"
+        else name
+        for name in STORMS
+    ],
 )
 def test_a_run_on_a_store_in_a_storm_has_the_bytes_of_a_local_one(
     server: Server, expected: dict[str, str], small_parts: None, storm: str

@@ -30,6 +30,8 @@ from quern.tokenize.shards import ShardReader
 from .. import runs
 from . import corpus_scan as C
 
+pytestmark = pytest.mark.slow
+
 SEED = 21
 EOT = 999
 
