@@ -112,7 +112,7 @@ def test_workers_input_order_and_hash_seed_change_no_byte_of_the_sample(
     sample: tuple[list[str], list[str]], whole: Path, tmp_path: Path
 ) -> None:
     paths, overrides = sample
-    run(arguments_of(tmp_path / "b", (paths[::-1], overrides), 3), environment(None, "2"))
+    run(arguments_of(tmp_path / "b", (paths[::-1], overrides), 2), environment(None, "2"))
     assert len([name for name in tokens(whole) if name.endswith(".bin")]) > 3
     assert tokens(whole) == tokens(tmp_path / "b")
     assert decisions(whole) == decisions(tmp_path / "b")
