@@ -17,11 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Files that take longest, in the order in which workers take them: one begun last would end alone.
 LONGEST = (
-    "test_parity.py", "test_pipeline.py", "test_learns.py", "test_every_token.py", "test_same_bytes.py",
-    "test_real_pages.py", "test_tier_kill.py", "test_resume.py", "test_real_duplicates.py", "test_store_faults.py",
-    "test_tiers.py", "test_kills.py", "test_resume_reshard.py", "test_bench.py", "test_traffic.py", "test_saves.py",
-    "test_float8_gather.py", "test_gpu_precision.py", "test_duplicates_real_text.py", "test_selftest_cli.py",
-    "test_isolation.py", "test_plain_equality.py", "test_hostile.py", "test_runs.py", "test_ranges_run.py",
+    "test_learns.py", "test_parity.py", "test_pipeline.py", "test_tier_kill.py", "test_same_bytes.py",
+    "test_checkpoint_kill.py", "test_runs.py", "test_every_token.py", "test_exact.py", "test_chaos.py",
+    "test_real_pages.py", "test_checkpoint_store.py", "test_kill.py", "test_store_faults.py", "test_tiers.py",
+    "test_resume.py", "test_resume_reshard.py", "test_checkpoint_reshard.py", "test_saves.py", "test_tier_faults.py",
+    "test_duplicates_real_text.py", "test_selftest_cli.py", "test_extract.py", "test_isolation.py", "test_traffic.py",
+    "test_train_cli.py", "test_quality.py", "test_language.py", "test_real_duplicates.py", "test_trainer_kill.py",
+    "test_stages.py", "test_bench.py", "test_float8_training.py", "test_gpu_precision.py", "test_float8_gather.py",
+    "test_host_sync.py", "test_checkpoint_upload.py", "test_transaction.py", "test_saving.py",
+    "test_extract_trafilatura.py", "test_docs_purge.py", "test_bench_measure.py", "test_hostile.py", "test_objects.py",
+    "test_engine_cluster.py", "test_cadence.py", "test_commands.py", "test_lease.py", "test_plain_equality.py",
+    "test_restore_run.py", "test_index_real.py", "test_engine.py", "test_fresh_runs.py", "test_ranges_run.py",
 )  # fmt: skip
 #: Files whose tests share nothing that is dear: they go one by one to whichever worker is free, after all others.
 ONE_BY_ONE = ("test_mutations.py",)

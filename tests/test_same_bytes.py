@@ -56,12 +56,26 @@ def decisions(run_dir: Path) -> str:
     return hashlib.sha256((run_dir / "duplicates" / "decisions.parquet").read_bytes()).hexdigest()
 
 
-def demo_site(folder: Path) -> tuple[list[str], list[str]]:
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
     """(WARC files, overrides) of a small sample site."""
-    site = write_site(str(folder / "site"), seed=3, pages=160)
+    site = write_site(str(tmp_path_factory.mktemp("sample") / "site"), seed=3, pages=160)
     return [str(Path(path).resolve()) for path in site.warcs], [
         f"toxicity.lexicons.en={Path(site.lexicon).resolve()}", "tokenize.shard_tokens=9000",
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(sample: tuple[list[str], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one worker over the sample."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(arguments_of(folder, sample, 1), environment(None, "1"))
+    return folder
+
+
+def arguments_of(folder: Path, sample: tuple[list[str], list[str]], workers: int) -> list[str]:
+    paths, overrides = sample
+    return command(folder, paths, workers, "demo.yaml", *overrides)
 
 
 #: Moments of a run to be killed at: so many files there are, plus a little.
@@ -94,27 +108,26 @@ def kill_until_done(arguments: list[str], env: dict[str, str], run_dir: Path, dr
 
 
 @pytest.mark.slow
-def test_workers_input_order_and_hash_seed_change_no_byte_of_the_sample(tmp_path: Path) -> None:
-    paths, overrides = demo_site(tmp_path)
-    run(command(tmp_path / "a", paths, 1, "demo.yaml", *overrides), environment(None, "1"))
-    run(command(tmp_path / "b", paths[::-1], 3, "demo.yaml", *overrides), environment(None, "2"))
-    assert len([name for name in tokens(tmp_path / "a") if name.endswith(".bin")]) > 3
-    assert tokens(tmp_path / "a") == tokens(tmp_path / "b")
-    assert decisions(tmp_path / "a") == decisions(tmp_path / "b")
-    assert counters(tmp_path / "a") == counters(tmp_path / "b")
+def test_workers_input_order_and_hash_seed_change_no_byte_of_the_sample(
+    sample: tuple[list[str], list[str]], whole: Path, tmp_path: Path
+) -> None:
+    paths, overrides = sample
+    run(arguments_of(tmp_path / "b", (paths[::-1], overrides), 2), environment(None, "2"))
+    assert len([name for name in tokens(whole) if name.endswith(".bin")]) > 3
+    assert tokens(whole) == tokens(tmp_path / "b")
+    assert decisions(whole) == decisions(tmp_path / "b")
+    assert counters(whole) == counters(tmp_path / "b")
 
 
 @pytest.mark.slow
-def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
-    paths, overrides = demo_site(tmp_path)
-    arguments = command(tmp_path / "run", paths, 2, "demo.yaml", *overrides)
+def test_a_complete_run_is_left_as_it_is(sample: tuple[list[str], list[str]], whole: Path) -> None:
+    arguments = arguments_of(whole, sample, 2)
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
     run(arguments, environment(None))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    run(arguments, environment(None))
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    before.pop(tmp_path / "run" / ".lock"), after.pop(tmp_path / "run" / ".lock")
+    after = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
+    before.pop(whole / ".lock"), after.pop(whole / ".lock")
     assert before == after
-    assert not (tmp_path / "run" / ".work").exists()
+    assert not (whole / ".work").exists()
 
     other = subprocess.run(
         [*arguments, "language.threshold=0.9"], capture_output=True, text=True, cwd=ROOT, check=False
@@ -123,26 +136,37 @@ def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert "language.threshold is 0.65 there and 0.9 here" in other.stderr
     assert "Traceback" not in other.stderr
 
-    os.utime(paths[0], ns=(1, 1))
-    changed = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
+    path = sample[0][0]
+    stood = os.stat(path)
+    os.utime(path, ns=(1, 1))
+    try:
+        changed = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
+    finally:
+        os.utime(path, ns=(stood.st_atime_ns, stood.st_mtime_ns))
     assert changed.returncode == 2
     assert "input files have changed since" in changed.stderr
 
 
 @pytest.mark.long
-def test_kills_of_the_driver_change_no_byte_and_no_counter_of_the_sample(tmp_path: Path) -> None:
-    paths, overrides = demo_site(tmp_path)
-    run(command(tmp_path / "whole", paths, 2, "demo.yaml", *overrides), environment(None))
-    killed = command(tmp_path / "killed", paths, 2, "demo.yaml", *overrides)
+def test_kills_of_the_driver_change_no_byte_and_no_counter_of_the_sample(
+    sample: tuple[list[str], list[str]], whole: Path, tmp_path: Path
+) -> None:
+    killed = arguments_of(tmp_path / "killed", sample, 2)
     assert kill_until_done(killed, environment(None), tmp_path / "killed", random.Random(7)) >= 4
-    assert tokens(tmp_path / "killed") == tokens(tmp_path / "whole")
-    assert counters(tmp_path / "killed") == counters(tmp_path / "whole")
+    assert tokens(tmp_path / "killed") == tokens(whole)
+    assert counters(tmp_path / "killed") == counters(whole)
 
 
-@pytest.mark.long
 @pytest.mark.shared
-def test_workers_order_hash_seed_and_kills_change_no_byte_of_real_pages(shared: Path, tmp_path: Path) -> None:
-    paths = sorted(str(path) for path in (shared / "data" / "warc").glob("*.warc.gz"))
+@pytest.mark.parametrize(
+    "every", [pytest.param(4, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
+def test_workers_order_hash_seed_and_kills_change_no_byte_of_real_pages(
+    shared: Path, tmp_path: Path, every: int
+) -> None:
+    """On every fourth file, or on all of them."""
+    paths = sorted(str(path) for path in (shared / "data" / "warc").glob("*.warc.gz"))[::every]
+    assert len(paths) == 12 // every
     run(command(tmp_path / "one", paths, 1, "fineweb-en.yaml"), environment(shared, "1"))
     whole = tokens(tmp_path / "one")
     draw = random.Random(11)

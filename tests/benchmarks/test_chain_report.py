@@ -61,6 +61,7 @@ def test_interval_is_a_point_without_spread_and_spans_what_was_seen_with_it() ->
     assert (low, high) == (1.0, 9.0)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     sleeps = "import time; time.sleep(600)"

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli.main import app
-from quern.train.parity.matrix import LAYOUTS, quick
+from quern.train.parity import check, compare
+from quern.train.parity.matrix import LAYOUTS, Case, quick
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,8 +91,9 @@ def test_an_unknown_case_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_table_has_a_line_for_each_case() -> None:
-    done = quern(ROOT, *chosen("alone-none-x3-mask-untied-six", "ddp2-none-x1-mask-untied-slim"))
-    assert done.returncode == 0, done.stderr
+    cases = chosen("alone-none-x3-mask-untied-six", "ddp2-none-x1-mask-untied-slim")
+    done = CliRunner().invoke(app, ["selftest", "--device", "cpu", *cases])
+    assert done.exit_code == 0, done.stderr
     title, *rows, summary = done.stdout.splitlines()
     assert title.split() == ["case", "ranks", "worst", "seconds"]
     assert [row.split()[0] for row in rows] == ["alone-none-x3-mask-untied-six", "ddp2-none-x1-mask-untied-slim"]
@@ -104,12 +107,13 @@ def test_a_fault_is_seen_and_a_rank_that_dies_fails_its_case_alone(copy: Path) -
         file.write(FAULT)
     with (copy / "quern/train/parity/run.py").open("a") as file:
         file.write("import os\n" + DEATH)
-    names = [f"ddp2-none-x1-mask-untied-{sizes}" for sizes in ("six", "norm", "slim")]
-    names += ["ddp2-full-x1-mask-untied-six", "tp2-none-x1-mask-untied-six"]
+    names = ["tp2-none-x1-mask-untied-six"]
+    names += [f"ddp2-none-x1-mask-untied-{sizes}" for sizes in ("six", "norm", "slim")]
+    names += ["ddp2-full-x1-mask-untied-six"]
     done = quern(copy, "--json", *chosen(*names))
     assert done.returncode == 1, done.stderr
     found = entries(done)
-    whole, killed, raised, after, faulty = (found[name] for name in names)
+    faulty, whole, killed, raised, after = (found[name] for name in names)
     assert whole["passed"]
     assert after["passed"]
     assert "exit code -9" in "\n".join(killed["problems"])
@@ -120,11 +124,31 @@ def test_a_fault_is_seen_and_a_rank_that_dies_fails_its_case_alone(copy: Path) -
     assert faulty["worst"]["first gradient"]["tensor"] == "blocks.1.ffn_norm.weight step 0"
     assert faulty["worst"]["first gradient"]["ratio"] == pytest.approx(1e-6, rel=1e-3)
     assert not any(case["passed"] for case in (killed, raised, faulty))
-    assert "3 of 5 cases differ" in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert "3 of 5 cases differ" in said
+    assert "blocks.1.ffn_norm.weight" in said  # the first case's
 
-    alone = quern(copy, *chosen(names[-1]))
-    assert alone.returncode == 1
-    assert "blocks.1.ffn_norm.weight" in alone.stderr.splitlines()[-1]
+
+def test_without_names_it_is_the_quick_set_and_what_differs_stands_in_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Case] = []
+
+    def differ(cases: Sequence[Case], **options: Any) -> Iterator[check.Result]:
+        asked.extend(cases)
+        for case, problems in zip(cases, (["lr of step 1: 2.0e-01, expected at most 1e-15"], []), strict=False):
+            yield check.Result(case, 1.0, compare.Comparison({"lr": (0.2, "step 1")}, problems))
+
+    monkeypatch.setattr(check, "check_cases", differ)
+    done = CliRunner().invoke(app, ["selftest", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert asked == quick()
+    _, failed, why, passed, summary = done.stdout.splitlines()
+    assert failed.endswith("FAILED")
+    assert why == "lr of step 1: 2.0e-01, expected at most 1e-15"
+    assert passed.endswith("passed")
+    assert summary.startswith("1 of 2 cases passed on cpu in ")
+    assert f"1 of 2 cases differ from one process; the first: {asked[0]}: {why}" in done.stderr
 
 
 @pytest.mark.long
@@ -144,7 +168,7 @@ def test_a_rank_that_hangs_fails_its_case_alone(copy: Path) -> None:
     assert after["passed"] is True
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_quick_set_passes() -> None:
     done = quern(ROOT, "--json")
     assert done.returncode == 0, done.stderr

@@ -214,6 +214,7 @@ def test_rows_of_a_range_read_from_one_place_are_not_mixed_with_those_from_anoth
     assert facts(folder / "mixed") == expected
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_may_be_cut_otherwise(base: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _, expected = base
     with monkeypatch.context() as patch:

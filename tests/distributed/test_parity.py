@@ -66,6 +66,12 @@ COMPOSED = [
     Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
 NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8()]))
+#: Of those, and of the quick set's layouts, what is in `make test` though it has more ranks than others there.
+FOUR_RANKS = [
+    Case("hsdp2x2", more=True, mask=False),
+    Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1),
+]
+MANY_RANKS = ("hsdp3x2", "pp2fsdp2tp2")
 #: Every pair of factors on every layout.
 LONG = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -73,11 +79,14 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` and
-    the cases that are named, then every pair of factors on every layout, and only when asked for the whole product."""
+    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
+    up to 4 and the cases that are named on up to 2, with a few of more, then the others of them and every pair of
+    factors on every layout, and only when asked for the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
-    cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in LONG}
-    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in [*matrix.quick(), *NAMED]}
+    cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*LONG, *matrix.quick(), *NAMED]}
+    often = [case for case in matrix.quick() if case.on.world <= 4 or case.layout in MANY_RANKS]
+    often += [case for case in NAMED if case.on.world <= 2 or case in FOUR_RANKS]
+    cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
     return cases | {case: pytest.param(case) for case in fast.values()}
 

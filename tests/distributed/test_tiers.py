@@ -100,8 +100,11 @@ def test_files_are_where_they_go(begun):
     assert {path.name for path in (begun / "store").iterdir()} == {"step_00000002", "step_00000004", "step_00000006"}
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize(
+    ("after", "lost"),
+    [("stages", 1), ("shards", 0),
+     *(pytest.param(*case, marks=pytest.mark.long) for case in (("stages", 0), ("shards", 1)))],
+)  # fmt: skip
 def test_a_lost_disk(begun, tmp_path, paths, run_ranks, straight, after, lost):
     folder = copy_of(begun, tmp_path)
     shutil.rmtree(folder / f"nvme{lost}")

@@ -87,6 +87,7 @@ def aligned_runs():
     return [Run(seed, aligned=True) for seed in range(1000, 1040)]
 
 
+@pytest.mark.slow
 def test_the_runs_cover_what_they_should():
     assert any(len(set(run.sources.tolist())) < len(run.windows) for run in runs())
     assert sum(any(cut_short(*pair) for pair in pairwise(run.order.phases)) for run in runs()) > 20
@@ -107,6 +108,7 @@ def test_equals_the_plain_order():
             assert run.order.locate(*run.triples[g]) == g == plain.locate(*run.triples[g])
 
 
+@pytest.mark.slow
 def test_no_triple_comes_twice_and_each_is_located_where_it_is():
     for run in runs() + aligned_runs():
         assert len(set(run.triples)) == run.size
@@ -118,6 +120,7 @@ def test_no_triple_comes_twice_and_each_is_located_where_it_is():
             assert np.array_equal(positions, here)
 
 
+@pytest.mark.slow
 def test_what_is_located_beyond_is_given_there_and_what_is_never_given_is_not_located():
     for run in runs():
         last = run.order.phases[-1]
@@ -137,6 +140,7 @@ def test_what_is_located_beyond_is_given_there_and_what_is_never_given_is_not_lo
                     assert hit == ((s, epoch, window) in known)
 
 
+@pytest.mark.slow
 def test_samples_equal_sample_whatever_the_sequence():
     for run in runs()[:30]:
         positions = [run.rng.randrange(run.size) for _ in range(50)]
@@ -145,6 +149,7 @@ def test_samples_equal_sample_whatever_the_sequence():
         assert list(zip(*got, strict=True)) == [run.triples[g] for g in positions]
 
 
+@pytest.mark.slow
 def test_many_positions_are_the_same_as_few(monkeypatch):
     for run in runs()[:25]:
         shuffled = np.random.default_rng(0).permutation(run.size)
@@ -158,6 +163,7 @@ def test_many_positions_are_the_same_as_few(monkeypatch):
             assert np.array_equal(got, whole)
 
 
+@pytest.mark.slow
 def test_a_later_phase_changes_nothing_before_it():
     for run in runs()[:60]:
         for number, row in enumerate(run.order.phases[1:]):
@@ -168,6 +174,7 @@ def test_a_later_phase_changes_nothing_before_it():
             assert before.phases == run.order.phases[: number + 1]
 
 
+@pytest.mark.slow
 def test_blocks_that_divide_the_cut_leave_no_holes():
     for run in aligned_runs():
         last = run.order.phases[-1]

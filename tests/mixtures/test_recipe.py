@@ -115,6 +115,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_source_read_too_often_is_refused_and_the_advice_holds() -> None:
     rng = random.Random(5)
     seen: Counter[str] = Counter()

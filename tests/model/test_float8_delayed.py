@@ -227,6 +227,7 @@ def test_delayed_is_of_tensorwise_and_of_a_layer():
     assert len({first, again, second, RECIPE}) == 4
 
 
+@pytest.mark.slow
 def test_compiled_to_one_graph_it_gives_the_same_bits_and_sees_the_same():
     """Forward and backward change what was seen; layers of one graph do not disturb each other."""
     eager, compiled = Amaxes(["a", "b"]), Amaxes(["a", "b"])
@@ -246,6 +247,7 @@ def test_compiled_to_one_graph_it_gives_the_same_bits_and_sees_the_same():
         compiled.roll()
 
 
+@pytest.mark.slow
 def test_blocks_with_histories_of_their_own_share_a_graph():
     """A graph for each would soon be more than torch keeps."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -281,6 +281,7 @@ def test_without_a_recipe_products_are_plain():
     assert torch.equal(PLAIN.grad_weight(dy, x), dy.T @ x)
 
 
+@pytest.mark.slow
 @every_recipe
 def test_compiled_to_one_graph_it_gives_the_same_bits(recipe):
     x, weight, dy = case(torch.bfloat16, 48)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +34,14 @@ def written(server: Server) -> dict[str, Any]:
 def of_another_machine(server: Server, beat: int = 0) -> None:
     said = {"owner": "f" * 32, "beat": beat, "host": "elsewhere", "boot": "other", "pid": 1, "began": "1"}
     server.write(".lease.json", json.dumps(said).encode())
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a shell that starts this in the background has it ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def wait_until(condition: Any) -> None:
@@ -127,7 +137,7 @@ def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(server: Server)
         assert written(server)["pid"] != first.pid
 
 
-def test_who_loses_it_is_stopped(server: Server) -> None:
+def test_who_loses_it_is_stopped(server: Server, interruptible: None) -> None:
     start = time.monotonic()
 
     def work() -> None:

@@ -123,7 +123,13 @@ STORMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "storm", [pytest.param(name, marks=[] if name == "everything" else pytest.mark.long) for name in STORMS]
+    "storm",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ("overload", "slow") else pytest.mark.long)
+        if name != "everything"
+        else name
+        for name in STORMS
+    ],
 )
 def test_a_run_on_a_store_in_a_storm_has_the_bytes_of_a_local_one(
     server: Server, expected: dict[str, str], small_parts: None, storm: str
@@ -138,7 +144,7 @@ def test_a_run_on_a_store_in_a_storm_has_the_bytes_of_a_local_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skip", [3, 40])
+@pytest.mark.parametrize("skip", [pytest.param(3, marks=pytest.mark.long), 40])
 def test_credentials_that_expire_are_one_line_and_the_run_goes_on_with_new_ones(
     server: Server, expected: dict[str, str], small_parts: None, skip: int
 ) -> None:
@@ -295,7 +301,7 @@ def upload(server: Server, site: Any) -> None:
         server.write(f"site/{os.path.basename(path)}", Path(path).read_bytes())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.ray
 def test_the_command_line_runs_from_a_store_to_a_store(server: Server, site: Any, local: dict[str, str]) -> None:
     upload(server, site)
@@ -304,11 +310,6 @@ def test_the_command_line_runs_from_a_store_to_a_store(server: Server, site: Any
     server.proxy.storm = (0.0, ())
     assert {name: sha for name, sha in stored(server).items() if name.startswith("tokens/")} == local
     nothing_is_left(server)
-    shown = subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", "data", "status", f"{server.url}/run"],
-        capture_output=True, text=True, cwd=ROOT, check=True,
-    )  # fmt: skip
-    assert "run: complete" in shown.stdout
 
 
 @pytest.mark.long
@@ -327,6 +328,11 @@ def test_ranges_of_large_objects_are_read_by_workers_from_a_store(
     assert len(ranges) > 2 * len(site.warcs)
     asked = [seen for seen in server.proxy.seen if "site/" in str(seen) and "GET" in str(seen)]
     assert len(asked) >= len(ranges)
+    shown = subprocess.run(
+        [sys.executable, "-m", "quern.cli.main", "data", "status", f"{server.url}/run"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert "run: complete" in shown.stdout
 
 
 @pytest.mark.long
@@ -337,10 +343,10 @@ def test_kills_of_the_command_line_and_storms_change_no_byte(server: Server, sit
     draw, kills, ends = random.Random(17), 0, 0
     server.proxy.storm = (0.1, STORMS["everything"][1])
     number = 0
-    while kills < 6:
+    while kills < 4:
         number += 1
         arguments = command(site, f"{server.url}/site", f"{server.url}/run{number}")
-        while kills < 6:
+        while kills < 4:
             process = subprocess.Popen(
                 arguments, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )

@@ -70,8 +70,12 @@ def check_version(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["given", "trained"])
-@pytest.mark.parametrize("before", [None, "other shards", "other documents"])
+@pytest.mark.parametrize(
+    ("before", "encoding"),
+    [(None, "trained"), ("other shards", "given"), ("other documents", "trained"),
+     *(pytest.param(*case, marks=pytest.mark.long)
+       for case in ((None, "given"), ("other shards", "trained"), ("other documents", "given")))],
+)  # fmt: skip
 def test_a_kill_before_any_change_of_a_file_leaves_no_false_version_and_the_same_bytes(
     tokenize: Callable, make_run: Callable, make_doc: type, config: TokenizeConfig, token_files: Callable,
     tmp_path: Path, encoding: str, before: str | None,

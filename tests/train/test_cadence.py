@@ -131,8 +131,13 @@ def simulate(regime: Regime, interval: float, failures: float, seed: int) -> tup
 LENGTH = 3.0
 
 
+def regimes(*slow_to_simulate: str) -> list[Any]:
+    """Names, marked where saves are many and a simulation has as many events."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in slow_to_simulate else name for name in REGIMES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("name", regimes("δ/M 1e-5, background"))
 def test_waste_is_that_of_the_simulation(name):
     """Within 4 standard errors (of a normal estimate, outside once in 16,000), which are below 1 % of the waste.
 
@@ -148,7 +153,13 @@ def test_waste_is_that_of_the_simulation(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize(
+    "name",
+    regimes(
+        "δ/M 1e-5, background", "δ/M 1e-4, blocking", "δ/M 1e-3, long restart", "δ/M 0.1, a delay beyond M",
+        "δ/M 0.1, restart as long as M", "δ/M 0.3, background",
+    ),
+)  # fmt: skip
 def test_no_interval_of_a_fine_grid_is_better(name):
     """The chosen interval wastes at most 2 % more than the best of 29 intervals, 10 % apart, in the simulation.
 

@@ -265,7 +265,7 @@ except QuernError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [0, 10_000, 100_000])
+@pytest.mark.parametrize("limit", [*(pytest.param(limit, marks=pytest.mark.long) for limit in (0, 10_000)), 100_000])
 def test_a_file_that_cannot_be_written_is_one_line_and_nothing_is_left(tmp_path, limit):
     """The system refuses to let a file grow beyond a limit, as a full disk would."""
     source, out = save(tmp_path), str(tmp_path / "out")

@@ -395,11 +395,13 @@ def test_a_store_that_is_a_file_is_refused_at_once(tmp_path, disk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["SlowDown", "InternalError", "cut request", "lose answer"])
+@pytest.mark.parametrize(
+    "what", ["SlowDown", pytest.param("InternalError", marks=pytest.mark.long), "cut request", "lose answer"]
+)
 @pytest.mark.parametrize(
     ("size", "method", "text"),
     [(1000, "PUT", "/a"), (1000, "HEAD", "manifest"), (3 * PART, "POST", "uploads"), (3 * PART, "PUT", "partNumber=2"),
-     (3 * PART, "PUT", "partNumber="), (3 * PART, "POST", "uploadId=")],
+     pytest.param(3 * PART, "PUT", "partNumber=", marks=pytest.mark.long), (3 * PART, "POST", "uploadId=")],
 )  # fmt: skip
 def test_what_passes_by_itself_is_tried_again(server, s3, disk, what, size, method, text):
     server.proxy.faults = [Fault(what, method, text, times=4)]

@@ -27,7 +27,11 @@ CASES |= {scaling: {**FLOAT8, "float8": {"recipe": scaling}} for scaling in ("te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long)
+     if name in ("no document masks", "untied", "tensorwise", "rowwise") else name for name in CASES],
+)  # fmt: skip
 def test_steady_state_does_not_wait(name: str, tmp_path: Path) -> None:
     done = sync_case.in_a_process(sync_case.steps, str(tmp_path), CASES[name])
     assert done == sync_case.FIRST + 1  # the last step's figures are read with the next one's

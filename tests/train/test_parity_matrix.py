@@ -59,6 +59,7 @@ def test_what_is_not_legal() -> None:
     assert legal(Case("pp2", "full", schedule="gpipe"))
 
 
+@pytest.mark.slow
 def test_every_case_passes_the_trainers_own_checks(tmp_path: Path) -> None:
     write_corpus(str(tmp_path / "data"))
     for case in covering(everything(), lambda case: [(case.layout, case.schedule, case.more, case.sizes, case.ramp)]):

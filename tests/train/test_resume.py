@@ -15,7 +15,9 @@ import pytest
 import run_case as case
 
 from quern.config import dump_yaml
+from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.config import TrainConfig
 from quern.train.ledger import data_step, exposures, latest_order, model_step, surviving
 
 pytestmark = pytest.mark.slow
@@ -187,6 +189,11 @@ def start(config, folder: Path, *, ranks: int = 1) -> subprocess.Popen:
     )  # fmt: skip
 
 
+def lived(config: str) -> bool:
+    """On a rank: to the end, which torchrun is not needed for."""
+    return case.live(TrainConfig.model_validate_json(config)).complete
+
+
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     """Until metrics say that the step is done."""
     deadline = time.monotonic() + 120
@@ -240,9 +247,7 @@ def test_sigterm_ends_a_process_with_a_checkpoint(tmp_path, paths):
     assert entries[-1]["signal"] == "SIGTERM"
 
     steps = checkpoint.step + 4
-    resumed = start(long_run(run, paths).model_copy(update={"steps": steps}), tmp_path)
-    said, _ = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, said
+    assert case.live(long_run(run, paths).model_copy(update={"steps": steps})).complete
     straight = case.live(long_run(tmp_path / "whole", paths).model_copy(update={"steps": steps}))
     assert straight.complete
     assert case.rows(run) == case.rows(tmp_path / "whole")
@@ -275,9 +280,9 @@ def test_sigterm_to_one_of_two_workers_ends_both_at_one_step(tmp_path, paths):
     assert entries[-1]["signal"] == "signal to another rank"
 
     steps = checkpoint.step + 4
-    for folder in (run, tmp_path / "whole"):
-        process = start(long_run(folder, paths).model_copy(update={"steps": steps}), tmp_path, ranks=2)
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+    configs = [long_run(folder, paths).model_copy(update={"steps": steps}) for folder in (run, tmp_path / "whole")]
+    with LocalRanks(2, timeout_s=240, files={lived.__module__: lived.__code__.co_filename}) as ranks:
+        for config in configs:
+            assert ranks.call(lived, config.model_dump_json()) == [True, True]
     assert case.rows(run) == case.rows(tmp_path / "whole")
     assert case.differences(weights_on_disk(run), weights_on_disk(tmp_path / "whole")) == []

@@ -42,7 +42,10 @@ pytestmark = pytest.mark.slow
 
 WAIT_S = 120.0
 PROCESS = pytest.param("process", marks=pytest.mark.slow)
-PROCESS_TRUE, PROCESS_FALSE = (pytest.param("process", overlap, marks=pytest.mark.slow) for overlap in (True, False))
+#: Where a process of its own makes no difference that others have not shown: it imports torch.
+PROCESS_LONG = pytest.param("process", marks=pytest.mark.long)
+PROCESS_TRUE = pytest.param("process", True, marks=pytest.mark.slow)
+PROCESS_FALSE = pytest.param("process", False, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +368,7 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypa
     assert checkpoints(run) == checkpoints(whole[0])
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", PROCESS])
+@pytest.mark.parametrize("mode", ["sync", "thread", PROCESS_LONG])
 def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path, paths, monkeypatch, mode):
     """However many may fail, and also where a signal makes it the last."""
     for number, stop_at in enumerate((None, 3)):
@@ -420,7 +423,7 @@ def test_a_failure_in_flight_ends_the_run_where_the_next_is_not_the_last_or_fail
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.long), "process"])
 def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole, mode):
     """The system itself refuses: no file of the process, or of its writer, may grow as long as that of the tensors."""
     run = tmp_path / "run"
@@ -493,8 +496,11 @@ def test_who_writes_changes_no_bit(tmp_path, paths, whole, monkeypatch, mode, ov
     assert facts(run) == facts(whole[0])
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", PROCESS])
-@pytest.mark.parametrize("stop_at", [1, 2])
+@pytest.mark.parametrize(
+    ("stop_at", "mode"),
+    [(1, "sync"), (1, "thread"), pytest.param(1, "process", marks=pytest.mark.long),
+     (2, "sync"), (2, "thread"), pytest.param(2, "process", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_signal_at_a_save_loses_nothing(tmp_path, paths, mode, stop_at):
     """Heard in step s, it is known at the end of s + 1 where a save is due then, and of s + 2 elsewhere."""
     run = tmp_path / "run"

@@ -89,7 +89,7 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
         assert CASE.differences(content(run, step, tmp_path), step) == []
 
 
-@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 @pytest.mark.parametrize("who", ["snapshot", "trainer"])
 def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, monkeypatch):
     """Two threads copy; one is held amid its first tensor while the other copies all else. Nothing is written yet."""
@@ -131,7 +131,7 @@ def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, mon
     assert CASE.differences(content(run, 1, tmp_path), 1) == []
 
 
-@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 @pytest.mark.parametrize("who", ["snapshot", "MainThread"])
 def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode, who, monkeypatch):
     """In the thread that copies, or in the trainer's, which helps; the next save is a sound one."""

@@ -107,12 +107,15 @@ def said(caplog: pytest.LogCaptureFixture, *parts: str) -> list[str]:
     return [line for line in lines if all(part in line for part in parts)]
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["in the run's folder", "on the node's disk"])
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize(
+    ("what", "local"),
+    [*(pytest.param(what, False, id=f"{what}-in the run's folder") for what in FAULTS),
+     # where the files come from makes no difference to the others
+     pytest.param("SlowDown", True, id="SlowDown-on the node's disk"),
+     pytest.param("ExpiredToken", True, id="ExpiredToken-on the node's disk", marks=pytest.mark.long)],
+)  # fmt: skip
 def test_the_run_goes_on_while_the_store_fails(tmp_path, paths, server, caplog, what, local):
     """All steps are done before the store is well again: then everything gets there."""
-    if local and what not in ("SlowDown", "ExpiredToken"):
-        pytest.skip("where the files come from makes no difference to these")
     run = tmp_path / "run"
     done: list[int] = []
 

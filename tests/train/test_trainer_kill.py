@@ -67,8 +67,9 @@ def a_life(context, file: Path, run: Path, rng: random.Random) -> None:
         process.join()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(
+    "interval", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_twenty_kills(tmp_path, interval):
     paths = case.write_corpus(tmp_path / "data")
     run, file = tmp_path / "run", tmp_path / "run.yaml"

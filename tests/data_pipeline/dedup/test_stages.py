@@ -138,6 +138,7 @@ def test_a_task_takes_memory_for_its_records_whatever_is_shared(tmp_path, monkey
         assert most < 300 * records + (1 << 19), label
 
 
+@pytest.mark.slow
 def test_a_cluster_of_any_size_is_decided_in_the_memory_of_a_task(tmp_path):
     """10 MB of pairs of one cluster, in tasks of 20,000 records of 25 bytes."""
     rng, num_docs = np.random.default_rng(4), 40_000

@@ -82,6 +82,7 @@ LINES = st.lists(
 ).map("\n".join)
 
 
+@pytest.mark.slow
 @given(LINES)
 @settings(max_examples=800)
 def test_first_failed_rule_and_text_are_those_of_the_page_dropping_reading(text: str) -> None:

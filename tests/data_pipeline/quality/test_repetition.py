@@ -93,6 +93,7 @@ def paper_by_definition(text: str) -> dict[str, float | None]:
     return {f"repetition.{name}": value for name, value in expected.items()}
 
 
+@pytest.mark.slow
 @given(TEXT)
 @settings(max_examples=600)
 def test_datatrove_dialect_is_its_definition(text: str) -> None:
@@ -101,6 +102,7 @@ def test_datatrove_dialect_is_its_definition(text: str) -> None:
         assert measure(reading) == datatrove_by_definition(text, reading.words)
 
 
+@pytest.mark.slow
 @given(TEXT, st.integers(1, 40), st.integers(0, 20))
 @settings(max_examples=400)
 def test_blocks_and_sorting_are_for_memory_only(text: str, block: int, sorted_from: int) -> None:
@@ -113,6 +115,7 @@ def test_blocks_and_sorting_are_for_memory_only(text: str, block: int, sorted_fr
             assert measure(reading, dialect="paper") == paper_by_definition(text)
 
 
+@pytest.mark.slow
 @given(TEXT)
 @settings(max_examples=600)
 def test_paper_dialect_is_its_definition(text: str) -> None:

@@ -191,6 +191,7 @@ def test_words_of_real_books_and_speeches_are_those_of_spacy(shared: Path) -> No
         assert Reading(text, "en").words == spacy_words(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["en", "fr"])
 @settings(max_examples=40, deadline=None)
 @given(st.text(alphabet="aBé1.,:;'’\"()[]{}/@#$%&*+-–—_=<>~|\\ sdntmkh€°😀", max_size=40))

@@ -242,6 +242,7 @@ def test_a_text_above_the_bound_costs_its_own_row_alone(tmp_path: Path, kind: pa
     ]
 
 
+@pytest.mark.slow
 def test_a_text_that_rows_share_is_held_once(tmp_path: Path) -> None:
     """256 rows of 8 MiB would be 2 GiB."""
     shared = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["y" * (8 << 20)]))

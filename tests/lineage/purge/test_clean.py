@@ -27,6 +27,8 @@ from quern.lineage.trace import find_document, trace
 
 from . import purge_case as P
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

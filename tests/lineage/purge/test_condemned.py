@@ -18,6 +18,8 @@ from quern.data_pipeline import url as urls
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY, condemn
 from quern.lineage.purge.select import Wanted
 
+pytestmark = pytest.mark.slow
+
 Row = dict[str, Any]
 
 

@@ -21,6 +21,8 @@ from .. import runs
 from . import corpus_scan as C
 from .test_transaction import request, some
 
+pytestmark = pytest.mark.slow
+
 SEED = 21
 
 

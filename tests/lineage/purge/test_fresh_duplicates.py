@@ -21,6 +21,8 @@ from quern.data_pipeline.dedup import DuplicatesConfig, DuplicatesReport, run
 from quern.lineage.purge.condemned import condemn, not_compared
 from quern.lineage.purge.select import Wanted
 
+pytestmark = pytest.mark.slow
+
 
 class Here:
     """An engine that runs every task at once."""

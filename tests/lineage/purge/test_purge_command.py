@@ -19,6 +19,8 @@ from quern.lineage.purge.verify import verify
 from . import corpus_scan as C
 from . import small_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -24,6 +24,8 @@ from quern.tokenize.shards import ShardReader
 from .. import runs
 from . import corpus_scan as C
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -30,6 +30,8 @@ from quern.tokenize.shards import ShardReader
 from .. import runs
 from . import corpus_scan as C
 
+pytestmark = pytest.mark.slow
+
 SEED = 21
 EOT = 999
 
@@ -90,8 +92,11 @@ def test_only_touched_shards_are_written(run: Path) -> None:
     assert files.keys() - after.keys() == old
 
 
-@pytest.mark.parametrize("mode", ["mask", "rewrite"])
-@pytest.mark.parametrize("share", [1, 7])
+@pytest.mark.parametrize(
+    ("share", "mode"),
+    [(1, "mask"), (7, "rewrite"),
+     *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, "rewrite"), (7, "mask")))],
+)  # fmt: skip
 def test_a_version_after_a_version(run: Path, mode: str, share: int) -> None:
     """Each leaves what the one before left, but for what it purges."""
     before, gone = C.scan(run), some(run, share=share)
@@ -178,8 +183,11 @@ def all_ids(run: Path) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["mask", "rewrite"])
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [pytest.param(number, mode, marks=pytest.mark.long if (number + (mode == "mask")) % 2 and number < 5 else ())
+     for number in range(7) for mode in ("mask", "rewrite")],
+)  # fmt: skip
 def test_no_space_left_is_said_and_undone(run: Path, monkeypatch: pytest.MonkeyPatch, mode: str, number: int) -> None:
     files, gone = C.tree(run), some(run, stream="web")[:1]
     published = storage.publish

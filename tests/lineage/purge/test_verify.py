@@ -15,6 +15,8 @@ from quern.lineage.purge.verify import verify
 from . import purge_case as P
 from .proof_case import below, failed, kept, prove, put_back, relist, spot
 
+pytestmark = pytest.mark.slow
+
 # ---- a run from which nothing is missing
 
 

@@ -27,6 +27,8 @@ from quern.lineage.purge.verify import verify
 from . import purge_case as P
 from .proof_case import below, failed, prove, spot
 
+pytestmark = pytest.mark.slow
+
 # ---- the audit log
 
 
