@@ -11,6 +11,7 @@ import _thread
 import json
 import os
 import platform
+import signal
 import threading
 import time
 import uuid
@@ -27,6 +28,9 @@ __all__ = ["Lease", "hold", "takes_leases"]
 
 PERIOD_S = 5.0
 STALE_S = 30.0
+
+#: Interrupts the main thread of who lost the lease. Not SIGINT, which what a shell starts in the background ignores.
+_LOST = signal.SIGURG
 
 
 def takes_leases(url: str) -> bool:
@@ -48,17 +52,31 @@ def hold(url: str, what: str, *, period_s: float = PERIOD_S, stale_s: float = ST
     lease = Lease(url, what, period_s, stale_s)
     lease.take()
     beating = threading.Thread(target=lease.keep, name="lease", daemon=True)
-    beating.start()
+    with _interruptible():
+        beating.start()
+        try:
+            yield lease
+            lease.end()
+            lease.check()
+        except KeyboardInterrupt:
+            lease.check()
+            raise
+        finally:
+            lease.let_go()
+            beating.join(period_s)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """``_LOST`` raises KeyboardInterrupt in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(_LOST, signal.default_int_handler)
     try:
-        yield lease
-        lease.end()
-        lease.check()
-    except KeyboardInterrupt:
-        lease.check()
-        raise
+        yield
     finally:
-        lease.let_go()
-        beating.join(period_s)
+        signal.signal(_LOST, before)
 
 
 class Lease:
@@ -173,7 +191,7 @@ class Lease:
                 except StoreError:
                     continue
                 if self.lost:  # while this is held the block cannot end: nothing else is interrupted
-                    _thread.interrupt_main()
+                    _thread.interrupt_main(_LOST)
                     return
 
     def check(self) -> None:

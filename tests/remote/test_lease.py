@@ -36,10 +36,10 @@ def of_another_machine(server: Server, beat: int = 0) -> None:
     server.write(".lease.json", json.dumps(said).encode())
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As in a terminal: a shell that starts this in the background has it ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture(params=[signal.SIG_IGN, signal.default_int_handler], ids=["background", "terminal"])
+def sigint(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A shell that starts something in the background has it ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, request.param)
     yield
     signal.signal(signal.SIGINT, before)
 
@@ -137,7 +137,7 @@ def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(server: Server)
         assert written(server)["pid"] != first.pid
 
 
-def test_who_loses_it_is_stopped(server: Server, interruptible: None) -> None:
+def test_who_loses_it_is_stopped(server: Server, sigint: None) -> None:
     start = time.monotonic()
 
     def work() -> None:
@@ -185,7 +185,7 @@ def test_who_loses_it_as_its_block_ends_is_interrupted_in_nothing_else(
 
     class Late:
         @staticmethod
-        def interrupt_main() -> None:
+        def interrupt_main(signum: int) -> None:
             time.sleep(0.5)
             outside.append(held[0]._ended.is_set())
 
