@@ -34,17 +34,11 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
+from quern.data_pipeline.extract_conversion import CleanedLater, Cleaning
 from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
-from quern.data_pipeline.extract_fallbacks import (
-    CleanedLater,
-    Cleaning,
-    Comparison,
-    Neighbours,
-    Paragraph,
-    Paragraphs,
-    StopWords,
-)
-from quern.data_pipeline.xpath_walk import Member, Walk, Walks
+from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, Paragraphs, StopWords
+from quern.data_pipeline.extract_readability import Comparison, class_weight, drop_unlikely, link_density
+from quern.data_pipeline.xpath_walk import Firsts, Member, Walk, Walks
 
 __all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
 
@@ -148,7 +142,7 @@ def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
 
 
 @functools.cache
-def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
+def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks | Firsts, ...]]:
     """The replacements, :func:`backend`'s answer, and walks that remember a tree; made and tested once a process."""
     try:
         for name, verified in (("trafilatura", VERIFIED_VERSIONS), ("justext", VERIFIED_JUSTEXT)):
@@ -163,17 +157,19 @@ def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, 
     return replacements, "walks", groups
 
 
-def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
+def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...]]:
     xpaths, utils, core, external = trafilatura.xpaths, trafilatura.utils, trafilatura.core, trafilatura.external
     stock = {name: tuple(getattr(xpaths, name)) for name in EXPRESSION_LISTS}
     alone = {name: tuple(map(_walk_or_xpath, listed)) for name, listed in stock.items()}
     fast: dict[str, tuple[Any, ...]] = dict(alone)
-    groups = []
+    groups: list[Walks | Firsts] = []
     for names in TOGETHER:
         groups.append(Walks([walk for name in names for walk in alone[name] if isinstance(walk, Walk)]))
         members = iter(groups[-1].members)
         for name in names:
             fast[name] = tuple(next(members) if isinstance(walk, Walk) else walk for walk in alone[name])
+    groups.append(Firsts([xpath.path for xpath in stock["BODY_XPATH"]]))
+    fast["BODY_XPATH"] = groups[-1].members
     # readability's copy of the page is pruned by the one list alone
     overall = alone["OVERALL_DISCARD_XPATH"]
     if all(isinstance(walk, Walk) for walk in overall):
@@ -197,6 +193,7 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         trafilatura.readability_lxml,
         justext.core.ParagraphMaker,
     )
+    document = readability.Document
     density = LinkDensity(extractor.prune_unwanted_sections)
     own = OwnText(extractor._elem_text, extractor.is_text_element)
     replacements = (
@@ -209,6 +206,10 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         _Replacement(core, "tree_cleaning", core.tree_cleaning, Cleaning(core.tree_cleaning)),
         _Replacement(external, "tree_cleaning", external.tree_cleaning, Cleaning(external.tree_cleaning)),
         _Replacement(readability, "text_length", readability.text_length, length_of),
+        _Replacement(document, "get_link_density", document.get_link_density, link_density),
+        _Replacement(document, "class_weight", document.class_weight, class_weight),
+        _Replacement(document, "remove_unlikely_candidates", document.remove_unlikely_candidates, drop_unlikely),
+        _Replacement(document, "sanitize", document.sanitize, comparison.sanitizing(document.sanitize)),
         _Replacement(
             maker, "make_paragraphs", vars(maker)["make_paragraphs"], staticmethod(Paragraphs(maker.make_paragraphs))
         ),
