@@ -11,7 +11,7 @@ import trafilatura.core
 import trafilatura.htmlprocessing
 from lxml.html import HtmlElement
 
-__all__ = ["CleanedLater", "Cleaning"]
+__all__ = ["CleanedLater", "Cleaning", "conversions", "converting"]
 
 
 class Cleaning:
@@ -53,7 +53,44 @@ class CleanedLater:
 
         def cleaned(tree: Any) -> HtmlElement:
             if isinstance(tree, CleanedLater):
-                tree = trafilatura.core.tree_cleaning(copy.copy(tree.tree), tree.options)
+                # in precision mode nobody looks at the page after justext
+                page = tree.tree if tree.options.focus == "precision" else copy.copy(tree.tree)
+                tree = trafilatura.core.tree_cleaning(page, tree.options)
             return clean(tree)
 
         return cleaned
+
+
+def converting(convert: Callable[..., HtmlElement]) -> Callable[..., HtmlElement]:
+    """trafilatura's conversion of tags, that is given no link to look for: those are converted here."""
+
+    def converted(tree: HtmlElement, options: Any, url: str | None = None) -> HtmlElement:
+        if not options.links:
+            _convert_links(tree, ("div", "li", "p", "table") if options.tables else ("div", "li", "p"))
+        return convert(tree, options, url)
+
+    return converted
+
+
+def _convert_links(tree: HtmlElement, containers: tuple[str, ...]) -> None:
+    """Links below a container become references, unless the innermost one is the tree itself; the others stay."""
+    for link in tree.iter("a"):
+        above = link.getparent()
+        while above is not None and above.tag not in containers:
+            above = above.getparent()
+        if above is not None and above is not tree:
+            link.tag = "ref"
+
+
+def conversions(listed: dict[str, Callable[[Any], None]]) -> dict[str, Callable[[Any], None]]:
+    """trafilatura's conversions by tag, with a quicker look at ``pre``."""
+    convert, settings = listed["pre"], trafilatura.htmlprocessing
+
+    def convert_preformatted(element: HtmlElement) -> None:
+        if next(element.iterdescendants("span"), None) is not None:
+            convert(element)
+            return
+        text = element.text or ""
+        element.tag = "code" if any(sign in text for sign in settings.CODE_INDICATORS) else "quote"
+
+    return {**listed, "pre": convert_preformatted}

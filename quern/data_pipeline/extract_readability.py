@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = ["Comparison", "class_weight", "drop_unlikely", "link_density"]
 
 _PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
 _MARKED = lxml.etree.XPath(".//*[@class or @id]")
+_NO_NODE = "self::*[false()]"
 #: What readability writes where nothing is left of a page.
 _NOTHING = "<div/>"
 #: Longer values of attributes are not remembered, so hostile pages cannot fill memory.
@@ -68,6 +70,10 @@ class Comparison:
         self._state = threading.local()
         known = lxml.html.defs.tags | {"listing", "noembed", "plaintext", "xmp"}
         self._growing = tuple(sorted(tag for tag in known - {"iframe", "script", "style"} if _grows(tag)))
+        self._unclean = trafilatura.external.SANITIZED_XPATH
+        if not re.fullmatch(r"\.//\w+(?:\|\.//\w+)*", self._unclean):
+            raise ValueError(f"expected tags of unclean text, got {self._unclean!r}")
+        self._unclean_tags = tuple(self._unclean.removeprefix(".//").split("|.//"))
 
     def extract(self, cleaned: HtmlElement, backup: HtmlElement, tree: HtmlElement, options: Any) -> tuple[Any, str]:
         """The main extraction and, unless in fast mode, the comparison."""
@@ -84,21 +90,28 @@ class Comparison:
     def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
         hopeless = getattr(self._state, "hopeless", False)
         self._state.limit = 2 * len(text) if not hopeless and _is_sound(body, text, options) else -1
+        self._state.body = body
         try:
             return self._compare(cleaned, raw, body, text, options)
         finally:
-            self._state.limit = -1
+            self._state.limit, self._state.body = -1, None
+            trafilatura.external.SANITIZED_XPATH = self._unclean
 
     def prune(self, tree: HtmlElement, *args: Any, **kwargs: Any) -> HtmlElement:
         return tree if getattr(self._state, "hopeless", False) else self._prune(tree, *args, **kwargs)
 
     def readability(self, tree: HtmlElement) -> HtmlElement:
-        if getattr(self._state, "hopeless", False):
-            return HtmlElement()
         limit = getattr(self._state, "limit", -1)
-        if limit >= 0 and self.is_within(tree, limit):
+        if getattr(self._state, "hopeless", False) or (limit >= 0 and self.is_within(tree, limit)):
+            self._keep_own()
             return HtmlElement()  # what trafilatura makes of a readability failure: no text, never preferred
         return self._readability(tree)
+
+    def _keep_own(self) -> None:
+        """Readability's text will not be preferred: of trafilatura's own it can be told now whether it is unclean."""
+        body = getattr(self._state, "body", None)
+        if body is not None and next(body.iterdescendants(*self._unclean_tags), None) is None:
+            trafilatura.external.SANITIZED_XPATH = _NO_NODE
 
     def sanitizing(self, sanitize: Callable[..., str]) -> Callable[..., str]:
         """readability's last step, the cleaning of what it chose, left out where that is too short already."""
@@ -106,6 +119,7 @@ class Comparison:
         def sanitized(document: Any, node: HtmlElement, candidates: Any) -> str:
             limit = getattr(self._state, "limit", -1)
             if limit >= 0 and not node.tail and self.is_within(node, limit):
+                self._keep_own()
                 return _NOTHING
             return sanitize(document, node, candidates)
 

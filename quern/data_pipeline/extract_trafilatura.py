@@ -27,6 +27,7 @@ import lxml.html
 import trafilatura
 import trafilatura.core
 import trafilatura.external
+import trafilatura.htmlprocessing
 import trafilatura.main_extractor
 import trafilatura.readability_lxml
 import trafilatura.settings
@@ -34,7 +35,8 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
-from quern.data_pipeline.extract_conversion import CleanedLater, Cleaning
+from quern.data_pipeline.extract_content import ENOUGH_CHARS, Backup, PageElement
+from quern.data_pipeline.extract_conversion import CleanedLater, Cleaning, conversions, converting
 from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
 from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, Paragraphs, StopWords
 from quern.data_pipeline.extract_readability import Comparison, class_weight, drop_unlikely, link_density
@@ -149,6 +151,8 @@ def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks |
             version = importlib.metadata.version(name)
             if version not in verified:
                 raise ValueError(f"{name} {version} is not one of the verified {', '.join(verified)}")
+        if 3 * _options(favor, True).min_extracted_size > ENOUGH_CHARS:
+            raise ValueError(f"trafilatura's MIN_EXTRACTED_SIZE: expected at most {ENOUGH_CHARS // 3}")
         replacements, groups = _replacements()
         _self_test(replacements, favor)
     except (AttributeError, TypeError, ValueError) as error:
@@ -168,8 +172,9 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
         members = iter(groups[-1].members)
         for name in names:
             fast[name] = tuple(next(members) if isinstance(walk, Walk) else walk for walk in alone[name])
-    groups.append(Firsts([xpath.path for xpath in stock["BODY_XPATH"]]))
-    fast["BODY_XPATH"] = groups[-1].members
+    bodies = Firsts([xpath.path for xpath in stock["BODY_XPATH"]])
+    groups.append(bodies)
+    fast["BODY_XPATH"] = bodies.members
     # readability's copy of the page is pruned by the one list alone
     overall = alone["OVERALL_DISCARD_XPATH"]
     if all(isinstance(walk, Walk) for walk in overall):
@@ -180,7 +185,7 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
     parser = utils.HTML_PARSER.copy()
     parser.set_element_class_lookup(
         lxml.etree.ElementDefaultClassLookup(
-            element=HtmlElement,
+            element=PageElement,
             comment=lxml.html.HtmlComment,
             pi=lxml.html.HtmlProcessingInstruction,
             entity=lxml.html.HtmlEntity,
@@ -193,7 +198,8 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
         trafilatura.readability_lxml,
         justext.core.ParagraphMaker,
     )
-    document = readability.Document
+    document, html = readability.Document, trafilatura.htmlprocessing
+    backup = Backup(bodies, core.extract_content, extractor.deepcopy)
     density = LinkDensity(extractor.prune_unwanted_sections)
     own = OwnText(extractor._elem_text, extractor.is_text_element)
     replacements = (
@@ -203,8 +209,12 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
         _Replacement(extractor, "link_density_test_tables", extractor.link_density_test_tables, density.is_dense_table),
         _Replacement(extractor, "_elem_text", extractor._elem_text, own.text),
         _Replacement(extractor, "is_text_element", extractor.is_text_element, own.has_text),
+        _Replacement(core, "extract_content", core.extract_content, backup.extract),
+        _Replacement(extractor, "deepcopy", extractor.deepcopy, backup.copy),
         _Replacement(core, "tree_cleaning", core.tree_cleaning, Cleaning(core.tree_cleaning)),
         _Replacement(external, "tree_cleaning", external.tree_cleaning, Cleaning(external.tree_cleaning)),
+        _Replacement(core, "convert_tags", core.convert_tags, converting(core.convert_tags)),
+        _Replacement(html, "CONVERSIONS", html.CONVERSIONS, conversions(html.CONVERSIONS)),
         _Replacement(readability, "text_length", readability.text_length, length_of),
         _Replacement(document, "get_link_density", document.get_link_density, link_density),
         _Replacement(document, "class_weight", document.class_weight, class_weight),

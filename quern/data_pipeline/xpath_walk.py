@@ -179,7 +179,9 @@ class Firsts:
         """The first node below ``root`` that the expression at ``place`` names, if any."""
         last = self._last
         if place == 0:
-            last.root, last.found = root, self._earliest(root, 0, self._end)
+            if getattr(last, "root", None) is not root or not last.foreseen:
+                self.foresee(root)
+            last.foreseen = False
         elif getattr(last, "root", None) is not root:
             return self._earliest(root, place, place + 1)[1]
         at, found = last.found
@@ -187,6 +189,12 @@ class Firsts:
             return []
         self.forget()
         return found if at == place else self._earliest(root, place, place + 1)[1]
+
+    def foresee(self, root: HtmlElement) -> bool:
+        """Whether an expression finds something below ``root``, which is not to change before they are asked."""
+        last = self._last
+        last.root, last.found, last.foreseen = root, self._earliest(root, 0, self._end), True
+        return bool(last.found[1])
 
     def find_all(self, root: HtmlElement) -> list[list[HtmlElement]]:
         """What each expression finds below ``root``."""
