@@ -24,7 +24,7 @@ from lxml.html import HtmlElement
 
 from quern.data_pipeline.extract_density import TEXT, collapsed, length_of
 
-__all__ = ["Comparison", "class_weight", "drop_unlikely", "link_density"]
+__all__ = ["Comparison", "Scores", "class_weight", "drop_unlikely"]
 
 _PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
 _MARKED = lxml.etree.XPath(".//*[@class or @id]")
@@ -81,15 +81,17 @@ class Comparison:
         body, text = core.extract_content(cleaned, options)
         if options.fast:
             return body, text
-        self._state.hopeless = hopeless = _is_sound(body, text, options) and self.is_within(tree, 2 * len(text))
+        self._state.sound = sound = _is_sound(body, text, options)
+        self._state.hopeless = hopeless = sound and self.is_within(tree, 2 * len(text))
         try:
             return core.compare_extraction(backup, tree if hopeless else copy.copy(tree), body, text, options)
         finally:
-            self._state.hopeless = False
+            self._state.hopeless, self._state.sound = False, None
 
     def compare(self, cleaned: HtmlElement, raw: HtmlElement, body: HtmlElement, text: str, options: Any) -> Any:
-        hopeless = getattr(self._state, "hopeless", False)
-        self._state.limit = 2 * len(text) if not hopeless and _is_sound(body, text, options) else -1
+        sound = getattr(self._state, "sound", None)
+        sound = _is_sound(body, text, options) if sound is None else sound
+        self._state.limit = 2 * len(text) if sound else -1
         self._state.body = body
         try:
             return self._compare(cleaned, raw, body, text, options)
@@ -127,35 +129,52 @@ class Comparison:
 
     def is_within(self, tree: HtmlElement, limit: int) -> bool:
         """Whether readability's text of ``tree`` cannot pass ``limit`` characters."""
-        # Scripts and styles are dropped before all else. With them go their words, and at least the spaces between.
-        scripts = sum(len(collapsed(script.text)) for script in tree.iter("script", "style") if script.text)
-        text = TEXT(tree)
-        if len(text) > 8 * (limit + scripts) and len(collapsed(text[: 4 * (limit + scripts)])) > limit + scripts:
+        scripts, added = 0, 0.0
+        for element in tree.iter("script", "style", "iframe", *self._growing):
+            if element.tag in ("script", "style"):
+                # dropped before all else, and with it its words and at least the spaces between
+                scripts += len(collapsed(element.text)) if element.text else 0
+            else:
+                added += len("VIDEO") if element.tag == "iframe" and not len(element) else math.inf
+        most = limit + scripts - added
+        if most < 0:
             return False
-        return len(collapsed(text)) - scripts + self._most_added(tree) <= limit
-
-    def _most_added(self, tree: HtmlElement) -> float:
-        """Characters that readability may add to the text of ``tree``; infinite where it may be any number."""
-        frames = list(tree.iter("iframe"))
-        if any(map(len, frames)) or (self._growing and next(tree.iter(*self._growing), None) is not None):
-            return math.inf
-        return len("VIDEO") * len(frames)
+        text = TEXT(tree)
+        if len(text) > 8 * most and len(collapsed(text[: 4 * int(most)])) > most:
+            return False
+        return len(collapsed(text)) <= most
 
 
 def _is_sound(body: HtmlElement, text: str, options: Any) -> bool:
     """Whether readability has to be twice as long to be preferred."""
     if options.focus == "recall" or not text:
         return False
-    if all(paragraph.text is None for paragraph in body.iterdescendants("p")) and not _PARAGRAPH_TEXT(body):
+    paragraphs = list(body.iterdescendants("p"))
+    if not paragraphs or (all(each.text is None for each in paragraphs) and not _PARAGRAPH_TEXT(body)):
         return False
-    num_tables = sum(1 for _ in body.iterdescendants("table"))
-    return not num_tables or num_tables <= sum(1 for _ in body.iterdescendants("p"))
+    return sum(1 for _ in body.iterdescendants("table")) <= len(paragraphs)
 
 
-def link_density(document: Any, element: HtmlElement) -> float:
-    """The part of an element's text that is in links."""
-    linked = sum(map(length_of, element.iterdescendants("a")))
-    return linked / (length_of(element) or 1) if linked else 0.0
+class Scores(threading.local):
+    """readability's scores of elements, for which links are measured once."""
+
+    def __init__(self, score: Callable[[Any], Any]) -> None:
+        self._score = score
+        self._lengths: dict[HtmlElement, int] | None = None
+
+    def of(self, document: Any) -> Any:
+        """readability's own scores; nothing is changed in the meantime."""
+        self._lengths = {link: length_of(link) for link in document.doc.iter("a")}
+        try:
+            return self._score(document)
+        finally:
+            self._lengths = None
+
+    def link_density(self, element: HtmlElement) -> float:
+        """The part of an element's text that is in links."""
+        length = length_of if self._lengths is None else self._lengths.__getitem__
+        linked = sum(map(length, element.iterdescendants("a")))
+        return linked / (length_of(element) or 1) if linked else 0.0
 
 
 def class_weight(document: Any, element: HtmlElement) -> float:

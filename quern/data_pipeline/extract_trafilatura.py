@@ -39,7 +39,7 @@ from quern.data_pipeline.extract_content import ENOUGH_CHARS, Backup, PageElemen
 from quern.data_pipeline.extract_conversion import CleanedLater, Cleaning, conversions, converting
 from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
 from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, Paragraphs, StopWords
-from quern.data_pipeline.extract_readability import Comparison, class_weight, drop_unlikely, link_density
+from quern.data_pipeline.extract_readability import Comparison, Scores, class_weight, drop_unlikely
 from quern.data_pipeline.xpath_walk import Firsts, Member, Walk, Walks
 
 __all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
@@ -134,13 +134,13 @@ class _Replacement:
 
 @contextmanager
 def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
-    for replacement in replacements:
-        replacement.put(replacement.fast)
+    for each in replacements:
+        each.put(each.fast)
     try:
         yield
     finally:
-        for replacement in replacements:
-            replacement.put(replacement.stock)
+        for each in replacements:
+            each.put(each.stock)
 
 
 @functools.cache
@@ -199,6 +199,7 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
         justext.core.ParagraphMaker,
     )
     document, html = readability.Document, trafilatura.htmlprocessing
+    scores = Scores(document.score_paragraphs)
     backup = Backup(bodies, core.extract_content, extractor.deepcopy)
     density = LinkDensity(extractor.prune_unwanted_sections)
     own = OwnText(extractor._elem_text, extractor.is_text_element)
@@ -216,7 +217,10 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
         _Replacement(core, "convert_tags", core.convert_tags, converting(core.convert_tags)),
         _Replacement(html, "CONVERSIONS", html.CONVERSIONS, conversions(html.CONVERSIONS)),
         _Replacement(readability, "text_length", readability.text_length, length_of),
-        _Replacement(document, "get_link_density", document.get_link_density, link_density),
+        _Replacement(
+            document, "get_link_density", document.get_link_density, lambda _, element: scores.link_density(element)
+        ),
+        _Replacement(document, "score_paragraphs", document.score_paragraphs, lambda page: scores.of(page)),
         _Replacement(document, "class_weight", document.class_weight, class_weight),
         _Replacement(document, "remove_unlikely_candidates", document.remove_unlikely_candidates, drop_unlikely),
         _Replacement(document, "sanitize", document.sanitize, comparison.sanitizing(document.sanitize)),

@@ -110,14 +110,9 @@ class Walks:
             if walk.first or (place and ".//" in walk.path[walk.path.index("[") :]):
                 raise ValueError(f"expected an expression that walks with others, got {walk.path!r}")
         self._walks = tuple(walks)
-        self._named = {tag for walk in walks for tag in walk.tags} - {"*"}
-        anywhere = ["*" in walk.tags for walk in walks]
-        steps = [walk.step for walk in walks]
-        self._memos = _memos_of(steps)
-        self._memos_elsewhere = _memos_of(
-            [step if wanted else None for step, wanted in zip(steps, anywhere, strict=True)]
-        )
-        self._tags = ("*",) if any(anywhere) else tuple(sorted(self._named))
+        named = {tag for walk in walks for tag in walk.tags}
+        self._memos = _memos_of([walk.step for walk in walks])
+        self._tags = ("*",) if "*" in named else tuple(sorted(named))
         self._last = threading.local()
         self.members = tuple(Member(self, place, walk.path) for place, walk in enumerate(walks))
 
@@ -138,18 +133,17 @@ class Walks:
 
     def find_all(self, root: HtmlElement) -> list[list[HtmlElement]]:
         """What each walk finds below ``root``."""
-        named, behind = self._named, len(self._walks)
-        found: list[list[HtmlElement]] = [[] for _ in self._walks]
+        memos, steps, behind = self._memos, [walk.step for walk in self._walks], len(self._walks)
+        found: list[list[HtmlElement]] = [[] for _ in steps]
         for element in root.iterdescendants(*self._tags):
-            memos = self._memos if element.tag in named else self._memos_elsewhere
             bits = 0
             for name, value in element.items():
                 if name in memos:
                     bits |= memos[name][value]
             if bits:
-                for place, walk in enumerate(self._walks):
+                for place, step in enumerate(steps):
                     surely = bits >> place & 1
-                    if (surely or bits >> place + behind & 1) and walk.step.takes(element, bool(surely)):
+                    if (surely or bits >> place + behind & 1) and step.takes(element, bool(surely)):
                         found[place].append(element)
         return found
 
@@ -168,7 +162,7 @@ class Firsts:
         for place, step in self._steps:
             if not step.first or not (step.tests or step.tags != ("*",)):
                 raise ValueError(f"expected expressions of first matches, got {paths[place]!r}")
-        self._memos = _memos_of([step if step.tests else None for _, step in self._steps])
+        self._memos = _memos_of([step for _, step in self._steps])
         self._bare = {tag: place for place, step in reversed(self._steps) if not step.tests for tag in step.tags}
         self._tags = tuple(sorted({tag for _, step in self._steps for tag in step.tags}))
         self._last = threading.local()
@@ -230,11 +224,11 @@ class Firsts:
         return end, found
 
 
-def _memos_of(steps: Sequence[Step | None]) -> dict[str, _Bits]:
-    """Attribute → the bits of the steps by its value; those of None are never set."""
+def _memos_of(steps: Sequence[Step]) -> dict[str, _Bits]:
+    """Attribute → the bits of the steps by its value."""
     tests: dict[str, list[tuple[int, Holds]]] = {}
     for place, step in enumerate(steps):
-        for test in step.tests if step is not None else ():
+        for test in step.tests:
             bit = 1 << place if len(test.names) == 1 else 1 << place + len(steps)
             for name in test.names:
                 tests.setdefault(name, []).append((bit, test.holds))

@@ -20,12 +20,32 @@ import trafilatura.xpaths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quern.data_pipeline import extract_content
 from quern.data_pipeline import extract_conversion as fast
 from quern.data_pipeline.extract_content import ENOUGH_CHARS, Backup, PageElement
 from quern.data_pipeline.extract_readability import Comparison
 from quern.data_pipeline.xpath_walk import Firsts
 
-TAGS = ("div", "p", "a", "a", "ul", "li", "table", "td", "span", "pre", "b", "sup", "strong", "blockquote", "q", "br")
+TAGS = (
+    "div",
+    "p",
+    "a",
+    "a",
+    "ul",
+    "li",
+    "table",
+    "td",
+    "span",
+    "pre",
+    "b",
+    "sup",
+    "strong",
+    "blockquote",
+    "q",
+    "br",
+    "code",
+    "div",
+)
 WORDS = ("water", " ", "{", "\n    ", "('", "the mill ", "")
 seeds = st.integers(0, 1 << 32)
 
@@ -38,7 +58,7 @@ def tree_of(seed: int, size: int, root: str = "html") -> Any:
         element = lxml.etree.SubElement(draw.choice(placed[-5:]), draw.choice(TAGS))
         element.text, element.tail = (" ".join(draw.choices(WORDS, k=draw.randint(0, 3))) or None for _ in range(2))
         if draw.random() < 0.2:
-            element.set("class", draw.choice(("hljs-x", "schema-faq-question", "x")))
+            element.set("class", draw.choice(("hljs-x", "schema-faq-question", "a-w3-code b", "x")))
         placed.append(element)
     return tree
 
@@ -109,8 +129,26 @@ def test_texts_in_paragraphs_are_those_of_the_expression(seed: int, size: int) -
     assert type(tree) is PageElement
     for element in tree.iter("*"):
         assert element.xpath("//p//text()") == lxml.etree.XPath("//p//text()")(tree)
+        wild = ".//code|.//p|.//quote|.//table|.//div[contains(@class, 'w3-code')]"
+        assert element.xpath(wild) == lxml.etree.XPath(wild)(element)
         assert element.xpath(".//p") == element.findall(".//p")
         assert element.xpath("count($n)", n=[element]) == 1
+
+
+def test_the_expressions_answered_sooner_are_those_that_trafilatura_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Asked(PageElement):
+        def xpath(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.append(path)
+            return super().xpath(path, *args, **kwargs)
+
+    parser = lxml.html.HTMLParser()
+    parser.set_element_class_lookup(lxml.etree.ElementDefaultClassLookup(element=Asked))
+    for page in (f"<article>{PARAGRAPH * 5}</article>", "<div>x</div>"):
+        tree = lxml.html.document_fromstring(page, parser=parser)
+        trafilatura.main_extractor.extract_content(tree, trafilatura.settings.Extractor(precision=True))
+    assert {"//p//text()", extract_content._WILD} <= set(asked)
 
 
 def test_of_long_texts_in_paragraphs_there_are_enough() -> None:

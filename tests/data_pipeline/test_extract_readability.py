@@ -134,8 +134,10 @@ def test_outside_of_a_comparison_the_last_step_always_runs() -> None:
 def test_looks_at_an_element_are_those_of_readability(seed: int, size: int) -> None:
     tree = tree_of(seed, size)
     document = document_of(tree)
+    scores = fast.Scores(lambda page: {element: scores.link_density(element) for element in page.doc.iter()})
+    densities = scores.of(document)
     for element in tree.iter():
-        assert fast.link_density(document, element) == document.get_link_density(element)
+        assert scores.link_density(element) == densities[element] == document.get_link_density(element)
         assert fast.class_weight(document, element) == document.class_weight(element)
     left = copy.deepcopy(tree)
     fast.drop_unlikely(document_of(left))

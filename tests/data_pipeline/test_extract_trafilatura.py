@@ -26,7 +26,7 @@ from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, StopWor
 from quern.data_pipeline.extract_readability import Comparison
 from quern.data_pipeline.xpath_walk import Walk
 
-READABILITY = ("get_link_density", "class_weight", "remove_unlikely_candidates", "sanitize")
+READABILITY = ("score_paragraphs", "get_link_density", "class_weight", "remove_unlikely_candidates", "sanitize")
 RE = {"re": "http://exslt.org/regular-expressions"}
 
 
@@ -60,6 +60,11 @@ def state() -> list[Any]:
         trafilatura.core._extract_and_compare,
         trafilatura.core._prepare_tree,
         trafilatura.core.tree_cleaning,
+        trafilatura.core.convert_tags,
+        trafilatura.core.extract_content,
+        trafilatura.main_extractor.deepcopy,
+        trafilatura.htmlprocessing.CONVERSIONS,
+        trafilatura.external.SANITIZED_XPATH,
         trafilatura.external.tree_cleaning,
         trafilatura.main_extractor.prune_unwanted_sections,
         trafilatura.main_extractor.delete_by_link_density,
