@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def _convert_links(tree: HtmlElement, containers: tuple[str, ...]) -> None:
             link.tag = "ref"
 
 
-def conversions(listed: dict[str, Callable[[Any], None]]) -> dict[str, Callable[[Any], None]]:
+def conversions(listed: Mapping[str, Callable[[Any], None]]) -> dict[str, Callable[[Any], None]]:
     """trafilatura's conversions by tag, with a quicker look at ``pre``."""
     convert, settings = listed["pre"], trafilatura.htmlprocessing
 

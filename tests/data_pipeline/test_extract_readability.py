@@ -90,6 +90,12 @@ def test_a_long_page_is_told_from_its_beginning_and_told_the_same(words: int, sc
     assert comparison().is_within(tree, exact + 2)
 
 
+def test_a_page_of_blanks_is_not_taken_for_a_long_one() -> None:
+    tree = lxml.html.fromstring(f"<html><body><p>{'a ' * 500}{' ' * 20_000}</p></body></html>")
+    assert comparison().is_within(tree, seen(tree))
+    assert not comparison().is_within(tree, seen(tree) - 1)
+
+
 @settings(max_examples=200, deadline=None)
 @given(seeds, st.integers(1, 60), st.integers(0, 300))
 def test_a_summary_left_out_is_no_longer_than_the_limit(seed: int, size: int, limit: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -101,6 +101,7 @@ def test_an_answer_without_labels_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
     st.sets(st.sampled_from("abcd")),
     st.sampled_from((0.0, 0.2, 0.65)),
 )
+@example([0.5, 0.3, 0.1, 0.0], {"c"}, 0.0)
 def test_two_labels_decide_as_all_do(scores: list[float], keep: set[str], threshold: float) -> None:
     """Labels of a made-up model; of equal ones a question for two may name any, as a heap does."""
     listed = sorted(zip("abcd", scores, strict=True), key=lambda pair: -pair[1])
