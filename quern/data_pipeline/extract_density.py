@@ -16,17 +16,23 @@ import trafilatura.htmlprocessing
 from lxml.html import HtmlElement
 from trafilatura.utils import LINK_FARM_RATIO
 
-__all__ = ["LinkDensity", "OwnText", "length_of"]
+__all__ = ["TEXT", "LinkDensity", "OwnText", "collapsed", "length_of"]
 
 #: No rule calls an element dense whose links are a smaller part of it.
 _FEW_LINKS = min(0.9, LINK_FARM_RATIO)
-_TEXT = lxml.etree.XPath("string()", smart_strings=False)
+#: All text of an element.
+TEXT = lxml.etree.XPath("string()", smart_strings=False)
+
+
+def collapsed(text: str) -> str:
+    """A text with runs of whitespace as one space and none at the ends."""
+    return " ".join(text.split())
 
 
 def length_of(element: HtmlElement) -> int:
     """Characters of an element's text, runs of whitespace as one space and none at the ends."""
     # without children, its own text is all there is
-    text = _TEXT(element) if len(element) else element.text
+    text = TEXT(element) if len(element) else element.text
     return len(" ".join(text.split())) if text else 0
 
 
@@ -147,7 +153,7 @@ def _short_below(element: HtmlElement) -> int:
 
 def _length_up_to(element: HtmlElement, enough: int) -> tuple[int, bool]:
     """As :func:`length_of`, or, of a longer text, a length that it is not below; and whether it is the former."""
-    text = (_TEXT(element) if len(element) else element.text) or ""
+    text = (TEXT(element) if len(element) else element.text) or ""
     part = text[: 2 * enough]
     return len(" ".join(part.split())), len(part) == len(text)
 

@@ -27,6 +27,7 @@ import lxml.html
 import trafilatura
 import trafilatura.core
 import trafilatura.external
+import trafilatura.htmlprocessing
 import trafilatura.main_extractor
 import trafilatura.readability_lxml
 import trafilatura.settings
@@ -34,17 +35,12 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.html import HtmlElement
 
+from quern.data_pipeline.extract_content import ENOUGH_CHARS, Backup, PageElement
+from quern.data_pipeline.extract_conversion import CleanedLater, Cleaning, conversions, converting
 from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
-from quern.data_pipeline.extract_fallbacks import (
-    CleanedLater,
-    Cleaning,
-    Comparison,
-    Neighbours,
-    Paragraph,
-    Paragraphs,
-    StopWords,
-)
-from quern.data_pipeline.xpath_walk import Member, Walk, Walks
+from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, Paragraphs, StopWords
+from quern.data_pipeline.extract_readability import Comparison, Scores, class_weight, drop_unlikely
+from quern.data_pipeline.xpath_walk import Firsts, Member, Walk, Walks
 
 __all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
 
@@ -138,23 +134,25 @@ class _Replacement:
 
 @contextmanager
 def _in_place(replacements: tuple[_Replacement, ...]) -> Iterator[None]:
-    for replacement in replacements:
-        replacement.put(replacement.fast)
+    for each in replacements:
+        each.put(each.fast)
     try:
         yield
     finally:
-        for replacement in replacements:
-            replacement.put(replacement.stock)
+        for each in replacements:
+            each.put(each.stock)
 
 
 @functools.cache
-def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, ...]]:
+def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks | Firsts, ...]]:
     """The replacements, :func:`backend`'s answer, and walks that remember a tree; made and tested once a process."""
     try:
         for name, verified in (("trafilatura", VERIFIED_VERSIONS), ("justext", VERIFIED_JUSTEXT)):
             version = importlib.metadata.version(name)
             if version not in verified:
                 raise ValueError(f"{name} {version} is not one of the verified {', '.join(verified)}")
+        if 3 * _options(favor, True).min_extracted_size > ENOUGH_CHARS:
+            raise ValueError(f"trafilatura's MIN_EXTRACTED_SIZE: expected at most {ENOUGH_CHARS // 3}")
         replacements, groups = _replacements()
         _self_test(replacements, favor)
     except (AttributeError, TypeError, ValueError) as error:
@@ -163,17 +161,20 @@ def _prepare(favor: Favor) -> tuple[tuple[_Replacement, ...], str, tuple[Walks, 
     return replacements, "walks", groups
 
 
-def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
+def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...]]:
     xpaths, utils, core, external = trafilatura.xpaths, trafilatura.utils, trafilatura.core, trafilatura.external
     stock = {name: tuple(getattr(xpaths, name)) for name in EXPRESSION_LISTS}
     alone = {name: tuple(map(_walk_or_xpath, listed)) for name, listed in stock.items()}
     fast: dict[str, tuple[Any, ...]] = dict(alone)
-    groups = []
+    groups: list[Walks | Firsts] = []
     for names in TOGETHER:
         groups.append(Walks([walk for name in names for walk in alone[name] if isinstance(walk, Walk)]))
         members = iter(groups[-1].members)
         for name in names:
             fast[name] = tuple(next(members) if isinstance(walk, Walk) else walk for walk in alone[name])
+    bodies = Firsts([xpath.path for xpath in stock["BODY_XPATH"]])
+    groups.append(bodies)
+    fast["BODY_XPATH"] = bodies.members
     # readability's copy of the page is pruned by the one list alone
     overall = alone["OVERALL_DISCARD_XPATH"]
     if all(isinstance(walk, Walk) for walk in overall):
@@ -184,7 +185,7 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
     parser = utils.HTML_PARSER.copy()
     parser.set_element_class_lookup(
         lxml.etree.ElementDefaultClassLookup(
-            element=HtmlElement,
+            element=PageElement,
             comment=lxml.html.HtmlComment,
             pi=lxml.html.HtmlProcessingInstruction,
             entity=lxml.html.HtmlEntity,
@@ -197,6 +198,9 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         trafilatura.readability_lxml,
         justext.core.ParagraphMaker,
     )
+    document, html = readability.Document, trafilatura.htmlprocessing
+    scores = Scores(document.score_paragraphs)
+    backup = Backup(bodies, core.extract_content, extractor.deepcopy)
     density = LinkDensity(extractor.prune_unwanted_sections)
     own = OwnText(extractor._elem_text, extractor.is_text_element)
     replacements = (
@@ -206,9 +210,20 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks, ...]]:
         _Replacement(extractor, "link_density_test_tables", extractor.link_density_test_tables, density.is_dense_table),
         _Replacement(extractor, "_elem_text", extractor._elem_text, own.text),
         _Replacement(extractor, "is_text_element", extractor.is_text_element, own.has_text),
+        _Replacement(core, "extract_content", core.extract_content, backup.extract),
+        _Replacement(extractor, "deepcopy", extractor.deepcopy, backup.copy),
         _Replacement(core, "tree_cleaning", core.tree_cleaning, Cleaning(core.tree_cleaning)),
         _Replacement(external, "tree_cleaning", external.tree_cleaning, Cleaning(external.tree_cleaning)),
+        _Replacement(core, "convert_tags", core.convert_tags, converting(core.convert_tags)),
+        _Replacement(html, "CONVERSIONS", html.CONVERSIONS, conversions(html.CONVERSIONS)),
         _Replacement(readability, "text_length", readability.text_length, length_of),
+        _Replacement(
+            document, "get_link_density", document.get_link_density, lambda _, element: scores.link_density(element)
+        ),
+        _Replacement(document, "score_paragraphs", document.score_paragraphs, lambda page: scores.of(page)),
+        _Replacement(document, "class_weight", document.class_weight, class_weight),
+        _Replacement(document, "remove_unlikely_candidates", document.remove_unlikely_candidates, drop_unlikely),
+        _Replacement(document, "sanitize", document.sanitize, comparison.sanitizing(document.sanitize)),
         _Replacement(
             maker, "make_paragraphs", vars(maker)["make_paragraphs"], staticmethod(Paragraphs(maker.make_paragraphs))
         ),

@@ -55,18 +55,19 @@ class LanguageConfig(Section):
         raise ValueError(f"expected a probability ≥ 0 and < 1, or false, got {value!r}")
 
 
-def identify(text: str, model: str | None = None) -> list[tuple[str, float]]:
+def identify(text: str, model: str | None = None, most: int = -1) -> list[tuple[str, float]]:
     """The labels of probability 1e-5 and above with that probability (at most 1), best first; may be empty.
 
-    Newlines count as spaces. ``model`` is a path, or None for the installed lid.176.ftz. Raises InputError for a model
-    that cannot be used.
+    Newlines count as spaces. ``model`` is a path, or None for the installed lid.176.ftz. With ``most`` that many labels
+    are enough: where their last two are equally likely, another may stand in place of the last. Raises InputError for a
+    model that cannot be used.
     """
     line = text[:MAX_CHARS].replace("\n", " ") + "\n"
     predict = _load(model).predict
     try:
-        found = predict(line, -1, 0.0, "strict")
+        found = predict(line, most, 0.0, "strict")
     except (TypeError, UnicodeError):  # lone surrogates
-        found = predict(line.encode("utf-8", "replace").decode(), -1, 0.0, "strict")
+        found = predict(line.encode("utf-8", "replace").decode(), most, 0.0, "strict")
     # sums of float32 exceed 1 by a little
     return [(_label(label), score if score < 1.0 else 1.0) for score, label in found]
 
@@ -218,7 +219,7 @@ class Language:
         _load(config.model)
 
     def __call__(self, page: Page) -> Page:
-        found = identify(page.text, self.config.model) if page.text and page.text.strip() else []
+        found = self._identify(page.text) if page.text and page.text.strip() else []
         if not found:
             page.language = page.language_score = None
             if self._keep:
@@ -235,3 +236,13 @@ class Language:
         else:
             page.fail(self.name, "language.not_wanted")
         return page
+
+    def _identify(self, text: str) -> list[tuple[str, float]]:
+        """The labels as far down as the decision looks: nearly always two, found sooner than all."""
+        found = identify(text, self.config.model, most=2)
+        if len(found) == 2:
+            (best, score), (_, second) = found
+            undecided = self._keep and best not in self._keep and second > self.config.threshold
+            if undecided or score == second:
+                return identify(text, self.config.model)
+        return found

@@ -2,222 +2,22 @@
 
 lxml evaluates ``re:test(@class, '…')`` by calling back into Python once for every element and pattern. A page repeats
 the same few hundred attribute values, so a walk over the elements with a memo by value is several times faster.
-The subset is what boilerplate-pruning expressions use: ``.//*[self::a or self::b][test or test …][condition …]``,
-``(…)[1]``, and tests by ``re:test``, ``contains``, ``starts-with``, ``translate``, equality and presence.
 """
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from lxml.html import HtmlElement
 
-__all__ = ["Member", "Walk", "Walks"]
+from quern.data_pipeline.xpath_parse import Holds, Parser, Step, Test
+
+__all__ = ["Firsts", "Member", "Walk", "Walks"]
 
 #: Answers kept for one attribute of one expression; past it the memo starts anew. Longer values are not kept.
 MEMO_ENTRIES = 8192
 MEMO_VALUE_CHARS = 256
-
-Condition = Callable[[HtmlElement], bool]
-Holds = Callable[[str], bool]
-
-_TOKEN = re.compile(
-    r"""\s*(?: '[^']*' | "[^"]*" | [A-Za-z_][\w-]*(?:::?[A-Za-z_][\w-]*)? | \.// | 1(?!\d) | [][()@|=,*] )""",
-    re.VERBOSE,
-)
-#: Of a regex: an escape, a character class, or one character.
-_REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-_LITERAL_START = re.compile(r"[A-Za-z_](?![*+?{])")
-_NAME = re.compile(r"[A-Za-z_][\w-]*")
-
-
-@dataclass(frozen=True)
-class _Test:
-    """A test of one attribute, or of the first present of several; False where there is none."""
-
-    names: tuple[str, ...]
-    holds: Holds
-
-    def __call__(self, element: HtmlElement) -> bool:
-        return next((self.holds(value) for name, value in element.items() if name in self.names), False)
-
-
-@dataclass
-class _Parser:
-    """Recursive descent over ``.//step[condition]…`` or ``(…)[1]``; raises ValueError outside that subset."""
-
-    path: str
-    tokens: list[str] = field(default_factory=list)
-    at: int = 0
-
-    def __post_init__(self) -> None:
-        position, end = 0, len(self.path.rstrip())
-        while position < end:
-            match = _TOKEN.match(self.path, position)
-            if match is None:
-                raise ValueError(f"expected a known XPath token, got {self.path[position : position + 20]!r}")
-            self.tokens.append(match.group().strip())
-            position = match.end()
-
-    def take(self, *expected: str) -> str:
-        token = self.tokens[self.at] if self.at < len(self.tokens) else "the end"
-        if expected and token not in expected:
-            raise ValueError(f"expected {' or '.join(expected)}, got {token} in {self.path!r}")
-        self.at += 1
-        return token
-
-    def accept(self, token: str) -> bool:
-        if self.at < len(self.tokens) and self.tokens[self.at] == token:
-            self.at += 1
-            return True
-        return False
-
-    def parse(self) -> tuple[tuple[str, ...], list[_Test], list[Condition], bool]:
-        """Tags, attribute tests of which one must hold, further conditions, and whether one match is enough."""
-        grouped, first = self.accept("("), False
-        self.take(".//")
-        tags: tuple[str, ...] = ("*",) if self.accept("*") else (self.name(),)
-        predicates: list[list[Condition]] = []
-        while self.accept("["):
-            if first:
-                raise ValueError(f"expected no condition after a position in {self.path!r}")
-            if self.accept("1"):
-                first = True
-            elif tags == ("*",) and not predicates and (listed := self.tags_only()):
-                tags = listed
-            else:
-                predicates.append(self.terms())
-            self.take("]")
-        if grouped:
-            for token in (")", "[", "1", "]"):
-                self.take(token)
-            first = True
-        if self.at != len(self.tokens):
-            raise ValueError(f"expected the end, got {self.tokens[self.at]} in {self.path!r}")
-        tests = [term for term in predicates[0] if isinstance(term, _Test)] if predicates else []
-        if not tests or len(tests) != len(predicates[0]):
-            raise ValueError(f"expected a first condition of attribute tests alone in {self.path!r}")
-        return tags, tests, [_any_of(terms) for terms in predicates[1:]], first
-
-    def tags_only(self) -> tuple[str, ...]:
-        """``self::a or self::b …`` up to the bracket; else nothing, and nothing is consumed."""
-        end = self.tokens.index("]", self.at)
-        listed = self.tokens[self.at : end]
-        if not all(token.startswith("self::") if i % 2 == 0 else token == "or" for i, token in enumerate(listed)):
-            return ()
-        self.at = end
-        return tuple(token.removeprefix("self::") for token in listed[::2])
-
-    def terms(self) -> list[Condition]:
-        """Conditions joined by ``or``."""
-        terms = [self.condition()]
-        while self.accept("or"):
-            terms.append(self.condition())
-        return terms
-
-    def condition(self) -> Condition:
-        if self.accept("not"):
-            inner = self.group()
-            return lambda element: not inner(element)
-        if self.accept(".//"):
-            below = self.name()
-            return lambda element: next(element.iterdescendants(below), None) is not None
-        if self.accept("@"):
-            self.at -= 1
-            names, _ = self.subject()
-            if not self.accept("="):
-                return _Test(names, lambda value: True)
-            wanted = self.literal()
-            return _Test(names, lambda value: value == wanted)
-        token = self.take()
-        if token.startswith("self::"):
-            tag = token.removeprefix("self::")
-            return lambda element: element.tag == tag
-        return self.string_test(token)
-
-    def group(self) -> Condition:
-        self.take("(")
-        inner = _any_of(self.terms())
-        self.take(")")
-        return inner
-
-    def string_test(self, function: str) -> _Test:
-        self.take("(")
-        names, table = self.subject()
-        self.take(",")
-        argument = self.literal()
-        flags = self.literal() if function == "re:test" and self.accept(",") else ""
-        self.take(")")
-        search = re.compile(_grouped(argument) if function == "re:test" else "", re.IGNORECASE if flags else 0).search
-        tests: dict[str, Holds] = {
-            "contains": lambda value: argument in value,
-            "starts-with": lambda value: value.startswith(argument),
-            "re:test": lambda value: search(value) is not None,
-        }
-        if function not in tests or flags not in ("", "i"):
-            raise ValueError(f"expected a known function, got {function} with flags {flags!r} in {self.path!r}")
-        plain = tests[function]
-        holds: Holds = (lambda value: plain(value.translate(table))) if table else plain
-        if holds(""):
-            raise ValueError(f"expected a test that an absent attribute fails, got {argument!r} in {self.path!r}")
-        return _Test(names, holds)
-
-    def subject(self) -> tuple[tuple[str, ...], dict[int, str]]:
-        """Attribute names, of which the first present in the source counts, and the translation of its value."""
-        if self.accept("translate"):
-            self.take("(")
-            names, table = self.subject()
-            self.take(",")
-            source = self.literal()
-            self.take(",")
-            target = self.literal()
-            self.take(")")
-            if table or len(source) != len(target) or len(set(source)) != len(source):
-                raise ValueError(f"expected a one-to-one translation, got {source!r} to {target!r} in {self.path!r}")
-            return names, {ord(one): other for one, other in zip(source, target, strict=True)}
-        found: list[str] = []
-        while not found or self.accept("|"):
-            self.take("@")
-            found.append(self.name())
-        return tuple(found), {}
-
-    def name(self) -> str:
-        token = self.take()
-        if not _NAME.fullmatch(token):
-            raise ValueError(f"expected a plain name, got {token} in {self.path!r}")
-        return token
-
-    def literal(self) -> str:
-        token = self.take()
-        if token[0] not in "'\"":
-            raise ValueError(f"expected a literal, got {token} in {self.path!r}")
-        return token[1:-1]
-
-
-def _grouped(pattern: str) -> str:
-    """The same alternatives, those that begin with one letter together: the engine tries one after the other."""
-    alternatives, start, depth = [], 0, 0
-    for match in _REGEX_PART.finditer(pattern):
-        depth += {"(": 1, ")": -1}.get(match[0], 0)
-        if match[0] == "|" and depth == 0:
-            alternatives.append(pattern[start : match.start()])
-            start = match.end()
-    alternatives.append(pattern[start:])
-    by_letter: dict[str, list[str]] = {}
-    for alternative in alternatives:
-        begins = _LITERAL_START.match(alternative)
-        by_letter.setdefault(begins[0] if begins else "", []).append(alternative)
-    rest = by_letter.pop("", [])
-    return "|".join(
-        [*(f"{letter}(?:{'|'.join(a[1:] for a in listed)})" for letter, listed in by_letter.items()), *rest]
-    )
-
-
-def _any_of(terms: list[Condition]) -> Condition:
-    return terms[0] if len(terms) == 1 else lambda element: any(term(element) for term in terms)
 
 
 class _Memo(dict[str, int]):
@@ -226,7 +26,7 @@ class _Memo(dict[str, int]):
     Looked up, else found out. Bounded, so hostile pages cannot fill memory.
     """
 
-    def __init__(self, name: str, tests: Sequence[_Test]) -> None:
+    def __init__(self, name: str, tests: Sequence[Test]) -> None:
         super().__init__()
         self._alone = [test.holds for test in tests if test.names == (name,)]
         self._union = [test.holds for test in tests if name in test.names and len(test.names) > 1]
@@ -270,13 +70,16 @@ class Walk:
     def __init__(self, path: str) -> None:
         """Raises ValueError for an expression outside the subset."""
         self.path = path
-        self.tags, self.tests, self._conditions, self.first = _Parser(path).parse()
+        self.step, *more = Parser(path).steps()
+        if more or not self.step.tests:
+            raise ValueError(f"expected one expression, with a test of an attribute, got {path!r}")
+        self.tags, self.tests, self.first = self.step.tags, self.step.tests, self.step.first
         self._memos = {name: _Memo(name, self.tests) for test in self.tests for name in test.names}
         self._union = [test for test in self.tests if len(test.names) > 1]
 
     def __call__(self, root: HtmlElement) -> list[HtmlElement]:
         found = []
-        memos, conditions = self._memos, self._conditions
+        memos, conditions = self._memos, self.step.conditions
         for element in root.iterdescendants(*self.tags):
             verdict = 0
             for name, value in element.items():
@@ -290,14 +93,6 @@ class Walk:
             if self.first:
                 break
         return found
-
-    def takes(self, element: HtmlElement, surely: bool) -> bool:
-        """Whether one element is what the walk looks for; ``surely``: a test is known to hold."""
-        if self.tags != ("*",) and element.tag not in self.tags:
-            return False
-        if not surely and not any(test(element) for test in self._union):
-            return False
-        return all(condition(element) for condition in self._conditions)
 
 
 class Walks:
@@ -315,13 +110,11 @@ class Walks:
             if walk.first or (place and ".//" in walk.path[walk.path.index("[") :]):
                 raise ValueError(f"expected an expression that walks with others, got {walk.path!r}")
         self._walks = tuple(walks)
-        self._named = {tag for walk in walks for tag in walk.tags} - {"*"}
-        anywhere = ["*" in walk.tags for walk in walks]
-        self._memos = self._memos_of([True] * len(walks))
-        self._memos_elsewhere = self._memos_of(anywhere)
-        self._tags = ("*",) if any(anywhere) else tuple(sorted(self._named))
+        named = {tag for walk in walks for tag in walk.tags}
+        self._memos = _memos_of([walk.step for walk in walks])
+        self._tags = ("*",) if "*" in named else tuple(sorted(named))
         self._last = threading.local()
-        self.members = tuple(Member(self, place, walk) for place, walk in enumerate(walks))
+        self.members = tuple(Member(self, place, walk.path) for place, walk in enumerate(walks))
 
     def find(self, root: HtmlElement, place: int) -> list[HtmlElement]:
         """What the walk at ``place`` finds below ``root``."""
@@ -338,41 +131,115 @@ class Walks:
         """Let go of the last tree."""
         self._last.root = self._last.found = None
 
-    def _memos_of(self, wanted: Sequence[bool]) -> dict[str, _Bits]:
-        """Attribute → the bits of the wanted walks by its value."""
-        tests: dict[str, list[tuple[int, Holds]]] = {}
-        for place, walk in enumerate(self._walks):
-            for test in walk.tests if wanted[place] else ():
-                bit = 1 << place if len(test.names) == 1 else 1 << place + len(self._walks)
-                for name in test.names:
-                    tests.setdefault(name, []).append((bit, test.holds))
-        return {name: _Bits(listed) for name, listed in tests.items()}
-
     def find_all(self, root: HtmlElement) -> list[list[HtmlElement]]:
         """What each walk finds below ``root``."""
-        named, behind = self._named, len(self._walks)
-        found: list[list[HtmlElement]] = [[] for _ in self._walks]
+        memos, steps, behind = self._memos, [walk.step for walk in self._walks], len(self._walks)
+        found: list[list[HtmlElement]] = [[] for _ in steps]
         for element in root.iterdescendants(*self._tags):
-            memos = self._memos if element.tag in named else self._memos_elsewhere
             bits = 0
             for name, value in element.items():
                 if name in memos:
                     bits |= memos[name][value]
             if bits:
-                for place, walk in enumerate(self._walks):
+                for place, step in enumerate(steps):
                     surely = bits >> place & 1
-                    if (surely or bits >> place + behind & 1) and walk.takes(element, bool(surely)):
+                    if (surely or bits >> place + behind & 1) and step.takes(element, bool(surely)):
                         found[place].append(element)
         return found
 
 
+class Firsts:
+    """Several expressions of which only the first node is wanted, asked in order until one has an answer: in one pass.
+
+    ``members`` stand in for the expressions. The first one asked about a tree looks for the earliest expression with an
+    answer; until that is given, the tree is taken to stay as it is. After that, and of any other tree, a member looks
+    for itself.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        """Raises ValueError for an expression outside the subset, or one that asks for more than a first match."""
+        self._steps = [(place, step) for place, path in enumerate(paths) for step in Parser(path).steps()]
+        for place, step in self._steps:
+            if not step.first or not (step.tests or step.tags != ("*",)):
+                raise ValueError(f"expected expressions of first matches, got {paths[place]!r}")
+        self._memos = _memos_of([step for _, step in self._steps])
+        self._bare = {tag: place for place, step in reversed(self._steps) if not step.tests for tag in step.tags}
+        self._tags = tuple(sorted({tag for _, step in self._steps for tag in step.tags}))
+        self._last = threading.local()
+        self._end = len(paths)
+        self.members = tuple(Member(self, place, path, first=True) for place, path in enumerate(paths))
+
+    def find(self, root: HtmlElement, place: int) -> list[HtmlElement]:
+        """The first node below ``root`` that the expression at ``place`` names, if any."""
+        last = self._last
+        if place == 0:
+            if getattr(last, "root", None) is not root or not last.foreseen:
+                self.foresee(root)
+            last.foreseen = False
+        elif getattr(last, "root", None) is not root:
+            return self._earliest(root, place, place + 1)[1]
+        at, found = last.found
+        if at > place:
+            return []
+        self.forget()
+        return found if at == place else self._earliest(root, place, place + 1)[1]
+
+    def foresee(self, root: HtmlElement) -> bool:
+        """Whether an expression finds something below ``root``, which is not to change before they are asked."""
+        last = self._last
+        last.root, last.found, last.foreseen = root, self._earliest(root, 0, self._end), True
+        return bool(last.found[1])
+
+    def find_all(self, root: HtmlElement) -> list[list[HtmlElement]]:
+        """What each expression finds below ``root``."""
+        return [self._earliest(root, place, place + 1)[1] for place in range(self._end)]
+
+    def forget(self) -> None:
+        """Let go of the last tree."""
+        self._last.root = self._last.found = None
+
+    def _earliest(self, root: HtmlElement, begin: int, end: int) -> tuple[int, list[HtmlElement]]:
+        """The earliest of some expressions that finds something, and what; the place behind them where none does."""
+        memos, bare, behind = self._memos, self._bare, len(self._steps)
+        found: list[HtmlElement] = []
+        for element in root.iterdescendants(*self._tags):
+            place = bare.get(element.tag, end)
+            if begin <= place < end:
+                end, found = place, [element]
+            bits = 0
+            for name, value in element.items():
+                if name in memos:
+                    bits |= memos[name][value]
+            if bits:
+                for number, (place, step) in enumerate(self._steps):
+                    surely = bits >> number & 1
+                    if (
+                        begin <= place < end
+                        and (surely or bits >> number + behind & 1)
+                        and step.takes(element, bool(surely))
+                    ):
+                        end, found = place, [element]
+            if end == begin:
+                break
+        return end, found
+
+
+def _memos_of(steps: Sequence[Step]) -> dict[str, _Bits]:
+    """Attribute → the bits of the steps by its value."""
+    tests: dict[str, list[tuple[int, Holds]]] = {}
+    for place, step in enumerate(steps):
+        for test in step.tests:
+            bit = 1 << place if len(test.names) == 1 else 1 << place + len(steps)
+            for name in test.names:
+                tests.setdefault(name, []).append((bit, test.holds))
+    return {name: _Bits(listed) for name, listed in tests.items()}
+
+
 class Member:
-    """One of several walks; in place of the walk alone."""
+    """One of several expressions that share a pass; in place of the expression alone."""
 
-    first = False
-
-    def __init__(self, walks: Walks, place: int, walk: Walk) -> None:
-        self.path = walk.path
+    def __init__(self, walks: Walks | Firsts, place: int, path: str, first: bool = False) -> None:
+        self.path, self.first = path, first
         self._walks, self._place = walks, place
 
     def __call__(self, root: HtmlElement) -> list[HtmlElement]:

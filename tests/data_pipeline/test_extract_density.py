@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.data_pipeline import extract_trafilatura as fast
+from quern.data_pipeline.extract_conversion import Cleaning
 from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
-from quern.data_pipeline.extract_fallbacks import Cleaning, Comparison, Paragraph, Paragraphs
+from quern.data_pipeline.extract_fallbacks import Paragraph, Paragraphs
 
 CONVERTED = (
     "div",
@@ -188,18 +189,6 @@ def test_cleaning_leaves_what_trafilatura_leaves(drawn: tuple[int, int], favor: 
     cleaned = Cleaning(trafilatura.htmlprocessing.tree_cleaning)(copy.deepcopy(tree), options)
     assert markup(cleaned) == markup(expected)
     assert listed == trafilatura.htmlprocessing.MANUALLY_CLEANED
-
-
-@settings(max_examples=60, deadline=None)
-@given(trees, st.integers(0, 2000))
-def test_what_is_told_sooner_is_told_the_same(drawn: tuple[int, int], limit: int) -> None:
-    seed, size = drawn
-    tree = tree_of(seed, ("div", "p", "script", "style", "iframe", "a"), size)
-    external = trafilatura.external
-    comparison = Comparison(
-        trafilatura.core.compare_extraction, external.try_readability, external.prune_unwanted_nodes
-    )
-    assert comparison._is_within(tree, limit) == (comparison._longest_unpruned(tree) <= limit)
 
 
 @pytest.mark.parametrize("favor", get_args(fast.Favor))

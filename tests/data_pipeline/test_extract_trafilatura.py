@@ -22,9 +22,11 @@ import trafilatura.xpaths
 from lxml.etree import XPath
 
 from quern.data_pipeline import extract_trafilatura as fast
-from quern.data_pipeline.extract_fallbacks import Comparison, Neighbours, Paragraph, StopWords
+from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, StopWords
+from quern.data_pipeline.extract_readability import Comparison
 from quern.data_pipeline.xpath_walk import Walk
 
+READABILITY = ("score_paragraphs", "get_link_density", "class_weight", "remove_unlikely_candidates", "sanitize")
 RE = {"re": "http://exslt.org/regular-expressions"}
 
 
@@ -58,6 +60,11 @@ def state() -> list[Any]:
         trafilatura.core._extract_and_compare,
         trafilatura.core._prepare_tree,
         trafilatura.core.tree_cleaning,
+        trafilatura.core.convert_tags,
+        trafilatura.core.extract_content,
+        trafilatura.main_extractor.deepcopy,
+        trafilatura.htmlprocessing.CONVERSIONS,
+        trafilatura.external.SANITIZED_XPATH,
         trafilatura.external.tree_cleaning,
         trafilatura.main_extractor.prune_unwanted_sections,
         trafilatura.main_extractor.delete_by_link_density,
@@ -65,6 +72,7 @@ def state() -> list[Any]:
         trafilatura.main_extractor._elem_text,
         trafilatura.main_extractor.is_text_element,
         trafilatura.readability_lxml.text_length,
+        *(vars(trafilatura.readability_lxml.Document)[name] for name in READABILITY),
         vars(justext.core.ParagraphMaker)["make_paragraphs"],
         trafilatura.external.basic_cleaning,
         trafilatura.external.try_readability,
@@ -200,16 +208,18 @@ def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.M
         for element in list(tree.iter("script", "style", "fencedframe")):
             element.drop_tree()
         comparison = stock_comparison()
-        longest = comparison._longest(tree)
+        within = {limit for limit in range(2000) if comparison.is_within(tree, limit)}
         text = trafilatura.external.try_readability(tree).text_content()
-        assert len(" ".join(text.split())) <= longest
+        assert all(limit >= len(" ".join(text.split())) for limit in within)
 
 
 def test_a_video_frame_counts_with_the_word_readability_puts_in_its_place() -> None:
     page = "<body><p>word</p><iframe src='https://www.youtube.com/embed/a'></iframe><iframe src=x></iframe></body>"
     comparison = stock_comparison()
-    assert comparison._longest(trafilatura.utils.load_html(page)) == len("word") + 2 * len("VIDEO")
-    assert comparison._longest(trafilatura.utils.load_html("<body><p>word</p><xmp>&lt;</xmp></body>")) == float("inf")
+    bound = len("word") + 2 * len("VIDEO")
+    assert comparison.is_within(trafilatura.utils.load_html(page), bound)
+    assert not comparison.is_within(trafilatura.utils.load_html(page), bound - 1)
+    assert not comparison.is_within(trafilatura.utils.load_html("<body><p>word</p><xmp>&lt;</xmp></body>"), 10**9)
 
 
 @pytest.mark.parametrize(
@@ -267,12 +277,12 @@ def test_what_is_counted_on_the_whole_page_bounds_what_is_left_of_it() -> None:
         "<body>a <b>b</b><script>no</script> c<style>no</style>d<iframe></iframe> &nbsp; e</body>",
     ]:
         tree = trafilatura.utils.load_html(page)
-        bound = comparison._longest_unpruned(tree)
+        bound = next(limit for limit in range(10_000) if comparison.is_within(tree, limit))
         for element in list(tree.iter("script", "style", "fencedframe")):
             element.drop_tree()
-        assert bound == comparison._longest(tree)
+        assert comparison.is_within(tree, bound)
         trafilatura.htmlprocessing.prune_unwanted_nodes(tree, trafilatura.xpaths.OVERALL_DISCARD_XPATH)
-        assert bound >= comparison._longest(tree)
+        assert comparison.is_within(tree, bound)
 
 
 def test_fewer_stop_words_and_remembered_texts_make_the_classes_that_justext_makes(

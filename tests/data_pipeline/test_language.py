@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -92,8 +92,35 @@ def test_no_text_is_unknown(text: str | None) -> None:
 
 def test_an_answer_without_labels_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Language(LanguageConfig(keep=["en"]))
-    monkeypatch.setattr(language, "identify", lambda text, model: [])
+    monkeypatch.setattr(language, "identify", lambda text, model, most: [])
     assert stage(page(text=ENGLISH)).failures == [("language", "language.unknown")]
+
+
+@given(
+    st.lists(st.sampled_from((0.0, 0.1, 0.2, 0.3, 0.5, 0.9)), min_size=4, max_size=4),
+    st.sets(st.sampled_from("abcd")),
+    st.sampled_from((0.0, 0.2, 0.65)),
+)
+@example([0.5, 0.3, 0.1, 0.0], {"c"}, 0.0)
+def test_two_labels_decide_as_all_do(scores: list[float], keep: set[str], threshold: float) -> None:
+    """Labels of a made-up model; of equal ones a question for two may name any, as a heap does."""
+    listed = sorted(zip("abcd", scores, strict=True), key=lambda pair: -pair[1])
+    of_two = sorted(reversed(listed), key=lambda pair: -pair[1])
+
+    def decision(few: bool) -> tuple[Any, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            answer = lambda text, model, most=-1: of_two[:most] if few and most > 0 else listed  # noqa: E731
+            patch.setattr(language, "identify", answer)
+            patch.setattr(language, "_wanted", lambda config: tuple(keep))
+            told = Language(LanguageConfig(keep=sorted(keep), threshold=threshold))(page(text="text"))
+        return told.language, told.language_score, told.failures
+
+    assert decision(few=True) == decision(few=False)
+
+
+@pytest.mark.parametrize("text", ["The water is cold. Das Wasser ist kalt.", "ok", "1 2 3", "l'eau est froide; Wasser"])
+def test_the_model_says_the_same_of_two_labels_as_of_all(text: str) -> None:
+    assert language.identify(text, most=2) == language.identify(text)[:2]
 
 
 def test_lines_are_read_to_the_end() -> None:

@@ -10,6 +10,7 @@ from lxml import html
 from lxml.etree import SubElement, XPath
 
 from quern.data_pipeline import xpath_walk
+from quern.data_pipeline.xpath_parse import grouped
 from quern.data_pipeline.xpath_walk import Walk, Walks
 
 RE = {"re": "http://exslt.org/regular-expressions"}
@@ -155,4 +156,4 @@ def test_expressions_whose_answer_deletions_change_do_not_walk_together(path: st
 )
 @given(text=st.text(alphabet="abc|] ", max_size=8))
 def test_grouped_alternatives_match_what_they_matched(pattern: str, text: str) -> None:
-    assert bool(re.search(xpath_walk._grouped(pattern), text)) == bool(re.search(pattern, text))
+    assert bool(re.search(grouped(pattern), text)) == bool(re.search(pattern, text))
