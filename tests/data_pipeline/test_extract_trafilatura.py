@@ -3,6 +3,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -211,6 +213,41 @@ def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.M
         within = {limit for limit in range(2000) if comparison.is_within(tree, limit)}
         text = trafilatura.external.try_readability(tree).text_content()
         assert all(limit >= len(" ".join(text.split())) for limit in within)
+
+
+def test_threads_that_extract_at_once_have_stock_text_and_leave_trafilatura_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = [*fast._PAGES, *(f"<html><body><{tag}>x</{tag}>{SENTENCES}</body></html>" for tag in ("aside", "form"))]
+    expected = [fast.stock_text(page) for page in pages]
+    assert fast.backend() == "walks"
+    before, found, inside, most = state(), [], [0], [0]
+
+    def watched(html: str, favor: fast.Favor, include_tables: bool) -> str | None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        try:
+            return text(html, favor, include_tables)
+        finally:
+            inside[0] -= 1
+
+    text = fast._text
+    monkeypatch.setattr(fast, "_text", watched)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=lambda: found.append([fast.extract_text(page) for page in pages])) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [expected] * 3
+    assert most == [1], "the replacements are the process's, so one at a time"
+    assert all(a is b or a == b for a, b in zip(state(), before, strict=True))
 
 
 SENTENCES = "<p>" + "The miller sets the stone, pours the grain, and waits until noon. " * 4 + "</p>"
