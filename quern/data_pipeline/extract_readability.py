@@ -29,6 +29,11 @@ __all__ = ["Comparison", "Scores", "class_weight", "drop_unlikely"]
 _PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
 _MARKED = lxml.etree.XPath(".//*[@class or @id]")
 _NO_NODE = "self::*[false()]"
+#: Characters that a page can name (``&#1;``) and that lxml refuses in a text it is given: it raises where an element
+#: before them is deleted, and trafilatura gives the page up.
+_REFUSED = (*(chr(code) for code in range(32) if chr(code) not in "\t\n\r"), "\ufffe", "\uffff")
+#: What readability writes into a video's frame, and the space that parts it from the words beside it.
+_VIDEO = "VIDEO "
 #: What readability writes where nothing is left of a page.
 _NOTHING = "<div/>"
 #: Longer values of attributes are not remembered, so hostile pages cannot fill memory.
@@ -52,12 +57,12 @@ class Comparison:
 
     Outside of recall mode readability replaces a sound extraction only if its text is more than twice as long
     (``_prefer_readability``), and it only ever leaves text out: its collapsed text is no longer than that of the tree
-    it is given, or of the part that it chose. The exceptions are counted (a video frame becomes "VIDEO") or not skipped
-    at all (``growing``: elements whose text grows when serialised as XML and read again as HTML, which readability
-    does).
+    it is given, or of the part that it chose. The exceptions are counted (a video frame becomes the word "VIDEO") or
+    not skipped at all (``growing``: elements whose text grows when serialised as XML and read again as HTML, which
+    readability does).
 
     The tree it is given is a pruned copy of the page. Where already the page's own text is too short, neither the copy
-    is made nor the pruning done: that only takes text away as well.
+    is made nor the pruning done: that only takes text away as well, or raises.
     """
 
     def __init__(
@@ -82,7 +87,8 @@ class Comparison:
         if options.fast:
             return body, text
         self._state.sound = sound = _is_sound(body, text, options)
-        self._state.hopeless = hopeless = sound and self.is_within(tree, 2 * len(text))
+        hopeless = sound and self.is_within(tree, 2 * len(text)) and not _has_refused(tree)
+        self._state.hopeless = hopeless
         try:
             return core.compare_extraction(backup, tree if hopeless else copy.copy(tree), body, text, options)
         finally:
@@ -135,7 +141,7 @@ class Comparison:
                 # dropped before all else, and with it its words and at least the spaces between
                 scripts += len(collapsed(element.text)) if element.text else 0
             else:
-                added += len("VIDEO") if element.tag == "iframe" and not len(element) else math.inf
+                added += len(_VIDEO) if element.tag == "iframe" and not len(element) else math.inf
         most = limit + scripts - added
         if most < 0:
             return False
@@ -143,6 +149,12 @@ class Comparison:
         if len(text) > 8 * most and len(collapsed(text[: 4 * int(most)])) > most:
             return False
         return len(collapsed(text)) <= most
+
+
+def _has_refused(tree: HtmlElement) -> bool:
+    """Whether pruning may raise: what is pruned leaves its tail, which is written anew."""
+    text = TEXT(tree)
+    return any(character in text for character in _REFUSED)
 
 
 def _is_sound(body: HtmlElement, text: str, options: Any) -> bool:

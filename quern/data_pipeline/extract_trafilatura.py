@@ -16,6 +16,7 @@ import functools
 import importlib.metadata
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ TOGETHER = (
 
 Favor = Literal["precision", "balanced", "recall"]
 
+#: The replacements are put in place for the process, not for a thread.
+_ONE_AT_A_TIME = threading.RLock()
+
 
 def stock_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
     """The main text of a page by trafilatura as installed; None where it finds none."""
@@ -86,16 +90,17 @@ def stock_text(html: str, favor: Favor = "precision", include_tables: bool = Tru
 
 
 def extract_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
-    """The same text as :func:`stock_text`, sooner."""
-    replacements, _, groups = _prepare(favor)
-    if not replacements:
-        return stock_text(html, favor, include_tables)
-    with _in_place(replacements):
-        try:
-            return _text(html, favor, include_tables)
-        finally:
-            for group in groups:
-                group.forget()
+    """The same text as :func:`stock_text`, sooner. Threads wait for each other."""
+    with _ONE_AT_A_TIME:
+        replacements, _, groups = _prepare(favor)
+        if not replacements:
+            return stock_text(html, favor, include_tables)
+        with _in_place(replacements):
+            try:
+                return _text(html, favor, include_tables)
+            finally:
+                for group in groups:
+                    group.forget()
 
 
 def _text(html: str, favor: Favor, include_tables: bool) -> str | None:
@@ -113,7 +118,8 @@ def _options(favor: Favor, include_tables: bool) -> Any:
 
 def backend(favor: Favor = "precision") -> str:
     """``"walks"``, or ``"stock: <why>"`` where the speed-up does not apply."""
-    return _prepare(favor)[1]
+    with _ONE_AT_A_TIME:
+        return _prepare(favor)[1]
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,8 @@ class Walks:
     """Several walks that prune one tree one after the other, in one pass over it.
 
     ``members`` stand in for the walks, in their order. The first one asked about a tree answers for all; a later one
-    that is asked about the same tree next gives what was found for it then, once. What was deleted since is among it,
-    and to delete a part of what is deleted changes nothing that stays. Asked about any other tree a member is the plain
-    walk.
+    that is asked about the same tree next gives what was found for it then and is still there, once. Asked about any
+    other tree a member is the plain walk.
     """
 
     def __init__(self, walks: Sequence[Walk]) -> None:
@@ -125,7 +124,8 @@ class Walks:
             return self._walks[place](root)
         found: list[HtmlElement] = last.found[place]
         last.found[place] = None
-        return found
+        # to delete a part of what is deleted may raise, where its tail has a character that lxml refuses
+        return [element for element in found if place == 0 or _is_below(element, root)]
 
     def forget(self) -> None:
         """Let go of the last tree."""
@@ -146,6 +146,10 @@ class Walks:
                     if (surely or bits >> place + behind & 1) and step.takes(element, bool(surely)):
                         found[place].append(element)
         return found
+
+
+def _is_below(element: HtmlElement, root: HtmlElement) -> bool:
+    return any(above is root for above in element.iterancestors())
 
 
 class Firsts:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from quern.errors import QuernError
@@ -52,7 +53,7 @@ def hold(url: str, what: str, *, period_s: float = PERIOD_S, stale_s: float = ST
     lease = Lease(url, what, period_s, stale_s)
     lease.take()
     beating = threading.Thread(target=lease.keep, name="lease", daemon=True)
-    with _interruptible():
+    with _interruptible(lease):
         beating.start()
         try:
             yield lease
@@ -67,16 +68,24 @@ def hold(url: str, what: str, *, period_s: float = PERIOD_S, stale_s: float = ST
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """``_LOST`` raises KeyboardInterrupt in the main thread."""
+def _interruptible(lease: Lease) -> Iterator[None]:
+    """``_LOST`` raises KeyboardInterrupt in the main thread if ``lease`` is lost, or one around it; else nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(_LOST, signal.default_int_handler)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if lease.lost:
+            raise KeyboardInterrupt
+        if callable(before):
+            before(number, frame)
+
+    before = signal.getsignal(_LOST)
+    signal.signal(_LOST, interrupt)
     try:
         yield
     finally:
-        signal.signal(_LOST, before)
+        signal.signal(_LOST, signal.SIG_DFL if before is None else before)  # None: it was not set by Python
 
 
 class Lease:

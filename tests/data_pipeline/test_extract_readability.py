@@ -66,7 +66,7 @@ def length(text: str) -> int:
 def seen(tree: HtmlElement) -> int:
     """The text that is neither of scripts nor of styles, and what frames may add."""
     pieces = (str(text) for text in tree.xpath("descendant::text()[not(parent::script or parent::style)]"))
-    return length("".join(pieces)) + len("VIDEO") * len(tree.findall(".//iframe"))
+    return length("".join(pieces)) + len(" VIDEO") * len(tree.findall(".//iframe"))
 
 
 @settings(max_examples=200, deadline=None)

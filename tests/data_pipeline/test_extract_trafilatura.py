@@ -3,6 +3,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -213,10 +215,74 @@ def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.M
         assert all(limit >= len(" ".join(text.split())) for limit in within)
 
 
+def test_threads_that_extract_at_once_have_stock_text_and_leave_trafilatura_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = [*fast._PAGES, *(f"<html><body><{tag}>x</{tag}>{SENTENCES}</body></html>" for tag in ("aside", "form"))]
+    expected = [fast.stock_text(page) for page in pages]
+    assert fast.backend() == "walks"
+    before, found, inside, most = state(), [], [0], [0]
+
+    def watched(html: str, favor: fast.Favor, include_tables: bool) -> str | None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        try:
+            return text(html, favor, include_tables)
+        finally:
+            inside[0] -= 1
+
+    text = fast._text
+    monkeypatch.setattr(fast, "_text", watched)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=lambda: found.append([fast.extract_text(page) for page in pages])) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [expected] * 3
+    assert most == [1], "the replacements are the process's, so one at a time"
+    assert all(a is b or a == b for a, b in zip(state(), before, strict=True))
+
+
+SENTENCES = "<p>" + "The miller sets the stone, pours the grain, and waits until noon. " * 4 + "</p>"
+
+
+@pytest.mark.parametrize("favor", get_args(fast.Favor))
+@pytest.mark.parametrize("character", ["&#1;", "&#xfffe;", ""])
+@pytest.mark.parametrize(
+    "page",
+    [
+        # pruned for readability, which is not asked
+        "<article>{0}<div class=share>x<p class=sidebar>y</p>{1}</div></article>",
+        # found by one expression in what another one deletes
+        "<code></code>z<p class=share>{1}<strong class=hidden style='display:none'></strong>{1}wheat, rye, and oats",
+        "{0}<div class=sidebar>a<b class=hidden style='display:none'>b</b>{1}</div>{0}",
+    ],
+)
+def test_a_character_that_lxml_refuses_ends_the_pages_that_it_ends_in_stock(
+    page: str, character: str, favor: fast.Favor
+) -> None:
+    html = page.format(SENTENCES, character)
+    assert fast.extract_text(html, favor) == fast.stock_text(html, favor)
+
+
 def test_a_video_frame_counts_with_the_word_readability_puts_in_its_place() -> None:
+    video = "<iframe src='https://www.youtube.com/embed/a'></iframe>"
+    apart = lxml.html.fromstring(f"<div><p>wheat {video} rye and a good many words more, of it</p></div>")
+    comparison = stock_comparison()
+    bound = next(limit for limit in range(1000) if comparison.is_within(apart, limit))
+    read = trafilatura.external.try_readability(apart).text_content()
+    assert "wheat VIDEO rye" in read
+    assert len(read) <= bound
     page = "<body><p>word</p><iframe src='https://www.youtube.com/embed/a'></iframe><iframe src=x></iframe></body>"
     comparison = stock_comparison()
-    bound = len("word") + 2 * len("VIDEO")
+    bound = len("word") + 2 * len(" VIDEO")
     assert comparison.is_within(trafilatura.utils.load_html(page), bound)
     assert not comparison.is_within(trafilatura.utils.load_html(page), bound - 1)
     assert not comparison.is_within(trafilatura.utils.load_html("<body><p>word</p><xmp>&lt;</xmp></body>"), 10**9)

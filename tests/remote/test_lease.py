@@ -152,6 +152,38 @@ def test_who_loses_it_is_stopped(server: Server, sigint: None) -> None:
     assert written(server)["owner"] == "f" * 32  # what is not one's own is not removed
 
 
+def test_who_loses_the_outer_of_two_is_stopped_in_the_inner(server: Server) -> None:
+    start = time.monotonic()
+
+    def work() -> None:
+        with take(server), hold(f"{server.url}/inner.json", "inner", period_s=60, stale_s=120):
+            of_another_machine(server)
+            while time.monotonic() - start < 60:
+                time.sleep(0.05)
+
+    with pytest.raises(QuernError, match="another driver has taken this run over"):
+        work()
+    assert time.monotonic() - start < 50
+    assert set(server.objects()) == {".lease.json"}
+
+
+def test_the_signal_of_a_loss_is_nothing_to_who_has_lost_nothing(server: Server) -> None:
+    before = signal.getsignal(signal.SIGURG)
+    with take(server):
+        signal.raise_signal(signal.SIGURG)  # urgent data on somebody's socket
+    assert signal.getsignal(signal.SIGURG) == before
+
+
+def test_a_handler_that_python_knows_nothing_of_is_no_error_at_the_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with take(server):
+        pass
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
+
+
 def test_who_slept_asks_before_it_writes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that sleeps sends no heartbeat, and wakes up in the midst of its work, before the next one."""
 
