@@ -1,11 +1,13 @@
 """Kills what a data run stands on, at random moments, and compares what comes out with an undisturbed run.
 
-    python benchmarks/chaos.py driver|worker|machine|link [--count N] [--seed S] [--folder DIR] [--json FILE]
+    python benchmarks/chaos.py driver|worker|machine|link|store [--count N] [--seed S] [--folder DIR] [--json FILE]
 
 driver   kill -9 of the driver, then the same command again at once, while its old workers may still be there
 worker   kill -9 of one worker process or two
 machine  kill -9 of a raylet, alone or with all its processes, on a cluster of two; a new machine joins
 link     the second machine is in a network namespace of its own and its cable is pulled: it works on, unheard (root)
+store    input, output and commits are objects of an S3 server; every connection to it is reset, new ones are refused
+         for up to OUTAGE_S
 
 Runs are of the demo's sample site with little else but the road itself, a flush every few pages. Tokens, verdicts,
 decisions and every counter must be those of the undisturbed run. A kill that came when there was nothing to strike is
@@ -25,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,13 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from chaos_cluster import Cluster, machines, pick  # noqa: E402
+from chaos_store import Store, store  # noqa: E402
 
-KINDS = ("driver", "worker", "machine", "link")
+KINDS = ("driver", "worker", "machine", "link", "store")
 FLUSH_PAGES = 4
-#: Kills of a driver before it is left to end.
-DRIVER_KILLS = 3
+#: Strikes before a run is left to end.
+STRIKES_A_RUN = {"driver": 3, "store": 3}
+OUTAGE_S = 8.0
 RUN_LIMIT_S = 240
 
 RECIPE = """
@@ -69,67 +73,88 @@ class Report:
 
 
 class Site:
-    """The inputs, the recipe and the undisturbed run."""
+    """The inputs, the recipe and the runs, in a folder or a store."""
 
-    def __init__(self, folder: Path, pages: int) -> None:
+    def __init__(self, folder: Path, pages: int, store: Store | None) -> None:
         from quern.demo import write_site
 
-        self.folder = folder
+        self.folder, self.store = folder, store
         site = write_site(str(folder / "site"), seed=3, pages=pages)
         self.warcs = [str(Path(path).resolve()) for path in site.warcs]
+        if store is not None:
+            for path in site.warcs:
+                store.put(f"in/{Path(path).name}", Path(path).read_bytes())
+            self.warcs = [f"{store.url}/in/{Path(path).name}" for path in site.warcs]
         self.recipe = folder / "chaos.yaml"
         self.recipe.write_text(RECIPE)
 
-    def start(self, run_dir: Path, cluster: Cluster) -> subprocess.Popen[bytes]:
+    def start(self, name: str, cluster: Cluster) -> subprocess.Popen[bytes]:
         """The driver."""
+        base = self.folder if self.store is None else self.store.url
         command = [
-            sys.executable, str(HERE / "chaos.py"), "drive", "data", "run", str(self.recipe), f"run_dir={run_dir}",
-            f"sources.0.paths={json.dumps(self.warcs)}", f"ray.address={cluster.address}", "workers=2",
+            sys.executable, str(HERE / "chaos.py"), "drive", "data", "run", str(self.recipe),
+            f"run_dir={base}/{name}", f"sources.0.paths={json.dumps(self.warcs)}", f"ray.address={cluster.address}",
+            "workers=2",
         ]  # fmt: skip
-        log = open(f"{run_dir}.log", "ab")  # noqa: SIM115
-        with log:
+        with open(self.folder / f"{name}.log", "ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=cluster.environment)
 
-    def finish(self, driver: subprocess.Popen[bytes], run_dir: Path) -> None:
+    def finish(self, driver: subprocess.Popen[bytes], name: str) -> None:
         code = driver.wait(RUN_LIMIT_S)
         if code != 0:
-            raise SystemExit(f"the run ended with {code}:\n{Path(f'{run_dir}.log').read_text()[-4000:]}")
+            raise SystemExit(f"the run ended with {code}:\n{(self.folder / f'{name}.log').read_text()[-4000:]}")
 
+    def read(self, run: str, name: str) -> bytes:
+        if self.store is None:
+            return (self.folder / run / name).read_bytes()
+        return self.store.get(f"{run}/{name}") or b""
 
-def result(run_dir: Path) -> dict[str, Any]:
-    """Everything that must not depend on what was killed."""
-    found: dict[str, Any] = {}
-    for name in ("tokens", "verdicts", "documents", "signatures", "duplicates"):
-        for path in sorted((run_dir / name).rglob("*")):
-            if path.is_file():
-                found[str(path.relative_to(run_dir))] = hashlib.sha256(path.read_bytes()).hexdigest()
-    stats = json.loads((run_dir / "stats.json").read_text())
-    del stats["timing"]
-    return {**found, **{f"stats.{key}": value for key, value in stats.items()}}
+    def result(self, run: str) -> dict[str, Any]:
+        """Everything that must not depend on what was struck."""
+        if self.store is None:
+            paths = [path for path in sorted((self.folder / run).rglob("*")) if path.is_file()]
+            found = {
+                str(path.relative_to(self.folder / run)): hashlib.sha256(path.read_bytes()).hexdigest()
+                for path in paths
+            }
+        else:
+            found = self.store.files(f"{run}/")
+            if left := [*self.store.uploads(), *(name for name in found if "/." in f"/{name}")]:
+                raise SystemExit(f"left over in the store: {left}")
+        folders = ("tokens/", "verdicts/", "documents/", "signatures/", "duplicates/")
+        stats = json.loads(self.read(run, "stats.json"))
+        del stats["timing"]
+        files: dict[str, Any] = {name: digest for name, digest in found.items() if name.startswith(folders)}
+        return {**files, **{f"stats.{key}": value for key, value in stats.items()}}
 
+    def remove(self, run: str) -> None:
+        if self.store is None:
+            shutil.rmtree(self.folder / run)
+        else:
+            self.store.remove(f"{run}/")
 
-def phase_of(run_dir: Path) -> str:
-    """The phase that the driver last spoke of."""
-    with suppress(OSError, ValueError):
-        said = json.loads((run_dir / "status.json").read_text())
+    def status(self, run: str) -> dict[str, Any]:
+        """What the run last said of itself; empty when it has not, or is just saying it."""
+        with suppress(OSError, ValueError):
+            said: dict[str, Any] = json.loads(self.read(run, "status.json"))
+            return said
+        return {}
+
+    def phase(self, run: str) -> str:
+        """The phase that the driver last spoke of."""
+        said = self.status(run)
+        if not said:
+            return "starting"
         if said["phase"]:
             return str(said["phase"]["name"])
         return f"after {said['past'][-1]['name']}" if said["past"] else "starting"
-    return "starting"
 
 
-def await_first_beat(run_dir: Path, driver: subprocess.Popen[bytes]) -> None:
-    while driver.poll() is None:
-        with suppress(OSError, ValueError):
-            if json.loads((run_dir / "status.json").read_text())["driver"]["pid"] == driver.pid:
-                return
-        time.sleep(0.02)
-
-
-def await_target(kind: str, run_dir: Path, driver: subprocess.Popen[bytes], cluster: Cluster) -> None:
+def await_target(kind: str, site: Site, run: str, driver: subprocess.Popen[bytes], cluster: Cluster) -> None:
     """Return when there is something to strike, or the run is over."""
-    await_first_beat(run_dir, driver)
-    while kind != "driver" and driver.poll() is None:
+    while driver.poll() is None and site.status(run).get("driver", {}).get("pid") != driver.pid:
+        time.sleep(0.02)
+    while kind not in ("driver", "store") and driver.poll() is None:
         if cluster.workers() if kind == "worker" else cluster.others[-1].workers():
             return
         time.sleep(0.05)
@@ -139,12 +164,12 @@ def undisturbed(kind: str, site: Site, cluster: Cluster) -> tuple[dict[str, Any]
     """What comes out, and for how many seconds there is something to strike."""
     found = []
     for number in range(2):  # the first warms the machine up
-        run_dir = site.folder / f"whole-{number}"
-        driver = site.start(run_dir, cluster)
-        await_target(kind, run_dir, driver, cluster)
+        run = f"whole-{number}"
+        driver = site.start(run, cluster)
+        await_target(kind, site, run, driver, cluster)
         began = time.monotonic()
-        site.finish(driver, run_dir)
-        found.append((result(run_dir), time.monotonic() - began))
+        site.finish(driver, run)
+        found.append((site.result(run), time.monotonic() - began))
     if found[0][0] != found[1][0]:
         raise SystemExit("two undisturbed runs differ")
     return found[1]
@@ -176,32 +201,58 @@ STRIKES: dict[str, Callable[[Cluster, random.Random], bool]] = {
 }  # fmt: skip
 
 
-def trial(kind: str, site: Site, cluster: Cluster, length_s: float, draw: random.Random, report: Report) -> None:
+def strike(
+    kind: str,
+    site: Site,
+    run: str,
+    driver: subprocess.Popen[bytes],
+    cluster: Cluster,
+    within_s: float,
+    draw: random.Random,
+) -> str | None:
+    """At a random moment; the phase that was struck, None where there was nothing to strike."""
+    time.sleep(draw.uniform(0, within_s))
+    phase = site.phase(run)
+    if driver.poll() is not None:
+        return None
+    if kind == "driver":
+        driver.kill()
+        driver.wait()
+        return phase
+    if site.store is not None:
+        connection, seconds = site.store.connection, draw.choice((0.0, draw.uniform(0, OUTAGE_S)))
+        refused = connection.refused
+        severed = connection.cut(seconds)
+        time.sleep(seconds)
+        return phase if severed or connection.refused > refused else None
+    return phase if STRIKES[kind](cluster, draw) else None
+
+
+def trial(
+    kind: str, site: Site, run: str, cluster: Cluster, length_s: float, draw: random.Random, report: Report
+) -> None:
     """One disturbed run."""
-    run_dir = site.folder / f"{kind}-{report.runs}"
     struck = False
-    for _ in range(DRIVER_KILLS if kind == "driver" else 1):
-        driver = site.start(run_dir, cluster)
-        await_target(kind, run_dir, driver, cluster)
-        time.sleep(draw.uniform(0, length_s))
-        phase = phase_of(run_dir)
-        if driver.poll() is not None:
-            hit = False
-        elif kind == "driver":
-            driver.kill()
-            driver.wait()
-            hit = True
+    driver = None
+    strikes = STRIKES_A_RUN.get(kind, 1)
+    within_s = length_s / strikes if kind == "store" else length_s  # a driver begins anew after each
+    for _ in range(strikes):
+        if driver is None or driver.poll() is not None:
+            driver = site.start(run, cluster)
+            await_target(kind, site, run, driver, cluster)
+        phase = strike(kind, site, run, driver, cluster, within_s, draw)
+        if phase is None:
+            report.missed += 1
         else:
-            hit = STRIKES[kind](cluster, draw)
-        report.struck += hit
-        report.missed += not hit
-        report.phases.update([phase] * hit)
-        struck |= hit
+            report.struck += 1
+            report.phases.update([phase])
+            struck = True
         if driver.returncode == 0:
             break
+    assert driver is not None
     if driver.poll() is not None and driver.returncode != 0:
-        driver = site.start(run_dir, cluster)
-    site.finish(driver, run_dir)
+        driver = site.start(run, cluster)
+    site.finish(driver, run)
     if struck and kind == "link" and cluster.cable is not None:
         cluster.cable.plug("up")
     if struck and kind in ("machine", "link"):
@@ -215,24 +266,25 @@ def chaos(kind: str, count: int, seed: int, folder: Path, pages: int = 160) -> R
     report = Report(kind)
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    site = Site(folder, pages)
-    with machines(folder, namespace=kind == "link") as cluster:
-        expected, length_s = undisturbed(kind, site, cluster)
-        print(f"undisturbed: {length_s:.1f} s, {len(expected)} files and counters", file=sys.stderr, flush=True)
-        while report.struck < count and report.missed < 3 * count + 3:
-            before = report.struck
-            trial(kind, site, cluster, length_s, draw, report)
-            run_dir = folder / f"{kind}-{report.runs}"
-            found = result(run_dir)
-            names = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
-            report.differing += [f"{run_dir.name}: {name}" for name in names]
-            report.runs += 1
-            report.seconds = time.monotonic() - began
-            print(f"{kind}: {report.struck}/{count} struck ({report.struck - before} in this run), "
-                  f"{'same bytes' if not names else f'DIFFERS: {names}'}, {report.seconds:.0f} s",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            if not names:
-                shutil.rmtree(run_dir)
+    with store() if kind == "store" else nullcontext() as made:
+        site = Site(folder, pages, made)
+        environment = made.environment if made is not None else {}
+        with machines(folder, namespace=kind == "link", environment=environment) as cluster:
+            expected, length_s = undisturbed(kind, site, cluster)
+            print(f"undisturbed: {length_s:.1f} s, {len(expected)} files and counters", file=sys.stderr, flush=True)
+            while report.struck < count and report.missed < 3 * count + 3:
+                before, run = report.struck, f"{kind}-{report.runs}"
+                trial(kind, site, run, cluster, length_s, draw, report)
+                found = site.result(run)
+                names = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+                report.differing += [f"{run}: {name}" for name in names]
+                report.runs += 1
+                report.seconds = time.monotonic() - began
+                print(f"{kind}: {report.struck}/{count} struck ({report.struck - before} in this run), "
+                      f"{'same bytes' if not names else f'DIFFERS: {names}'}, {report.seconds:.0f} s",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                if not names:
+                    site.remove(run)
     return report
 
 

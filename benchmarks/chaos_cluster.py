@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,13 +183,15 @@ def _ray_start(
 
 
 @contextmanager
-def machines(folder: Path, *, namespace: bool = False) -> Iterator[Cluster]:
-    """A cluster of two; its session is below ``folder``'s own temporary folder, and all of it ends with the block."""
+def machines(
+    folder: Path, *, namespace: bool = False, environment: Mapping[str, str] | None = None
+) -> Iterator[Cluster]:
+    """A cluster of two, with ``environment`` besides this process's own; all of it ends with the block."""
     folder.mkdir(parents=True, exist_ok=True)
     session = Path("/tmp") / f"qc-{secrets.token_hex(3)}"  # sockets have short names or none
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment = {**os.environ, **HEALTH, **secret}
-    environment.pop("RAY_ADDRESS", None)
+    full = {**os.environ, **HEALTH, **secret, **(environment or {})}
+    full.pop("RAY_ADDRESS", None)
     cluster = None
     with _cable() if namespace else _nothing() as cable:
         host = HEAD_ADDRESS if cable is not None else get_node_ip_address()  # a driver takes 127.0.0.1 for this
@@ -198,8 +200,7 @@ def machines(folder: Path, *, namespace: bool = False) -> Iterator[Cluster]:
             port = probe.getsockname()[1]
         own = ["--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false",
                f"--temp-dir={session}"]  # fmt: skip
-        cluster = Cluster(folder, f"{host}:{port}", environment,
-                          Machine(_ray_start(folder, own, environment)), cable)  # fmt: skip
+        cluster = Cluster(folder, f"{host}:{port}", full, Machine(_ray_start(folder, own, full)), cable)
         try:
             if not _has_come_up(folder, 0, cluster.head):
                 raise SystemExit(f"no Ray came up; see {folder / 'ray.log'}")

@@ -6,12 +6,12 @@ Shares no code with what it judges.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Doc:
     doc_id: bytes
     source: str
@@ -21,13 +21,17 @@ class Doc:
     url: str | None
     fetched: float | None
     words: int
-    signature: tuple[int, ...] | None
-    shingles: frozenset[int]
+    signature: Sequence[int] | None
+    shingles: Collection[int]
+    """Each once."""
     kept: bool = True
 
 
 class BruteForce:
-    """Decisions by the words of the contract: plain loops over lists, sets and tuples."""
+    """Decisions by the words of the contract: plain loops over lists, sets and tuples.
+
+    A document held as arrays costs 2.5 KB; of its pairs and band values only those shared with others are kept.
+    """
 
     def __init__(self, docs: Sequence[Doc], config: Any, priorities: dict[str, int]) -> None:
         self.config = config
@@ -37,7 +41,7 @@ class BruteForce:
         )
         self.rows: dict[bytes, tuple[Any, ...]] = {}
         """doc_id → (kind, duplicate_of, similarity, band)."""
-        self.edges: list[tuple[bytes, bytes]] = []
+        self._together: dict[bytes, list[bytes]] = {}
         self.num_candidates = self.num_verified = 0
         self.band_sizes: list[int] = []
         if config.exact:
@@ -47,7 +51,15 @@ class BruteForce:
             self._equal("url", lambda d: d.url, lambda d: (d.fetched is None, -(d.fetched or 0)) if latest else 0, None)
         if config.near:
             self._near()
-        self.clusters = self._clusters()
+        named = ((min(members), members) for members in {id(m): m for m in self._together.values()}.values())
+        self.clusters = {member: name for name, members in named for member in members}
+
+    def _join(self, a: bytes, b: bytes) -> None:
+        """Of one cluster from here on, with all that are of theirs."""
+        few, many = sorted((self._together.setdefault(a, [a]), self._together.setdefault(b, [b])), key=len)
+        if few is not many:
+            many += few
+            self._together.update(dict.fromkeys(few, many))
 
     def _scope(self, doc: Doc) -> str:
         return doc.source if self.config.scope == "source" else ""
@@ -62,53 +74,42 @@ class BruteForce:
             for doc in group:
                 if doc is not kept:
                     self.rows[doc.doc_id] = (kind, kept.doc_id, similarity, None)
-                    self.edges.append((doc.doc_id, kept.doc_id))
+                    self._join(doc.doc_id, kept.doc_id)
 
     def _near(self) -> None:
         rows, most = self.config.rows, self.config.max_band_members
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for rank, doc in enumerate(self.order):
-            if doc.doc_id not in self.rows and doc.signature is not None:
-                for band in range(self.config.bands):
-                    groups[band, doc.signature[band * rows : (band + 1) * rows], self._scope(doc)].append(rank)
-        self.band_sizes = [len(members) for members in groups.values() if len(members) > 1]
-        candidates: dict[int, dict[int, int]] = defaultdict(dict)
-        for (band, _, _), members in groups.items():
-            for place, high in enumerate(members):
-                of_high = candidates[high]
-                for low in members[: min(place, most)]:
-                    of_high[low] = min(band, of_high.get(low, band))
-        for high in sorted(candidates):
-            own, best = self.order[high].shingles, None
-            self.num_candidates += len(candidates[high])
-            for low in sorted(candidates[high]):
-                other = self.order[low].shingles
-                common = len(own & other)
-                similarity = common / (len(own) + len(other) - common)
+        shared: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+        """Rank → the bands whose value it shares, each with the ranks of all who do, in order."""
+        for band in range(self.config.bands):
+            groups: dict[Any, list[int]] = defaultdict(list)
+            for rank, doc in enumerate(self.order):
+                if doc.doc_id not in self.rows and doc.signature is not None:
+                    groups[tuple(doc.signature[band * rows : (band + 1) * rows]), self._scope(doc)].append(rank)
+            for members in groups.values():
+                if len(members) > 1:
+                    self.band_sizes.append(len(members))
+                    for rank in members:
+                        shared[rank].append((band, members))
+        for high in sorted(shared):
+            candidates: dict[int, int] = {}
+            """Rank → the first band in which both have one value."""
+            for band, members in shared.pop(high):
+                for low in members[:most]:
+                    if low >= high:
+                        break
+                    candidates.setdefault(low, band)
+            own, best = set(self.order[high].shingles), None
+            self.num_candidates += len(candidates)
+            for low in sorted(candidates):
+                other = self.order[low]
+                common = len(own.intersection(other.shingles))
+                similarity = common / (len(own) + len(other.shingles) - common)
                 if similarity < self.config.threshold:
                     continue
                 self.num_verified += 1
-                self.edges.append((self.order[low].doc_id, self.order[high].doc_id))
-                if self.order[low].doc_id not in self.rows and (best is None or similarity > best[0]):
+                self._join(other.doc_id, self.order[high].doc_id)
+                if other.doc_id not in self.rows and (best is None or similarity > best[0]):
                     best = similarity, low
             if best is not None:
                 similarity, low = best
-                band = candidates[high][low]
-                self.rows[self.order[high].doc_id] = ("near", self.order[low].doc_id, similarity, band)
-
-    def _clusters(self) -> dict[bytes, bytes]:
-        beside: dict[bytes, list[bytes]] = defaultdict(list)
-        for a, b in self.edges:
-            beside[a].append(b)
-            beside[b].append(a)
-        names: dict[bytes, bytes] = {}
-        for start in beside:
-            if start not in names:
-                reached, todo = {start}, [start]
-                while todo:
-                    for other in beside[todo.pop()]:
-                        if other not in reached:
-                            reached.add(other)
-                            todo.append(other)
-                names |= dict.fromkeys(reached, min(reached))
-        return names
+                self.rows[self.order[high].doc_id] = ("near", self.order[low].doc_id, similarity, candidates[low])

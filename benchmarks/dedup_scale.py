@@ -7,9 +7,9 @@ Verdicts and signatures are written to DIR in a run's own layout, unless they ar
 is planted: clusters from 2 to a million members, chains whose ends differ, one band key that a tenth of all documents
 share, equal texts and URLs). The phase then runs in a process of its own; one that was killed goes on behind its last
 stage when the command is repeated. Its decisions are compared with a brute force that shares no code with it: bands
-compared as they are, pairs as Python sets, clusters by a walk. Over all documents where there are at most ``--oracle``;
-else over that many, whole clusters without the largest and without those that merely share a key, of whom it is
-checked that none is removed.
+compared as they are, pairs as Python sets, clusters as lists that are joined. Over all documents where there are at
+most ``--oracle``; else over that many, whole clusters without the largest and without those that merely share a key, of
+whom it is checked that none is removed.
 
 With ``--peer-python``, datatrove's stages 2 and 3 run on the same signatures (its files are made beforehand and not
 counted) with as many processes. They verify nothing: what they remove is compared in number only.
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -164,8 +165,8 @@ def read_documents(corpus: Corpus, folder: Path, numbers: np.ndarray) -> list[Do
                     verdict["canonical_url"],
                     None if verdict["fetched_at"] is None else verdict["fetched_at"].timestamp(),
                     verdict["text.num_words"],
-                    tuple(signature.values.to_numpy().tolist()),
-                    frozenset(shingles.values.to_numpy().tolist()),
+                    array("I", signature.values.to_numpy().tobytes()),
+                    array("Q", np.unique(shingles.values.to_numpy()).tobytes()),
                 )
             )
     return found

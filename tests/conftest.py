@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,22 @@ LONGEST = (
 )  # fmt: skip
 #: Files whose tests share nothing that is dear: they go one by one to whichever worker is free, after all others.
 ONE_BY_ONE = ("test_mutations.py",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--begin-before",
+        type=float,
+        metavar="TIME",
+        help="skip every test whose turn comes after this time, in seconds since 1970 (what `date +%%s` prints)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    end = item.config.getoption("--begin-before")
+    if end is not None and time.time() >= end:
+        pytest.skip("not begun: the time for tests was over")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("kind", ["driver", "worker", "machine"])
+@pytest.mark.parametrize("kind", ["driver", "worker", "machine", "store"])
 def test_kills_change_no_byte_and_no_counter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import chaos
