@@ -41,7 +41,7 @@ test: env
 	$(PYTEST) -m "not long and not exhaustive"
 
 test-long: env
-	$(PYTEST) -m "long"
+	$(PYTEST) -m "long and not exhaustive"
 
 test-all: env
 	$(PYTEST) -m "not exhaustive"

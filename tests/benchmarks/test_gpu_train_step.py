@@ -87,7 +87,7 @@ def test_every_model_meets_its_peer(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["quern", "transformers"])
+@pytest.mark.parametrize("side", ["quern", pytest.param("transformers", marks=pytest.mark.long)])
 def test_a_row_runs_end_to_end(bench, side):
     case = {
         "model": "tiny", "side": side, "checkpointing": "full", "document_mask": side == "quern", "seq_len": 32,

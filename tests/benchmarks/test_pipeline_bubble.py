@@ -14,7 +14,7 @@ from quern.parallel.schedules import SCHEDULES
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pipeline_bubble.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_for_every_schedule() -> None:
     sizes = ["--pp", "2", "--micro-batches", "3", "4", "--unit-ms", "1", "--rounds", "1"]
     done = subprocess.run(

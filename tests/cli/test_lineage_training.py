@@ -254,6 +254,7 @@ def test_a_result_of_match_that_was_kept_says_what_looking_again_says(
     )
 
 
+@pytest.mark.long
 def test_checkpoints_that_only_the_store_has(tmp_path: Path, answer: Callable[..., Any], trained: Trained) -> None:
     paths = [str(trained.data / "tokens" / name) for name in ("web", "text")]
     stored = {"interval": 2, "mode": "thread", "store": f"file://{tmp_path}/store", "store_every": 1}

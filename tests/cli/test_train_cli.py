@@ -249,7 +249,7 @@ def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Pat
     assert (run / "checkpoints" / last[0]["name"] / "manifest.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     """One of two ranks is killed; the command ends with a code that says so, and leaves no process."""
     process = subprocess.Popen(

@@ -77,7 +77,7 @@ def test_the_slowest_rank_is_the_one_at_work_the_longest(tmp_path: Path, capfd: 
     assert first["losses"][0]["s"] == pytest.approx(7e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = subprocess.run(

@@ -57,6 +57,7 @@ def test_without_an_address_no_other_cluster_is_used(tmp_path: Path) -> None:
     assert last_line(code, tmp_path, RAY_ADDRESS="127.0.0.1:1") == "7"
 
 
+@pytest.mark.long
 def test_a_worker_that_the_memory_monitor_ends_is_a_death_like_any_other(tmp_path: Path) -> None:
     code = (
         "import time\n"

@@ -61,6 +61,7 @@ def cluster() -> Any:
     cluster.shutdown()
 
 
+@pytest.mark.long
 def test_what_is_in_flight_never_fills_the_object_store(cluster: Any) -> None:
     """400 MB of results through a store of 100 MB: they go as they are read, and nothing goes to a disk."""
     from ray._private.internal_api import memory_summary
@@ -73,6 +74,7 @@ def test_what_is_in_flight_never_fills_the_object_store(cluster: Any) -> None:
     assert "Spilled" not in said, said
 
 
+@pytest.mark.long
 def test_a_machine_that_comes_later_is_used_and_one_that_goes_is_no_task_s_fault(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -437,7 +437,7 @@ def test_text_is_that_of_stock_on_a_sample_of_real_pages(real_pages: Callable[..
 
 @pytest.mark.shared
 @pytest.mark.parametrize(
-    "every", [pytest.param(3, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "every", [pytest.param(9, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_text_is_that_of_stock_on_every_real_page(real_pages: Callable[..., Iterator[Any]], every: int) -> None:
     num_pages = 0

@@ -382,7 +382,7 @@ with Progress(background=False) as progress:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_clock_of_a_page_counts_its_own_work_and_nothing_else(tmp_path: Path) -> None:
     """The limit is 1.5 CPU seconds. Twelve pages are read again after a kill, at 0.3 CPU seconds each, then the store
     lets wait longer than the wall clock's 3; a flush takes 2 CPU seconds; a page sleeps for 2; one burns, one hangs.

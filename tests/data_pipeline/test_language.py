@@ -401,7 +401,7 @@ def test_zero_is_a_probability_and_not_off() -> None:
 
 
 @pytest.mark.shared
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_decisions_are_datatroves_and_the_skip_loses_next_to_nothing(
     shared: Path, real_pages: Callable[..., Iterator[Any]]
 ) -> None:

@@ -177,7 +177,7 @@ BY_HAND_LARGE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_tensors_and_stages_load_into_each_other(run_ranks, tmp_path):
     check_pairs(run_ranks, str(tmp_path), BY_HAND, tied=True, ring=True)
 
@@ -199,7 +199,9 @@ TRAINED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True, marks=pytest.mark.long)]
+)
 def test_what_is_trained_on_loads_into_each_other(run_ranks, tmp_path, tied):
     check_pairs(run_ranks, str(tmp_path), TRAINED, tied=tied)
 

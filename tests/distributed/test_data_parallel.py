@@ -249,7 +249,7 @@ def expected() -> dict[bool, Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_layouts_train_as_one_process_does(run_ranks: Any, expected: dict[bool, Outcome], world: int) -> None:
     assert torch.stack(expected[False].norms).min() > MAX_NORM  # clipping is at work in every step
     cases = cases_of(world)
@@ -287,7 +287,7 @@ def test_a_runner_counts_unless_it_is_told_not_to() -> None:
     assert not Accumulation(model, counts=False).forward(inputs).any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_blocks_train_the_same(run_ranks: Any, expected: dict[bool, Outcome]) -> None:
     cases = [
         Case(shard=2, reshard=True, activation="selective", accumulate=3, compile="aot_eager"),

@@ -108,7 +108,7 @@ def test_the_same_bits_with_shards_that_cut_blocks(run_ranks: Any) -> None:
         assert found == [[]] * len(cases)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_bits_beside_tensor_parallelism_and_replicas(run_ranks: Any) -> None:
     both = MeshPlan(dp_shard=2, tp=2)
     cases = [

@@ -124,7 +124,7 @@ def resumed(case: Case, data: str, folder: str, keys: dict[str, Any]) -> list[li
 KEYS = {"precision": "bf16", "float8": {"recipe": "tensorwise", "gradients": "e5m2", "delayed": True}}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_history(run_ranks: Any, tmp_path: Path) -> None:
     write_corpus(str(tmp_path / "data"))
     case = Case("fsdp2", sizes="blocks", float8="tensorwise")

@@ -205,7 +205,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
 def test_gradients_are_those_of_whole_tensors(run_ranks: Any, world: int) -> None:
     for case, by_rank in zip(CASES[world], zip(*run_ranks(run_all, world, CASES[world]), strict=True), strict=True):
         for rank, found in enumerate(by_rank):

@@ -71,20 +71,21 @@ FOUR_RANKS = [
     Case("hsdp2x2", more=True, mask=False),
     Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1),
 ]
-MANY_RANKS = ("hsdp3x2", "pp2fsdp2tp2")
-#: Every pair of factors on every layout.
-LONG = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
+MANY_RANKS = ("hsdp3x2", "pp2fsdp2tp2", "pp2tp2")
+#: Every pair of factors on every layout, only in `make test-exhaustive`.
+COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
 EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.on.world <= 4]
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
-    up to 4 and the cases that are named on up to 2, with a few of more, then the others of them and every pair of
-    factors on every layout, and only when asked for the whole product."""
+    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` what is named and the quick set of
+    `quern selftest` on up to 2, with a few of more, in `make test-long` the others of them, and only when asked for
+    every pair of factors on every layout and the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
-    cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*LONG, *matrix.quick(), *NAMED]}
-    often = [case for case in matrix.quick() if case.on.world <= 4 or case.layout in MANY_RANKS]
+    cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
+    cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
+    often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
     often += [case for case in NAMED if case.on.world <= 2 or case in FOUR_RANKS]
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
@@ -96,9 +97,9 @@ CASES = marked()
 
 def test_every_pair_of_factors_is_covered() -> None:
     missing = {pair for case in matrix.product() for pair in every_pair(case)}
-    missing -= {pair for case in LONG for pair in every_pair(case)}
+    missing -= {pair for case in COVERING for pair in every_pair(case)}
     assert not missing
-    assert {case.layout for case in LONG} == set(LAYOUTS)
+    assert {case.layout for case in COVERING} == set(LAYOUTS)
 
 
 def test_the_short_cases_have_every_layout_and_schedule_and_every_pair_of_the_other_factors() -> None:

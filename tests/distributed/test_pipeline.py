@@ -34,6 +34,7 @@ from quern.parallel.schedules import SCHEDULES
 LAYERS, ROWS, SEQ_LEN, VOCAB, RATE = 10, 2, 12, 50, 0.3
 CUTS = {2: (7, 3), 4: (3, 2, 1, 4), 6: (2, 1, 3, 1, 2, 1), 8: (2, 1, 1, 1, 2, 1, 1, 1)}
 VALIDATED = (1, 3)
+TIED_LATER = [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True, marks=pytest.mark.long)]
 """Micro-batches of the forwards without gradients: fewer than stages, and no multiple of anything."""
 
 
@@ -289,14 +290,12 @@ def test_every_schedule_over_two_ranks(run_ranks: Any, tied: bool) -> None:
     check(run_ranks, cases)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", TIED_LATER, ids=["untied", "tied"])
 def test_every_schedule_over_four_ranks(run_ranks: Any, tied: bool) -> None:
     check(run_ranks, [replace(takes(schedule, 4), tied=tied, documents=not tied) for schedule in SCHEDULES])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", TIED_LATER, ids=["untied", "tied"])
 def test_every_schedule_with_sharded_stages(run_ranks: Any, tied: bool) -> None:
     cases = [replace(takes(schedule, 2), shard=2, tied=tied, z_loss=0.01) for schedule in SCHEDULES]
     # torch keeps three stages of a rank gathered at a time
@@ -305,7 +304,7 @@ def test_every_schedule_with_sharded_stages(run_ranks: Any, tied: bool) -> None:
     check(run_ranks, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recomputed_and_compiled_blocks(run_ranks: Any) -> None:
     cases = [
         replace(takes(schedule, 2), activation=activation, documents=activation == "full")
@@ -316,12 +315,12 @@ def test_recomputed_and_compiled_blocks(run_ranks: Any) -> None:
     check(run_ranks, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_gathered_again_for_backward(run_ranks: Any) -> None:
     check(run_ranks, [replace(takes(schedule, 2), shard=2, reshard=True) for schedule in ("1f1b", "interleaved_1f1b")])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replicated_stages(run_ranks: Any) -> None:
     check(run_ranks, [replace(takes(schedule, 2), replicate=2) for schedule in ("gpipe", "dualpipe_v")])
 

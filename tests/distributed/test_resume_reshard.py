@@ -98,7 +98,7 @@ def close(found: dict[int, dict], expected: dict[int, dict]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_single_fsdp_ddp_hsdp_single(run_ranks, tmp_path, paths, document_mask):
     """Two steps each; steps 3 and 6 are skipped under FSDP2 and HSDP. Sample ids, losses, norms, weights, moments."""
     check_road(run_ranks, tmp_path, paths, ROAD, {"document_mask": document_mask})
@@ -138,7 +138,11 @@ def check_road(run_ranks, tmp_path, paths, road: list[Layout], changes: dict[str
     assert max(worst_row, worst) < EQUAL
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (2, 2), TP2_FSDP2, PP2_FSDP2, PP2_TP2_V], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 2), (2, 1), *(pytest.param(e, marks=pytest.mark.long) for e in ((2, 2), TP2_FSDP2, PP2_TP2_V)), PP2_FSDP2],
+    ids=str,
+)
 def test_the_same_layout_resumes_bit_for_bit(run_ranks, tmp_path, paths, layout):
     """In float32, on every rank."""
     changes = {"precision": "fp32", "checkpoint": {"interval": 3}} | (DEEP if isinstance(layout, dict) else {})

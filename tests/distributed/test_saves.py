@@ -67,7 +67,9 @@ def whole(tmp_path_factory):
     return folder / "run", paths, CASE.live(config_for(str(folder / "run"), paths, {}, mode="sync"), factor=nan_at_5)
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(True, marks=pytest.mark.exhaustive), pytest.param(False, marks=pytest.mark.long)]
+)
 def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(run_ranks, tmp_path, whole, overlap):
     """A signal to one rank ends the first life after six steps; step 5 is skipped by then."""
     straight, paths, expected = whole
@@ -106,7 +108,7 @@ def every_mode(folder: str, paths: list[str], parallel: dict[str, int]) -> dict[
     return {how: live(f"{folder}/{how}", paths, parallel, changes, False)[2] for how, changes in HOW.items()}
 
 
-@pytest.mark.parametrize("parallel", [FSDP2, TP2], ids=str)
+@pytest.mark.parametrize("parallel", [FSDP2, pytest.param(TP2, marks=pytest.mark.long)], ids=str)
 def test_who_writes_changes_no_bit_on_two_ranks(run_ranks, tmp_path, paths, parallel):
     for states in run_ranks(every_mode, 2, str(tmp_path), paths, parallel, timeout_s=120):
         for how, state in states.items():

@@ -191,7 +191,7 @@ def test_two_ranks_in_all_ways(run_ranks: Any) -> None:
     compare(run_ranks, cases_of(2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_in_all_ways(run_ranks: Any) -> None:
     compare(run_ranks, cases_of(4))
 

@@ -279,7 +279,15 @@ def check_tidy(folder: Path) -> tuple[dict[int, int], dict[int, int]]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("strike", [*STRIKES, *REMOVALS], ids=str)
+def often(strikes):
+    """Every other one in `make test-long`, the rest in `make test-exhaustive`."""
+    return [
+        pytest.param(strike, id=str(strike), marks=pytest.mark.exhaustive if place % 2 else ())
+        for place, strike in enumerate(strikes)
+    ]
+
+
+@pytest.mark.parametrize("strike", often([*STRIKES, *REMOVALS]))
 def test_killed_in_a_save(tmp_path, strike):
     """Keeps one checkpoint, as no config with nodes' disks may, so that the save of step 4 also removes step 2."""
     killed(tmp_path, strike, [(2, 2), (4, 4)], 1)
@@ -304,7 +312,7 @@ def test_the_same_step_again(tmp_path):
 @pytest.mark.parametrize(
     "strike",
     [
-        pytest.param(strike, id=str(strike), marks=() if strike.place == "published" else pytest.mark.long)
+        pytest.param(strike, id=str(strike), marks=() if strike.place == "published" else pytest.mark.exhaustive)
         for strike in STRIKES[1:]
     ],
 )
@@ -318,7 +326,7 @@ def test_killed_while_a_step_is_saved_again(tmp_path, strike):
     print(f"| {strike}, of a step that stood already | {'the new' if strike.published else 'the old'} step 4 |")
 
 
-@pytest.mark.parametrize("strike", STRIKES[1:5], ids=str)
+@pytest.mark.parametrize("strike", often(STRIKES[1:5]))
 def test_no_mixture_is_loaded_unverified(tmp_path, strike):
     """Before the first new file has an old one's place, the old checkpoint is none any more."""
     run(tmp_path, [(2, 2), (4, 4)], 20, bare=True)

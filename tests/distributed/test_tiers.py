@@ -91,6 +91,7 @@ def tensor_files(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("**/step_00000006/*.distcp")}
 
 
+@pytest.mark.slow
 def test_files_are_where_they_go(begun):
     (first, second) = (tensor_files(begun / f"nvme{node}") for node in (0, 1))
     every = {f"__{rank}_0.distcp" for rank in range(4)}
@@ -102,8 +103,8 @@ def test_files_are_where_they_go(begun):
 
 @pytest.mark.parametrize(
     ("after", "lost"),
-    [("stages", 1), ("shards", 0),
-     *(pytest.param(*case, marks=pytest.mark.long) for case in (("stages", 0), ("shards", 1)))],
+    [("stages", 1),
+     *(pytest.param(*case, marks=pytest.mark.long) for case in (("shards", 0), ("stages", 0), ("shards", 1)))],
 )  # fmt: skip
 def test_a_lost_disk(begun, tmp_path, paths, run_ranks, straight, after, lost):
     folder = copy_of(begun, tmp_path)
@@ -111,6 +112,7 @@ def test_a_lost_disk(begun, tmp_path, paths, run_ranks, straight, after, lost):
     go_on(folder, paths, run_ranks, straight, AFTER[after], 2, store=f"file://{folder}/store")
 
 
+@pytest.mark.long
 def test_a_lost_disk_and_no_store(begun, tmp_path, paths, run_ranks, straight):
     folder = copy_of(begun, tmp_path)
     shutil.rmtree(folder / "nvme0")

@@ -221,7 +221,7 @@ def test_two_ranks_in_every_way(run_ranks: Any) -> None:
     compare(run_ranks, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks(run_ranks: Any) -> None:
     cases = [Case(plan, reshard) for plan in (MeshPlan(dp_shard=4), MeshPlan(2, 2)) for reshard in (True, False, 2)]
     cases += [Case(MeshPlan(dp_shard=4), reshard=4), Case(MeshPlan(2, 2), dtype=torch.bfloat16)]
@@ -254,7 +254,7 @@ def test_eight_ranks(run_ranks: Any) -> None:
     compare(run_ranks, [tied, replace(tied, plan=MeshPlan(dp_replicate=2, pp=2, tp=2), micro_batches=2)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_gathered_in_fp8(run_ranks: Any) -> None:
     block = Case(MeshPlan(dp_shard=4), float8=Recipe("blockwise"), dtype=torch.bfloat16, kv_heads=1)
     cases = [
@@ -308,7 +308,7 @@ def on_the_wire(cases: list[Case]) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count is Linux's")
 def test_bytes_that_leave_the_sockets(run_ranks: Any) -> None:
     """Ring costs to 1 %, for headers and barriers; but gloo's reduce-scatter is an all-reduce, and costs one."""

@@ -107,7 +107,7 @@ def build(run: Path) -> tuple[int, int]:
     return documents, size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_six_times_the_documents_take_no_more_memory(tmp_path: Path) -> None:
     from quern.lineage.store import Lineage
 

@@ -41,6 +41,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [row for path in sorted(folder.rglob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
+@pytest.mark.long
 def test_a_real_run_is_walked_from_url_to_tokens_and_back(run: Path) -> None:
     lineage = Lineage(str(run))
     verdicts = rows(run / "verdicts")

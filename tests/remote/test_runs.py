@@ -125,7 +125,7 @@ STORMS = {
 @pytest.mark.parametrize(
     "storm",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ("overload", "slow") else pytest.mark.long)
+        pytest.param(name, marks=pytest.mark.long if name == "cuts" else pytest.mark.exhaustive)
         if name != "everything"
         else name
         for name in STORMS
@@ -144,7 +144,9 @@ def test_a_run_on_a_store_in_a_storm_has_the_bytes_of_a_local_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skip", [pytest.param(3, marks=pytest.mark.long), 40])
+@pytest.mark.parametrize(
+    "skip", [pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(40, marks=pytest.mark.long)]
+)
 def test_credentials_that_expire_are_one_line_and_the_run_goes_on_with_new_ones(
     server: Server, expected: dict[str, str], small_parts: None, skip: int
 ) -> None:
@@ -171,7 +173,7 @@ def test_a_second_driver_is_refused(server: Server) -> None:
     assert "run/.lease.json" not in server.objects()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wait_for_the_store_is_no_fault_of_the_page(
     server: Server, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def test_a_row_is_real_steps_of_the_trainer(tmp_path: Path) -> None:
     assert document["software"]["torch"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp8_rows_compute_what_they_say() -> None:
     """In FP8 the same data and weights give nearly the same loss, and not the same bits."""
     sizes = dict(overrides=(*SIZES, "model.dim=128"), vocab_size=512, seq_len=128, accumulate=1, steps=1, warm_up=0)
@@ -77,7 +77,7 @@ def test_fp8_rows_compute_what_they_say() -> None:
     assert losses == pytest.approx([losses[0]] * 4, rel=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_and_a_row_that_no_layout_allows(tmp_path: Path) -> None:
     layouts = ("tp=2", "dp_shard=4", "tp=2 async_tp=true")
     entries = found(small(nproc=2, layout=layouts, scratch=str(tmp_path)))

@@ -324,7 +324,7 @@ print(json.dumps(CASE.differences(state, 5)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_of_fsdp_load_it(tmp_path):
     out = reshard(save(tmp_path), str(tmp_path / "out"), files=9).folder
     case = str(Path(__file__).with_name("checkpoint_case.py"))

@@ -721,7 +721,7 @@ def test_pruning_keeps_what_it_is_told_and_the_newest(place, disk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["s3", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.long), "file"])
 def test_memory_is_bounded(server, tmp_path, kind):
     size = 200 << 20
     with open(tmp_path / "big", "wb") as file:

@@ -213,7 +213,7 @@ def test_a_checkpoint_that_was_pruned_is_dropped(server, start, tmp_path):
     assert uploader.unfinished == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_again_and_again(server, start, tmp_path):
     """At no instant stands a manifest without all its files; what was sent whole is not sent again."""
     steps = {10: tmp_path / "10", 20: tmp_path / "20"}

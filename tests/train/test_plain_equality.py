@@ -81,7 +81,9 @@ def plain_validation(weights: plain_loop.Weights, shape: Any, shards: dict[str, 
     return total / targets
 
 
-@pytest.mark.parametrize("mask", [True, False], ids=["document masks", "no masks"])
+@pytest.mark.parametrize(
+    "mask", [True, pytest.param(False, marks=pytest.mark.long)], ids=["document masks", "no masks"]
+)
 def test_losses_are_those_of_the_plain_loop(tmp_path, mask):
     (tmp_path / "run").mkdir()
     paths, shards = corpus(tmp_path / "data")

@@ -30,7 +30,7 @@ def files_of(data: Path) -> set[Path]:
     return {root / name for name in names}
 
 
-@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+@pytest.mark.parametrize("mode", ["mask", pytest.param("rewrite", marks=pytest.mark.long)])
 def test_a_purge_in_the_middle_of_a_run(trained, tmp_path, mode):
     """In step 4 another version is published and every file of the old one that it replaces is removed."""
     data, run = purged.copy(trained.data, tmp_path / "data"), tmp_path / "run"

@@ -255,7 +255,7 @@ def test_sigterm_ends_a_process_with_a_checkpoint(tmp_path, paths):
     assert case.differences(weights_on_disk(run), weights_on_disk(tmp_path / "whole")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_to_one_of_two_workers_ends_both_at_one_step(tmp_path, paths):
     run = tmp_path / "run"
     process = start(long_run(run, paths), tmp_path, ranks=2)

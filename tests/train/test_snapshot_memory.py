@@ -55,7 +55,7 @@ def test_work_without_a_piece_writes_no_file(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_without_a_piece_writes_no_file_and_later_some(tmp_path):
     """A rank more than there are tensors; then the plan changes, and it has one."""
     background = Process()

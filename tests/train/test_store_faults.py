@@ -143,7 +143,7 @@ def test_the_run_goes_on_while_the_store_fails(tmp_path, paths, server, caplog, 
     print(f"| {what} | {re.sub(r's3://b-[0-9a-f]+', 's3://bucket', lines[0])} |")
 
 
-@pytest.mark.parametrize("what", ["SlowDown", "ExpiredToken"])
+@pytest.mark.parametrize("what", ["SlowDown", pytest.param("ExpiredToken", marks=pytest.mark.long)])
 def test_the_next_start_uploads_what_was_left(tmp_path, paths, server, caplog, what):
     run = tmp_path / "run"
 
@@ -161,7 +161,7 @@ def test_the_next_start_uploads_what_was_left(tmp_path, paths, server, caplog, w
     check_stored(server, run, [6])
 
 
-@pytest.mark.parametrize("what", ["nobody", "ExpiredToken"])
+@pytest.mark.parametrize("what", [pytest.param("nobody", marks=pytest.mark.long), "ExpiredToken"])
 def test_a_store_that_is_away_at_a_start(tmp_path, paths, server, monkeypatch, caplog, what):
     """A first start is refused: nobody knows whose the store is. A later one goes on, and uploads when it is back."""
     run, config = tmp_path / "run", settings(tmp_path / "run", paths, server.url, steps=6)
@@ -241,6 +241,7 @@ def branched(tmp_path, paths, store):
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_branch_that_was_left_stays_left(branched, paths, store):
     straight = run_case.live(settings(branched / "kept", paths, f"file://{branched}/elsewhere", steps=12))
     left = run_case.live(settings(branched / "run", paths, store, steps=12, resume={"from_store": True}))

@@ -257,7 +257,7 @@ def test_every_60th_page_has_the_peers_decision_reason_and_text(shared: Path) ->
 
 @pytest.mark.shared
 @pytest.mark.parametrize(
-    "every", [pytest.param(3, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "every", [pytest.param(9, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_every_page_has_the_peers_decision_reason_and_text(shared: Path, every: int) -> None:
     manifest = manifest_of(shared)[::every]

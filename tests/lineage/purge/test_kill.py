@@ -132,13 +132,16 @@ def test_killed_in_some_phases_of_a_purge_that_restores(source: Path, tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mode", "duplicates"), [("mask", "purge"), ("rewrite", "purge"), ("rewrite", "restore")])
+@pytest.mark.parametrize(
+    ("mode", "duplicates"),
+    [("mask", "purge"), pytest.param("rewrite", "purge", marks=pytest.mark.exhaustive), ("rewrite", "restore")],
+)
 def test_killed_at_every_change(tiny: Path, tmp_path: Path, mode: str, duplicates: str) -> None:
     sweep(tiny, tmp_path, mode=mode, duplicates=duplicates, where="everywhere")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["mask", "rewrite"])
+@pytest.mark.parametrize("mode", [pytest.param("mask", marks=pytest.mark.exhaustive), "rewrite"])
 def test_killed_at_any_time(source: Path, tmp_path: Path, mode: str) -> None:
     sweep(source, tmp_path, mode=mode, where="at any time", kills=25, workers=3)
 
@@ -195,7 +198,7 @@ def sweep_store(source: Path, server: s3_server.Server, tmp_path: Path, **case: 
     assert server.uploads() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_on_a_store_in_some_phases(tiny: Path, server: s3_server.Server, tmp_path: Path) -> None:
     sweep_store(tiny, server, tmp_path, mode="rewrite", where="some")
 

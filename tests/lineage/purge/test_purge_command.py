@@ -86,6 +86,7 @@ def test_a_domain_is_purged_and_stays_away(
     assert again["version"] == {"before": 2, "after": 2}
 
 
+@pytest.mark.long
 def test_purges_after_each_other_restore_what_they_may(run: Path, purge: Callable[..., Any]) -> None:
     purge("--domain", "a.example", "--mode", "mask")
     purged = {row["doc_id"] for row in C.rows(run / "audit/00001.parquet")}

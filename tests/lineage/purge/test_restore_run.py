@@ -244,7 +244,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
         yield server
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_a_store_it_is_the_same(
     pristine: tuple[Path, dict[str, str]], server: s3_server.Server, tmp_path: Path
 ) -> None:

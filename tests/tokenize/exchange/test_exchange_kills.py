@@ -89,7 +89,7 @@ def kill_everywhere(fate: _Fate, folder: Path, work: Callable[[str], object], le
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["megatron", "datatrove"])
+@pytest.mark.parametrize("format", ["megatron", pytest.param("datatrove", marks=pytest.mark.long)])
 def test_a_killed_export_leaves_nothing_that_is_not_whole(fate: _Fate, tmp_path: Path, format: Any) -> None:
     run = runs.write_run(tmp_path / "run", documents=30, sources=("web",), shard_tokens=1_000)
     assert 1 < len(list((run / "tokens" / "web").glob("*.bin"))) < 6
