@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import Counter
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return name in ONE_BY_ONE, rank, -tests[item.path], item.path
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of collected tests hold stays until the end: no later collection of garbage walks through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
