@@ -106,7 +106,9 @@ def test_the_same_command_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL)]
+)
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     many = [word if word != "2" or SMALL[place - 1] != "--steps" else "100000" for place, word in enumerate(SMALL)]
     process = subprocess.Popen(

@@ -35,6 +35,7 @@ def test_more_workers_than_the_cluster_has_room_for_do_not_hang_the_run(tmp_path
     assert last_line(code, tmp_path) == str(expected)
 
 
+@pytest.mark.long
 def test_relative_paths_are_the_drivers_also_to_the_workers(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     code = (
@@ -48,6 +49,7 @@ def test_relative_paths_are_the_drivers_also_to_the_workers(tmp_path: Path) -> N
     assert last_line(code, tmp_path) == str(tmp_path / "elsewhere")
 
 
+@pytest.mark.long
 def test_without_an_address_no_other_cluster_is_used(tmp_path: Path) -> None:
     code = (
         "from quern.data_pipeline.engine import open_engine\n"

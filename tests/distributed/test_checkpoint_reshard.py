@@ -147,7 +147,7 @@ def world_of(layout: MeshPlan | On) -> int:
     return layout.world_size if isinstance(layout, MeshPlan) else layout.world
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layouts_load_into_each_other(run_ranks, tmp_path):
     """One rank, FSDP2 on 3 with shards of padding alone, HSDP; saved under two paddings."""
     check_pairs(run_ranks, str(tmp_path), [MeshPlan(), MeshPlan(dp_shard=3), MeshPlan(2, 2)], MULTIPLES)

@@ -95,7 +95,7 @@ def differing(cases: list[Case]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_bits_with_shards_that_cut_blocks(run_ranks: Any) -> None:
     three = Case(Recipe("blockwise"), MeshPlan(dp_shard=3), outlier=100.0)
     cases = [

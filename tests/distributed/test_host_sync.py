@@ -56,7 +56,9 @@ def _does_not_wait(given: Given, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [name if "last" in name else pytest.param(name, marks=pytest.mark.long) for name in QUICK]
+)
 def test_steady_state_does_not_wait(name: str, tmp_path: Path) -> None:
     _does_not_wait(QUICK[name], tmp_path)
 

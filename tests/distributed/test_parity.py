@@ -86,7 +86,7 @@ def marked() -> dict[Case, Any]:
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
-    often += [case for case in NAMED if case.on.world <= 2 or case in FOUR_RANKS]
+    often += FOUR_RANKS
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
     return cases | {case: pytest.param(case) for case in fast.values()}

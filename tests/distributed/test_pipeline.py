@@ -368,7 +368,7 @@ def test_a_float64_step_holds_no_float32_tensor(run_ranks: Any) -> None:
         assert not other
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_of_split_tensors(run_ranks: Any) -> None:
     cases = [
         replace(takes(schedule, 2), tp=2, tied=tied, z_loss=0.01, kv_heads=1 if tied else 2)

@@ -104,7 +104,9 @@ def test_single_fsdp_ddp_hsdp_single(run_ranks, tmp_path, paths, document_mask):
     check_road(run_ranks, tmp_path, paths, ROAD, {"document_mask": document_mask})
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 def test_split_tensors_stages_shards_single(run_ranks, tmp_path, paths, tied):
     """The same on another road; steps 3 and 6 are skipped in a pipeline and under FSDP2."""
     changes = DEEP | {"model": {**DEEP["model"], "tied_embeddings": tied}}

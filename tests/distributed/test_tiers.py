@@ -119,7 +119,7 @@ def test_a_lost_disk_and_no_store(begun, tmp_path, paths, run_ranks, straight):
     go_on(folder, paths, run_ranks, straight, AFTER["shards"], 2, store="s3://bucket/run", upload_wait_s=0)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_only_the_store_is_left(begun, tmp_path, paths, run_ranks, straight, nodes):
     folder = copy_of(begun, tmp_path)
     for name in ("nvme0", "nvme1", "run"):

@@ -225,6 +225,7 @@ def test_errors_travel_between_processes() -> None:
     assert isinstance(pickle.loads(pickle.dumps(ChangedError("x"))), ChangedError)
 
 
+@pytest.mark.long
 def test_listing_goes_on_behind_the_first_thousand(server: Server) -> None:
     names = [f"many/{number:05d}" for number in range(1003)]
 

@@ -438,7 +438,7 @@ def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole, mode):
     assert folders(run) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_that_cannot_be_had_ends_a_process_before_its_first_step(tmp_path, paths):
     """The snapshot's memory is a file that the writer has too."""
     run = tmp_path / "run"

@@ -109,7 +109,8 @@ def said(caplog: pytest.LogCaptureFixture, *parts: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("what", "local"),
-    [*(pytest.param(what, False, id=f"{what}-in the run's folder") for what in FAULTS),
+    [*(pytest.param(what, False, id=f"{what}-in the run's folder", marks=pytest.mark.long if "drips" in what else ())
+       for what in FAULTS),
      # where the files come from makes no difference to the others
      pytest.param("SlowDown", True, id="SlowDown-on the node's disk"),
      pytest.param("ExpiredToken", True, id="ExpiredToken-on the node's disk", marks=pytest.mark.long)],

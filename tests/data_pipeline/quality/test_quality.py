@@ -266,7 +266,9 @@ def test_every_page_has_the_peers_decision_reason_and_text(shared: Path, every: 
 
 @pytest.mark.shared
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["papers", "wikipedia", "cc_text", "multilingual"])
+@pytest.mark.parametrize(
+    "name", ["papers", "wikipedia", "cc_text", pytest.param("multilingual", marks=pytest.mark.long)]
+)
 def test_documents_of_other_kinds_have_the_peers_decision_reason_and_text(shared: Path, name: str) -> None:
     file_name = f"{name}.jsonl.gz"
     with gzip.open(shared / "data" / "text" / file_name, "rt") as file:
