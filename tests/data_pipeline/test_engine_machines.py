@@ -112,6 +112,7 @@ def test_a_machine_that_comes_later_is_used_and_one_that_goes_is_no_task_s_fault
         pool.close()
 
 
+@pytest.mark.long
 def test_a_worker_that_does_not_see_the_run_says_so(cluster: Any, tmp_path: Path) -> None:
     fence = Fence.claim(str(tmp_path / "fence.json"))
     with open_engine(1, fence=fence) as engine:

@@ -53,9 +53,9 @@ def alone(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 @pytest.mark.parametrize(
     "case",
     [
-        Case("ddp2", "full"),
+        pytest.param(Case("ddp2", "full"), marks=pytest.mark.long),
         Case("fsdp2", "selective"),
-        Case("tp2", "selective"),
+        pytest.param(Case("tp2", "selective"), marks=pytest.mark.long),
         Case("pp2", "selective", schedule="1f1b"),
         Case("pp2", schedule="zbv_zero_bubble"),
     ],

@@ -86,7 +86,7 @@ def first_gradients(case: Case, data: str, run_dir: str, keys: dict[str, Any]) -
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scales_of_each_ranks_part_are_as_good_as_those_of_the_whole(run_ranks: Any, tmp_path: Path) -> None:
     """Each rank of tp quantises its own part of a matrix: another rounding than of the whole, by scales that are at
     most as large. Two roundings with errors of one size and nothing in common differ by √2 of that size; what they

@@ -165,6 +165,7 @@ def measure(run: str, paths: list[str], layout: Layout) -> None:
     CASE.live(config)
 
 
+@pytest.mark.long
 def test_the_held_out_loss_over_two_ranks(run_ranks, tmp_path):
     """An odd number of windows: the last batch of both ranks is filled up with what does not count. Where tensors or
     layers are split, both see the same targets, which count once."""

@@ -196,14 +196,14 @@ def test_four_ranks_in_all_ways(run_ranks: Any) -> None:
     compare(run_ranks, cases_of(4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shards_of_split_tensors(run_ranks: Any) -> None:
     """136 / 2 rows of the vocabulary are 68, but 44 / 2 of the feed-forward's, 22, leave shares of 8, 8 and 6."""
     compare(run_ranks, cases_of(2, shard=2, accumulate=2))
     compare(run_ranks, [Case(shard=3, rows=1, kv_heads=1, qk_norm=True, accumulate=2)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replicas_of_split_tensors(run_ranks: Any) -> None:
     compare(run_ranks, [Case(replicate=2, tied=True), Case(replicate=2, kv_heads=1, activation="selective")])
     compare(run_ranks, [Case(replicate=2, shard=2, kv_heads=kv, qk_norm=True, accumulate=2) for kv in (4, 1)])

@@ -79,7 +79,7 @@ def test_the_text_that_caused_a_spike_is_named_first(data: tuple[Path, int], tra
     assert f"resume.step={saved} data_skip={data[1] + 1 - saved}" in back
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.long), "pp2"])
 def test_on_several_ranks(data: tuple[Path, int], trained: Path, tmp_path: Path, layout: str) -> None:
     files = {on_ranks.__module__: __file__, "poison_case": str(HERE / "poison_case.py"), "runs": str(HERE / "runs.py")}
     with LocalRanks(2, timeout_s=600, files=files, preload=("pytest", "yaml")) as ranks:

@@ -187,7 +187,7 @@ def start(run: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_build_killed_at_any_moment_leaves_the_old_index_or_none(run: Path, expected: dict[str, Any]) -> None:
     """Each round kills a build at one more file than the last, and then opens what is left."""
     draw = random.Random(8)

@@ -207,7 +207,7 @@ def test_after_a_restore_duplicates_go_with_those_for_which_they_are_removed_now
             corpus.purge_with_duplicates(rng.sample(back, min(len(back), 2)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_corpora_of_these_tests_have_every_case(tmp_path):
     """Restored and displaced documents, whole corpora and parts, second purges of restored documents."""
     seen: dict[str, int] = {}

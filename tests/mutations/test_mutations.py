@@ -67,7 +67,7 @@ def test_every_patch_stands_in_the_index_and_still_applies(tmp_path: Path) -> No
         apply(HERE / f"{name}.patch", folder, "--check")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_named_tests_are_not_among_those_left_out() -> None:
     """What a patch must fail passes without it: those tests run in the suite, and are not of the exhaustive ones."""
     nodes = {node for entry in INDEX.values() for node in entry["caught_by"]}

@@ -51,8 +51,8 @@ def test_ids_are_those_of_the_trained_tokenizer(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text)) == text
 
 
+@pytest.mark.long
 @pytest.mark.shared
-@pytest.mark.slow
 def test_ids_on_real_text_are_those_of_the_trained_tokenizer(shared: Path, tmp_path: Path) -> None:
     import gzip
     import json

@@ -105,7 +105,7 @@ def test_training_starts_from_imported_weights_with_fresh_moments(tmp_path):
     assert not [name for name in wrong if name.startswith("weight/")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lazy_weights_are_asked_for_once_and_let_go(tmp_path):
     lazy = Lazy(5)
     write_weights(str(tmp_path / "imported"), CASE.shape(), lazy)

@@ -65,7 +65,7 @@ def nan_at_3_and_6(data_step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "kind", ["fp32", "bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no document masks", "fp16"))]
+    "kind", ["fp32", "bf16", *(pytest.param(name, marks=pytest.mark.long) for name in ("no document masks", "fp16"))]
 )
 def test_killed_at_every_step(tmp_path, paths, kind):
     """A life a step; steps 3 and 6 are skipped, so there is a skipped step before and after every stop."""

@@ -44,6 +44,7 @@ NAME = "step_{:08d}".format
 #: On which nothing can listen.
 NOBODY = "http://127.0.0.1:1"
 
+LATER = ("answers that stall", "answers in drips", "requests cut off")
 FAULTS = {
     "SlowDown": [Fault("SlowDown", "PUT", "step_", OFTEN)],
     "requests cut off": [Fault("cut request", "PUT", "step_", OFTEN)],
@@ -109,7 +110,7 @@ def said(caplog: pytest.LogCaptureFixture, *parts: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("what", "local"),
-    [*(pytest.param(what, False, id=f"{what}-in the run's folder", marks=pytest.mark.long if "drips" in what else ())
+    [*(pytest.param(what, False, id=f"{what}-in the run's folder", marks=pytest.mark.long if what in LATER else ())
        for what in FAULTS),
      # where the files come from makes no difference to the others
      pytest.param("SlowDown", True, id="SlowDown-on the node's disk"),

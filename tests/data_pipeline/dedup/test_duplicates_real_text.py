@@ -26,6 +26,7 @@ def real_texts(plain, shared: Path):
     return docs
 
 
+@pytest.mark.long
 def test_every_removal_of_a_real_text_is_a_copy_by_brute_force(plain, shared, capsys):
     docs = real_texts(plain, shared)
     by_id = {doc.doc_id: doc for doc in docs}
