@@ -21,6 +21,8 @@ NUM_PERM, ROWS, SLOTS = 128, 8, 64
 PARTITION_DOCUMENTS = 50_000
 #: Places that one chain's window moves on from document to document: neighbours have 58 of 70 in common, others less.
 STEP = 6
+#: A document has the text or the URL of one that is at most so many numbers before it.
+MOST_BACK = 40
 _ROWS_AT_ONCE = 1024
 
 
@@ -129,7 +131,8 @@ class Corpus:
     def facts(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Words, time of fetching, and under whose number a text and a URL go: one of 50 is an earlier one's."""
         cluster, place, chain = self.cluster(numbers)
-        first = numbers - np.minimum(numbers - self.first_free, 1 + (mix(13, numbers) % np.uint64(40)).astype(np.int64))
+        back = 1 + (mix(13, numbers) % np.uint64(MOST_BACK)).astype(np.int64)
+        first = numbers - np.minimum(numbers - self.first_free, back)
         free = numbers > self.first_free
         luck = mix(14, numbers) % np.uint64(50)
         # every other chain is in survivor order from one end to the other: its members wait for each other

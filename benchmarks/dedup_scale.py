@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pyarrow.parquet as pq
-from dedup_corpus import NUM_PERM, ROWS, Corpus
+from dedup_corpus import MOST_BACK, NUM_PERM, ROWS, Corpus
 from dedup_oracle import BruteForce, Doc
 from process_tree import measure
 
@@ -141,9 +141,13 @@ def closed_sample(corpus: Corpus, most: int) -> np.ndarray:
         if total + size <= 0.8 * most:
             taken.append(name)
             total += size
-    alone = np.arange(corpus.first_free + 1, min(corpus.documents, corpus.first_free + 1 + most - total))
-    # a free document's copies are at most 40 numbers before it: those of the first are not in the sample
-    return np.concatenate((numbers[np.isin(cluster, taken)], alone))
+    end = min(corpus.documents, corpus.first_free + most - total)
+    while end < corpus.documents:  # back to where no later document has the text or the URL of an earlier one
+        facts = corpus.facts(np.arange(end, min(corpus.documents, end + MOST_BACK)))
+        if min(facts["text"].min(), facts["url"].min()) >= end:
+            break
+        end -= 1
+    return np.concatenate((numbers[np.isin(cluster, taken)], np.arange(corpus.first_free, end)))
 
 
 def read_documents(corpus: Corpus, folder: Path, numbers: np.ndarray) -> list[Doc]:
