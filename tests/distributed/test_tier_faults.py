@@ -228,7 +228,7 @@ def marked() -> Iterator[Any]:
         yield pytest.param(row, id=str(row), marks=pytest.mark.long if often else ())
 
 
-@pytest.mark.parametrize("row", marked())
+@pytest.mark.parametrize("row", list(marked()))
 def test_damage(begun, tmp_path, nodes, row):
     before = contents(begun)
     folder = tmp_path / "all"
