@@ -7,7 +7,7 @@ worker   kill -9 of one worker process or two
 machine  kill -9 of a raylet, alone or with all its processes, on a cluster of two; a new machine joins
 link     the second machine is in a network namespace of its own and its cable is pulled: it works on, unheard (root)
 store    input, output and commits are objects of an S3 server; every connection to it is reset, new ones are refused
-         for up to OUTAGE_S
+         for up to OUTAGE_S; it struck if a request was under way or a connection refused
 
 Runs are of the demo's sample site with little else but the road itself, a flush every few pages. Tokens, verdicts,
 decisions and every counter must be those of the undisturbed run. A kill that came when there was nothing to strike is
@@ -111,20 +111,21 @@ class Site:
 
     def result(self, run: str) -> dict[str, Any]:
         """Everything that must not depend on what was struck."""
+        folders = ("tokens", "verdicts", "documents", "signatures", "duplicates")
         if self.store is None:
-            paths = [path for path in sorted((self.folder / run).rglob("*")) if path.is_file()]
+            paths = [path for name in folders for path in sorted((self.folder / run / name).rglob("*"))]
             found = {
                 str(path.relative_to(self.folder / run)): hashlib.sha256(path.read_bytes()).hexdigest()
                 for path in paths
+                if path.is_file()
             }
         else:
             found = self.store.files(f"{run}/")
             if left := [*self.store.uploads(), *(name for name in found if "/." in f"/{name}")]:
                 raise SystemExit(f"left over in the store: {left}")
-        folders = ("tokens/", "verdicts/", "documents/", "signatures/", "duplicates/")
         stats = json.loads(self.read(run, "stats.json"))
         del stats["timing"]
-        files: dict[str, Any] = {name: digest for name, digest in found.items() if name.startswith(folders)}
+        files: dict[str, Any] = {name: digest for name, digest in found.items() if name.split("/")[0] in folders}
         return {**files, **{f"stats.{key}": value for key, value in stats.items()}}
 
     def remove(self, run: str) -> None:
