@@ -35,8 +35,12 @@ class Connection:
     def __init__(self, port: int) -> None:
         self.behind = port
         self.severed = self.refused = 0
-        """Connections that were open when they were cut, and those begun while there was no way through."""
+        """Connections whose request was without an answer when they were cut, and those begun while there was no way
+        through. An idle connection is reset too, but nobody need notice."""
         self._open: set[socket.socket] = set()
+        self._asked: set[socket.socket] = set()
+        """The server's ends of those whose client spoke last."""
+        self._cuts = 0
         self._lock = threading.Lock()
         self._closed_until = 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -44,17 +48,20 @@ class Connection:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, seconds: float) -> int:
-        """Reset every connection, and each that is begun within ``seconds``; how many were open."""
+        """Reset every connection, and each that is begun within ``seconds``; how many requests were under way."""
         with self._lock:
+            self._cuts += 1
             self._closed_until = time.monotonic() + seconds
-            cut = list(self._open)
-            self._open.clear()
+            cut, severed = self._open, len(self._asked)
+            self._open, self._asked = set(), set()
+            self.severed += severed
         for end in cut:
             _reset(end)
-        self.severed += len(cut) // 2
-        return len(cut) // 2
+        return severed
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # the thread that accepts wakes
         self._listener.close()
         self.cut(0)
 
@@ -65,7 +72,7 @@ class Connection:
             except OSError:
                 return  # closed
             with self._lock:
-                refused = time.monotonic() < self._closed_until
+                refused, cuts = time.monotonic() < self._closed_until, self._cuts
             try:
                 far = None if refused else socket.create_connection(("127.0.0.1", self.behind))
             except OSError:
@@ -77,16 +84,33 @@ class Connection:
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self._open |= {near, far}
+                late = cuts != self._cuts  # cut while it was made
+                if late:
+                    self.refused += 1
+                else:
+                    self._open |= {near, far}
+            if late:
+                _reset(near)
+                _reset(far)
+                continue
             for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(source, target, far), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, far: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                with self._lock:
+                    if source is far:
+                        self._asked.discard(far)
+                    elif far in self._open:
+                        self._asked.add(far)
                 target.sendall(data)
         with self._lock:
+            ours = far in self._open
             self._open -= {source, target}
+            self._asked.discard(far)
+        if not ours:
+            return  # the other direction ended both, or they are being reset
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # the thread of the other direction wakes
@@ -96,7 +120,7 @@ class Connection:
 def _reset(end: socket.socket) -> None:
     with suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        end.shutdown(socket.SHUT_RDWR)
+        end.shutdown(socket.SHUT_RD)  # a thread that reads from it wakes; to write would be closed with an orderly end
     end.close()
 
 
@@ -174,9 +198,11 @@ def store() -> Iterator[Store]:
     )  # fmt: skip
     try:
         made = Store(port)
-        made.await_server()
-        yield made
-        made.connection.close()
+        try:
+            made.await_server()
+            yield made
+        finally:
+            made.connection.close()
     finally:
         server.kill()
         server.wait()

@@ -47,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     end = item.config.getoption("--begin-before")
+    if getattr(item, "execution_count", 1) > 1:
+        return  # a rerun: left out, it would make a crash a skip
     if end is not None and time.time() >= end:
         pytest.skip("not begun: the time for tests was over")
 

@@ -34,8 +34,8 @@ from quern.parallel.schedules import SCHEDULES
 LAYERS, ROWS, SEQ_LEN, VOCAB, RATE = 10, 2, 12, 50, 0.3
 CUTS = {2: (7, 3), 4: (3, 2, 1, 4), 6: (2, 1, 3, 1, 2, 1), 8: (2, 1, 1, 1, 2, 1, 1, 1)}
 VALIDATED = (1, 3)
-TIED_LATER = [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True, marks=pytest.mark.long)]
 """Micro-batches of the forwards without gradients: fewer than stages, and no multiple of anything."""
+TIED_LATER = [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True, marks=pytest.mark.long)]
 
 
 @dataclass(frozen=True)
