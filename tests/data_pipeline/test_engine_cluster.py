@@ -21,6 +21,7 @@ def last_line(code: str, folder: Path, **env: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_more_workers_than_the_cluster_has_room_for_do_not_hang_the_run(tmp_path: Path) -> None:
     code = (
         "import ray\n"

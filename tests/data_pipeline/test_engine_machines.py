@@ -125,6 +125,7 @@ def test_a_worker_that_does_not_see_the_run_says_so(cluster: Any, tmp_path: Path
             dict(engine.map(abs, [(-1,)], label="test"))
 
 
+@pytest.mark.long
 def test_the_autoscaler_is_asked_for_what_there_is_work_for_and_it_is_given_back(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

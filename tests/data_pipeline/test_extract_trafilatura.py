@@ -430,7 +430,7 @@ def test_neighbours_take_linear_time() -> None:
 @pytest.mark.shared
 @pytest.mark.slow
 def test_text_is_that_of_stock_on_a_sample_of_real_pages(real_pages: Callable[..., Iterator[Any]]) -> None:
-    for page in real_pages(every=40):
+    for page in real_pages(every=100):
         for favor in get_args(fast.Favor):
             assert fast.extract_text(page.html, favor) == fast.stock_text(page.html, favor), page.record_id
 

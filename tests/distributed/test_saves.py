@@ -108,7 +108,8 @@ def every_mode(folder: str, paths: list[str], parallel: dict[str, int]) -> dict[
     return {how: live(f"{folder}/{how}", paths, parallel, changes, False)[2] for how, changes in HOW.items()}
 
 
-@pytest.mark.parametrize("parallel", [FSDP2, pytest.param(TP2, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [FSDP2, TP2], ids=str)
 def test_who_writes_changes_no_bit_on_two_ranks(run_ranks, tmp_path, paths, parallel):
     for states in run_ranks(every_mode, 2, str(tmp_path), paths, parallel, timeout_s=120):
         for how, state in states.items():

@@ -211,7 +211,7 @@ def test_two_ranks(run_ranks: Any) -> None:
     ])  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_in_every_way(run_ranks: Any) -> None:
     tp, pp = Case(MeshPlan(tp=2), kv_heads=2), Case(MeshPlan(pp=2), micro_batches=4, layers=5)
     cases = [Case(MeshPlan(dp_replicate=2), tied=True), Case(TWO), Case(TWO, reshard=2, micro_batches=1)]

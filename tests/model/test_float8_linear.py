@@ -291,10 +291,8 @@ def test_compiled_to_one_graph_it_gives_the_same_bits(recipe):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "scaling", [*(pytest.param(s, marks=pytest.mark.long) for s in ("tensorwise", "rowwise")), "blockwise"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
 def test_compiled_by_inductor_it_gives_the_same_numbers(scaling):
     """But for float32's rounding in another order."""
     x, weight, dy = case(torch.float32, 48)

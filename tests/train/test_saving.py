@@ -279,7 +279,7 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypatch):
     run = tmp_path / "run"
@@ -307,7 +307,7 @@ def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypa
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_fails_the_save_and_leaves_what_stood(tmp_path):
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
