@@ -105,10 +105,8 @@ def test_the_same_command_under_torchrun(tmp_path: Path) -> None:
     assert "dp_shard 2" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGKILL)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     many = [word if word != "2" or SMALL[place - 1] != "--steps" else "100000" for place, word in enumerate(SMALL)]
     process = subprocess.Popen(
