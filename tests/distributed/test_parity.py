@@ -79,9 +79,9 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on up
-    to 2, with a few of more, in `make test-long` the rest of it and what is named, and only when asked for every pair
-    of factors on every layout and the whole product."""
+    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
+    up to 2, with a few of more, in `make test-long` the rest of it and what is named, and only when asked for every
+    pair of factors on every layout and the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
