@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.impact import Sources, changed_since
 
 settings.register_profile("quern", deadline=None, print_blob=True)  # no test depends on how fast the machine is
 settings.load_profile("quern")
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Files that take longest, in the order in which workers take them: one begun last would end alone.
-LONGEST = (
-    "test_learns.py", "test_parity.py", "test_pipeline.py", "test_tier_kill.py", "test_same_bytes.py",
-    "test_checkpoint_kill.py", "test_runs.py", "test_every_token.py", "test_exact.py", "test_chaos.py",
-    "test_real_pages.py", "test_checkpoint_store.py", "test_kill.py", "test_store_faults.py", "test_tiers.py",
-    "test_resume.py", "test_resume_reshard.py", "test_checkpoint_reshard.py", "test_saves.py", "test_tier_faults.py",
-    "test_duplicates_real_text.py", "test_selftest_cli.py", "test_extract.py", "test_isolation.py", "test_traffic.py",
-    "test_train_cli.py", "test_quality.py", "test_language.py", "test_real_duplicates.py", "test_trainer_kill.py",
-    "test_stages.py", "test_bench.py", "test_float8_training.py", "test_gpu_precision.py", "test_float8_gather.py",
-    "test_host_sync.py", "test_checkpoint_upload.py", "test_transaction.py", "test_saving.py",
-    "test_extract_trafilatura.py", "test_docs_purge.py", "test_bench_measure.py", "test_hostile.py", "test_objects.py",
-    "test_engine_cluster.py", "test_cadence.py", "test_commands.py", "test_lease.py", "test_plain_equality.py",
-    "test_restore_run.py", "test_index_real.py", "test_engine.py", "test_fresh_runs.py", "test_ranges_run.py",
-)  # fmt: skip
+#: Seconds a case of each test function takes, of those that take long (``make durations`` writes them anew).
+DURATIONS = ROOT / "tests" / "durations.json"
+NOTED_S, OTHERS_S = 0.3, 0.03
+"""From where on a mean is noted, and what a case of any other function is taken to need."""
 #: Files whose tests share nothing that is dear: they go one by one to whichever worker is free, after all others.
 ONE_BY_ONE = ("test_mutations.py",)
+#: Seconds by case, of this session.
+TAKEN: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="TIME",
         help="skip every test whose turn comes after this time, in seconds since 1970 (what `date +%%s` prints)",
     )
+    parser.addoption(
+        "--changed-since",
+        metavar="COMMIT",
+        help="only tests that can be broken by what changed since then; all where that cannot be told",
+    )
+    parser.addoption(
+        "--also-quarter", type=int, metavar="N", help="with --changed-since: and the N-th quarter of all others, 0 to 3"
+    )
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} for the tests that run")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,16 +58,57 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("not begun: the time for tests was over")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order in which workers take them: the longest, then those with the most tests, then the finest."""
-    tests = Counter(item.path for item in items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those that are asked for, in the order in which workers take files: the longest first."""
+    commit, quarter = config.getoption("--changed-since"), config.getoption("--also-quarter")
+    if commit is not None:
+        chosen = set(affected(items, commit))
+        if quarter is not None:
+            chosen |= {item for item in items if zlib.crc32(item.nodeid.encode()) % 4 == quarter % 4}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    means: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        seconds[item.path] += means.get(function_of(item.nodeid), OTHERS_S)  # type: ignore[assignment]
+    items.sort(key=lambda item: (item.path.name in ONE_BY_ONE, -seconds[item.path], item.path))
 
-    def place(item: pytest.Item) -> tuple[bool, int, int, Path]:
-        name = item.path.name
-        rank = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-        return name in ONE_BY_ONE, rank, -tests[item.path], item.path
 
-    items.sort(key=place)
+def affected(items: Sequence[pytest.Item], commit: str) -> Sequence[pytest.Item]:
+    """Tests that what changed since a commit can break. The mark ``reaches`` tells a case's own files."""
+    changed, sources = changed_since(commit, ROOT), Sources(ROOT)
+    files = None if changed is None else sources.affected(changed)
+    if changed is None or files is None:
+        return items
+
+    def can_break(item: pytest.Item) -> bool:
+        if not (mark := item.get_closest_marker("reaches")):
+            return item.path.relative_to(ROOT).as_posix() in files
+        return any(changed & sources.reached(path).keys() for path in mark.kwargs["files"](**item.callspec.params))
+
+    return [item for item in items if can_break(item)]
+
+
+def function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    TAKEN[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--record-durations") or hasattr(session.config, "workerinput"):
+        return
+    means: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    cases: defaultdict[str, list[float]] = defaultdict(list)
+    for nodeid, seconds in TAKEN.items():
+        cases[function_of(nodeid)].append(seconds)
+    means |= {name: round(sum(taken) / len(taken), 1) for name, taken in cases.items()}
+    noted = {
+        name: mean for name, mean in means.items() if mean >= NOTED_S and (ROOT / name.partition("::")[0]).exists()
+    }
+    DURATIONS.write_text(json.dumps(noted, indent=0, sort_keys=True) + "\n")
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,8 @@
 """Faults by the name of the function they are put into and by its text: no line number, no file.
 
-A fault is one or more changes. A change says in which function or class it is made (``in``: its qualified name without the
-module, ``Gradients.norm``; absent for text outside of all of them), which text it replaces, and by what. A function may
-move to another file and lines may move within it; the text has to stand in exactly one place of the package.
+A fault is one or more changes. A change says in which function or class it is made (``in``: its qualified name without
+the module, ``Gradients.norm``; absent for text outside of all of them), which text it replaces, and by what. A function
+may move to another file and lines may move within it; the text has to stand in exactly one place of the package.
 
 Texts of several lines are indented from their first line on::
 
@@ -51,7 +51,9 @@ def applied(changes: Sequence[Change], package: Path) -> dict[Path, str]:
         ]
         named = f"in {change.within}" if change.within else "outside of functions and classes"
         assert found, f"{change.replace!r} is not found {named} any more; write the fault anew"
-        assert len(found) == 1, f"{change.replace!r} is found {named} at {len(found)} places: {[str(f[0]) for f in found]}"
+        assert len(found) == 1, (
+            f"{change.replace!r} is found {named} at {len(found)} places: {[str(f[0]) for f in found]}"
+        )
         ((path, start, old, new),) = found
         text = _text(path, made)
         made[path] = text[:start] + new + text[start + len(old) :]

@@ -1,7 +1,7 @@
-"""The tests tested: every patch beside this file puts a fault into a copy of quern, and the tests named for it fail.
+"""The tests tested: every fault of index.yaml is put into a copy of quern, and the tests named for it fail.
 
 They must fail by an assertion of the comparison, or by a refusal that did not come; not by an import, a missing test or
-a rank that died: a fault that stops the program needs no oracle. That the same tests pass without the patch is what the
+a rank that died: a fault that stops the program needs no oracle. That the same tests pass without the fault is what the
 rest of the suite says.
 """
 
@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
 import yaml
+from mutations.faults import Change, applied
 
 from quern.parallel.local import PRELOAD
 
@@ -39,10 +40,9 @@ MORE = (
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Nothing of the pytest around it, and git takes ``folder`` for no part of a repository."""
+    """Nothing of the pytest around it; quern is imported from ``folder``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    outside = {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "PYTHONPATH": str(folder)}
-    return {**kept, **outside, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def copied(folder: Path, *parts: str) -> Path:
@@ -53,33 +53,32 @@ def copied(folder: Path, *parts: str) -> Path:
     return folder
 
 
-def apply(patch: Path, folder: Path, *options: str) -> None:
-    done = subprocess.run(
-        ["git", "apply", *options, str(patch)], cwd=folder, env=environment(folder), capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{patch.name} does not fit any more; write it anew\n{done.stderr}"
+def node_of(name: str) -> str:
+    """``test_parity.py::test_x[case]`` → the same with its folder: the one file of that name that has the test."""
+    file, _, test = name.partition("::")
+    function = f"def {test.partition('[')[0].rpartition('::')[2]}("
+    found = [path for path in (ROOT / "tests").rglob(file) if function in path.read_text()]
+    assert len(found) == 1, f"{name} stands in {len(found)} files; write its entry of index.yaml anew"
+    return f"{found[0].relative_to(ROOT)}::{test}"
 
 
-def test_every_patch_stands_in_the_index_and_still_applies(tmp_path: Path) -> None:
-    assert sorted(path.stem for path in HERE.glob("*.patch")) == sorted(INDEX)
-    folder = copied(tmp_path / "copy", "quern")
+def changed(name: str, folder: Path) -> dict[Path, str]:
+    return applied([Change.of(change) for change in INDEX[name]["changes"]], folder / "quern")
+
+
+def test_every_fault_can_still_be_made(tmp_path: Path) -> None:
     for name in INDEX:
-        apply(HERE / f"{name}.patch", folder, "--check")
+        for path, text in changed(name, ROOT).items():
+            compile(text, str(path), "exec")
 
 
 @pytest.mark.long
 def test_named_tests_are_not_among_those_left_out() -> None:
-    """What a patch must fail passes without it: those tests run in the suite, and are not of the exhaustive ones."""
-    nodes = {node for entry in INDEX.values() for node in entry["caught_by"]}
+    """What a fault must fail passes without it: those tests run in the suite, and are not of the exhaustive ones."""
+    nodes = {node_of(name) for entry in INDEX.values() for name in entry["caught_by"]}
     options = [
-        "--collect-only",
-        "-o",
-        "addopts=--import-mode=importlib -q",
-        "-m",
-        "not exhaustive",
-        "-p",
-        "no:cacheprovider",
-    ]
+        "--collect-only", "-o", "addopts=--import-mode=importlib -q", "-m", "not exhaustive", "-p", "no:cacheprovider",
+    ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *nodes],
         cwd=ROOT, env=environment(ROOT), capture_output=True, text=True,
@@ -129,18 +128,37 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     made.close()
 
 
+@contextlib.contextmanager
+def written(texts: Mapping[Path, str]) -> Iterator[None]:
+    """Files with other texts, until it is left."""
+    before = {path: path.read_text() for path in texts}
+    try:
+        for path, text in texts.items():
+            path.write_text(text)
+        yield
+    finally:
+        for path, text in before.items():
+            path.write_text(text)
+
+
 @pytest.fixture
 def faulty(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Runner]:
-    patch = HERE / f"{request.getfixturevalue('name')}.patch"
-    apply(patch, runner.folder)
-    yield runner
-    apply(patch, runner.folder, "--reverse")
+    with written(changed(request.getfixturevalue("name"), runner.folder)):
+        yield runner
 
 
+def files_of(name: str) -> list[str]:
+    """What decides whether a fault is seen: the files that it changes, the tests that are to see it, and these."""
+    changes = [path.relative_to(ROOT).as_posix() for path in changed(name, ROOT)]
+    tests = [node_of(node).partition("::")[0] for node in INDEX[name]["caught_by"]]
+    return [*changes, *tests, *(f"tests/mutations/{file}" for file in ("test_mutations.py", "forked.py", "faults.py"))]
+
+
+@pytest.mark.reaches(files=files_of)
 @pytest.mark.long
 @pytest.mark.parametrize("name", INDEX)
 def test_a_fault_is_seen(name: str, faulty: Runner, tmp_path: Path) -> None:
-    nodes = INDEX[name]["caught_by"]
+    nodes = [node_of(node) for node in INDEX[name]["caught_by"]]
     result, said = tmp_path / "result.xml", tmp_path / "said.txt"
     options = ("-p", "no:cacheprovider", f"--basetemp={tmp_path / 'run'}", f"--junitxml={result}")
     code = faulty.run(*options, *nodes, said=said)

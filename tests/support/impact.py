@@ -1,0 +1,146 @@
+"""Which tests can be broken by what changed: those whose files reach a changed file by imports.
+
+A file reaches what it imports, anywhere in it, and what it names in a text: modules of the package that it starts as
+programs (``-m quern.train``), scripts of ``benchmarks``, files of other kinds. A test reaches the ``conftest.py`` files
+above it as well. A file whose readers cannot be told makes every test affected.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+_DOTTED = re.compile(r"\bquern(?:\.\w+)+\b\.?")
+#: What every test depends on.
+_EVERYWHERE = {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run"}
+#: What no test reads, unless it names it.
+_UNREAD = re.compile(
+    r".*\.md|\.github/.*|LICENSE|CITATION\.cff|\.gitignore|\.pre-commit-config\.yaml|\.importlinter|"
+    r"\.ci/long-green|tests/durations\.json|benchmarks/.*\.py"
+)
+
+
+class Sources:
+    """The files of a checkout, and which of them each Python file reaches.
+
+    Paths are relative to the checkout, with ``/`` between folders.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._python = sorted(
+            path.relative_to(root).as_posix()
+            for folder in ("quern", "tests", "benchmarks")
+            for path in (root / folder).rglob("*.py")
+        )
+        self._modules = {_module(path): path for path in self._python}
+        self._texts = {path: (root / path).read_text() for path in self._python}
+
+    @property
+    def tests(self) -> list[str]:
+        return [path for path in self._python if re.fullmatch(r"tests/(.*/)?test_\w+\.py", path)]
+
+    @cached_property
+    def direct(self) -> Mapping[str, frozenset[str]]:
+        """What each Python file imports or names itself."""
+        return {path: frozenset(self._named(path)) - {path} for path in self._python}
+
+    def reached(self, start: str) -> dict[str, int]:
+        """Every Python file that ``start`` reaches, by the least number of steps to it; ``start`` itself by 0."""
+        found, edge, steps = {start: 0}, {start}, 0
+        while edge:
+            steps += 1
+            edge = {path for one in edge for path in self.direct.get(one, ())} - found.keys()
+            found |= dict.fromkeys(edge, steps)
+        return found
+
+    def affected(self, changed: Iterable[str]) -> set[str] | None:
+        """Test files that a changed file can break; None where it may be any of them."""
+        reached = {test: self.reached(test).keys() for test in self.tests}
+        found: set[str] = set()
+        for path in changed:
+            readers = self._readers(path, reached)
+            if readers is None:
+                return None
+            found |= readers
+        return found
+
+    def _readers(self, changed: str, reached: Mapping[str, Iterable[str]]) -> set[str] | None:
+        if changed in _EVERYWHERE:
+            return None
+        if changed in self._texts:
+            return {test for test, paths in reached.items() if changed in paths}
+        if changed.endswith(".py"):  # it is gone, and so are the imports of it
+            return set() if changed.startswith("tests/") else None
+        if changed.startswith("quern/"):  # data of the package it lies in, or below
+            folder = Path(changed).parent
+            while not (self.root / folder / "__init__.py").exists() and folder.name:
+                folder = folder.parent
+            beside = {path for path in self._python if Path(path).parent == folder}
+            return {test for test, paths in reached.items() if beside & set(paths)}
+        top, *_, name = Path(changed).parts[0], Path(changed).name
+        names = {name} if top in (name, "tests", "docs") else {name, top}
+        readers = {
+            test for test, paths in reached.items()
+            if any(
+                name in self._texts[path] for path in paths for name in names
+                if path.startswith("tests/") and path != "tests/conftest.py"
+            )
+        }  # fmt: skip
+        return readers if readers or _UNREAD.fullmatch(changed) else None
+
+    def _named(self, path: str) -> Iterator[str]:
+        tree = ast.parse(self._texts[path])
+        package = _module(path).split(".") if path.endswith("__init__.py") else _module(path).split(".")[:-1]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield from self._files(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    yield from self._files(f"{base}.{alias.name}")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for dotted in _DOTTED.findall(node.value):
+                    if dotted.endswith("."):  # the beginning of a name that is put together
+                        beginning = self._modules.get(dotted[:-1], "")
+                        folder = beginning.removesuffix("/__init__.py") + "/"
+                        yield from (one for one in self._python if beginning and one.startswith(folder))
+                    yield from self._files(dotted.rstrip("."))
+        if path.startswith("tests/"):
+            folders = [parent.as_posix() for parent in Path(path).parents]
+            yield from (one for folder in folders if (one := f"{folder}/conftest.py") in self._texts)
+            words = set(re.findall(r"\w+", self._texts[path]))
+            if "benchmarks" in words:
+                yield from (one for one in self._python if one.startswith("benchmarks/") and Path(one).stem in words)
+
+    def _files(self, dotted: str) -> Iterator[str]:
+        """The file of a module, or of what holds the name, and the ``__init__.py`` of every package above it."""
+        parts = dotted.split(".")
+        for length in range(1, len(parts) + 1):
+            if found := self._modules.get(".".join(parts[:length])):
+                yield found
+
+
+def _module(path: str) -> str:
+    """The name by which a file is imported; those of tests are found in ``tests`` itself."""
+    parts = Path(path).with_suffix("").parts
+    if parts[0] in ("tests", "benchmarks"):
+        parts = parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def changed_since(commit: str, root: Path) -> set[str] | None:
+    """Files that are not as they were in ``commit``, untracked ones too; None where there is no such commit."""
+    found: set[str] = set()
+    for command in (["diff", "--name-only", "-z", commit, "--"], ["ls-files", "--others", "--exclude-standard", "-z"]):
+        done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
+        if done.returncode:
+            return None
+        found |= set(filter(None, done.stdout.split("\0")))
+    return found
