@@ -5,8 +5,9 @@
 The faults are Cosmic Ray's operators (https://cosmic-ray.readthedocs.io; ``pip install -e ".[mutation]"``): another
 comparison or product, a number one off, ``and`` for ``or``, a condition turned round, a loop that does nothing, a
 decorator left out. Each folder of the package gets a share by how many places it has, four faults at least; each
-place of a folder has the same chance, whatever the number of faults it could have, and of these one is drawn. Left out is what
-cannot change what a program does: annotations, texts, ``__all__``, protocols. ``seen.py`` says which of them tests see.
+place of a folder has the same chance, whatever the number of faults it could have, and of these one is drawn. Left out
+is what cannot change what a program does: annotations, texts, ``__all__``, protocols. ``seen.py`` says which of them
+tests see.
 """
 
 from __future__ import annotations
