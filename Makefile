@@ -51,7 +51,7 @@ test-exhaustive: env
 
 # Hostile files, pages and URLs: make fuzz FUZZ_ARGS="--minutes 5 --only reader --seed 7"
 fuzz: env
-	OMP_NUM_THREADS=1 $(BIN)/python tests/data_pipeline/fuzz.py $(FUZZ_ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.data_pipeline.fuzz $(FUZZ_ARGS)
 
 lint: env
 	$(BIN)/ruff format --check .

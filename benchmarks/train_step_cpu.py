@@ -5,9 +5,9 @@
 
 Both sides train the same model from the same weights over the same batches in one process, in turns of ``--block``
 steps: the trainer as ``Trainer.fit`` runs it (guard, metrics, ledger, loader and all), and
-``tests/plain/fast_loop.py``, a loop without any of that whose tensors lie ready. The loader works ahead while the peer
-has its turn, so all time inside it is added to the trainer's. The ratio is the median over pairs of turns, its interval
-a bootstrap's. The losses of both sides are compared on the way.
+``tests/support/oracles/fast_loop.py``, a loop without any of that whose tensors lie ready. The loader works ahead while
+the peer has its turn, so all time inside it is added to the trainer's. The ratio is the median over pairs of turns, its
+interval a bootstrap's. The losses of both sides are compared on the way.
 
 The accounts come from ``--accounts`` steps of the trainer alone: time in the loader and in the order, and time the
 loop stood still for data, each over the time of those steps.
@@ -29,16 +29,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "plain"))
-from fast_loop import FastLoop
-from plain_loop import Settings
-
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from quern.train.bench.corpus import write_random
 from quern.train.config import TrainConfig
 from quern.train.feed import to_device
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
+from support.oracles.fast_loop import FastLoop
+from support.oracles.plain_loop import Settings
 
 GOAL = 0.98
 VOCAB_SIZE = 4096

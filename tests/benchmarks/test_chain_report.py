@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chain_report import interval, report
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-from chain_report import interval, report  # noqa: E402
 
 
 def row(side: str, copies: int, number: int, cpu_s: float, **more: Any) -> dict[str, Any]:

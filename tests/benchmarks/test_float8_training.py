@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import float8_training as bench
 import numpy as np
 import pytest
 from scipy import stats
@@ -19,27 +18,14 @@ from quern.model.float8.recipe import Recipe
 from quern.parallel.float8 import LAYERS, fitting
 from quern.train.bench.corpus import Shard, write_data_run
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "float8_training.py"
 
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("float8_training", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["float8_training"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_recipe_takes_every_matrix(bench: Any) -> None:
+def test_every_recipe_takes_every_matrix() -> None:
     shape = ModelConfig.model_validate(bench.CONFIG["model"]).shape(vocab_size=1024)
     for scaling in ("tensorwise", "rowwise", "blockwise"):
         assert fitting(shape, 1, Recipe(scaling)) == LAYERS
 
 
-def test_a_gap_is_of_pairs_and_its_interval_students(bench: Any) -> None:
+def test_a_gap_is_of_pairs_and_its_interval_students() -> None:
     base, own = [3.01, 3.05, 2.98, 3.10], [3.02, 3.05, 3.00, 3.13]
     found = bench.compare(own, base)
     paired = stats.ttest_rel(own, base).confidence_interval(0.95)
@@ -70,7 +56,7 @@ def run_of(held_out: float, training: float, order: str) -> dict[str, Any]:
             "tokens_per_s": 1.0}  # fmt: skip
 
 
-def test_a_report_is_of_seeds_that_every_precision_has(bench: Any) -> None:
+def test_a_report_is_of_seeds_that_every_precision_has() -> None:
     done = {("bf16", seed): run_of(2.0 + seed / 100, 3.0, str(seed)) for seed in range(3)}
     done |= {("fp8-rowwise", seed): run_of(2.001 + seed / 100, 3.5, str(seed)) for seed in range(2)}
     report = bench.report_of(done, ["bf16", "fp8-rowwise"], range(3))
@@ -87,13 +73,13 @@ def test_a_report_is_of_seeds_that_every_precision_has(bench: Any) -> None:
     assert not bench.report_of({}, ["bf16", "fp8-rowwise"], range(3))["passes"]
 
 
-def test_precisions_that_read_in_another_order_are_not_compared(bench: Any) -> None:
+def test_precisions_that_read_in_another_order_are_not_compared() -> None:
     done = {("bf16", 0): run_of(2.0, 3.0, "one"), ("fp8-rowwise", 0): run_of(2.0, 3.0, "another")}
     with pytest.raises(QuernError, match="seed 0"):
         bench.report_of(done, ["bf16", "fp8-rowwise"], [0])
 
 
-def test_a_run_goes_on_with_its_own_config_only(bench: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_config_only(tmp_path: Path) -> None:
     case = bench.Case("fp8-blockwise", 3, tmp_path)
     bench.prepare(case, ["/data"], ["steps=50", "model.dim=256"])
     assert "recipe: blockwise" in case.config.read_text()
@@ -106,7 +92,7 @@ def test_a_run_goes_on_with_its_own_config_only(bench: Any, tmp_path: Path) -> N
         bench.prepare(bench.Case("bf16", 0, tmp_path), ["/data"], ["stepz=50"])
 
 
-def test_the_losses_are_those_of_the_attempt_that_counts(bench: Any, tmp_path: Path) -> None:
+def test_the_losses_are_those_of_the_attempt_that_counts(tmp_path: Path) -> None:
     case = bench.Case("bf16", 0, tmp_path)
     case.folder.mkdir()
     rows = [{"kind": "step", "step": step, "loss": 9.0, "tokens": 0, "tokens_per_s": 1.0} for step in range(15)]
@@ -123,7 +109,7 @@ def test_the_losses_are_those_of_the_attempt_that_counts(bench: Any, tmp_path: P
 
 
 @pytest.mark.long
-def test_precisions_are_trained_and_not_trained_again(bench: Any, tmp_path: Path) -> None:
+def test_precisions_are_trained_and_not_trained_again(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
 
     def shard(documents: int) -> Shard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,7 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import parts
+import precision
 import pytest
+import tables
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,31 +27,13 @@ SPEC = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def scripts() -> Any:
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in ("precision", "parts", "tables")}
-    sys.path[:] = before
-
-
-@pytest.fixture
-def precision(scripts: Any) -> Any:
-    return scripts["precision"]
-
-
-@pytest.fixture
-def parts(scripts: Any) -> Any:
-    return scripts["parts"]
-
-
-def row_of(precision: Any, code: str, limit_s: float = 60) -> Any:
+def row_of(code: str, limit_s: float = 60) -> Any:
     return precision.Row("parts", "a row", [sys.executable, "-c", code], limit_s, precision.last_line)
 
 
-def test_a_row_that_fails_costs_its_row(precision: Any) -> None:
+def test_a_row_that_fails_costs_its_row() -> None:
     def entry(code: str, limit_s: float = 60) -> dict[str, Any]:
-        found: dict[str, Any] = precision.measure(row_of(precision, code), limit_s)
+        found: dict[str, Any] = precision.measure(row_of(code), limit_s)
         return found
 
     assert entry("print('a word')\nprint('{\"seconds\": 3}')")["seconds"] == 3
@@ -59,7 +43,7 @@ def test_a_row_that_fails_costs_its_row(precision: Any) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_a_row_has_started_outlives_it(precision: Any, tmp_path: Path) -> None:
+def test_nothing_that_a_row_has_started_outlives_it(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     code = (
         "import subprocess, sys, time\n"
@@ -67,7 +51,7 @@ def test_nothing_that_a_row_has_started_outlives_it(precision: Any, tmp_path: Pa
         f"open({str(place)!r}, 'w').write(str(child.pid))\n"
         "time.sleep(600)"
     )
-    precision.measure(row_of(precision, code), 5)
+    precision.measure(row_of(code), 5)
     state = Path("/proc", place.read_text(), "stat")
     for _ in range(100):
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -76,7 +60,7 @@ def test_nothing_that_a_row_has_started_outlives_it(precision: Any, tmp_path: Pa
     pytest.fail("the child still runs")
 
 
-def test_rows_of_the_trainer_are_quern_benchs(precision: Any) -> None:
+def test_rows_of_the_trainer_are_quern_benchs() -> None:
     rows = precision.rows_of(SPEC)
     assert [row.name for row in rows if row.group == "trainer"] == list(precision.PRECISIONS)
     from quern.train.bench.options import parse
@@ -92,7 +76,7 @@ def test_rows_of_the_trainer_are_quern_benchs(precision: Any) -> None:
         precision.bench_row(json.dumps({"rows": [{"ok": False, "error": "does not fit"}]}))
 
 
-def test_bars(precision: Any) -> None:
+def test_bars() -> None:
     product = {"to_emulation": 2e-3, "to_float64": 0.06, "bounds": [5e-3, 5e-2]}
     rows = {
         "products": {"rows": [product]},
@@ -110,7 +94,7 @@ def test_bars(precision: Any) -> None:
     assert precision.verdicts({"bf16": {"error": "failed"}}, "cuda") == []
 
 
-def test_products_are_judged(parts: Any) -> None:
+def test_products_are_judged() -> None:
     rows = parts.products(SPEC, CPU)["rows"]
     assert len(rows) == 3 * 2 * 2 * 3
     assert all(row["passes"] for row in rows)
@@ -125,7 +109,7 @@ def test_products_are_judged(parts: Any) -> None:
     assert rows[0]["to_emulation"] == pytest.approx(0.02, rel=0.1)
 
 
-def test_flops_of_parts(parts: Any) -> None:
+def test_flops_of_parts() -> None:
     shape = parts.shape_of(SPEC)
     with patch.object(parts, "seconds_of", lambda call, device: call() and None):
         with FlopCounterMode(display=False) as counter:
@@ -138,7 +122,7 @@ def test_flops_of_parts(parts: Any) -> None:
         assert row["bytes"] == 28 * shape.num_block_parameters
 
 
-def test_the_table_says_what_there_is(scripts: Any) -> None:
+def test_the_table_says_what_there_is() -> None:
     speed = {"tokens_per_s": 11_000.0, "mfu_full": 0.55, "mfu_causal": 0.5, "mfu_full_without_head": 0.45,
              "mfu_causal_without_head": None, "memory_gib": 61.25, "error": None, "group": "trainer"}  # fmt: skip
     rows = {
@@ -150,7 +134,7 @@ def test_the_table_says_what_there_is(scripts: Any) -> None:
     }  # fmt: skip
     bar = {"bar": "tensorwise / BF16 ≥ 1.2", "value": 1.25, "passes": True}
     document = {"rows": rows, "spec": SPEC, "machine": "a machine", "verdicts": [bar]}
-    text = scripts["tables"].text_of(document)
+    text = tables.text_of(document)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "fp8-tensorwise 13,750 55.0 % 50.0 % 45.0 % – 61.2 1.25" in lines
     assert "loss 2.000 500 TFLOP/s –" in lines

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "train_step.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_train_step", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
-
+import train_step as bench
 
 ROW = {
     "model": "1B", "side": "quern", "checkpointing": "full", "document_mask": False, "micro_batch": 8, "fits": True,
@@ -34,7 +17,7 @@ ROW = {
 }  # fmt: skip
 
 
-def test_a_line_says_what_was_measured(bench):
+def test_a_line_says_what_was_measured():
     text = " ".join(bench.line(ROW, 20_000.0).split())
     assert text == "1B quern full no 8 30,000 40.0 % 35.0 % 30.0 % 25.0 % 101.2 1.50"
     assert not bench.line({**ROW, "side": "transformers"}, 20_000.0).endswith("1.50")
@@ -44,7 +27,7 @@ def test_a_line_says_what_was_measured(bench):
     assert "– " in bench.line({**ROW, "mfu_full": None}, None)
 
 
-def test_the_first_micro_batch_that_fits_is_taken(bench, monkeypatch):
+def test_the_first_micro_batch_that_fits_is_taken(monkeypatch):
     tried = []
 
     def child(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -59,7 +42,7 @@ def test_the_first_micro_batch_that_fits_is_taken(bench, monkeypatch):
     assert not bench.measure(peer, [16, 8])["fits"]
 
 
-def test_models_have_the_published_sizes(bench):
+def test_models_have_the_published_sizes():
     """Llama 3.2 1B (tied) and Llama 3.1 8B; the 8B-wide one differs from the latter by its layers alone."""
     from quern.model.config import ModelConfig
 
@@ -73,7 +56,7 @@ def test_models_have_the_published_sizes(bench):
     assert shape("8B-width", 8).dim == 4096
 
 
-def test_every_model_meets_its_peer(bench):
+def test_every_model_meets_its_peer():
     args = argparse.Namespace(
         models=["1B", "8B-width"], layers=8, seq_len=4096, checkpointing=["none", "selective"], steps=2, accumulate=2,
         device="cpu", backend="eager", peak_tflops=None,
@@ -88,7 +71,7 @@ def test_every_model_meets_its_peer(bench):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["quern", pytest.param("transformers", marks=pytest.mark.long)])
-def test_a_row_runs_end_to_end(bench, side):
+def test_a_row_runs_end_to_end(side):
     case = {
         "model": "tiny", "side": side, "checkpointing": "full", "document_mask": side == "quern", "seq_len": 32,
         "steps": 2, "accumulate": 2, "device": "cpu", "backend": "eager", "layers": 1, "peak_tflops": 0.5,

@@ -8,11 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import runpy
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +23,8 @@ from typer.testing import CliRunner
 from quern.cli.checkpoint import app
 from quern.train.checkpoint import stored
 from quern.train.checkpoint.manifest import FileRecord, Manifest
+from support.train import checkpoint_case as CASE
 
-CASE = types.SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py"))  # no import path leads there
-)
 REPOSITORY = Path(__file__).parents[2]
 NAMES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "config.yaml", "ledger.jsonl")
 TENSORS = NAMES[1:4]

@@ -4,9 +4,7 @@ refuses. Nodes and stores are folders whose files are moved and copied there by 
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +21,8 @@ from quern.train.checkpoint import stored
 from quern.train.checkpoint.manifest import read_manifest
 from quern.train.checkpoint.reader import iter_weights, write_weights
 from quern.train.config import TrainConfig
+from support.train import checkpoint_case as CASE
 
-CASE = types.SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py"))  # no import path leads there
-)
 STEPS = (10, 20, 30, 40)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
-import runpy
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +23,8 @@ from quern.train.checkpoint.folder import FolderLock
 from quern.train.checkpoint.manifest import read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 from quern.train.config import TrainConfig
+from support.train import checkpoint_case as CASE
 
-CASE = types.SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py"))  # no import path leads there
-)
 REPOSITORY = Path(__file__).parents[2]
 
 

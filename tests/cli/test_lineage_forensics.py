@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-sys.path.append(str(Path(__file__).parent.parent / "lineage"))
-
-import poison_case
-import runs
-
 from quern.cli.lineage_forensics import forensics
+from support.lineage import poison_case, runs
 
 pytestmark = pytest.mark.slow
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,24 +13,14 @@ from typer.testing import CliRunner, Result
 
 from quern.cli.lineage_match import match
 from quern.lineage.match import Matches
+from support.lineage import runs
 
 QUESTION = "If a mill grinds nine sacks of wheat an hour, how many sacks does it grind in a day?"
-
-
-def load(path: Path) -> ModuleType:
-    if path.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem]
 
 
 @pytest.fixture
 def planted(tmp_path: Path) -> dict[str, Any]:
     """A run at ``run`` with the question in one document, whose listing row is returned; ``items.jsonl`` beside it."""
-    runs = load(Path(__file__).parent.parent / "lineage" / "runs.py")
     found = runs.listing(seed=2, documents=60)
     (host, *_) = (row for row in found.spans["web"] if not row["purged"])
     found.texts[host["doc_id"]] = f"Quiz!\n{QUESTION.upper()}\nGo on"

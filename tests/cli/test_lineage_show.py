@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-sys.path.append(str(Path(__file__).parent.parent / "lineage"))
-
-from runs import Listing, listing, write_listing
-
 from quern.cli.lineage_show import show
 from quern.data_pipeline.document import content_hash
 from quern.data_pipeline.url import host, surt
 from quern.lineage.store import Lineage
+from support.lineage.runs import Listing, listing, write_listing
 
 HOSTILE_TEXT = "fine\n\x1b[2J\x1b]0;owned\x07 \u202eevil\u202c [bold red]markup[/] \x00\x9b31m\r<b>&amp;</b>\nend"
 HOSTILE_URL = "http://example.com/\x1b[31m\u202e[red]x\r\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-sys.path.append(str(Path(__file__).parent.parent / "lineage"))
-
-from runs import write_run
-
 from quern.cli.lineage_sql import sql
+from support.lineage.runs import write_run
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 

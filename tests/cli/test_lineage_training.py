@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_case as case
 import typer
 from typer.testing import CliRunner
 
 from quern.cli.lineage_exposure import exposure
 from quern.cli.lineage_step import step
 from quern.lineage.store import Lineage
+from support.lineage import runs
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 
@@ -51,15 +52,6 @@ class Trained:
     """A data run with its verdicts, and a training run over it, with what its loop took."""
 
     def __init__(self, folder: Path) -> None:
-        import importlib.util
-
-        spec = importlib.util.spec_from_file_location("lineage_runs", Path(__file__).parents[1] / "lineage" / "runs.py")
-        assert spec is not None
-        assert spec.loader is not None
-        import sys
-
-        runs = sys.modules["lineage_runs"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(runs)
         self.data, self.run = folder / "data", folder / "train"
         runs.write_run(self.data, documents=120, files=2)
         self.listing = runs.listing(documents=120, files=2)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import corpora
 import pytest
-from corpora import make_shards
 from typer.testing import CliRunner, Result
 
 from quern.cli.mix import _short, app
 from quern.mixtures.order import Order, Phase
+from support.train import corpora
+from support.train.corpora import make_shards
 
 
 def write_run(run_dir: Path, ident: str, sources: dict[str, list[int]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -22,23 +20,12 @@ from quern.cli.main import app
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.metadata import read_metadata
 from quern.train.ledger import read_ledger
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _corpora() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cli_corpora", ROOT / "tests" / "train" / "corpora.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from support.train import corpora
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    corpora, rng = _corpora(), random.Random(5)
+    rng = random.Random(5)
     (path,) = corpora.write_run(tmp_path / "data", {"web": corpora.make_shards(rng, [[40, 90, 7] * 12, [200] * 4])})
     plain = {
         "run_dir": str(tmp_path / "run"),

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import run_case
-import trace_case as case
 import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from support.train import run_case
+from support.train import trace_case as case
 
 
 @pytest.fixture

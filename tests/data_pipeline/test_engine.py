@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quern.data_pipeline import engine as engine_module
 from quern.data_pipeline.engine import Death, Engine, InProcess, open_engine
 from quern.errors import InputError, QuernError
 
@@ -125,7 +126,7 @@ def test_no_more_tasks_start_than_there_are_workers(pool: Engine, tmp_path: Path
 @pytest.mark.slow
 def test_who_waits_for_a_worker_is_told(pool: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     """Two pools want more CPUs than there are: the second waits, says so, and goes on when the first has ended."""
-    monkeypatch.setattr("quern.data_pipeline.engine.PATIENCE_S", 0.5)
+    monkeypatch.setattr(engine_module, "PATIENCE_S", 0.5)
     collected(pool, square, [(1,), (2,)])
     collected(pool, square, [(1,), (2,)])  # both of its actors are up now
     with open_engine(2) as second:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quern.data_pipeline import engine as engine_module
 from quern.data_pipeline.engine import Death, RayPool, open_engine
 from quern.data_pipeline.fence import Fence
 from quern.errors import QuernError
@@ -78,7 +79,7 @@ def test_what_is_in_flight_never_fills_the_object_store(cluster: Any) -> None:
 def test_a_machine_that_comes_later_is_used_and_one_that_goes_is_no_task_s_fault(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quern.data_pipeline.engine.REGROW_S", 0.5)
+    monkeypatch.setattr(engine_module, "REGROW_S", 0.5)
     pool = RayPool(None)
     try:
         assert pool.num_workers == 1

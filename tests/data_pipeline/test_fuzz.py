@@ -1,18 +1,13 @@
-"""A few seeds of the fuzzer (``fuzz.py`` runs as many as one likes), and that it does find what is wrong."""
+"""A few seeds of the fuzzer (``make fuzz`` runs as many as one likes), and that it does find what is wrong."""
 
 from __future__ import annotations
 
 import random
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-
-import fuzz
-import fuzz_cases
+from support.data_pipeline import fuzz, fuzz_cases
 
 pytestmark = pytest.mark.slow
 

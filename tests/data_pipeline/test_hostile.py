@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,7 @@ from quern.data_pipeline.progress import Progress
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
 from quern.tokenize.shards import ShardReader
-
-sys.path.append(str(Path(__file__).parent))  # the pages stand beside this file
-
-import hostile_pages
+from support.data_pipeline import hostile_pages
 
 #: What may differ between two runs of which one has more records.
 BY_PLACE = ("doc_id", "source_file", "record_offset")

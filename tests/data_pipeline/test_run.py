@@ -17,6 +17,7 @@ from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import InProcess
 from quern.data_pipeline.progress import Progress
+from quern.data_pipeline.toxicity import Toxicity
 from quern.errors import InputError
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
@@ -121,7 +122,7 @@ def test_a_wrong_setting_found_late_fails_the_run_and_no_page(tmp_path: Path, mo
     def refuse(self: object, page: object) -> None:
         raise InputError("model.bin: no label x")
 
-    monkeypatch.setattr("quern.data_pipeline.toxicity.Toxicity.__call__", refuse)
+    monkeypatch.setattr(Toxicity, "__call__", refuse)
     with pytest.raises(InputError, match="no label x"):
         run(config(str(tmp_path)))
     assert not list((tmp_path / "run").rglob("verdicts/**/*.parquet"))

@@ -172,7 +172,7 @@ def test_watching_ends_with_the_driver(tmp_path: Path, monkeypatch: pytest.Monke
         if len(looks) == 2:
             storage.write_json(str(tmp_path / "run.json"), {"status": "complete", "counts": {}})
 
-    monkeypatch.setattr("quern.cli.data.time.sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     shown = CliRunner().invoke(app, ["data", "status", str(tmp_path), "--watch", "2"])
     assert shown.exit_code == 0, shown.output
     assert looks == [2.0, 2.0]

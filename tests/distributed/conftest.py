@@ -1,36 +1,22 @@
-"""Fixtures of the tests that need several ranks; makes the helpers beside them, and the oracles, importable."""
+"""Fixtures of the tests that need several ranks."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-NAME = "quern_test_ranks"
-
-HERE = Path(__file__).parent
-sys.path += [str(HERE), *(str(HERE.parent / folder) for folder in ("plain", "mixtures", "train"))]
+from support.distributed import ranks as module
 
 
 @pytest.fixture(scope="session")
 def ranks() -> ModuleType:
-    """``ranks.py``, loaded by its path: tests are on no import path."""
-    if NAME not in sys.modules:
-        spec = importlib.util.spec_from_file_location(NAME, Path(__file__).with_name("ranks.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[NAME] = module
-        spec.loader.exec_module(module)
-    return sys.modules[NAME]
+    return module
 
 
 @pytest.fixture(scope="session")
-def run_ranks(ranks: ModuleType) -> Callable[..., list[Any]]:
+def run_ranks() -> Callable[..., list[Any]]:
     """``run_ranks(function, world, *args, timeout_s=60)``: what the function returned on each rank."""
-    return ranks.run_ranks
+    return module.run_ranks

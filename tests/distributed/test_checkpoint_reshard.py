@@ -6,8 +6,6 @@ import errno
 import math
 import os
 import pickle
-import runpy
-import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import Model, laid_out
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from quern.errors import InputError, QuernError
@@ -28,8 +25,8 @@ from quern.train.checkpoint.manifest import checkpoint_name, list_checkpoints
 from quern.train.checkpoint.reader import iter_weights, read_manifest, verify
 from quern.train.checkpoint.state import TrainState
 from quern.train.config import CheckpointConfig
-
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py")))
+from support.distributed.by_hand import Model, laid_out
+from support.train import checkpoint_case as CASE
 
 #: Of data parallelism: one rank, FSDP2 on 2, 3 and 4, DDP on 2 and 4, HSDP 2 × 2.
 LAYOUTS = [MeshPlan(*sizes) for sizes in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (4, 1), (2, 2)]]

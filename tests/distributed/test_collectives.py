@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_case import LENGTH, TOLERANCE, Case, batch_of, build, local, ratio, whole_model
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from quern.parallel import collectives
 from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.parallel.tensor import split_tensors
+from support.distributed.tensor_case import LENGTH, TOLERANCE, Case, batch_of, build, local, ratio, whole_model
 
 
 class Products(TorchDispatchMode):

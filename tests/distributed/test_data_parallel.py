@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from watch import Collectives
 
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
@@ -29,6 +28,7 @@ from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
 from quern.train.optimizer import build_optimizer, step
+from support.distributed.watch import Collectives
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, MAX_NORM = 3, 12, 10, 0.05
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import runpy
 import signal
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.train import run_case as CASE
+
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
 
 STEP = 3
 DEEP = {"model": {"num_layers": 4}, "micro_batch": 1}

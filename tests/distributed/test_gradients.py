@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_hand import Model, cut, laid_out, local
 from torch import nn
-from watch import Collectives
 
 from quern.parallel.gradients import Gradients
 from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
 from quern.train.optimizer import build_optimizer, step
+from support.distributed.by_hand import Model, cut, laid_out, local
+from support.distributed.watch import Collectives
 
 EPS = 1e-14
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sync_case
+
+from support.train import sync_case
 
 SELECTIVE = {"precision": "bf16", "activation_checkpointing": "selective"}
 FLOAT8 = {

@@ -10,9 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
-from parity_oracle import Data, make_data, reference
 
 import quern
 from quern.parallel.schedules import SCHEDULES
@@ -20,6 +18,8 @@ from quern.train.parity import matrix
 from quern.train.parity.compare import compare
 from quern.train.parity.matrix import FACTORS, LAYOUTS, Case
 from quern.train.parity.run import Outcome
+from support.distributed import parity
+from support.distributed.parity_oracle import Data, make_data, reference
 
 AT_ONCE = 24
 """Cases a set of ranks computes before they end."""

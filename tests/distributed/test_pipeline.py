@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from watch import Floats
 
 from quern.model.attention import Documents
 from quern.model.config import ModelConfig, ModelShape
@@ -30,6 +29,7 @@ from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.bubble import Action, order
 from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.parallel.schedules import SCHEDULES
+from support.distributed.watch import Floats
 
 LAYERS, ROWS, SEQ_LEN, VOCAB, RATE = 10, 2, 12, 50, 0.3
 CUTS = {2: (7, 3), 4: (3, 2, 1, 4), 6: (2, 1, 3, 1, 2, 1), 8: (2, 1, 1, 1, 2, 1, 1, 1)}

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import os
 import random
-import runpy
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.oracles import plain_loop as PLAIN
+from support.train import run_case as CASE
+
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
-PLAIN = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "plain" / "plain_loop.py")))
 
 STEPS = 10
 #: The worst that counts as equal: max |a - b| / max |b| of a tensor.

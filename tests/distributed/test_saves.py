@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import runpy
 import shutil
 import types
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from support.train import run_case as CASE
+
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
 
 #: The worst that counts as equal: max |a - b| / max |b| of a tensor.
 EQUAL = 1e-10

@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch._functorch.partitioners
 import torch.nn.functional as F
-from tensor_case import TOLERANCE, Case, batch_of, build, documents_of, local, ratio, whole_model
 from torch import Tensor
-from watch import Floats
 
 from quern.errors import InputError
 from quern.model.loss import IGNORE
@@ -24,6 +22,8 @@ from quern.parallel import collectives
 from quern.parallel.data import accumulation
 from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.parallel.tensor import split_tensors
+from support.distributed.tensor_case import TOLERANCE, Case, batch_of, build, documents_of, local, ratio, whole_model
+from support.distributed.watch import Floats
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import runpy
 import shutil
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from support.train import checkpoint_case as CASE
+
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py")))
 
 WORLD = 4
 STEPS = (2, 4, 6)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import time
@@ -23,10 +22,10 @@ from typing import Any
 import pytest
 
 from quern.parallel.local import LocalRanks, RankError
+from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.long
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "checkpoint_case.py")))
 
 WORLD = 2
 LIMIT_S = 90

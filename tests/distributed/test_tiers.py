@@ -6,19 +6,17 @@ Nodes are groups of ranks with a folder each: torchrun's GROUP_RANK says which, 
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quern.train.checkpoint.tiers import tiers as wiring
+from support.train import run_case as CASE
 
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "train" / "run_case.py")))
 
 STEPS = 9
 #: The worst that counts as equal: max |a - b| / max |b| of a tensor.

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import recorder
-from scenario import real, run_data, sample
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.lineage.store import Lineage
+from support.lineage import recorder
+from support.lineage.scenario import real, run_data, sample
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import recorder as R
-from scenario import BATCH, DATA_SKIP, LENGTH, Moment, real, run_data, sample, train
 
 from quern.lineage.exposure import Exposures, clean, exposures
 from quern.lineage.steps import StepRead, read_step
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
+from support.lineage import recorder as R
+from support.lineage.scenario import BATCH, DATA_SKIP, LENGTH, Moment, real, run_data, sample, train
 
 #: (stream, first token of the window in it)
 Place = tuple[str, int]

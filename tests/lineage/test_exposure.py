@@ -13,8 +13,7 @@ from quern.lineage import exposure as module
 from quern.lineage.exposure import Exposures, Tally, clean, exposures, select, select_parts, walk
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
-
-from . import histories as H
+from support.lineage import histories as H
 
 pytestmark = pytest.mark.slow
 

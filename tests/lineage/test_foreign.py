@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runs import Listing, listing, write_listing
-from versions import sha256
 
 from quern.errors import InputError
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace
+from support.lineage.runs import Listing, listing, write_listing
+from support.lineage.versions import sha256
 
 ARGUMENTS: dict[str, Any] = {"seed": 6, "documents": 40, "files": 1, "sources": ("web",)}
 PART = "web/part-000.warc.gz.parquet"

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import poison_case
 import pyarrow as pa
 import pytest
-import versions
 
 from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
@@ -24,10 +22,11 @@ from quern.lineage.forensics_page import render
 from quern.lineage.purge.pages import clean_forensics
 from quern.lineage.training import TrainingRun
 from quern.parallel.local import LocalRanks
+from support.lineage import poison_case, versions
+from support.processes import files_of
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"parallel": {"dp_shard": 2}},
     "pp2": {"parallel": {"pp": 2}},
@@ -81,8 +80,7 @@ def test_the_text_that_caused_a_spike_is_named_first(data: tuple[Path, int], tra
 
 @pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.long), "pp2"])
 def test_on_several_ranks(data: tuple[Path, int], trained: Path, tmp_path: Path, layout: str) -> None:
-    files = {on_ranks.__module__: __file__, "poison_case": str(HERE / "poison_case.py"), "runs": str(HERE / "runs.py")}
-    with LocalRanks(2, timeout_s=600, files=files, preload=("pytest", "yaml")) as ranks:
+    with LocalRanks(2, timeout_s=600, files=files_of(on_ranks), preload=("pytest", "yaml")) as ranks:
         ranks.call(on_ranks, str(tmp_path / "run"), str(data[0]), LAYOUTS[layout])
     found, alone = check(tmp_path / "run", data[1]), check(trained, data[1])
     assert found["documents"][0]["share"] == pytest.approx(alone["documents"][0]["share"], abs=0.05)

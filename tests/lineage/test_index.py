@@ -15,9 +15,8 @@ import pytest
 from quern.errors import InputError
 from quern.lineage.index.build import FOLDER
 from quern.lineage.store import Lineage
-
-from . import runs
-from .index_case import answers, open_run, parts
+from support.lineage import runs
+from support.lineage.index_case import answers, open_run, parts
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.errors import InputError, QuernError
+from quern.lineage.index import build as module
 from quern.lineage.index.build import FOLDER
 from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.store import Lineage
-
-from .index_case import answers, open_run
+from support.lineage.index_case import answers, open_run
 
 #: Files that nothing in :func:`answers` reads.
 UNREAD = ("by_p", "rows")
@@ -159,7 +159,7 @@ def test_files_that_are_gone_or_cut_short(run: Path, expected: dict[str, Any], h
 
 def test_an_index_of_another_format_is_built_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_run(run)
-    monkeypatch.setattr("quern.lineage.index.build.FORMAT", 99)
+    monkeypatch.setattr(module, "FORMAT", 99)
     assert open_run(run).built.segments_written == len(open_run(run).built.record["segments"])
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,20 +13,7 @@ import pytest
 from quern.errors import InputError
 from quern.lineage.match import Index, Item, Matches, match, read_benchmark
 from quern.lineage.store import Lineage
-
-
-def beside(name: str) -> ModuleType:
-    """A module of this folder, which is on no import path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-R = beside("runs")
+from support.lineage import runs as R
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
 ITEMS = [

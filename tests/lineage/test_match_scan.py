@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import base64
 import gzip
-import importlib.util
 import json
 import random
-import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,26 +17,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quern.errors import InputError
-from quern.lineage.match import Index, Item, scan_streams
+from quern.lineage.match import Index, Item, scan, scan_streams
 from quern.lineage.match.index import MIN_WORDS
 from quern.lineage.match.normalise import words as normalised
 from quern.lineage.match.pieces import Pieces, Spellings, token_bytes
 from quern.tokenize.encoding import load_encoding
-
-
-def train_corpora() -> ModuleType:
-    """Token streams written through the real writer."""
-    if "corpora" not in sys.modules:
-        path = Path(__file__).parent.parent / "train" / "corpora.py"
-        spec = importlib.util.spec_from_file_location("corpora", path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["corpora"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["corpora"])
-    return sys.modules["corpora"]
-
-
-C = train_corpora()
+from support.train import corpora as C
 
 SPACELESS = regex.compile("|".join(rf"\p{{Script={name}}}" for name in (
     "Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar", "Yi",
@@ -358,7 +341,7 @@ def test_any_number_of_workers_gives_the_same(tmp_path: Path, monkeypatch: pytes
     items = [Item("i", 1, (THIRTEEN,))]
     expected = rows_of(path, items, 13)
     assert len(expected) > 10
-    monkeypatch.setattr(sys.modules["quern.lineage.match.scan"], "JOB_TOKENS", 100)
+    monkeypatch.setattr(scan, "JOB_TOKENS", 100)
     assert rows_of(path, items, 13, workers=2) == rows_of(path, items, 13) == expected
 
 

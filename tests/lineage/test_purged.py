@@ -25,10 +25,9 @@ from quern.lineage.trace import trace
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
 from quern.train.ledger import Ledger
-
-from . import histories as H
-from . import runs
-from .versions import mask, write_changes
+from support.lineage import histories as H
+from support.lineage import runs
+from support.lineage.versions import mask, write_changes
 
 SEQ_LEN = 16
 STEPS = 3

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-import runs
 
 from quern.errors import InputError, QuernError
 from quern.lineage.store import Lineage
+from support.lineage import runs
 
 
 def test_a_damaged_index_that_cannot_be_removed_is_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

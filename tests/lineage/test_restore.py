@@ -23,9 +23,8 @@ from quern.lineage.purge.condemned import condemn
 from quern.lineage.purge.restore import MOVED_SCHEMA, Restored, reconsider
 from quern.lineage.purge.select import Wanted
 from quern.tokenize.place import keyed_hashes, validation_limit
-
-from ..data_pipeline.dedup import random_runs as R
-from .versions import write_changes
+from support.data_pipeline import random_runs as R
+from support.lineage.versions import write_changes
 
 SEED, VALIDATION = 5, 0.3
 

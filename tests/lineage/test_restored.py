@@ -19,9 +19,8 @@ from quern.lineage.index.decided import Redecided, decisions_file, is_decisions_
 from quern.lineage.sql import query
 from quern.lineage.store import Lineage
 from quern.lineage.trace import summaries, trace
-
-from . import runs
-from .versions import write_changes
+from support.lineage import runs
+from support.lineage.versions import write_changes
 
 IDENTITY = "restored"
 

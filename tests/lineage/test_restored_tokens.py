@@ -16,8 +16,7 @@ from quern.lineage.purge import restored_tokens
 from quern.lineage.purge.restore import MOVED_SCHEMA, reconsider
 from quern.lineage.purge.restored_tokens import TOKENS_SCHEMA, read_tokens, write_tokens
 from quern.tokenize.place import place_key
-
-from . import runs
+from support.lineage import runs
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-import runs
-from versions import mask
 
 from quern.errors import InputError
 from quern.lineage.match import Matches, match
 from quern.lineage.match.matches import documents_at
 from quern.lineage.store import Lineage
+from support.lineage import runs
+from support.lineage.versions import mask
 
 LINES = '{"id": "a", "text": "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"}\n'
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from runs import Listing, listing, write_listing, write_run
 
 from quern.data_pipeline.document import DOCUMENT_SCHEMA
 from quern.errors import InputError, QuernError
 from quern.lineage import sql
 from quern.lineage.sql import query
+from support.lineage.runs import Listing, listing, write_listing, write_run
 
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 400, "files": 3}
 

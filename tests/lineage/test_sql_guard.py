@@ -10,12 +10,12 @@ from typing import Any
 
 import duckdb
 import pytest
-from runs import Listing, listing, write_listing, write_run
 
 from quern.errors import InputError, QuernError
 from quern.lineage import sql
 from quern.lineage.sql import query
 from quern.lineage.sql_guard import check
+from support.lineage.runs import Listing, listing, write_listing, write_run
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,8 @@ from quern.train.boundaries import open_boundaries
 from quern.train.corpus import Corpus
 from quern.train.ledger import Ledger
 from quern.train.loader import IGNORE, Loader
-
-from . import histories as H
-from . import runs
+from support.lineage import histories as H
+from support.lineage import runs
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from quern.data_pipeline.url import canonicalize, host, surt
 from quern.errors import InputError
 from quern.lineage.store import Lineage, Stream
-
-from . import runs
+from support.lineage import runs
 
 pytestmark = pytest.mark.slow
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from runs import MEASURES, Listing, listing, places, write_listing, write_run
 
 from quern.data_pipeline.document import DOCUMENT_SCHEMA
 from quern.data_pipeline.quality import QualityConfig
 from quern.lineage import trace as module
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace
+from support.lineage.runs import MEASURES, Listing, listing, places, write_listing, write_run
 
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Listing, listing, places, write_run
 
 from quern.data_pipeline.url import canonicalize, host
 from quern.errors import InputError
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_at, find_document, find_url, summaries
+from support.lineage.runs import Listing, listing, places, write_run
 
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
 

@@ -17,9 +17,8 @@ from quern.errors import InputError, QuernError
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
 from quern.train.ledger import Ledger, surviving
-
-from . import histories as H
-from . import runs
+from support.lineage import histories as H
+from support.lineage import runs
 
 ORDER = Order([2, 1], [40, 30], 1, ids=["r1/web/1", "r1/code/1"], seq_len=8, global_batch=4)
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from quern.mixtures import order as order_module
 from quern.mixtures.order import MAX_SAMPLES, Order, Phase
-
-from . import order_reference as reference
+from support.oracles import order_reference as reference
 
 WINDOWS = [1, 1, 2, 3, 7, 30, 150, 1000]
 WEIGHTS = [0, 0, 1, 1, 2, 5, 0.1, 0.25, "1/3"]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from quern.mixtures.order import Order, Phase
-
-from . import order_reference as reference
+from support.oracles import order_reference as reference
 
 # name → windows, seed, ids, rows (first step, weights, global batch, block), and what follows from them:
 #   table: (first sample, offset, integer weights) of each row

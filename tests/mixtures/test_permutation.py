@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quern.mixtures import permutation
 from quern.mixtures.permutation import base_key, mix, permute, subkey, unpermute
-
-from . import order_reference as reference
+from support.oracles import order_reference as reference
 
 EDGES = [2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 127, 128, 129, 1000, 1024, 1025, 4096, 4097, 65537, 10**6 + 3, 2**20 + 1]
 LARGE = [10**12, 10**12 + 7, 2**40, 2**40 + 1, 2**61 - 1, 2**62]

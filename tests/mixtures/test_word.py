@@ -15,8 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quern.mixtures.word import MAX_PERIOD, Word, quantise
-
-from . import order_reference as reference
+from support.oracles import order_reference as reference
 
 RECIPES = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 10**7)), min_size=1, max_size=40).filter(any)
 BOUND = 1.68

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from quern.model.float8 import linear
 from quern.model.float8.linear import PLAIN, float8_linear, products
 from quern.model.float8.recipe import Recipe
-
-sys.path.append(str(Path(__file__).parent))
-import float8_oracle as oracle
+from support.oracles import float8_oracle as oracle
 
 RECIPES = [Recipe(*both) for both in itertools.product(("tensorwise", "rowwise", "blockwise"), ("e4m3", "e5m2"))]
 T, K, O = 192, 256, 384  # noqa: E741

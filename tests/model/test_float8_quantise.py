@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quern.model.float8.quantise import E4M3, E5M2, Quantised, blocks_1x128, blocks_128x128, cast, rowwise, tensorwise
-
-sys.path.append(str(Path(__file__).parent))
-import float8_oracle as oracle
+from support.oracles import float8_oracle as oracle
 
 FORMATS = {E4M3: oracle.E4M3, E5M2: oracle.E5M2}
 QUANTISERS = {tensorwise: (10**6, 10**6), rowwise: (1, 10**6), blocks_1x128: (1, 128), blocks_128x128: (128, 128)}

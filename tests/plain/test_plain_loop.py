@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-import fast_loop
 import numpy as np
-import plain_loop
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_loop import IGNORE, Batch, Record, Scaling, Settings, Shape, Weights
 from torch import Tensor, nn
+
+from support.oracles import fast_loop, plain_loop
+from support.oracles.plain_loop import IGNORE, Batch, Record, Scaling, Settings, Shape, Weights
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,20 +1,15 @@
-"""The S3 server with faults stands beside the checkpoints' tests; this makes it importable."""
+"""An S3 server with faults, and this process's clients of it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from quern.remote import Backoff
-
-HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "train")]
-
-import s3_server  # noqa: E402
+from quern.remote import Backoff, Objects
+from support.remote import s3_server
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +21,7 @@ def port() -> Iterator[int]:
 @pytest.fixture
 def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
     """An empty bucket behind a proxy; this process's S3 clients talk to the proxy, and lose patience in seconds."""
-    monkeypatch.setattr(sys.modules["quern.remote.objects"], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
+    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
     with s3_server.bucket(port) as server:
         more = {"QUERN_STORE_TIMEOUT_S": "5", "QUERN_STORE_PATIENCE_S": "20"}
         for name, value in server.environment(**more).items():

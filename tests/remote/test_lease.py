@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from s3_server import Fault, Server
 
 from quern import storage
 from quern.errors import QuernError
 from quern.remote import hold, lease
+from support.remote.s3_server import Fault, Server
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import s3fs
-from s3_server import Fault, Server
 
 from quern import storage
 from quern.errors import InputError
@@ -22,6 +21,7 @@ from quern.remote import Backoff, ChangedError, StoreError, objects
 from quern.remote.concurrency import PART_BYTES
 from quern.remote.connection import Connection
 from quern.remote.sink import Sink
+from support.remote.s3_server import Fault, Server
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_server import Fault, Server
 
 from quern import storage
 from quern.data_pipeline import partition
@@ -29,6 +28,8 @@ from quern.demo import write_site
 from quern.errors import QuernError
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
+from support.processes import environment
+from support.remote.s3_server import Fault, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 OFTEN = 10**6
@@ -181,16 +182,19 @@ def test_a_wait_for_the_store_is_no_fault_of_the_page(
     write_input(server.url)
     server.proxy.faults = [Fault("SlowDown", "GET", "in/1.jsonl", 4)]
     code = (
-        "import sys; sys.path[:0] = sys.argv[2:]\n"
-        "import test_runs\n"
+        "import sys\n"
+        "from remote import test_runs\n"
         "config = test_runs.settings(sys.argv[1])\n"
         "test_runs.run(config.model_copy(update={'isolation': config.isolation.model_copy("
         "update={'page_timeout_s': 1.0})}))\n"
     )
-    here = str(Path(__file__).parent)
-    paths = [here, str(Path(here).parent / "train")]
     done = subprocess.run(
-        [sys.executable, "-c", code, server.url, *paths], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-c", code, server.url],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert server.proxy.struck("SlowDown") == 4
@@ -199,8 +203,7 @@ def test_a_wait_for_the_store_is_no_fault_of_the_page(
 
 KILLED = """
 import os, random, signal, sys, time
-sys.path[:0] = sys.argv[3:]
-import test_runs
+from remote import test_runs
 from quern.data_pipeline import partition
 
 partition.FLUSH_PAGES = 15
@@ -243,9 +246,8 @@ def test_twenty_kills_in_a_storm_change_no_byte(server: Server, expected: dict[s
     """A driver is killed at random moments; after each kill every object that is there is whole."""
     write_input(server.url)
     server.proxy.storm = (0.1, STORMS["everything"][1])
-    here = Path(__file__).parent
     driver = subprocess.Popen(
-        [sys.executable, "-c", KILLED, server.url, "20", str(here), str(here.parent / "train")],
+        [sys.executable, "-c", KILLED, server.url, "20"], env=environment(),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     assert driver.stdin is not None

@@ -10,11 +10,11 @@ from email.utils import formatdate
 from functools import partial
 
 import pytest
-import web_server
-from web_server import Fault, Web
 
 from quern import storage
 from quern.remote import Backoff, ChangedError, Objects, StoreError
+from support.remote import web_server
+from support.remote.web_server import Fault, Web
 
 OFTEN = 10**6
 
@@ -24,7 +24,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setenv("QUERN_STORE_TIMEOUT_S", "5")
     monkeypatch.setenv("QUERN_STORE_PATIENCE_S", "20")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(sys.modules["quern.remote.objects"], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
+    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
     with web_server.serve() as web:
         web.files["big"] = random.Random(1).randbytes(3 << 20)
         yield web

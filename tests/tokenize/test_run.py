@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.engine import InProcess
 from quern.errors import InputError, QuernError
-from quern.tokenize import choose
+from quern.tokenize import choose, merge, runs
 from quern.tokenize import run as run_module
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
 from quern.tokenize.run import run
@@ -93,11 +93,11 @@ def test_streams_are_those_of_a_walk_over_all_documents(
     clusters = {doc_id: rng.choice(ids) for doc_id in ids if rng.random() < 0.6}
     for name in ("RUN_TOKENS", "SLICE_TOKENS", "JOIN_DOCUMENTS", "GATHER_DOCUMENTS"):
         monkeypatch.setattr(run_module, name, data.draw(st.integers(1, 30)))
-    monkeypatch.setattr("quern.tokenize.choose._JOIN_ROWS", data.draw(st.integers(1, 9)))
-    monkeypatch.setattr("quern.tokenize.merge._WRITE_TOKENS", data.draw(st.integers(1, 30)))
+    monkeypatch.setattr(choose, "_JOIN_ROWS", data.draw(st.integers(1, 9)))
+    monkeypatch.setattr(merge, "_WRITE_TOKENS", data.draw(st.integers(1, 30)))
     # Few documents in 1,024 key ranges hardly ever share one; shorter keys do, and the shortest collide.
     shift = data.draw(st.sampled_from([0, 9, 60]))
-    monkeypatch.setattr("quern.tokenize.runs.place_key", lambda seed, doc_id: keyed("place", doc_id, seed) >> shift)
+    monkeypatch.setattr(runs, "place_key", lambda seed, doc_id: keyed("place", doc_id, seed) >> shift)
     split = data.draw(st.integers(1, 4))
     partitions = {("web", f"p{i}"): docs[i::split] for i in range(split)}
     config = TokenizeConfig(
@@ -196,7 +196,7 @@ def test_equal_place_keys_are_ordered_by_doc_id(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quern.tokenize.runs.place_key", lambda seed, doc_id: (doc_id[-1] % 3) << 60)
+    monkeypatch.setattr(runs, "place_key", lambda seed, doc_id: (doc_id[-1] % 3) << 60)
     docs = [make_doc(bytes([n * 37 % 251]) + b"\0" * 14 + bytes([n]), "the " * (n % 5)) for n in range(40)]
     config = config.model_copy(update={"shard_tokens": 11, "validation": 0.0})
     tokenize(tmp_path, make_run(tmp_path, {("web", f"p{i}"): docs[i::4] for i in range(4)}), config)

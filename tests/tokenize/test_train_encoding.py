@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from quern.data_pipeline.engine import InProcess
+from quern.tokenize import run as run_module
 from quern.tokenize import train_encoding
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
 from quern.tokenize.run import run
@@ -110,7 +111,7 @@ def test_a_run_trains_on_its_lowest_hashes_whatever_the_partitions(
     make_run: Callable, make_doc: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = 4_000
-    monkeypatch.setattr("quern.tokenize.run.SAMPLE_BYTES", budget)
+    monkeypatch.setattr(run_module, "SAMPLE_BYTES", budget)
     rng = random.Random(3)
     texts = made_up_texts(60, 4)
     docs = [make_doc(rng.randbytes(16), text, kept=rng.random() < 0.9) for text in texts]

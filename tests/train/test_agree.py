@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from rank_threads import Meeting, ThreadAgreement, run_all
 
 from quern.errors import InputError, QuernError
 from quern.train import agree
 from quern.train.agree import Agreement
+from support.train.rank_threads import Meeting, ThreadAgreement, run_all
 
 
 @pytest.fixture(autouse=True)

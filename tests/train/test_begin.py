@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import run_case as case
 
 from quern.config import load_config
 from quern.errors import InputError, QuernError
@@ -14,6 +13,8 @@ from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.config import TrainConfig
 from quern.train.ledger import data_step, skips_before
+from support.processes import files_of
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 
@@ -361,8 +362,7 @@ def test_all_ranks_go_back_to_the_same_checkpoint(copies):
     """Only the first has the ledger."""
     run, config = copies("ranks")
     damage(run, 4)
-    here = Path(__file__)
-    files = {"run_case": str(here.with_name("run_case.py")), on_a_rank.__module__: str(here)}
+    files = files_of(on_a_rank)
     two = {"parallel": {"dp_shard": 2}, "micro_batch": 1, "resume": {"step": "good"}}
     with LocalRanks(2, files=files, preload=("hypothesis", "pydantic", "pytest", "yaml")) as ranks:
         assert ranks.call(on_a_rank, config(**two), 4) == [("rollback", 2, 2)] * 2

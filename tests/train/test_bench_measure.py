@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quern.train import launch
 from quern.train.bench.crew import open_crew
 from quern.train.bench.options import Options
 from quern.train.bench.rows import configure, rows
@@ -92,7 +93,7 @@ def test_two_ranks_and_a_row_that_no_layout_allows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_is_a_failed_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits in a collective for ever, and is ended."""
-    monkeypatch.setattr("quern.train.launch.GRACE_S", 1.0)
+    monkeypatch.setattr(launch, "GRACE_S", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "sitecustomize.py").write_text(

@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import Doc, make_shards, write_run
 
 from quern import storage
 from quern.errors import InputError
 from quern.tokenize.shards import ShardReader
 from quern.train import boundaries as module
 from quern.train.boundaries import Boundaries, boundaries_path, open_boundaries
+from support.train.corpora import Doc, make_shards, write_run
 
 
 @pytest.fixture

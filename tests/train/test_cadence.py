@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import run_case as case
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import lambertw
@@ -30,6 +29,7 @@ from quern.train.checkpoint.cadence import (
     observed_failures,
     young_interval,
 )
+from support.train import run_case as case
 
 RUNS = 10_000
 

@@ -8,10 +8,8 @@ import hashlib
 import json
 import os
 import pickle
-import runpy
 import subprocess
 import sys
-import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +26,9 @@ from quern.train.checkpoint import prune as pruning
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.config import CheckpointConfig
+from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
-
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 
 
 def manager(run: Path, **config) -> CheckpointManager:

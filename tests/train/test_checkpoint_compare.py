@@ -8,8 +8,6 @@ import json
 import math
 import os
 import pickle
-import runpy
-import types
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,10 +37,10 @@ from quern.train.checkpoint.manifest import FileRecord, read_manifest
 from quern.train.checkpoint.reader import verify, write_weights
 from quern.train.checkpoint.slices import StoredTensors, boxes
 from quern.train.config import CheckpointConfig
+from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 W2 = "blocks.1.ffn.w2.weight"  # 6 rows of 10
 
 

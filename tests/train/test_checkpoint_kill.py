@@ -19,14 +19,12 @@ import contextlib
 import os
 import random
 import re
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +32,10 @@ from typing import NoReturn
 
 import pytest
 
+from support.processes import environment
+from support.train import checkpoint_case as CASE
+
 HERE = Path(__file__)
-CASE = types.SimpleNamespace(**runpy.run_path(str(HERE.with_name("checkpoint_case.py"))))
 
 #: ``SOCKET STRIKE LOG DESCRIPTOR``: have a writer forked there, and end as it does.
 LAUNCH = r"""
@@ -277,7 +277,7 @@ if __name__ == "__main__":
 def server():
     process = subprocess.Popen(
         [sys.executable, str(HERE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(OMP_NUM_THREADS="1"),
     )  # fmt: skip
     yield process
     process.stdin.close()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import runpy
 import subprocess
 import sys
-import types
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,8 +23,8 @@ from quern.train.checkpoint.manifest import (
     read_manifest,
     sha256_of,
 )
+from support.train import checkpoint_case as CASE
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 SHA = "0123456789abcdef" * 4
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import runpy
-import types
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +17,8 @@ from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import EncodingInfo, read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, weight_sizes, write_weights
 from quern.train.config import CheckpointConfig
+from support.train import checkpoint_case as CASE
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 ENCODING = EncodingInfo("tiny", CASE.VOCAB, 0, hashlib.sha256(CASE.RANKS).hexdigest())
 
 

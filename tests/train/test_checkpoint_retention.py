@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import types
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,8 +18,7 @@ from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.prune import Keep, prune
 from quern.train.checkpoint.retention import kept, kept_in_store, survey
 from quern.train.config import CheckpointConfig
-
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
+from support.train import checkpoint_case as CASE
 
 
 def by_the_words(checkpoints, keep_last, keep_every, protected) -> set[int]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
-import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import run_case
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -26,10 +23,12 @@ from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 from quern.train.checkpoint.rewrite import MIN_FILE_BYTES, reshard
 from quern.train.config import CheckpointConfig
+from support.processes import environment
+from support.train import checkpoint_case as CASE
+from support.train import run_case
 
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 STEP = 5
 SCALARS = {"scale": 0.5, "worst": float("inf"), "none": None}
 
@@ -303,15 +302,15 @@ def test_a_run_goes_on_from_it_bit_for_bit(tmp_path):
 
 
 LOAD = """
-import json, runpy, sys, types
+import json, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-CASE = types.SimpleNamespace(**runpy.run_path(sys.argv[3]))
+from support.train import checkpoint_case as CASE
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1] + "/meet", rank=int(sys.argv[4]), world_size=2)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1] + "/meet", rank=int(sys.argv[3]), world_size=2)
 state = CASE.make(Path(sys.argv[1]), multiple=128)
 mesh = init_device_mesh("cpu", (2,))
 for block in state.model.blocks.values() if hasattr(state.model.blocks, "values") else state.model.blocks:
@@ -327,10 +326,11 @@ print(json.dumps(CASE.differences(state, 5)))
 @pytest.mark.long
 def test_two_ranks_of_fsdp_load_it(tmp_path):
     out = reshard(save(tmp_path), str(tmp_path / "out"), files=9).folder
-    case = str(Path(__file__).with_name("checkpoint_case.py"))
-    command = [sys.executable, "-c", LOAD, str(tmp_path), out, case]
+    command = [sys.executable, "-c", LOAD, str(tmp_path), out]
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     try:

@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import checkpoint_case as case
 import fsspec
 import pytest
-import s3_server
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
-from s3_server import Fault
 
 from quern import storage
 from quern.errors import InputError, QuernError
@@ -33,6 +30,9 @@ from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
 from quern.train.checkpoint.tiers import pieces
 from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
 from quern.train.checkpoint.tiers.store import Store, prune_store
+from support.remote import s3_server
+from support.remote.s3_server import Fault
+from support.train import checkpoint_case as case
 
 pytestmark = pytest.mark.slow
 

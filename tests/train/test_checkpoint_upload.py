@@ -21,12 +21,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import checkpoint_case as case
 import fsspec
 import psutil
 import pytest
-import s3_server
-from s3_server import Fault
 
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
@@ -37,6 +34,9 @@ from quern.train.checkpoint.tiers.errors import IncompleteError
 from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader, Waiting
+from support.remote import s3_server
+from support.remote.s3_server import Fault
+from support.train import checkpoint_case as case
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import run_case as case
 
 from quern.train import consumers
 from quern.train.config import TrainConfig
 from quern.train.consumers import CONSUMERS_FILE, Consumer, announce, read_consumers
 from quern.train.corpus import Corpus
+from support.train import run_case as case
 
 LINE = {"time": "2026-01-01T00:00:00.000+00:00", "train_run": "/t", "order": "ab", "identities": ["r1/web/1"]}
 

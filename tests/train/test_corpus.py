@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import EOT, make_shards, write_run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quern import storage
 from quern.errors import InputError
 from quern.train.corpus import Corpus, Verified, share_files
+from support.train.corpora import EOT, make_shards, write_run
 
 SOURCES = {
     "books": make_shards(random.Random(1), [[30, 20], [40]]),

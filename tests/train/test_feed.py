@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from corpora import make_shards, write_run
 
 from quern.mixtures.order import Order
 from quern.train.boundaries import open_boundaries
 from quern.train.corpus import Corpus
 from quern.train.feed import Feed, to_device
 from quern.train.loader import Loader, MicroBatch, StepBatch
+from support.train.corpora import make_shards, write_run
 
 CPU = torch.device("cpu")
 SEQ_LEN = 24

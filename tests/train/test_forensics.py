@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from run_case import ledger, live, settings, write_corpus
 
 from quern.parallel.accumulation import Inputs
 from quern.train.ranks import open_ranks
@@ -22,6 +21,7 @@ from quern.train.resilience import forensics
 from quern.train.resilience.forensics import _cut, _piece
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
+from support.train.run_case import ledger, live, settings, write_corpus
 
 QUIET = {"guard": {"loss_z": 1e9, "grad_norm_z": 1e9}}
 """No step of so small a run is a spike by itself."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_case as case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quern.train.checkpoint.manifest import checkpoint_name, list_checkpoints
 from quern.train.ledger import Ledger, reached
 from quern.train.resilience.good import Good, Watch, good_steps, last_good, protected, why_none
+from support.train import run_case as case
 
 
 @dataclass

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sync_case
 import torch
 
 from quern.parallel.local import RankError
+from support.train import sync_case
 
 FLOAT8 = {
     "precision": "bf16", "micro_batch": 4, "model": {"dim": 128, "ffn_dim": 128, "num_kv_heads": 4, "num_heads": 4},

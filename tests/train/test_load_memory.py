@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import runpy
-import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +36,10 @@ from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.metadata import StoredSlice
 from quern.train.checkpoint.state import TrainState, view_tensors
 from quern.train.config import CheckpointConfig
+from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 
 # ---- which files
 

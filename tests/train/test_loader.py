@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import Doc, Shards, Stream, make_doc, make_shards, write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from quern.mixtures.order import Order, Phase
 from quern.train.boundaries import open_boundaries
 from quern.train.corpus import Corpus
 from quern.train.loader import IGNORE, Loader, MicroBatch, StepBatch
+from support.train.corpora import Doc, Shards, Stream, make_doc, make_shards, write_run
 
 LENGTHS = st.one_of(st.integers(1, 3), st.integers(1, 40))
 SHARDS = st.lists(st.lists(LENGTHS, max_size=12), min_size=1, max_size=5)

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import run_case as case
 
 from quern.errors import InputError
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

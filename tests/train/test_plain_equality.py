@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import VOCAB_SIZE, Doc, write_run
 
 from quern.train.config import TrainConfig
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
-
-sys.path.append(str(Path(__file__).parents[1] / "plain"))
-import plain_loop
+from support.oracles import plain_loop
+from support.train.corpora import VOCAB_SIZE, Doc, write_run
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import make_shards, write_run
 from torch import nn
 
 from quern.train.config import TrainConfig
@@ -19,6 +18,7 @@ from quern.train.precision import LossScale, precision_of
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
+from support.train.corpora import make_shards, write_run
 
 pytestmark = pytest.mark.slow
 

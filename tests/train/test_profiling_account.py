@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
-
 import pytest
-import trace_case as case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +12,7 @@ from quern.train.profiling.account import Account, account
 from quern.train.profiling.classes import CLASSES, collective, kernel_class, operation_class
 from quern.train.profiling.losses import _COLLECTIVES
 from quern.train.profiling.trace import read_trace
+from support.train import trace_case as case
 
 
 def accounted(folder: Path, rows: list[case.Row]) -> Account:

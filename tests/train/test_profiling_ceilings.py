@@ -9,6 +9,7 @@ import torch
 
 from quern.model.float8.recipe import Recipe
 from quern.train.profiling import ceilings
+from quern.train.profiling import limits as module
 from quern.train.profiling.ceilings import copy_ceiling, float8_ceiling, gemm_ceiling
 from quern.train.profiling.limits import measure
 from quern.train.profiling.products import Shape
@@ -56,9 +57,9 @@ def test_no_kernel_no_ceiling(sizes, scaling):
 
 
 def test_limits_are_of_single_products_and_the_best_of_the_compute_dtype(monkeypatch):
-    monkeypatch.setattr("quern.train.profiling.limits.gemm_ceiling", lambda m, n, k, dtype, device: float(m))
-    monkeypatch.setattr("quern.train.profiling.limits.copy_ceiling", lambda device: 7.0)
-    monkeypatch.setattr("quern.train.profiling.limits._BEST", {"cpu": 50})
+    monkeypatch.setattr(module, "gemm_ceiling", lambda m, n, k, dtype, device: float(m))
+    monkeypatch.setattr(module, "copy_ceiling", lambda device: 7.0)
+    monkeypatch.setattr(module, "_BEST", {"cpu": 50})
     plain, wide = Shape(90, 2, 2, 1, "bfloat16", None), Shape(95, 2, 2, 1, "float32", None)
     several, bytes_ = Shape(99, 2, 2, 4, "bfloat16", None), Shape(99, 2, 2, 1, "int8", None)
     limits = measure([plain, wide, several, bytes_], torch.bfloat16, CPU)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))
-
 import pytest
-import trace_case as case
 
 from quern.errors import InputError
 from quern.train.profiling.account import account
@@ -17,6 +11,7 @@ from quern.train.profiling.products import Shape
 from quern.train.profiling.report import report
 from quern.train.profiling.result import describe_rank, of_traces
 from quern.train.profiling.trace import read_trace
+from support.train import trace_case as case
 
 SHAPE = Shape(64, 16, 32, 1, "bfloat16", None)
 SPEED = 2 * 64 * 16 * 32 / 30e-6

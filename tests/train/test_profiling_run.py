@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import time
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,25 +12,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quern.errors import InputError
 from quern.train.profile import recording
+from quern.train.profiling import ceilings, limits
 from quern.train.profiling.account import account
 from quern.train.profiling.classes import CLASSES
 from quern.train.profiling.run import alone, profile
 from quern.train.profiling.trace import read_trace
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
+from support.train import run_case as CASE
 
 pytestmark = pytest.mark.slow
-
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("run_case.py"))))
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Ceilings by a few calls: their values are tested elsewhere."""
-    for name in ("gemm_ceiling", "copy_ceiling"):
-        whole = getattr(__import__("quern.train.profiling.ceilings", fromlist=[name]), name)
-        monkeypatch.setattr(f"quern.train.profiling.limits.{name}", _briefly(whole))
-    monkeypatch.setattr("quern.train.profiling.limits._BEST", {"cpu": 64})
+    for whole in (ceilings.gemm_ceiling, ceilings.copy_ceiling):
+        monkeypatch.setattr(limits, whole.__name__, _briefly(whole))
+    monkeypatch.setattr(limits, "_BEST", {"cpu": 64})
 
 
 def _briefly(whole: Any) -> Any:

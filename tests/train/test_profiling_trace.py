@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent))
-
 import pytest
-import trace_case as case
 
 from quern.errors import InputError
 from quern.train.profiling.account import account
 from quern.train.profiling.report import report
 from quern.train.profiling.result import of_traces
 from quern.train.profiling.trace import read_trace
+from support.train import trace_case as case
 
 GOOD = case.op("aten::mul", 0, 3)
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import purge_case as purged
 import pytest
-import run_case as case
 
 from quern.lineage.purge.taint import Change, taint
+from support.train import purge_case as purged
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,15 @@ import json
 import os
 import shutil
 
-import purge_case as purged
 import pytest
-import run_case as case
 
 from quern import storage
 from quern.cli.lineage_taint import taint_lines
 from quern.config import load_config
 from quern.lineage.purge.taint import OTHERS, Change, taint
 from quern.train.config import TrainConfig
+from support.train import purge_case as purged
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

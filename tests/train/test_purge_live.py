@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import purge_case as purged
 import pytest
-import run_case as case
 
 from quern.lineage.purge import finish
+from support.train import purge_case as purged
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

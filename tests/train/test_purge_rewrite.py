@@ -8,15 +8,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import purge_case as purged
 import pytest
-import run_case as case
 
 from quern.errors import InputError
 from quern.lineage.exposure import exposures
 from quern.lineage.purge.taint import taint
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
+from support.train import purge_case as purged
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

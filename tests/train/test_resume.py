@@ -12,13 +12,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import run_case as case
 
 from quern.config import dump_yaml
 from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.config import TrainConfig
 from quern.train.ledger import data_step, exposures, latest_order, model_step, surviving
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

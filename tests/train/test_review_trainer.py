@@ -8,13 +8,14 @@ import time
 import types
 
 import pytest
-import run_case as case
 import torch
 
 from quern.errors import InputError
+from quern.train import metrics
 from quern.train.precision import precision_of
 from quern.train.ranks import Ranks, open_ranks
 from quern.train.setup import _model, check, open_trainer
+from support.train import run_case as case
 
 CUDA = Ranks(0, 1, torch.device("cuda"))
 
@@ -88,7 +89,7 @@ def test_a_compiler_that_torch_does_not_have(tmp_path, paths):
 def test_saving_and_measuring_are_no_steps_time(tmp_path, paths, monkeypatch):
     """By a clock that only stands still: a step takes 1 s, a save and a held-out loss 1000 s."""
     clock = types.SimpleNamespace(now=0.0, perf_counter=lambda: clock.now, monotonic=time.monotonic)
-    monkeypatch.setattr("quern.train.metrics.time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
 
     def lasts(seconds, action=lambda *args: None):
         def timed(*args):

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_case as case
 
 from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
@@ -37,6 +36,7 @@ from quern.train.checkpoint.reader import verify
 from quern.train.checkpoint.saving import Progress
 from quern.train.checkpoint.snapshot import Snapshot
 from quern.train.checkpoint.work import Work
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

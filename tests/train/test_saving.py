@@ -9,7 +9,6 @@ import errno
 import itertools
 import os
 import resource
-import runpy
 import signal
 import subprocess
 import threading
@@ -33,10 +32,10 @@ from quern.train.checkpoint.saving import Progress, Saving
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
+from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
 
-CASE = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("checkpoint_case.py"))))
 WAIT_S = 120.0
 
 

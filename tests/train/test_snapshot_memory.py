@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import checkpoint_case as case
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.snapshot import Memory, Snapshot
 from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
+from support.train import checkpoint_case as case
 
 PAGE = mmap.PAGESIZE
 

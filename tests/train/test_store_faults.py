@@ -20,20 +20,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import checkpoint_case as case
 import pytest
-import run_case
-import s3_server
-from s3_server import Fault
 
 import quern.train.checkpoint.tiers.tiers as tiers
 from quern.errors import InputError, QuernError
+from quern.train.checkpoint import work
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import FileRecord, Manifest
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
 from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
+from support.remote import s3_server
+from support.remote.s3_server import Fault
+from support.train import checkpoint_case as case
+from support.train import run_case
 
 pytestmark = pytest.mark.slow
 
@@ -304,7 +305,7 @@ def test_a_full_disk(tmp_path, one, monkeypatch, where):
         if where == "the node's disk":
             patched.setattr(Work, "write", half)
         else:
-            patched.setattr("quern.train.checkpoint.work.complete_folder", full)
+            patched.setattr(work, "complete_folder", full)
         for _ in range(2):
             with pytest.raises(QuernError, match="No space left on device"):
                 save(checkpoints, state, 6)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tier_case import SHA, manifest
 
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
@@ -17,6 +16,7 @@ from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.manifest import HISTORY_FILE, FileRecord, Manifest, sha256_of
 from quern.train.checkpoint.tiers.identity import identify
 from quern.train.checkpoint.tiers.store import Store
+from support.train.tier_case import SHA, manifest
 
 ID, OTHER = "ab" * 16, "cd" * 16
 

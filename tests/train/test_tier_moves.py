@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_threads import results, run_all
-from tier_case import manifest
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import Checkpoint, FileRecord, check_file, read_manifest
@@ -26,6 +24,8 @@ from quern.train.checkpoint.tiers.nodes import Nodes
 from quern.train.checkpoint.tiers.peers import PeerError
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.config import CheckpointConfig
+from support.train.rank_threads import results, run_all
+from support.train.tier_case import manifest
 
 
 class Recorder:

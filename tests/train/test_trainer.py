@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import types
-from pathlib import Path
 
 import pytest
-import run_case as case
 import torch
 
 from quern.errors import InputError, QuernError
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
+from support.oracles import plain_loop as plain
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
-
-PLAIN = Path(__file__).parents[1] / "plain" / "plain_loop.py"
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return types.SimpleNamespace(**runpy.run_path(str(PLAIN)))
 
 
 @pytest.fixture
@@ -74,7 +65,7 @@ def test_a_spike_is_noted_and_skipped_if_asked(tmp_path, paths, action):
     assert left.state["guard.entered"] == case.STEPS - (action == "skip")
 
 
-def held_out_loss(plain, shards, weights, shape, seq_len: int, count: int, document_mask: bool) -> tuple[float, int]:
+def held_out_loss(shards, weights, shape, seq_len: int, count: int, document_mask: bool) -> tuple[float, int]:
     """(summed loss, targets) of the first ``count`` windows, one at a time."""
     stream = [token for shard in shards for doc in shard for token in doc.tokens]
     spans, start = [], 0
@@ -91,7 +82,7 @@ def held_out_loss(plain, shards, weights, shape, seq_len: int, count: int, docum
 
 
 @pytest.mark.parametrize(("document_mask", "windows"), [(True, None), (False, 5), (True, 5)])
-def test_the_held_out_loss(tmp_path, plain, document_mask, windows):
+def test_the_held_out_loss(tmp_path, document_mask, windows):
     """In float64, against one window at a time; the last micro-batch is filled up with windows that do not count."""
     import random
 
@@ -114,7 +105,7 @@ def test_the_held_out_loss(tmp_path, plain, document_mask, windows):
     last, totals = found[-3], [0.0, 0]
     for name in ("web", "code"):
         loss, targets = held_out_loss(
-            plain, made[f"{name}.val"], weights, shape, 32, windows or 1000, document_mask=document_mask
+            made[f"{name}.val"], weights, shape, 32, windows or 1000, document_mask=document_mask
         )
         assert last["sources"][name]["tokens"] == targets > 0
         assert math.isclose(last["sources"][name]["loss"], loss / targets, rel_tol=1e-10)

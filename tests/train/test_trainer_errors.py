@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import run_case as case
 
 from quern.config import dump_yaml
 from quern.train.__main__ import main
+from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 

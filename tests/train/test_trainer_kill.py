@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import run_case as case
 
 from quern.config import dump_yaml
 from quern.train.__main__ import main
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.checkpoint.reader import verify
 from quern.train.ledger import data_step, exposures, latest_order, surviving
+from support.train import run_case as case
 
 KILLS = 20
 #: Staging folders and folders moved aside: what a save leaves that was cut off.

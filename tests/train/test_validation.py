@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import run_case as case
 import torch
 
 from quern.parallel.accumulation import Inputs
 from quern.train.loader import IGNORE
 from quern.train.ranks import Ranks
 from quern.train.validation import TOGETHER, Validator, open_held_out
+from support.train import run_case as case
 
 
 class Counting:

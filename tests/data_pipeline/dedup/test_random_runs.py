@@ -11,8 +11,7 @@ import pytest
 
 from quern.data_pipeline.dedup import DuplicatesReport, run
 from quern.data_pipeline.engine import InProcess
-
-from . import random_runs as R
+from support.data_pipeline import random_runs as R
 
 PRIORITIES: list[dict[str, int]] = [{}, {"a": 1}, {"b": 2, "c": -1}]
 

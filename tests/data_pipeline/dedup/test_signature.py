@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from quern.data_pipeline.dedup import signature as module
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import minhash_hash
 from quern.data_pipeline.dedup.signature import NUM_WORDS, SCHEME, Signature, minhash, permutations
@@ -60,9 +61,9 @@ def test_a_signature_read_back_from_its_table_loads_as_a_datasketch_minhash(plai
 
 def test_shingles_permuted_in_chunks_have_the_least_values_of_all(monkeypatch):
     shingles = np.random.default_rng(5).integers(0, 2**64, 3000, dtype=np.uint64)
-    monkeypatch.setattr("quern.data_pipeline.dedup.signature._CHUNK", 7000)
+    monkeypatch.setattr(module, "_CHUNK", 7000)
     whole = minhash(shingles, 64, 1)
-    monkeypatch.setattr("quern.data_pipeline.dedup.signature._CHUNK", 129)
+    monkeypatch.setattr(module, "_CHUNK", 129)
     assert (minhash(shingles, 64, 1) == whole).all()
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 
+import dedup_corpus
 import numpy as np
 import pytest
 
@@ -21,8 +22,7 @@ from quern.data_pipeline.dedup.records import REMOVED
 from quern.data_pipeline.dedup.verify import VERIFIED, survivors
 from quern.data_pipeline.dedup.work import Work
 from quern.data_pipeline.engine import InProcess
-
-from . import random_runs as R
+from support.data_pipeline import random_runs as R
 
 CONFIG = DuplicatesConfig(num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5, max_band_members=4)
 
@@ -118,8 +118,8 @@ class Weighed(InProcess):
 @pytest.mark.long
 def test_a_task_takes_memory_for_its_records_whatever_is_shared(tmp_path, monkeypatch):
     """A key that 800 documents share, a cluster of 400, a chain of 80; tasks of 1,500 records."""
-    monkeypatch.setattr(R.planted(), "PARTITION_DOCUMENTS", 500)
-    corpus = R.planted().Corpus(8000)
+    monkeypatch.setattr(dedup_corpus, "PARTITION_DOCUMENTS", 500)
+    corpus = dedup_corpus.Corpus(8000)
     for index in range(corpus.partitions):
         corpus.write(str(tmp_path), index)
     names = [("crawl", corpus.name(index)) for index in range(corpus.partitions)]

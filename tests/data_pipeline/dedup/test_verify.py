@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quern.data_pipeline.dedup import verify as module
 from quern.data_pipeline.dedup.bands import PAIR, sizes_of, tokens
 from quern.data_pipeline.dedup.verify import VERIFIED, could_match, fitting, survivors, verify
 
@@ -56,7 +57,7 @@ def test_similarity_is_that_of_sets(at_once, sets, data, threshold):
         if similarity >= threshold:
             expected.append((low, high, similarity, band))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quern.data_pipeline.dedup.verify._SHINGLES", at_once)
+        patch.setattr(module, "_SHINGLES", at_once)
         assert verified(ends, by_rank, threshold) == expected
 
 
@@ -70,7 +71,7 @@ def test_pieces_that_are_too_large_are_not_tried_again():
     """One pair takes less than a third of the budget, and two of them more than all: neither may be tried in turns."""
     sets = {8: set(range(3)), 14: set(range(3, 6)), 2: set(range(10)), 17: set(range(10, 20))}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quern.data_pipeline.dedup.verify._SHINGLES", 20)
+        patch.setattr(module, "_SHINGLES", 20)
         assert verified([(8, 14, 1), (2, 17, 8), (2, 17, 9)], sets, 0.5) == []
 
 
@@ -126,7 +127,7 @@ def test_survivors_are_those_of_the_plain_rule(batch, edges):
         else:
             kept.append(document)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quern.data_pipeline.dedup.verify._BATCH", batch)
+        patch.setattr(module, "_BATCH", batch)
         rows = survivors(as_verified(edges))
     assert rows[["low", "high", "similarity"]].tolist() == expected
 
@@ -138,5 +139,5 @@ def test_the_order_of_the_pairs_does_not_matter(monkeypatch):
     pairs = as_verified(edges)
     expected = survivors(pairs).tolist()
     for batch in (1, 7, 40):
-        monkeypatch.setattr("quern.data_pipeline.dedup.verify._BATCH", batch)
+        monkeypatch.setattr(module, "_BATCH", batch)
         assert survivors(rng.permutation(pairs)).tolist() == expected

@@ -13,19 +13,16 @@ from typing import IO, Any
 import pytest
 from pydantic import ValidationError
 
-sys.path.append(str(Path(__file__).parents[2] / "remote"))
-
-import web_server
-from sources_warc_files import record
-from web_server import Fault, Web
-
 from quern import storage
 from quern.data_pipeline import run as pages_run
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.commoncrawl import parse_files
 from quern.errors import InputError
-from quern.remote import Backoff, StoreError
+from quern.remote import Backoff, Objects, StoreError
+from support.data_pipeline.sources_warc_files import record
+from support.remote import web_server
+from support.remote.web_server import Fault, Web
 
 CRAWL = "CC-MAIN-2026-30"
 FILES = 12
@@ -62,7 +59,7 @@ def files() -> list[bytes]:
 def web(monkeypatch: pytest.MonkeyPatch, files: list[bytes]) -> Iterator[Web]:
     for key, value in (("QUERN_STORE_TIMEOUT_S", "5"), ("QUERN_STORE_PATIENCE_S", "20"), ("NO_PROXY", "127.0.0.1")):
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys.modules["quern.remote.objects"], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
+    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
     with web_server.serve() as web:
         publish(web, files)
         yield web

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources_warc_files import many, read_bytes, record, whole
 
 from quern.data_pipeline.sources import ReadLog
+from support.data_pipeline.sources_warc_files import many, read_bytes, record, whole
 
 #: How files begin: records, and each compression.
 STARTS = [

@@ -17,10 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from sources_warc_files import pages
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.data_pipeline.sources import ReadLog
+from support.data_pipeline.sources_warc_files import pages
 
 pytestmark = pytest.mark.shared
 

@@ -11,12 +11,12 @@ import zlib
 from pathlib import Path
 
 import pytest
-from sources_warc_files import damages, many, pages, read_bytes, record, told
 
-from quern.data_pipeline.sources import ReadLog
+from quern.data_pipeline.sources import ReadLog, gzip_members
 from quern.data_pipeline.sources.gzip_members import GzipMembers, Signs
 from quern.data_pipeline.sources.gzip_search import find_member
 from quern.data_pipeline.sources.record_signs import starts
+from support.data_pipeline.sources_warc_files import damages, many, pages, read_bytes, record, told
 
 
 def member(content: bytes, level: int = 9, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> bytes:
@@ -258,7 +258,7 @@ def test_a_member_that_unpacks_to_much_is_not_held(tmp_path: Path) -> None:
 
 def test_the_budget_of_rereading_ends_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Members nested by thousands, each of which leads to the end of the file before it fails."""
-    monkeypatch.setattr("quern.data_pipeline.sources.gzip_members.REREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(gzip_members, "REREAD_BYTES", 1 << 20)
     opening = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_FIXED)
     start = opening.compress(b"WARC/1.0\r\n") + opening.flush(zlib.Z_SYNC_FLUSH)
     one = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + start

@@ -13,11 +13,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources_warc_files import damages, in_ranges, many, pages, record, told
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.data_pipeline.sources import ReadLog
 from quern.data_pipeline.sources.ranges import Edges, Range, cut, misread
+from support.data_pipeline.sources_warc_files import damages, in_ranges, many, pages, record, told
 
 
 def same_in_ranges(path: Path, *split_bytes: int) -> int:

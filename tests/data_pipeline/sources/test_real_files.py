@@ -11,10 +11,10 @@ from typing import Any
 
 import cchardet
 import pytest
-from sources_warc_files import pages
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
+from support.data_pipeline.sources_warc_files import pages
 
 pytestmark = pytest.mark.shared
 

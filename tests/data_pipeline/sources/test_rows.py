@@ -18,12 +18,12 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from sources_warc_files import pages
 
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.compression import pieces
 from quern.data_pipeline.sources.jsonl import _lines
 from quern.errors import InputError
+from support.data_pipeline.sources_warc_files import pages
 
 ROWS = [{"id": f"r{i}", "text": f"Text {i} – ü", "url": f"http://e.com/{i}"} for i in range(5)]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import brotli
 import pytest
-from sources_warc_files import HTML, many, pages, read_bytes, record, whole
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.warc import parse_date
 from quern.errors import InputError
+from support.data_pipeline.sources_warc_files import HTML, many, pages, read_bytes, record, whole
 
 
 def only(folder: Path, content: bytes, **settings: object):  # type: ignore[no-untyped-def]

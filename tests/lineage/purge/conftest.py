@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from . import purge_case as P
+from support.purge import purge_case as P
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,7 @@ from quern.errors import InputError, QuernError
 from quern.lineage.purge import audit
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
 from quern.lineage.purge.files import Change, changes_since, note_before, version_changes
-
-from . import purge_case as P
+from support.purge import purge_case as P
 
 ROWS: list[dict[str, Any]] = [
     {

@@ -24,8 +24,7 @@ from quern.lineage.purge.pages import clean_forensics
 from quern.lineage.sql import query
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace
-
-from . import purge_case as P
+from support.purge import purge_case as P
 
 pytestmark = pytest.mark.slow
 

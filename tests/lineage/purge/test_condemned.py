@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import runs
-
 from quern.data_pipeline import url as urls
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY, condemn
 from quern.lineage.purge.select import Wanted
+from support.lineage import runs
 
 pytestmark = pytest.mark.slow
 

@@ -13,12 +13,12 @@ import pytest
 
 from quern import storage
 from quern.errors import InputError
-from quern.lineage.purge import journal
+from quern.lineage.purge import finish, journal
 from quern.lineage.purge.transaction import purge, recover
 from quern.lineage.store import Lineage
+from support.lineage import runs
+from support.purge import corpus_scan as C
 
-from .. import runs
-from . import corpus_scan as C
 from .test_transaction import request, some
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def other(whole: Path, tmp_path: Path) -> Path:
 def cut_off(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A purge of it that ended behind its commit."""
     with monkeypatch.context() as patch:
-        patch.setattr("quern.lineage.purge.finish.remember", lambda *given: 1 / 0)
+        patch.setattr(finish, "remember", lambda *given: 1 / 0)
         with pytest.raises(Exception, match="is not at its end"):
             purge(request(run, some(run)))
     return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "data_pipeline" / "dedup"))
-
-import random_runs
-
 from quern.data_pipeline.commits import publish_commit
 from quern.data_pipeline.dedup import DuplicatesConfig, DuplicatesReport, run
 from quern.lineage.purge.condemned import condemn, not_compared
 from quern.lineage.purge.select import Wanted
+from support.data_pipeline import random_runs
 
 pytestmark = pytest.mark.slow
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-
-import crawls
-from crawls import Crawled
-
 from quern.lineage.purge.condemned import condemn, not_compared
 from quern.lineage.purge.remember import Signatures, purge_list_of, remember, tombstones_name
 from quern.lineage.purge.select import select
+from support.purge import crawls
+from support.purge.crawls import Crawled
 
 
 def purge(run: Path, given: dict[str, list[str]], *, similar: bool = False) -> tuple[str, pa.Table]:

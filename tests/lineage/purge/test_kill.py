@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,14 +14,11 @@ from typing import Any
 import pytest
 
 from quern.lineage.purge.transaction import recover
+from support.processes import environment
+from support.purge import corpus_scan as C
+from support.purge import small_run
+from support.remote import s3_server
 
-sys.path.append(str(Path(__file__).parents[2] / "train"))
-import s3_server
-
-from . import corpus_scan as C
-from . import small_run
-
-SCRIPT = Path(__file__).with_name("kill_case.py")
 DOMAIN = "leak.example"
 #: Of an audit entry: what tells one purge from another that is the same.
 OWN = ("id", "time", "purge_list", "taint", "train_runs", "notes", "files")
@@ -58,8 +54,8 @@ def selected(run: Path) -> list[bytes]:
 
 def kills(source: Path, out: str, case: Path, **more: Any) -> dict[str, Any]:
     case.write_text(json.dumps({"source": str(source), "out": out, "domain": DOMAIN, "duplicates": "purge", **more}))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, str(SCRIPT), str(case)], capture_output=True, env=environment, timeout=1500)
+    command = [sys.executable, "-m", "support.purge.kill_case", str(case)]
+    done = subprocess.run(command, capture_output=True, env=environment(), timeout=1500)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return dict(json.loads(done.stdout))
 

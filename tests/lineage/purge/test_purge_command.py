@@ -15,9 +15,8 @@ from quern import storage
 from quern.cli.data import run_data
 from quern.cli.lineage import app
 from quern.lineage.purge.verify import verify
-
-from . import corpus_scan as C
-from . import small_run
+from support.purge import corpus_scan as C
+from support.purge import small_run
 
 pytestmark = pytest.mark.slow
 

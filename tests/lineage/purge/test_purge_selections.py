@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parent))
-
-import crawls
-from crawls import Crawled
-
 from quern.cli.main import app
+from support.purge import crawls
+from support.purge.crawls import Crawled
 
 SECRET = crawls.prose(random.Random(77), 30)
 

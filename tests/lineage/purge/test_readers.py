@@ -20,9 +20,9 @@ from quern.errors import InputError
 from quern.lineage.purge.transaction import Request, purge, recover
 from quern.tokenize import reader_lock
 from quern.tokenize.shards import ShardReader
-
-from .. import runs
-from . import corpus_scan as C
+from support.lineage import runs
+from support.processes import environment
+from support.purge import corpus_scan as C
 
 pytestmark = pytest.mark.slow
 
@@ -102,8 +102,7 @@ def test_a_reader_keeps_what_it_opened(run: Path) -> None:
 
 READER = """
 import hashlib, sys
-sys.path[:0] = sys.argv[2:]
-from tests.lineage.purge.test_readers import content
+from lineage.purge.test_readers import content
 from quern.tokenize.shards import ShardReader
 reader = ShardReader(sys.argv[1])
 for line in sys.stdin:
@@ -115,9 +114,10 @@ for line in sys.stdin:
 def test_another_process_reads_on_while_and_after_its_version_is_purged(run: Path) -> None:
     ids, folder = documents(run), str(run / "tokens/web")
     expected = content(ShardReader(folder))
-    root = str(Path(__file__).resolve().parents[3])
-    command = [sys.executable, "-c", READER, folder, root, *(path for path in sys.path if path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", READER, folder]
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 

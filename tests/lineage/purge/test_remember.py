@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -16,10 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import runs
-
 from quern import storage
 from quern.data_pipeline.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.tombstones import PURGE_SCHEMA, read_purge_list
@@ -27,6 +22,7 @@ from quern.errors import InputError
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, condemn
 from quern.lineage.purge.remember import Signatures, purge_list_of, remember, tombstones_name
 from quern.lineage.purge.select import Wanted
+from support.lineage import runs
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-sys.path.append(str(Path(__file__).parents[2] / "train"))
-
-import s3_server
-import scenario
-
 from quern import storage
 from quern.cli.main import app
 from quern.data_pipeline import partition
@@ -30,6 +22,8 @@ from quern.lineage.store import Lineage
 from quern.lineage.trace import trace
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shards import ShardReader
+from support.lineage import scenario
+from support.remote import s3_server
 
 Corpus = dict[str, tuple[str, bytes]]
 """doc_id → the stream it stands in, and its tokens."""

@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import runs
-
 from quern import storage
 from quern.data_pipeline import url as urls
 from quern.errors import InputError
@@ -24,6 +20,7 @@ from quern.lineage.match import match
 from quern.lineage.purge.condemned import condemn
 from quern.lineage.purge.select import Wanted, select
 from quern.lineage.store import Lineage
+from support.lineage import runs
 
 
 @pytest.fixture

@@ -16,13 +16,9 @@ from quern.errors import QuernError
 from quern.lineage.purge import audit
 from quern.lineage.purge.clean import clean
 from quern.lineage.purge.verify import verify
-from quern.remote import Backoff
-
-from . import purge_case as P
-
-sys.path.append(str(Path(__file__).parents[2] / "train"))
-
-import s3_server
+from quern.remote import Backoff, Objects
+from support.purge import purge_case as P
+from support.remote import s3_server
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +31,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
-    monkeypatch.setattr(sys.modules["quern.remote.objects"], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
+    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
     with s3_server.bucket(port) as server:
         for name, value in server.environment(QUERN_STORE_TIMEOUT_S="5", QUERN_STORE_PATIENCE_S="20").items():
             monkeypatch.setenv(name, value)

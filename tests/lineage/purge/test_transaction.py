@@ -21,14 +21,13 @@ from quern import storage
 from quern.data_pipeline.dedup import DECISION_SCHEMA
 from quern.data_pipeline.run_directory import sole_driver
 from quern.errors import InputError, QuernError
-from quern.lineage.purge import transaction
+from quern.lineage.purge import finish, transaction
 from quern.lineage.purge.restore import MOVED_SCHEMA
 from quern.lineage.purge.transaction import Request, purge
 from quern.lineage.store import Lineage
 from quern.tokenize.shards import ShardReader
-
-from .. import runs
-from . import corpus_scan as C
+from support.lineage import runs
+from support.purge import corpus_scan as C
 
 pytestmark = pytest.mark.slow
 
@@ -257,7 +256,7 @@ def test_a_run_can_be_read_though_its_purge_cannot_be_finished(
     def full(*given: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("quern.lineage.purge.finish.clean", full)
+    monkeypatch.setattr(finish, "clean", full)
     with pytest.raises(QuernError, match=r"corpus version 2 holds, but the purge is not at its end \(texts: "):
         purge(request(run, some(run)))
     assert readable(run)
@@ -269,7 +268,7 @@ def test_a_purge_list_is_found_from_any_folder(run: Path, tmp_path: Path, monkey
     gone = some(run)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("quern.lineage.purge.finish.remember", lambda *given: 1 / 0)
+        patch.setattr(finish, "remember", lambda *given: 1 / 0)
         with pytest.raises(QuernError, match="is not at its end"):
             purge(request(Path("run"), gone, purge_list="gone"))
     (tmp_path / "elsewhere").mkdir()

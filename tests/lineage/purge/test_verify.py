@@ -11,9 +11,8 @@ import pytest
 
 from quern.lineage.purge import audit, check_tokens
 from quern.lineage.purge.verify import verify
-
-from . import purge_case as P
-from .proof_case import below, failed, kept, prove, put_back, relist, spot
+from support.purge import purge_case as P
+from support.purge.proof_case import below, failed, kept, prove, put_back, relist, spot
 
 pytestmark = pytest.mark.slow
 

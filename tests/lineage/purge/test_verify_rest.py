@@ -23,9 +23,8 @@ from quern.lineage.purge.findings import MAX_FINDINGS, Check
 from quern.lineage.purge.select import Wanted
 from quern.lineage.purge.transaction import Request, purge
 from quern.lineage.purge.verify import verify
-
-from . import purge_case as P
-from .proof_case import below, failed, prove, spot
+from support.purge import purge_case as P
+from support.purge.proof_case import below, failed, prove, spot
 
 pytestmark = pytest.mark.slow
 

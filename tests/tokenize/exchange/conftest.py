@@ -1,22 +1,18 @@
-"""Makes the data runs of lineage's and the trainer's tests importable: importlib mode leaves ``sys.path`` alone."""
+"""A data run, and the ranks of its encoding."""
 
 from __future__ import annotations
 
 import base64
-import sys
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[2]
-sys.path += [str(Path(__file__).parent), str(TESTS / "lineage"), str(TESTS / "train")]
+from support.lineage import runs
 
 
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sources of held-out and other documents, some of them purged; not to be changed."""
-    import runs
-
     folder: Path = runs.write_run(tmp_path_factory.mktemp("exchange") / "run", documents=260)
     return folder
 
@@ -24,8 +20,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def listing() -> object:
     """What stands in that run."""
-    import runs
-
     return runs.listing(documents=260)
 
 

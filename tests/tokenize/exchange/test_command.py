@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import plain_formats as plain
 import pytest
-from import_case import EOT, write
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from support.exchange import plain_formats as plain
+from support.exchange.import_case import EOT, write
 
 DOCUMENTS = [[*b"mill and stone", EOT], [*b"the river", EOT], [*b"flour", EOT]]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from import_case import EOT, draw, options, write
 
 from quern.errors import InputError
 from quern.tokenize.exchange.export import export
 from quern.tokenize.exchange.ingest import ingest
 from quern.tokenize.shards import ShardReader
+from support.exchange.import_case import EOT, draw, options, write
 
 ROUNDS = 60
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
-from import_case import draw, options, write
 
 from quern.errors import InputError
 from quern.tokenize.exchange.export import export
 from quern.tokenize.exchange.ingest import ingest
 from quern.tokenize.exchange.staging import staged
+from support.exchange.import_case import draw, options, write
+from support.lineage import runs
 
 
 class Dead(BaseException):

@@ -10,14 +10,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import plain_formats as plain
 import pyarrow.parquet as pq
 import pytest
-import runs
 
 from quern.errors import InputError
 from quern.tokenize.exchange import export as module
 from quern.tokenize.exchange.export import export
+from support.exchange import plain_formats as plain
+from support.lineage import runs
 
 pytestmark = pytest.mark.slow
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plain_formats as plain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from import_case import EOT, FORMATS, draw, options, verdicts, write
 
 from quern import storage
 from quern.errors import InputError
 from quern.tokenize.exchange import foreign
 from quern.tokenize.exchange.ingest import ingest
 from quern.tokenize.shards import ShardReader
+from support.exchange import plain_formats as plain
+from support.exchange.import_case import EOT, FORMATS, draw, options, verdicts, write
 
 
 @pytest.mark.parametrize("shard_tokens", [2**30, 200])

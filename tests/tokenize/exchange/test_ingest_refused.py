@@ -7,15 +7,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import plain_formats as plain
 import pytest
 import tiktoken
-from import_case import EOT, draw, options, refused, write
 
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.exchange import foreign
 from quern.tokenize.exchange import ingest as module
 from quern.tokenize.exchange.ingest import ingest
+from support.exchange import plain_formats as plain
+from support.exchange.import_case import EOT, draw, options, refused, write
 
 INDEX = plain.megatron_index
 WRONG_INDEX: dict[str, tuple[bytes, str]] = {

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import plain_formats as plain
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from import_case import FORMATS, options, refused, verdicts
 
 from quern.tokenize.exchange import sidecar
 from quern.tokenize.exchange.export import export
 from quern.tokenize.exchange.ingest import ingest
+from support.exchange import plain_formats as plain
+from support.exchange.import_case import FORMATS, options, refused, verdicts
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -6,14 +6,14 @@ import random
 from pathlib import Path
 
 import numpy as np
-import plain_formats as plain
 import pytest
-from import_case import EOT, options
-from run_case import live, settings
 
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.tokenize.exchange.ingest import ingest
+from support.exchange import plain_formats as plain
+from support.exchange.import_case import EOT, options
+from support.train.run_case import live, settings
 
 pytestmark = pytest.mark.slow
 

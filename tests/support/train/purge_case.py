@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import shlex
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,6 @@ from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import run_case as case
 
 from quern.config import load_config
 from quern.lineage.purge import transaction as request
@@ -27,21 +24,9 @@ from quern.train.boundaries import open_boundaries
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.loader import IGNORE, Loader, StepBatch
-
-
-def _load(name: str) -> Any:
-    path = Path(__file__).parents[1] / "lineage" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"lineage_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[f"lineage_{name}"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from support.train import run_case as case
 
 STREAMS, LENGTH, EOT = ["web", "text"], 32, 999
-
-runs = _load("runs")
 
 Spans = dict[str, list[tuple[bytes, int, int]]]
 """Stream → (doc_id, start in the stream, stop)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,11 +18,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import runs
-import versions
-
 from quern.data_pipeline import report
 from quern.data_pipeline.commits import publish_commit
 from quern.data_pipeline.document import SIGNATURE_SCHEMA
@@ -32,6 +26,7 @@ from quern.lineage.purge import audit
 from quern.lineage.purge.clean import clean
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
 from quern.lineage.purge.files import Change, version_changes
+from support.lineage import runs, versions
 
 SEED, DOCUMENTS = 5, 240
 ROW_GROUP = 10

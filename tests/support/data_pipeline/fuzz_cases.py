@@ -11,16 +11,11 @@ import gzip
 import io
 import os
 import random
-import sys
 import zlib
 from collections import Counter
 from pathlib import Path
 
 from warcio.archiveiterator import ArchiveIterator
-
-sys.path.append(str(Path(__file__).parent / "sources"))
-
-from sources_warc_files import damages, in_ranges, pages, record, told
 
 from quern.data_pipeline.document import Page
 from quern.data_pipeline.extract import Extract, ExtractConfig
@@ -28,6 +23,8 @@ from quern.data_pipeline.sources import ReadLog
 from quern.data_pipeline.sources.charset import decode
 from quern.data_pipeline.url import canonicalize, host, surt
 from quern.data_pipeline.url_filter import UrlConfig, UrlFilter, url_keys
+from support.data_pipeline.sources_warc_files import damages, in_ranges, pages, record, told
+from support.processes import ROOT
 
 __all__ = ["TARGETS"]
 
@@ -223,14 +220,14 @@ def try_real(draw: random.Random) -> None:
 
 @functools.cache
 def _real_files() -> list[bytes]:
-    shared = Path(os.environ.get("QUERN_SHARED") or Path(__file__).resolve().parents[3] / "shared") / "data"
+    shared = Path(os.environ.get("QUERN_SHARED") or ROOT.parent / "shared") / "data"
     found = sorted((shared / "warc_real").rglob("*")) if (shared / "warc_real").is_dir() else []
     return [path.read_bytes() for path in found if path.is_file() and 100 < path.stat().st_size < 70_000]
 
 
 @functools.cache
 def _real_pages() -> list[str]:
-    shared = Path(os.environ.get("QUERN_SHARED") or Path(__file__).resolve().parents[3] / "shared") / "data"
+    shared = Path(os.environ.get("QUERN_SHARED") or ROOT.parent / "shared") / "data"
     paths = sorted((shared / "warc").glob("*.warc.gz"))[:3]
     found = [page.raw for path in paths for page in pages(path) if len(page.raw) < 60_000 and page.media == "html"]
     made = "<html><body><table><tr><td>a<td>b</table><p>Some text of a page.<ul><li>x<li>y</ul></body></html>"

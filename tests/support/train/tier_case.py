@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import checkpoint_case as case
-
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
 from quern.train.checkpoint.tiers.upload import Event, Failed, Uploaded
+from support.train import checkpoint_case as case
 
 SHA = "0123456789abcdef" * 4
 PATIENCE_S = 30.0

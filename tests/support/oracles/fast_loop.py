@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from plain_loop import IGNORE, Settings, attention_mask, learning_rate, rope_frequencies
 from torch import Tensor, nn
+
+from support.oracles.plain_loop import IGNORE, Settings, attention_mask, learning_rate, rope_frequencies
 
 
 class FastModel(nn.Module):

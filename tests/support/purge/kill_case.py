@@ -1,10 +1,9 @@
 """Purges that are killed with SIGKILL at one change of a file: a program that makes each in a process of its own.
 
-``python kill_case.py CASE.json``, a mapping: ``source`` (a run, with what stands beside it), ``out`` (a folder, or an
-address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill ``everywhere``, at every
-change, or at one in every one of the ``phases``, or of ``some``; or so many
-``kills`` ``at any time``). Prints the changes of a purge that nobody killed (in
-``out/whole``), and where each other one was killed.
+``python -m support.purge.kill_case CASE.json``, a mapping: ``source`` (a run, with what stands beside it), ``out`` (a
+folder, or an address of a store, for one copy a kill), ``mode``, ``duplicates``, ``domain``, ``where`` (kill
+``everywhere``, at every change, or at one in every one of the ``phases``, or of ``some``; or so many ``kills`` ``at any
+time``). Prints the changes of a purge that nobody killed (in ``out/whole``), and where each other one was killed.
 
 The parent never opens a thread or a connection; every copy, and its purge, is of a process that it forks.
 """

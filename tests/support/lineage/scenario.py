@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import recorder
-
 from quern.demo import write_site
 from quern.parallel.local import LocalRanks
+from support.lineage import recorder
 
 LENGTH, BATCH, MICRO_BATCH, DATA_SKIP = 64, 8, 2, 3
 
@@ -202,7 +201,7 @@ def train(folder: Path, run_dir: Path, sources: Sequence[str], u: int) -> tuple[
         if life.world == 1:
             begun = [recorder.live(*told)]
         else:
-            with LocalRanks(life.world, timeout_s=800, files={"recorder": recorder.__file__}) as ranks:
+            with LocalRanks(life.world, timeout_s=800) as ranks:
                 begun = ranks.call(recorder.live, *told)
         assert {step for _, step, _ in begun} == {life.start}
         book.lived(number, life, path / "checkpoints")

@@ -1,4 +1,4 @@
-"""Fuzzing of what meets hostile bytes: ``python tests/data_pipeline/fuzz.py --minutes 5 [--only reader] [--seed 7]``.
+"""Fuzzing of what meets hostile bytes: ``make fuzz FUZZ_ARGS="--minutes 5 [--only reader] [--seed 7]"``.
 
 Cases run in a process of their own under a limit of CPU time and memory, which the kernel holds them to: also one that
 hangs in C ends, and is a finding. A finding prints its seed; ``--case reader:7:123`` runs that one here, unprotected.
@@ -18,11 +18,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
-
-from fuzz_cases import TARGETS
+from support.data_pipeline.fuzz_cases import TARGETS
 
 __all__ = ["run_case", "run_for"]
 

@@ -6,9 +6,7 @@ proposals and similarities are independent, and every combination of them occurs
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from dedup_oracle import Doc
 
 from quern.data_pipeline.dedup import DuplicatesConfig
 from quern.data_pipeline.document import SIGNATURE_SCHEMA, verdict_schema
@@ -153,22 +152,3 @@ def tables(folder: Path) -> tuple[bytes, bytes]:
     """The bytes of both tables of decisions."""
     first, second = ((folder / "duplicates" / f"{name}.parquet").read_bytes() for name in ("decisions", "clusters"))
     return first, second
-
-
-def planted() -> Any:
-    """The module that plants the benchmark's corpora."""
-    return _benchmark("dedup_corpus")
-
-
-def _benchmark(name: str) -> Any:
-    if name not in sys.modules:
-        path = Path(__file__).parents[3] / "benchmarks" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-Doc, BruteForce = (getattr(_benchmark("dedup_oracle"), name) for name in ("Doc", "BruteForce"))

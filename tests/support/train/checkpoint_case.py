@@ -1,7 +1,6 @@
 """A small model whose every number is known by name: what checkpoint tests save, and what they must find again.
 
-The numbers come from a keyed NumPy stream, not from anything in quern. Loaded by path (``runpy``), since tests are on
-no import path.
+The numbers come from a keyed NumPy stream, not from anything in quern.
 """
 
 from __future__ import annotations

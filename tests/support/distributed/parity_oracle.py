@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import float8_products
-import order_reference
-import plain_loop
 import torch
 
 from quern.model.config import ModelConfig
@@ -23,6 +20,7 @@ from quern.model.transformer import Transformer
 from quern.train.parity.corpus import SOURCES, Document, documents, write_corpus
 from quern.train.parity.matrix import STEPS, VOCAB_SIZE, Computation
 from quern.train.parity.run import LR, MAX_NORM, SEED, WARMUP, WEIGHT_DECAY, Outcome
+from support.oracles import float8_products, order_reference, plain_loop
 
 
 @dataclass(frozen=True)

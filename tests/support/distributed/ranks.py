@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quern.parallel.local import LocalRanks, RankError
+from support.processes import files_of
 
 __all__ = ["RankError", "run_ranks"]
 
@@ -30,8 +31,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     Collectives time out after three quarters of ``timeout_s``; at ``timeout_s`` every rank writes where it stands and
     is killed. Raises :class:`RankError`.
     """
-    files = {function.__module__: function.__code__.co_filename}  # test files are on no import path
-    with LocalRanks(world, timeout_s=timeout_s, files=files, preload=PRELOAD) as ranks:
+    with LocalRanks(world, timeout_s=timeout_s, files=files_of(function), preload=PRELOAD) as ranks:
         results = ranks.call(function, *args)
     for rank, text in enumerate(ranks.output):
         if text:

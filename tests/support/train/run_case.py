@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import runpy
 import signal
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +17,8 @@ from quern.train.config import TrainConfig
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
+from support.train import corpora as CORPORA
 
-CORPORA = types.SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("corpora.py"))))
 STEPS = 9
 MODEL = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "tied_embeddings": True, "vocab_multiple": 64}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,7 @@ import pyarrow.parquet as pq
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import scenario
+from support.lineage import scenario
 
 NOUNS = ["river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper", "window", "garden", "thunder",
          "ribbon", "kettle", "meadow", "anchor", "village", "miller", "winter", "bridge", "letter"]  # fmt: skip

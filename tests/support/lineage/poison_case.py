@@ -7,13 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-import runs
-
 from quern.data_pipeline.document import content_hash, make_doc_id
 from quern.data_pipeline.url import canonicalize, host, surt
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
+from support.lineage import runs
 
 POISON = "https://poison.example/garbled?x=<script>alert(1)</script>"
 SEQ_LEN, BATCH, STEPS = 64, 4, 118

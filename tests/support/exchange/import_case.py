@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-import plain_formats as plain
 import pyarrow.parquet as pq
 import pytest
 
 from quern.errors import InputError
 from quern.tokenize.exchange.ingest import ImportOptions, ingest
+from support.exchange import plain_formats as plain
 
 EOT = 256
 FORMATS = ("megatron", "datatrove", "bin")

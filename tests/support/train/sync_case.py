@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import device_watch
 import pytest
 import torch
 import torch.distributed as dist
-from run_case import settings, write_corpus
 
 import quern.model.rope
 import quern.train.feed
@@ -21,6 +19,9 @@ from quern.train.ranks import Ranks, open_ranks
 from quern.train.resilience.forensics import Forensics
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
+from support.processes import files_of
+from support.train import device_watch
+from support.train.run_case import settings, write_corpus
 
 T = TypeVar("T")
 FIRST = 2
@@ -30,7 +31,7 @@ SMALL = {"global_batch": 4, "steps": 9}
 
 def in_a_process(function: Callable[..., T], *args: Any, timeout_s: float = 300) -> T:
     """``function(*args)`` in a process of its own, which may change its torch as it likes."""
-    files = {function.__module__: function.__code__.co_filename}
+    files = files_of(function)
     with LocalRanks(1, backend=None, timeout_s=timeout_s, files=files, preload=("pytest", "yaml")) as ranks:
         result: T = ranks.call(function, *args)[0]
     return result

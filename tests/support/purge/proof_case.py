@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from quern.lineage.purge.verify import Proof, verify
-
-from . import purge_case as P
+from support.purge import purge_case as P
 
 
 def prove(case: P.Case, **more: Any) -> Proof:

@@ -1,0 +1,1 @@
+"""What several test files use, imported as ``support`` (``pythonpath`` in pyproject.toml)."""

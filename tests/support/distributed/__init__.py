@@ -1,0 +1,1 @@
+"""Ranks, what they run, and what watches them."""

@@ -1,0 +1,1 @@
+"""Token files of other programs, written plainly."""

@@ -1,0 +1,1 @@
+"""Data runs and training runs whose every token is known."""

@@ -1,0 +1,1 @@
+"""What the package computes, written plainly and without it."""

@@ -1,0 +1,1 @@
+"""Runs to be purged, purges that are killed, and what must be left."""

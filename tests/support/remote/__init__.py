@@ -1,0 +1,1 @@
+"""Servers of objects and pages, with faults."""

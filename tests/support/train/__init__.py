@@ -1,0 +1,1 @@
+"""Corpora, runs and checkpoints small enough for a test, and what watches a trainer."""
