@@ -4,7 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTEST  = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-TESTS  := test-fast test test-long test-all test-exhaustive
+TESTS  := test-fast test test-changed test-long test-all test-exhaustive durations
+# test-changed: what was changed since the commit at which all long tests were last seen green; or since SINCE.
+SINCE  ?= $(shell cat .ci/long-green)
 # With room for them in memory the tests' files are there: most of what tests of crashes wait for is fsync. Room is 8 GB
 # of the file system, 12 GB of the machine, and 16 GB of the control group, where there is one with a limit.
 FREE   := $(shell awk '/^MemAvailable:/ && $$2 >= 12000000 { print "yes" }' /proc/meminfo 2>/dev/null)
@@ -21,7 +23,7 @@ $(TESTS): export OMP_NUM_THREADS = 1
 # Rewriting the asserts of all tests is half of what collecting them takes: kept, where the shell says otherwise too.
 $(TESTS): export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test-fast test test-long test-all test-exhaustive fuzz lint format clean
+.PHONY: env demo test-fast test test-changed durations test-long test-all test-exhaustive fuzz lint format clean
 
 env: $(VENV)/.ready
 
@@ -40,6 +42,9 @@ test-fast: env
 test: env
 	$(PYTEST) -m "not long and not exhaustive"
 
+test-changed: env
+	$(PYTEST) -m "not exhaustive" --changed-since "$(SINCE)"
+
 test-long: env
 	$(PYTEST) -m "long and not exhaustive"
 
@@ -48,6 +53,10 @@ test-all: env
 
 test-exhaustive: env
 	$(PYTEST) -m "exhaustive"
+
+# How long each test takes, from which the order of files follows (tests/durations.json).
+durations: env
+	$(PYTEST) -m "not exhaustive" --record-durations
 
 # Hostile files, pages and URLs: make fuzz FUZZ_ARGS="--minutes 5 --only reader --seed 7"
 fuzz: env

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
 from support.impact import Sources, changed_since
 
 settings.register_profile("quern", deadline=None, print_blob=True)  # no test depends on how fast the machine is

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 import yaml
-from mutations.faults import Change, applied
 
+from mutations.faults import Change, applied
 from quern.parallel.local import PRELOAD
 
 HERE = Path(__file__).parent

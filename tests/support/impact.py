@@ -38,6 +38,8 @@ class Sources:
             for path in (root / folder).rglob("*.py")
         )
         self._modules = {_module(path): path for path in self._python}
+        # pytest finds the scripts of `benchmarks` by their own names (pyproject.toml, pythonpath)
+        self._modules |= {Path(path).stem: path for path in self._python if path.startswith("benchmarks/")}
         self._texts = {path: (root / path).read_text() for path in self._python}
 
     @property
@@ -115,8 +117,7 @@ class Sources:
         if path.startswith("tests/"):
             folders = [parent.as_posix() for parent in Path(path).parents]
             yield from (one for folder in folders if (one := f"{folder}/conftest.py") in self._texts)
-            words = set(re.findall(r"\w+", self._texts[path]))
-            if "benchmarks" in words:
+            if "benchmarks" in (words := set(re.findall(r"\w+", self._texts[path]))):  # a path to a script
                 yield from (one for one in self._python if one.startswith("benchmarks/") and Path(one).stem in words)
 
     def _files(self, dotted: str) -> Iterator[str]:

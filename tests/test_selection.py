@@ -1,0 +1,176 @@
+"""Which tests run: those that a change can break, a quarter of the others, and none whose time is over."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grimp
+import pytest
+
+from support.impact import Sources, changed_since
+from support.processes import TESTS
+
+ROOT = TESTS.parent
+FILES = {
+    "quern/__init__.py": "",
+    "quern/errors.py": "",
+    "quern/low.py": "def low(): ...\n",
+    "quern/high/__init__.py": "from .deep import deep\n",
+    "quern/high/deep.py": "def deep():\n    from ..low import low\n    return low\n",
+    "quern/high/rules.txt": "",
+    "quern/program.py": "import quern.errors\n",
+    "quern/commands/__init__.py": "",
+    "quern/commands/main.py": "import importlib\nrun = lambda one: importlib.import_module(f'quern.commands.{one}')\n",
+    "quern/commands/one.py": "",
+    "benchmarks/speed.py": "import quern.low\n",
+    "configs/small.yaml": "",
+    "docs/guide.md": "",
+    "pyproject.toml": "",
+    "tests/conftest.py": "",
+    "tests/data/golden.json": "",
+    "tests/support/__init__.py": "",
+    "tests/support/case.py": "from quern.low import low\n",
+    "tests/test_low.py": "import quern.low\n",
+    "tests/test_high.py": "from quern import high\n",
+    "tests/part/conftest.py": "import quern.errors\n",
+    "tests/part/test_case.py": "from support.case import low\nPATH = 'golden.json'\n",
+    "tests/part/test_program.py": "COMMAND = ['-m', 'quern.program', 'configs/small.yaml']\n",
+    "tests/test_command.py": "from quern.commands import main\n",
+    "tests/test_speed.py": "import speed\nGUIDE = 'docs/guide.md'\n",
+}
+ALL = {path for path in FILES if "/test_" in path}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for path, text in FILES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("quern/low.py", "low high case speed"),
+        ("quern/high/deep.py", "high"),
+        ("quern/high/rules.txt", "high"),
+        ("quern/program.py", "program"),
+        ("quern/commands/one.py", "command"),
+        ("quern/errors.py", "case program"),
+        ("quern/__init__.py", "case command high low program speed"),
+        ("benchmarks/speed.py", "speed"),
+        ("tests/support/case.py", "case"),
+        ("tests/part/conftest.py", "case program"),
+        ("tests/test_low.py", "low"),
+        ("tests/test_gone.py", ""),
+        ("tests/data/golden.json", "case"),
+        ("configs/small.yaml", "program"),
+        ("docs/guide.md", "speed"),
+        ("docs/log.md", ""),
+        (".github/workflows/ci.yml", ""),
+    ],
+)
+def test_tests_that_reach_a_file_are_those_it_can_break(tree: Path, changed: str, tests: str) -> None:
+    found = Sources(tree).affected([changed])
+    assert found == {path for path in ALL if re.search(r"test_(\w+)", path)[1] in tests.split()}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt", "quern/gone.py", "data.bin", "Makefile"])
+def test_where_readers_cannot_be_told_all_tests_are_affected(tree: Path, changed: str) -> None:
+    assert Sources(tree).affected(["docs/log.md", changed]) is None
+
+
+def test_what_grimp_finds_is_reached() -> None:
+    """grimp is another reader of imports; what it says a module imports, by any number of steps, is never missed."""
+    graph, sources = grimp.build_graph("quern"), Sources(ROOT)
+    paths = {name: path for path in sources.direct for name in [path.removesuffix(".py").replace("/", ".")]}
+    paths |= {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    missed = {}
+    for name in sorted(graph.modules):
+        upstream = {paths[one] for one in graph.find_upstream_modules(name)}
+        if more := upstream - sources.reached(paths[name]).keys():
+            missed[name] = more
+    assert len(graph.modules) > 300
+    assert not missed
+
+
+@pytest.fixture
+def checkout(tree: Path) -> Callable[..., str]:
+    """``run(*options)`` of pytest in a repository with these tests and our conftest; what it printed."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
+    shutil.copy(ROOT / "tests" / "support" / "impact.py", tree / "tests" / "support")
+    for path in ALL:
+        (tree / path).write_text("")  # nothing but what is wanted of each
+    (tree / "quern" / "low.py").write_text("def low(): return 1\n")
+    (tree / "tests" / "test_low.py").write_text(
+        "import time\nimport pytest\nimport quern.low\n"
+        "def reached(name): return [f'quern/{name}.py'] if name == 'errors' else ['quern/commands/one.py']\n"
+        "def test_low(): time.sleep(0.4)\n"
+        "@pytest.mark.reaches(files=reached)\n"
+        "@pytest.mark.parametrize('name', ['errors', 'one'])\n"
+        "def test_own(name): pass\n"
+    )
+    (tree / "tests" / "test_high.py").write_text("def test_high(): pass\n")
+    git = ["git", "-C", str(tree), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+
+    def run(*options: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
+        done = subprocess.run(
+            [*command, "-o", "pythonpath=tests .", *options, "tests"],
+            cwd=tree, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 5), done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def passed(output: str) -> set[str]:
+    return set(re.findall(r"::(\S+) (?:PASSED|SKIPPED)", output))
+
+
+@pytest.mark.slow
+def test_the_options_choose_tests(checkout: Callable[..., str], tree: Path) -> None:
+    everything = {"test_low", "test_own[errors]", "test_own[one]", "test_high"}
+    assert passed(checkout("--record-durations")) == everything
+    noted = json.loads((tree / "tests" / "durations.json").read_text())
+    assert noted["tests/test_low.py::test_low"] >= 0.4
+    assert passed(checkout("--changed-since", "HEAD")) == set()
+    (tree / "quern" / "errors.py").write_text("new = 1\n")
+    assert passed(checkout("--changed-since", "HEAD")) == {"test_own[errors]"}
+    assert changed_since("HEAD", tree) == {"quern/errors.py", "tests/durations.json"}
+    (tree / "quern" / "low.py").write_text("def low(): return 2\n")
+    assert passed(checkout("--changed-since", "HEAD")) == {"test_low", "test_own[errors]"}
+    assert passed(checkout("--changed-since", "no-such-commit")) == everything
+    quarters = [passed(checkout("--changed-since", "HEAD", "--also-quarter", str(n))) for n in range(4)]
+    assert set.union(*quarters) == everything
+    assert set.intersection(*quarters) == {"test_low", "test_own[errors]"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "told"), [(-1, "SKIPPED"), (600, "PASSED")])
+def test_tests_begin_before_the_time_or_not_at_all(
+    checkout: Callable[..., str], tree: Path, seconds: int, told: str
+) -> None:
+    """Fixtures neither: one that fails would be an error."""
+    (tree / "tests" / "test_low.py").unlink()
+    (tree / "tests" / "test_high.py").write_text(
+        "import time, pytest\n"
+        "@pytest.fixture\n"
+        f"def late():\n    assert time.time() < {time.time() + seconds}\n"
+        "def test_one(late): pass\n"
+        "def test_two(): pass\n"
+    )
+    output = checkout("-n", "2", "--dist", "loadfile", "-rs", "--begin-before", str(time.time() + seconds))
+    assert len(re.findall(told, output)) >= 2
+    assert ("not begun: the time for tests was over" in output) == (seconds < 0)
