@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from quern.data_pipeline.chain import QUALITY_GATE, Chain, chain
@@ -98,20 +95,3 @@ def test_seconds_are_kept_by_stage(english: Chain) -> None:
     english(page(f"<p>{ARTICLE}</p>"))
     assert set(english.seconds) == {stage.name for gate in english.gates for stage in gate}
     assert english.seconds["extract"] > 0
-
-
-@pytest.mark.slow
-def test_a_worker_never_imports_torch() -> None:
-    code = (
-        "import sys\n"
-        "from quern.data_pipeline.chain import Chain\n"
-        "from quern.data_pipeline.config import ChainConfig\n"
-        "from quern.data_pipeline.document import Page\n"
-        f"page = Page('s', 'f', 'f', 0, raw={ARTICLE!r}, media='text')\n"
-        "page, _ = Chain(ChainConfig())(page)\n"
-        "assert page.stage is None, page.failed_rules\n"
-        "assert 'spacy' in sys.modules\n"
-        "sys.exit('torch imported' if 'torch' in sys.modules else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

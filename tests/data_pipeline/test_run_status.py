@@ -181,12 +181,6 @@ def test_watching_ends_with_the_driver(tmp_path: Path, monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
-def test_status_starts_no_ray() -> None:
-    code = "import sys, quern.cli.data, quern.data_pipeline.run_status; print('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_a_driver_that_has_not_come_to_the_pages_yet_makes_no_commit_unseen(run_dir: str) -> None:
     """A run that goes on looks through its commits first; what they hold is known meanwhile."""
     commit(run_dir, "0", 10, 7, by_stage={"quarantine": 2}, damage=["x"])

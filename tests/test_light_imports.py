@@ -1,0 +1,71 @@
+"""What is read or planned without a device imports neither torch nor Ray: seconds of a command that only looks.
+
+Import contracts (``make lint``) hold what a module imports anywhere in it; these programs also call what imports late.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ARTICLE = (
+    "The ferry left the northern quay shortly after dawn, and the few people on deck watched the town grow small. "
+    "Nobody had expected the old engine to start, but the mechanic knew every one of its habits. "
+    "By noon the wind had turned, so the captain decided to wait behind the island until the evening. "
+    "A boy from the village brought bread, and somebody found a tin of coffee in the galley. "
+    "They talked about the harbour that was never built and the money that went with it. "
+    "When the lights of the other shore came up at last, hardly anyone wanted to go home."
+)
+PROGRAMS = {
+    "sizes of a model": "import quern.model.config",
+    "the order and its recipe": "import quern.mixtures.recipe",
+    "status of a data run": "import quern.cli.data, quern.data_pipeline.run_status",
+    "ledger and consumers": "import quern.train.ledger, quern.train.consumers",
+    "checkpoints, listed": "import quern.train.checkpoint.manifest, quern.train.checkpoint.cadence",
+    "checkpoints, moved": """
+        import quern.train.checkpoint.tiers.upload, quern.train.checkpoint.tiers.peers
+        import quern.train.checkpoint.tiers.peer_server, quern.train.checkpoint.tiers.mover
+    """,
+    "lineage": "import quern.lineage.exposure, quern.lineage.steps, quern.lineage.sql, quern.lineage.purge.verify",
+    "a layout, planned and checked": """
+        from quern.model.config import ModelConfig
+        from quern.parallel.checks import Task, check_layout
+        from quern.parallel.mesh import plan_mesh
+        from quern.train.config import ParallelConfig
+        keys, task = ParallelConfig(pp=2, tp=2, schedule="looped_bfs"), Task(64, 1, {"global_batch": 8})
+        check_layout(ModelConfig(preset="1B").shape(1000), plan_mesh(keys, 8), keys, task)
+    """,
+    "a step's bytes, counted": """
+        from quern.model.config import ModelConfig
+        from quern.parallel.mesh import MeshPlan
+        from quern.parallel.traffic import Step, traffic
+        assert traffic(Step(ModelConfig(preset="1B").shape(1000), MeshPlan(pp=2, tp=2, dp_shard=2), 1, 8, 64, 2, 4))
+    """,
+    "a page through the chain": f"""
+        from quern.data_pipeline.chain import Chain
+        from quern.data_pipeline.config import ChainConfig
+        from quern.data_pipeline.document import Page
+        page, _ = Chain(ChainConfig())(Page("s", "f", "f", 0, raw={ARTICLE!r}, media="text"))
+        assert page.stage is None, page.failed_rules
+        assert "spacy" in sys.modules
+    """,
+}
+
+
+@pytest.mark.slow
+def test_neither_torch_nor_ray_is_imported() -> None:
+    """All in one process, in turn: the one that is the first to load either is named."""
+    program = """
+import json, sys, textwrap
+for name, code in json.load(sys.stdin).items():
+    exec(textwrap.dedent(code))
+    loaded = {"torch", "ray"} & set(sys.modules)
+    assert not loaded, f"{name} imports {loaded}"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(PROGRAMS), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
