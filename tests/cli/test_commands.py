@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,18 @@ def quern(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "quern.cli.main", *arguments], capture_output=True, text=True, cwd=cwd, check=False
     )
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command that succeeds writes to stdout; JSON goes past Python's own streams."""
+
+    def call(*arguments: str) -> str:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        return capfd.readouterr().out + result.stdout
+
+    return call
 
 
 def refused(tmp_path: Path, text: str, *overrides: str) -> str:
@@ -136,7 +149,7 @@ def test_the_command_is_there_with_a_version() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_its_status_report_and_tokens_as_json(tmp_path: Path) -> None:
+def test_a_run_its_status_report_and_tokens_as_json(tmp_path: Path, said: Callable[..., str]) -> None:
     site = write_site(str(tmp_path / "site"), seed=1, pages=160)
     run_dir = str(tmp_path / "run")
     arguments = [
@@ -149,19 +162,18 @@ def test_a_run_its_status_report_and_tokens_as_json(tmp_path: Path) -> None:
     assert stats["pages"] == 160
     assert "pages: done" in done.stderr
 
-    status = json.loads(quern("data", "status", run_dir, "--json").stdout)
+    status = json.loads(said("data", "status", run_dir, "--json"))
     assert status["status"] == "complete"
     assert status["phases"]["pages"] == {"commits": 4, "pages": 160, "kept": stats["kept"]}
-    assert json.loads(quern("data", "report", run_dir, "--json").stdout) == stats
-    plain = quern("data", "report", run_dir)
-    assert "160 pages" in plain.stdout
+    assert json.loads(said("data", "report", run_dir, "--json")) == stats
+    assert "160 pages" in said("data", "report", run_dir)
 
     shard = f"{run_dir}/tokens/sample/shard_00000.bin"
-    found = json.loads(quern("tokens", "inspect", shard, "--at", "100", "--json").stdout)
+    found = json.loads(said("tokens", "inspect", shard, "--at", "100", "--json"))
     manifest = {row["url"]: row for row in map(json.loads, Path(site.manifest).read_text().splitlines())}
     assert found["page"]["url"] in manifest
     assert os.path.basename(found["page"]["source_file"]) == manifest[found["page"]["url"]]["file"]
-    shown = quern("tokens", "inspect", shard, "--at", "100").stdout
+    shown = said("tokens", "inspect", shard, "--at", "100")
     assert found["page"]["url"] in shown
     assert found["doc_id"] in shown
 
@@ -169,8 +181,8 @@ def test_a_run_its_status_report_and_tokens_as_json(tmp_path: Path) -> None:
     assert beyond.returncode == 2
     assert beyond.stderr.startswith("error: ")
     assert beyond.stderr.count("\n") == 1
-    gone = quern("data", "status", str(tmp_path / "nowhere"))
-    assert gone.returncode == 2
+    gone = CliRunner().invoke(app, ["data", "status", str(tmp_path / "nowhere")])
+    assert gone.exit_code == 2
     assert "nowhere/run.json: no such file" in gone.stderr
 
 
