@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from dedup_oracle import BruteForce
 
 from quern.data_pipeline import dedup
 from quern.data_pipeline.dedup import DECISION_SCHEMA
@@ -37,7 +38,7 @@ class Corpus:
     ) -> None:
         docs = [replace(doc, url=None if doc.url is None else f"http://{doc.url}.example/") for doc in docs]
         self.folder, self.docs, self.config, self.priorities = folder, docs, config, priorities
-        self.expected = R.BruteForce(docs, config, priorities)
+        self.expected = BruteForce(docs, config, priorities)
         self.version = 1
         self.condemned: set[bytes] = set()
         self.kept = self.fresh()
@@ -60,7 +61,7 @@ class Corpus:
     def fresh(self) -> set[bytes]:
         """What a fresh run without the condemned keeps."""
         left = [doc for doc in self.docs if doc.doc_id not in self.condemned]
-        found = R.BruteForce(left, self.config, self.priorities)
+        found = BruteForce(left, self.config, self.priorities)
         return {doc.doc_id for doc in found.order} - set(found.rows)
 
     def write_documents(self) -> None:
@@ -135,7 +136,7 @@ class Corpus:
     def check_decisions(self, found: Restored) -> None:
         """What is written of decisions holds for everything that is left, and nothing is written for nothing."""
         left = [doc for doc in self.docs if doc.doc_id not in self.condemned]
-        fresh = R.BruteForce(left, self.config, self.priorities).rows
+        fresh = BruteForce(left, self.config, self.priorities).rows
         redecided = Redecided(str(self.folder / "tokens"), self.version)
         rows = {id_: (row[0], row[1]) for id_, row in self.expected.rows.items() if id_ not in redecided}
         for row in redecided.table().to_pylist():

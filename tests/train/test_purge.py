@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quern.lineage.purge.taint import Change, taint
+from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
 
@@ -19,7 +20,7 @@ KINDS = {"document masks": {}, "no document masks": {"document_mask": False, "mi
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return purged.runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
+    return runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from dedup_oracle import BruteForce
 
 from quern.data_pipeline.dedup import DuplicatesReport, run
 from quern.data_pipeline.engine import InProcess
@@ -60,7 +61,7 @@ def test_a_random_run_is_decided_as_by_brute_force(tmp_path, seed):
     docs = R.corpus(rng, rng.choice([3, 30, 120, 250]))
     config, priorities = R.config(rng), rng.choice(PRIORITIES)
     partitions = R.write(tmp_path, docs, shuffled=rng.random() < 0.5)
-    expected = R.BruteForce(docs, config, priorities)
+    expected = BruteForce(docs, config, priorities)
     bytes_of = set()
     for records in (1 << 20, 60 if len(docs) <= 120 else 500, rng.choice([700, 1500])):
         scratch = str(tmp_path / f"work{records}")
