@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from quern.parallel.local import LocalRanks
+from support.distributed.ranks import PRELOAD
 from support.oracles import plain_loop as PLAIN
+from support.processes import files_of
 from support.train import run_case as CASE
 
 pytestmark = pytest.mark.slow
@@ -141,7 +144,7 @@ def check_road(run_ranks, tmp_path, paths, road: list[Layout], changes: dict[str
 
 @pytest.mark.parametrize(
     "layout",
-    [(1, 2), (2, 1), *(pytest.param(e, marks=pytest.mark.long) for e in ((2, 2), TP2_FSDP2, PP2_TP2_V, PP2_FSDP2))],
+    [(1, 2), *(pytest.param(e, marks=pytest.mark.long) for e in ((2, 1), (2, 2), TP2_FSDP2, PP2_TP2_V, PP2_FSDP2))],
     ids=str,
 )
 def test_the_same_layout_resumes_bit_for_bit(run_ranks, tmp_path, paths, layout):
@@ -252,16 +255,17 @@ def stop(run: str, paths: list[str], stop_rank: int) -> tuple[list, dict]:
     return sorted(left.samples), {"complete": left.complete, "by": left.stopped_by}
 
 
-@pytest.mark.parametrize("stop_rank", [0, 1])
-def test_a_signal_to_one_rank_stops_all_at_one_step(run_ranks, tmp_path, paths, stop_rank):
-    found = run_ranks(stop, 2, str(tmp_path / "run"), paths, stop_rank)
-    assert [steps for steps, _ in found] == [[0, 1, 2, 3, 4]] * 2
-    other = "signal to another rank"
-    assert [by["by"] for _, by in found] == ["SIGTERM" if rank == stop_rank else other for rank in range(2)]
-    assert CASE.ledger(tmp_path / "run")[-1]["step"] == 5
-    assert not any(by["complete"] for _, by in found)
-    left = live(str(tmp_path / "run"), paths, (1, 1), None, {})
-    assert left["start"] == 5
+def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path, paths):
+    with LocalRanks(2, files=files_of(stop), preload=PRELOAD) as ranks:
+        for stop_rank in (0, 1):
+            run = tmp_path / f"run{stop_rank}"
+            found = ranks.call(stop, str(run), paths, stop_rank)
+            assert [steps for steps, _ in found] == [[0, 1, 2, 3, 4]] * 2
+            other = "signal to another rank"
+            assert [by["by"] for _, by in found] == ["SIGTERM" if rank == stop_rank else other for rank in range(2)]
+            assert CASE.ledger(run)[-1]["step"] == 5
+            assert not any(by["complete"] for _, by in found)
+            assert live(str(run), paths, (1, 1), None, {})["start"] == 5
 
 
 def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
@@ -273,23 +277,25 @@ def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
     def failing(*args: Any, **options: Any) -> Any:
         raise OSError(28, "No space left on device", "/a/disk")
 
+    found = getattr(setup, name)
     if dist.get_rank() == rank:
         setattr(setup, name, failing)
     try:
         CASE.live(config_for(run, paths, (1, 2)))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(setup, name, found)
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("rank", "name"), [(1, "Corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]
-)
-def test_what_fails_on_one_rank_ends_all(run_ranks, tmp_path, rank, name):
+def test_what_fails_on_one_rank_ends_all(tmp_path):
     """And none waits in the next collective for one that has gone."""
     paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]
-    found = run_ranks(fails_on_one, 2, str(tmp_path / "run"), paths, rank, name)
-    assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2
+    with LocalRanks(2, files=files_of(fails_on_one), preload=PRELOAD) as ranks:
+        for rank, name in [(1, "Corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]:
+            found = ranks.call(fails_on_one, str(tmp_path / name), paths, rank, name)
+            assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2, name
 
 
 def measured(run: str, paths: list[str], keep: bool, interval: int) -> dict[str, Any]:
@@ -298,7 +304,7 @@ def measured(run: str, paths: list[str], keep: bool, interval: int) -> dict[str,
     return CASE.live(CASE.settings(run, paths, checkpoint={"interval": 1}, **changes)).state
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_weights_that_stay_gathered_after_a_held_out_loss_are_saved_and_go_on(run_ranks, tmp_path, reshard):
     """Without a backward pass nothing reshards them; the checkpoint that follows holds the FP32 masters."""
     paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]

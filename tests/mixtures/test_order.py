@@ -78,24 +78,24 @@ def cut_short(row, after):
 
 @cache
 def runs():
-    return [Run(seed) for seed in range(120)]
+    return [Run(seed) for seed in range(60)]
 
 
 @cache
 def aligned_runs():
-    return [Run(seed, aligned=True) for seed in range(1000, 1040)]
+    return [Run(seed, aligned=True) for seed in range(1000, 1020)]
 
 
 @pytest.mark.slow
 def test_the_runs_cover_what_they_should():
     assert any(len(set(run.sources.tolist())) < len(run.windows) for run in runs())
-    assert sum(any(cut_short(*pair) for pair in pairwise(run.order.phases)) for run in runs()) > 20
-    assert sum(bool(run.epochs.any()) for run in runs()) > 60
-    assert sum(any(0 in phase.weights for phase in run.order.phases) for run in runs()) > 60
+    assert sum(any(cut_short(*pair) for pair in pairwise(run.order.phases)) for run in runs()) > 10
+    assert sum(bool(run.epochs.any()) for run in runs()) > 30
+    assert sum(any(0 in phase.weights for phase in run.order.phases) for run in runs()) > 30
 
 
 def test_equals_the_plain_order():
-    for run in runs()[:60]:
+    for run in runs()[:40]:
         plain = reference.Reference(run.windows, run.seed, run.rows, run.ids)
         some = sorted(run.rng.sample(range(run.size), min(run.size, 60)))
         edges = [g for row in run.order.phases for g in (row.first_sample - 1, row.first_sample) if 0 <= g < run.size]
