@@ -46,7 +46,7 @@ def test_a_gap_is_of_pairs_and_its_interval_students() -> None:
     ],
 )
 def test_a_precision_passes_by_its_gap_or_by_the_scatter_of_seeds(
-    bench: Any, own: list[float], base: list[float], passes: bool
+    own: list[float], base: list[float], passes: bool
 ) -> None:
     assert bench.compare(own, base)["passes"] is passes
 
