@@ -29,7 +29,7 @@ from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
 from quern.train.checkpoint.spawn import spawn
-from quern.train.checkpoint.tiers import pieces
+from quern.train.checkpoint.tiers import pieces, upload
 from quern.train.checkpoint.tiers.errors import IncompleteError
 from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.store import Store
@@ -41,6 +41,7 @@ from support.train import checkpoint_case as case
 pytestmark = pytest.mark.slow
 
 PART = 8 << 20
+PIECE = 64 << 10  # of a file that is read in this process
 OFTEN = 10**6
 LIMIT_S = 120  # a wait of a test
 
@@ -143,12 +144,11 @@ def test_a_checkpoint_is_uploaded_with_the_manifest_at_the_end(server, start, tm
     assert done.num_bytes == 0
 
 
-@pytest.mark.slow
 def test_the_manifest_waits_for_files_of_other_nodes(server, start, tmp_path):
-    """That is no failure, though the retry of failures is far away."""
+    """That is no failure; when it is looked at again is told below."""
     files = checkpoint(tmp_path, 10, {".metadata": 100, "__0_0.distcp": 5, "__8_0.distcp": 7})
     mine = {name: data for name, data in files.items() if name != "__8_0.distcp"}
-    uploader = start(retry_after_s=3600.0)
+    uploader = start()
     uploader.upload(10, str(tmp_path), records(mine), records(mine, last=True))
     seen = until(uploader, Waiting)
     assert not [event for event in seen if isinstance(event, Failed)]
@@ -168,7 +168,7 @@ def test_the_manifest_waits_for_files_of_other_nodes(server, start, tmp_path):
 
 def test_a_request_is_replaced_by_the_next_of_its_kind(server, start, tmp_path):
     """The files of a step that is written anew, while those of before are under way."""
-    old = checkpoint(tmp_path / "old", 10, {"a": 6 * PART})
+    old = checkpoint(tmp_path / "old", 10, {"a": 3 * PART})
     server.proxy.delay_s = 0.5
     uploader = start()
     uploader.upload(10, str(tmp_path / "old"), records(old))
@@ -199,18 +199,6 @@ def test_what_was_done_already_when_it_was_replaced_counts_for_nothing(server, s
     server.proxy.faults = []
     assert until(uploader, Uploaded)[-1].num_bytes == 7000
     assert server.read("step_00000010/a") == new["a"]
-
-
-def test_a_checkpoint_that_was_pruned_is_dropped(server, start, tmp_path):
-    files = checkpoint(tmp_path / "10", 10, {"a": 5, "b": 5})
-    server.write("step_00000010/a", files["a"], sha256=record(files["a"]).sha256)
-    shutil.rmtree(tmp_path / "10")
-    uploader = start()
-    uploader.upload(10, str(tmp_path / "10"), records(files))
-    (failed,) = until(uploader, Failed)
-    assert (failed.step, failed.permanent, failed.dropped) == (10, True, True)
-    assert failed.why == f"{tmp_path}/10: is no longer there; b was not moved and never will be"
-    assert uploader.unfinished == []
 
 
 @pytest.mark.long
@@ -264,9 +252,8 @@ def test_killed_again_and_again(server, start, tmp_path):
     assert uploader.unfinished == []
 
 
-@pytest.mark.slow
 def test_files_that_are_there_are_not_sent_again_after_a_death(server, start, tmp_path):
-    files = checkpoint(tmp_path, 10, {".metadata": 100, "a": 2000, "b": 3 * PART})
+    files = checkpoint(tmp_path, 10, {".metadata": 100, "a": 2000, "b": 2 * PART})
     server.proxy.faults = [Fault("stall", "PUT", "partNumber=2", times=1)]
     uploader = start(timeout_s=60.0)
     uploader.upload(10, str(tmp_path), records(files))
@@ -276,54 +263,11 @@ def test_files_that_are_there_are_not_sent_again_after_a_death(server, start, tm
     os.kill(first, signal.SIGKILL)
     seen = until(uploader, Uploaded)
     assert [type(event) for event in seen] == [Died, Uploaded]
-    assert seen[-1].num_bytes == 3 * PART
+    assert seen[-1].num_bytes == 2 * PART
     assert server.proxy.count("PUT", "/a") == 1
     assert server.read("step_00000010/b") == files["b"]
     assert server.uploads() == []
     assert uploader.pid != first
-
-
-def test_rotten_files_are_dropped_and_others_go_on(server, start, tmp_path):
-    files = checkpoint(tmp_path / "20", 20, {"a": 5000})
-    older = checkpoint(tmp_path / "10", 10, {"a": 5000})
-    (tmp_path / "20" / "a").write_bytes(files["a"][:-1] + bytes([files["a"][-1] ^ 128]))
-    uploader = start()
-    for step, of in ((20, files), (10, older)):
-        uploader.upload(step, str(tmp_path / str(step)), records(of))
-    seen = until(uploader, Uploaded)
-    (failed,) = [event for event in seen if isinstance(event, Failed)]
-    assert (failed.step, failed.permanent, failed.dropped) == (20, True, True)
-    assert str(tmp_path / "20" / "a") in failed.why
-    assert record(files["a"]).sha256 in failed.why
-    assert server.objects() == {"step_00000010/a": 5000}
-    assert uploader.unfinished == []
-
-
-def test_expired_credentials_are_told_and_the_upload_goes_on_once_they_are_renewed(
-    server, start, tmp_path, monkeypatch
-):
-    def credentials(key):
-        (tmp_path / "new").write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\n")
-        os.replace(tmp_path / "new", tmp_path / "credentials")
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    credentials("oldkey")
-    server.proxy.faults = [Fault("ExpiredToken", "PUT", only_key="Credential=oldkey", times=OFTEN)]
-    files = checkpoint(tmp_path / "disk", 10, {"a": 5000})
-    uploader = start()
-    uploader.upload(10, str(tmp_path / "disk"), records(files))
-    seen = until(uploader, Failed, count=2)  # and again, with nothing renewed
-    assert all(event.permanent and not event.dropped for event in seen)
-    assert "ExpiredToken" in seen[0].why
-    assert "renew the credentials" in seen[0].why
-    assert server.objects() == {}
-    assert uploader.unfinished == [(10, False)]
-    credentials("newkey")
-    until(uploader, Uploaded, seen=seen)
-    assert not [event for event in seen if isinstance(event, Died)]
-    assert server.read("step_00000010/a") == files["a"]
 
 
 def test_an_overloaded_store_is_told_as_passing(server, start, tmp_path):
@@ -337,28 +281,6 @@ def test_an_overloaded_store_is_told_as_passing(server, start, tmp_path):
     server.proxy.faults = []
     until(uploader, Uploaded)
     assert server.read("step_00000010/a") == files["a"]
-
-
-@pytest.mark.slow
-def test_a_transfer_under_way_is_cancelled(server, start, tmp_path):
-    files = checkpoint(tmp_path, 10, {"a": 9 * PART})
-    server.proxy.delay_s = 1.2
-    uploader = start()
-    uploader.upload(10, str(tmp_path), records(files))
-    told: list = []
-    wait_for(lambda: told.extend(uploader.poll()) or told)
-    assert [(event.step, event.total) for event in told] == [(10, 9 * PART)]
-    assert PART <= told[0].num_bytes < 9 * PART
-    uploader.cancel(10)
-    assert uploader.unfinished == []
-    seen = until(uploader, Cancelled)
-    assert seen[-1] == Cancelled(10)
-    assert not [event for event in seen if isinstance(event, Uploaded | Failed)]
-    assert server.objects() == {}
-    assert server.uploads() == []
-    small = checkpoint(tmp_path / "20", 20, {"a": 1})
-    uploader.upload(20, str(tmp_path / "20"), records(small))
-    assert until(uploader, Uploaded)[-1].step == 20
 
 
 def test_a_wait_between_tries_is_cancelled(server, start, tmp_path):
@@ -544,7 +466,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path):
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PART_BYTES", PIECE)
     return Bench(tmp_path)
 
 
@@ -616,6 +539,57 @@ def test_a_local_read_that_fails_is_tried_again_and_a_missing_file_is_not(bench,
     assert bench.objects() == {"step_00000020/a"}
 
 
+def test_a_checkpoint_that_was_pruned_is_dropped(bench):
+    files = checkpoint(bench.folder / "10", 10, {"a": 5, "b": 5})
+    bench.store.put(10, "a", str(bench.folder / "10" / "a"), record(files["a"]))
+    shutil.rmtree(bench.folder / "10")
+    plain = {name: vars(found) for name, found in records(files).items()}
+    bench.mover.tell(
+        {"upload": {"number": 1, "step": 10, "folder": f"{bench.folder}/10", "files": plain, "last": None}}
+    )
+    bench.mover.work()
+    why = f"{bench.folder}/10: is no longer there; b was not moved and never will be"
+    answer = {"failed": 10, "number": 1, "last": False, "why": why, "permanent": True, "dropped": True}
+    assert bench.said == [answer]
+    assert bench.mover._waiting == []
+
+
+def test_rotten_files_are_dropped_and_others_go_on(bench):
+    bench.ask(10, size=5000)
+    bench.ask(20, size=5000)
+    rotten, data = bench.folder / "20" / "a", content(5000, 20)
+    rotten.write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
+    bench.mover.work()
+    bench.mover.work()
+    failed, done = bench.said
+    assert (failed["failed"], failed["permanent"], failed["dropped"]) == (20, True, True)
+    assert str(rotten) in failed["why"]
+    assert record(data).sha256 in failed["why"]
+    assert done["uploaded"] == 10
+    assert bench.objects() == {"step_00000010/a"}
+    assert bench.mover._waiting == []
+
+
+def test_a_transfer_under_way_is_cancelled(bench, monkeypatch):
+    take = bench.take
+
+    def cancel(n):
+        take(n)
+        if len(bench.taken) == 2:
+            bench.mover.tell({"cancel": 10})
+
+    monkeypatch.setattr(bench, "take", cancel)
+    bench.ask(10, size=9 * PIECE)
+    bench.mover.work()
+    assert bench.said == [{"cancelled": 10}]
+    assert bench.taken == [PIECE, PIECE]
+    assert bench.objects() == set()
+    bench.ask(20)
+    bench.mover.work()
+    assert bench.said[-1]["uploaded"] == 20
+    assert bench.mover._waiting == []
+
+
 def test_what_waits_is_cancelled_and_never_begun(bench):
     for step in (10, 20):
         bench.ask(step)
@@ -648,7 +622,7 @@ def test_what_is_under_way_is_replaced_without_a_word(bench, monkeypatch):
             bench.ask(10, "c", last=True)
 
     monkeypatch.setattr(bench, "take", ask_anew)
-    bench.ask(10, "a", size=2 * PART)
+    bench.ask(10, "a", size=2 * PIECE)
     for _ in range(3):
         bench.mover.work()
     assert [said["number"] for said in bench.said] == [3, 2]
@@ -699,9 +673,9 @@ def test_a_manifest_that_waits_is_looked_at_again_soon(tmp_path, monkeypatch, re
 
 
 def test_every_byte_is_asked_of_the_bandwidth(bench):
-    bench.ask(10, size=2 * PART + 7)
+    bench.ask(10, size=2 * PIECE + 7)
     bench.mover.work()
-    assert sum(bench.taken) == 2 * PART + 7
+    assert sum(bench.taken) == 2 * PIECE + 7
 
 
 @pytest.mark.parametrize("transient", [True, False])
@@ -764,8 +738,9 @@ def test_progress_is_told_once_a_second(bench, monkeypatch):
         bench.now += 0.4
 
     monkeypatch.setattr(bench, "take", slow)
-    bench.ask(10, size=10 * PART)
+    bench.ask(10, size=10 * PIECE)
     bench.mover.work()
     told = [said for said in bench.said if "progress" in said]
-    assert [said["bytes"] for said in told] == [4 * PART, 7 * PART, 10 * PART]  # at 1.2 s, 2.4 s and 3.6 s
-    assert {said["total"] for said in told} == {10 * PART}
+    assert [said["bytes"] for said in told] == [4 * PIECE, 7 * PIECE, 10 * PIECE]  # at 1.2 s, 2.4 s and 3.6 s
+    assert {said["total"] for said in told} == {10 * PIECE}
+    assert upload._event(json.dumps(told[0])) == (1, Progress(10, 4 * PIECE, 10 * PIECE))

@@ -5,6 +5,7 @@ The code under test talks to the proxy; tests look at the server itself, with bo
 
 from __future__ import annotations
 
+import functools
 import http.client
 import logging
 import random
@@ -16,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest import mock
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
@@ -249,13 +252,18 @@ class Server:
 
 @contextmanager
 def serve() -> Iterator[int]:
-    """The port of an S3 server, which ends with the block."""
+    """The port of an S3 server, which ends with the block.
+
+    All sessions within it read botocore's models of the services once: that is most of what a new client takes.
+    """
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
     WSGIRequestHandler.disable_nagle_algorithm = True
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    loader = functools.cache(botocore.session.create_loader)
     try:
-        yield server.get_host_and_port()[1]
+        with mock.patch.object(botocore.session, "create_loader", loader):
+            yield server.get_host_and_port()[1]
     finally:
         server.stop()
 
