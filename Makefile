@@ -1,7 +1,14 @@
-# One environment for everything: .venv, made from the pins in constraints.txt.
+# One environment for everything: .venv, made from the pins in constraints.txt. Another one stands in a folder of its own:
+# make test-fast VENV=.venv-new PYTHON=python3.13 TORCH=2.15.0
 PYTHON ?= python3
 VENV   ?= .venv
+# Pins, and what differs from them: another version of torch, the index that torch alone comes from.
+CONSTRAINTS ?= constraints.txt
+TORCH       ?=
+TORCH_INDEX ?=
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
+PINS   := $(VENV)/constraints.txt
 PYTEST  = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 TESTS  := test-fast test test-long test-all test-exhaustive
@@ -25,10 +32,12 @@ $(TESTS): export PYTHONDONTWRITEBYTECODE =
 
 env: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=24"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	$(PIP) "pip>=24"
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) "$$(grep '^torch==' $(PINS))")
+	$(PIP) -c $(PINS) -e ".[all,dev]"
 	touch $@
 
 demo: env
