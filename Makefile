@@ -1,7 +1,15 @@
-# One environment for everything: .venv, made from the pins in constraints.txt.
+# One environment for everything: .venv, made from the pins in constraints.txt. Another one stands in a folder of its own:
+# make test-fast VENV=.venv-new PYTHON=python3.13 TORCH=2.15.0
 PYTHON ?= python3
 VENV   ?= .venv
+# Pins, and what differs from them: another version of torch, which chooses its setuptools (2.11 takes none from 82 on);
+# the index that torch alone comes from.
+CONSTRAINTS ?= constraints.txt
+TORCH       ?=
+TORCH_INDEX ?=
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
+PINS   := $(VENV)/constraints.txt
 PYTEST  = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 TESTS  := test-fast test test-changed test-long test-all test-exhaustive durations
@@ -27,10 +35,13 @@ $(TESTS): export PYTHONDONTWRITEBYTECODE =
 
 env: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=24"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	$(PIP) "pip>=24"
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^setuptools==/d)' $(CONSTRAINTS) > $(PINS)
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) "$$(grep '^torch==' $(PINS))")
+	$(BIN)/python -m pip uninstall -y -qq fasttext-predict  # of an older checkout: its files have the names of fasttext-turbo's
+	$(PIP) -c $(PINS) -e ".[all,dev]"
 	touch $@
 
 demo: env
