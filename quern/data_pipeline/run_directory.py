@@ -28,7 +28,7 @@ _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "spacy", "tiktoken"
 
 #: Distributions whose module ``fasttext`` quern knows, the one it asks for first: models of some losses answer other
 #: last bits by one than by another.
-_FASTTEXT = ("fasttext-turbo", "fasttext-predict")
+_FASTTEXT = ("fasttext-predict", "fasttext-turbo")
 
 
 class BusyError(QuernError):
