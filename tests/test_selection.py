@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -123,11 +124,13 @@ def checkout(tree: Path) -> Callable[..., str]:
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], check=True)
 
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
     def run(*options: str) -> str:
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
         done = subprocess.run(
             [*command, "-o", "pythonpath=tests .", *options, "tests"],
-            cwd=tree, capture_output=True, text=True, check=False,
+            cwd=tree, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode in (0, 5), done.stdout + done.stderr
         return done.stdout
