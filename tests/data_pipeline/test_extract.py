@@ -4,7 +4,6 @@ import gzip
 import json
 import logging
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,8 @@ from quern.data_pipeline import extract_trafilatura
 from quern.data_pipeline.document import Page
 from quern.data_pipeline.extract import Extract, ExtractConfig
 from quern.data_pipeline.page_bounds import inline_run, num_elements, table_cells
+from support.growth import assert_grows_tamely
+from support.named_cases import each
 
 WORDS = "The wheel turns, the grain falls, and the flour, fine and white, fills the sack. " * 4
 
@@ -167,29 +168,24 @@ def test_counts_bound_what_the_parser_builds(parts: list[str]) -> None:
         assert inline_run(html) == inline
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        lambda n: "<td <td " * n,
-        lambda n: "<td colspan " * n,
-        lambda n: "<td colspan=' " * n,
-        lambda n: "<td colspan=" + " " * 4 * n + "x>",
-        lambda n: "<" * 8 * n,
-        lambda n: "<a" * 4 * n,
-        lambda n: "colspan=" * n,
-    ],
-)
-def test_counting_takes_linear_time(shape: Callable[[int], str]) -> None:
-    def cost(html: str) -> float:
-        best = float("inf")
-        for _ in range(3):
-            start = time.process_time()
-            num_elements(html), inline_run(html), table_cells(html)
-            best = min(best, time.process_time() - start)
-        return best
+SHAPES: dict[str, Callable[[int], str]] = {
+    "tags": lambda n: "<td <td " * n,
+    "attributes": lambda n: "<td colspan " * n,
+    "quotes": lambda n: "<td colspan=' " * n,
+    "spaces": lambda n: "<td colspan=" + " " * 4 * n + "x>",
+    "brackets": lambda n: "<" * 8 * n,
+    "names": lambda n: "<a" * 4 * n,
+    "no tag": lambda n: "colspan=" * n,
+}
 
-    # 16 times the text; quadratic would be 256
-    assert cost(shape(48_000)) < 64 * max(cost(shape(3_000)), 1e-3)
+
+def test_counting_takes_linear_time() -> None:
+    """Sixteen times the text; quadratic would be 256."""
+
+    def count(html: str) -> None:
+        num_elements(html), inline_run(html), table_cells(html)
+
+    each(SHAPES, lambda name: assert_grows_tamely(count, SHAPES[name](3_000), SHAPES[name](48_000), 64))
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_the_clock_runs_between_partitions() -> None:
     with Progress(console=console, refresh_s=0.01) as progress:
         progress.start_phase("pages", 1, None)
         before = len(stream.getvalue())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while len(stream.getvalue()) == before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(stream.getvalue()) > before

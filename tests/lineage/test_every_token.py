@@ -17,8 +17,9 @@ import pytest
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.lineage.store import Lineage
+from support.data_pipeline.in_process import run_config
 from support.lineage import recorder
-from support.lineage.scenario import real, run_data, sample
+from support.lineage.scenario import real, sample
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             shared = request.getfixturevalue("shared")
             patch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "data" / "tokenizer" / "tiktoken_cache"))
         config, *_ = real(folder, shared, encoding="gpt2") if request.param == "real" else sample(folder)
-        run_data(config)
+        run_config(config)
     shutil.copytree(folder / "run" / "tokens", folder / "copy")
     corpus = recorder.Corpus(folder / "run", folder / "copy")
     return Case(folder / "run", corpus, Lineage(str(folder / "run")))

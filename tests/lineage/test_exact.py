@@ -19,8 +19,9 @@ from quern.lineage.exposure import Exposures, clean, exposures
 from quern.lineage.steps import StepRead, read_step
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
+from support.data_pipeline.in_process import run_config
 from support.lineage import recorder as R
-from support.lineage.scenario import BATCH, DATA_SKIP, LENGTH, Moment, real, run_data, sample, train
+from support.lineage.scenario import BATCH, DATA_SKIP, LENGTH, Moment, real, sample, train
 
 #: (stream, first token of the window in it)
 Place = tuple[str, int]
@@ -50,7 +51,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         config, sources, u = real(folder, shared, encoding="trained", vocab_size=4096)
     else:
         config, sources, u = sample(folder)
-    run_data(config)
+    run_config(config)
     run_dir = folder / "run"
     shutil.copytree(run_dir / "tokens", folder / "copy")
     moments = train(folder, run_dir, sources, u)

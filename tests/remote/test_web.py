@@ -47,6 +47,15 @@ def test_nothing_is_read_but_what_is_asked_for(web: Web) -> None:
     assert sum(map(len, sizes)) < 1 << 18
 
 
+def test_of_a_server_that_says_no_length_a_range_says_it(web: Web) -> None:
+    web.lengths = False
+    assert storage.describe([f"{web.url}/big"])[0][0] == 3 << 20
+    assert [(method, ranged) for method, _, ranged, _ in web.seen] == [("HEAD", ""), ("GET", "bytes=0-0")]
+    with storage.open_read(f"{web.url}/big") as file:
+        file.seek(-10, 2)
+        assert file.read() == web.files["big"][-10:]
+
+
 def test_what_is_compressed_stays_so(web: Web) -> None:
     web.files["x.gz"] = b"\x1f\x8b\x08 no more than its beginning"
     assert storage.read_bytes(f"{web.url}/x.gz") == web.files["x.gz"]

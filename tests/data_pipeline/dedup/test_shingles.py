@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -18,6 +17,8 @@ from quern.data_pipeline.dedup.shingles import (
     shingle_hash,
     shingle_hashes,
 )
+from support.growth import assert_grows_tamely
+from support.named_cases import each
 
 _TEXT = st.text(
     st.one_of(
@@ -123,24 +124,18 @@ def test_hashes_do_not_depend_on_the_hash_seed_of_the_process():
     assert len(outputs) == 1
 
 
-@pytest.mark.parametrize(
-    "unit",
-    ["a\u0301\u0323", "\u0301\u0323", "\U0001d165\u302e", "1.", "1,1", "\u03a3'", "\u6c34", "x", "\u3099"],
-    ids=["marked letter", "marks", "spacing marks", "numbers", "digits", "sigma", "han", "letter", "voicing"],
-)
-def test_time_grows_with_the_length_of_a_hostile_text_only(unit):
+HOSTILE = {
+    "marked letter": "a\u0301\u0323", "marks": "\u0301\u0323", "spacing marks": "\U0001d165\u302e", "numbers": "1.",
+    "digits": "1,1", "sigma": "\u03a3'", "han": "\u6c34", "letter": "x", "voicing": "\u3099",
+}  # fmt: skip
+
+
+def test_time_grows_with_the_length_of_a_hostile_text_only():
     """Four times the text takes less than eleven times as long; a quadratic step takes sixteen."""
-
-    def seconds(repeats: int) -> float:
-        text = unit * repeats
-        best = float("inf")
-        for _ in range(3):
-            start = time.process_time()
-            normalise(text)
-            best = min(best, time.process_time() - start)
-        return best
-
-    assert seconds(120_000) < 11 * seconds(30_000) + 0.05
+    each(
+        HOSTILE.items(),
+        lambda _, unit: assert_grows_tamely(normalise, unit * 30_000, unit * 120_000, 11, grain_s=0.005),
+    )
 
 
 CHINESE = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.quality import words as under_test
 from quern.data_pipeline.quality.words import PUNCTUATION, TERMINAL_PUNCTUATION, UNSPACED_LANGUAGES, Reading
+from support.growth import assert_grows_tamely
+from support.named_cases import each
 
 CHUNK_CHARS = "aZbé9.,'’\"”“():;-—/…!?$%@#_·中。xD\u200b+"
 
@@ -29,6 +31,9 @@ def spacy_blank(language: str) -> Any:
     return blank
 
 
+alone = cache(under_test._tokenizer)
+
+
 def spacy_words(text: str, language: str = "en") -> list[str]:
     return [token.text for token in spacy_blank(language).tokenizer(text) if token.text.strip()]
 
@@ -37,22 +42,29 @@ def spacy_sentences(line: str) -> int:
     return max(1, len(list(spacy_blank("en")(line).sents)))
 
 
+def check_words(chunk: str) -> None:
+    assert Reading(chunk, "en").words == spacy_words(chunk)
+
+
 @given(st.text(CHUNK_CHARS, min_size=1, max_size=12))
-@settings(max_examples=1500)
+@settings(max_examples=200)
 def test_a_chunk_has_the_words_spacy_gives_it_alone(chunk: str) -> None:
-    assert Reading(chunk, "en").words == spacy_words(chunk)
+    check_words(chunk)
 
 
-@given(
-    st.sampled_from(["", '"', "“", "("]),
-    st.sampled_from(["word", "Mr", "etc", "cannot", "that", "it", "St", "gonna", "dont", "We", "vs", "e", "am"]),
-    st.sampled_from(["", "-not", "—Lets", "-etc"]),
-    st.sampled_from(["", ".", ",", ":", ")", '."', ".”", ").", "),", "'s", "’s", "s'", ":)", "..", '",', '".', "?”"]),
-)
-@settings(max_examples=1500)
-def test_common_shapes_split_as_spacy_splits_them(before: str, core: str, joined: str, behind: str) -> None:
-    chunk = before + core + joined + behind
-    assert Reading(chunk, "en").words == spacy_words(chunk)
+def test_thousands_of_chunks_have_the_words_spacy_gives_them_alone() -> None:
+    draw = random.Random(1)
+    each(("".join(draw.choices(CHUNK_CHARS, k=draw.randint(1, 12))) for _ in range(5000)), check_words)
+
+
+def test_common_shapes_split_as_spacy_splits_them() -> None:
+    shapes = itertools.product(
+        ["", '"', "“", "("],
+        ["word", "Mr", "etc", "cannot", "that", "it", "St", "gonna", "dont", "We", "vs", "e", "am"],
+        ["", "-not", "—Lets", "-etc"],
+        ["", ".", ",", ":", ")", '."', ".”", ").", "),", "'s", "’s", "s'", ":)", "..", '",', '".', "?”"],
+    )
+    each(map("".join, shapes), check_words)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +84,8 @@ def test_english_words(text: str, words: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", ["de", "fr", "ru", "el", "pl", "xx"])
+# not French, whose rules take spaCy seconds to load: Hungarian and Turkish too say what is one word whatever is in it
+@pytest.mark.parametrize("language", ["de", "it", "hu", "tr", "ru", "el", "pl", "xx"])
 def test_spaced_languages_have_their_own_spacy_words(language: str) -> None:
     text = "L'été, z.B. 3,5 km! „Ja“ (м. Київ) κ.λπ. d'accord"
     assert Reading(text, language).words == [w for c in text.split() for w in spacy_words(c, language)]
@@ -99,7 +112,7 @@ def test_languages_without_spaces_are_split_into_characters(language: str, text:
 
 @pytest.mark.slow
 @given(st.lists(st.text("ab.!?。)\"' \t\u00a0…A1", max_size=20), min_size=1, max_size=4))
-@settings(max_examples=1500)
+@settings(max_examples=300)
 def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -> None:
     # The special cases of spaCy may look across a gap; what a line's chunks are alone is the rule here.
     expected = sum(map(spacy_sentences, lines))
@@ -156,21 +169,22 @@ def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     ids=["brackets", "urls", "possessives", "one-word", "many-brackets"],
 )
 def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
+    """spaCy would want from minutes to days for each of these."""
     reading = Reading(text, "en")
-    started = time.process_time()
+    assert reading._splitter is under_test._plain()
     assert "".join(reading.words) == "".join(text.split())
     assert reading.num_sentences >= 1
-    # spaCy wants from minutes to days for each of these.
-    assert time.process_time() - started < 60
 
 
-@pytest.mark.parametrize("text", [". " * 200_000, ". , " * 100_000], ids=["end marks", "end marks and others"])
-def test_sentences_of_end_marks_alone_are_counted_in_linear_time(text: str) -> None:
-    reading = Reading(text, "en")
-    started = time.process_time()
-    assert reading.num_sentences == 1
-    assert Reading(text + "a", "en").num_sentences == 2
-    assert time.process_time() - started < 6
+@pytest.mark.parametrize("unit", [". ", ". , "], ids=["end marks", "end marks and others"])
+def test_sentences_of_end_marks_alone_are_counted_in_linear_time(unit: str) -> None:
+    """Sixteen times the text; quadratic would be 256."""
+
+    def count(text: str) -> None:
+        assert Reading(text, "en").num_sentences == 1
+        assert Reading(text + "a", "en").num_sentences == 2
+
+    assert_grows_tamely(count, unit * (10_000 // len(unit)), unit * (160_000 // len(unit)), 64)
 
 
 def test_the_alphabets_are_those_named() -> None:
@@ -192,13 +206,11 @@ def test_words_of_real_books_and_speeches_are_those_of_spacy(shared: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("language", ["en", "fr"])
+@pytest.mark.parametrize("language", ["en", "hu"])
 @settings(max_examples=40, deadline=None)
 @given(st.text(alphabet="aBé1.,:;'’\"()[]{}/@#$%&*+-–—_=<>~|\\ sdntmkh€°😀", max_size=40))
 def test_the_tokenizer_alone_gives_the_words_of_the_whole_pipeline(language: str, text: str) -> None:
-    assert [t.text for t in under_test._tokenizer(language)(text)] == [
-        t.text for t in spacy_blank(language).tokenizer(text)
-    ]
+    assert [t.text for t in alone(language)(text)] == [t.text for t in spacy_blank(language).tokenizer(text)]
 
 
 def test_special_cases_and_urls_are_split_as_in_the_whole_pipeline() -> None:

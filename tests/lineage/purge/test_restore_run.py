@@ -22,6 +22,7 @@ from quern.lineage.store import Lineage
 from quern.lineage.trace import trace
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shards import ShardReader
+from support.data_pipeline.in_process import run_config
 from support.lineage import scenario
 from support.remote import s3_server
 
@@ -116,7 +117,7 @@ def decisions(run: Path, suffix: str = "") -> list[dict[str, Any]]:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("restore")
     texts = write_sources(folder, seed=1)
-    scenario.run_data(config(folder / "run", texts))
+    run_config(config(folder / "run", texts))
     return folder, texts
 
 
@@ -127,7 +128,7 @@ def fresh(folder: Path, texts: dict[str, str], name: str, run: Path) -> Corpus:
     own["tokenize"] |= {"ranks": ranks}
     del own["tokenize"]["vocab_size"]
     partition._chain.cache_clear()  # a process keeps its chain, and that its purge list, which is longer now
-    scenario.run_data(own)
+    run_config(own)
     return corpus(folder / name)
 
 

@@ -9,12 +9,10 @@ import gzip
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from quern.demo import write_site
 from quern.parallel.local import LocalRanks
@@ -45,20 +43,6 @@ def write_texts(path: Path, documents: int, seed: int) -> str:
 
 def _length(draw: random.Random) -> int:
     return int(min(600, 2 + draw.expovariate(1 / 40)))
-
-
-def run_data(config: Mapping[str, Any]) -> None:
-    """The whole data road, in this process."""
-    from quern.cli import data
-    from quern.data_pipeline.engine import InProcess
-    from quern.tokenize.config import DataRun
-
-    @contextmanager
-    def alone(*_: Any) -> Iterator[Any]:
-        yield InProcess()
-
-    with mock.patch.object(data, "open_engine", alone):
-        data.run_data(DataRun.model_validate_json(json.dumps(config)))
 
 
 PLAIN = {"language": {"keep": None, "threshold": 0, "pre_skip": False}, "toxicity": {"action": "measure"}}

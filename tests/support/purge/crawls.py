@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
+from support.data_pipeline.in_process import run_config
 from support.lineage import scenario
 
 NOUNS = ["river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper", "window", "garden", "thunder",
@@ -108,7 +109,7 @@ def run(folder: Path, warcs: Sequence[str], **changes: Any) -> Path:
     """The whole data road over the WARCs, in this process; the run."""
     tokens = {"encoding": "trained", "vocab_size": 300, "shard_tokens": 4000, "validation": 0.1}
     config = scenario.data_config(folder, warcs, {}, tokenize=tokens) | {"quality": {"order": ["gopher"]}} | changes
-    scenario.run_data(config)
+    run_config(config)
     return folder
 
 

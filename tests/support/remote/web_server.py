@@ -37,7 +37,7 @@ class Web(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str, str, str]] = []  # method, path, Range, fault
-        self.ranges = self.etags = True
+        self.ranges = self.etags = self.lengths = True
         self.modified = ""
         self.lock = threading.Lock()
         self.under_way = self.most_under_way = 0
@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             headers["Content-Range"], status = f"bytes {first}-{last}/{len(data)}", 206
             data = data[first : last + 1]
-        self.start(status, headers, len(data))
+        self.start(status, headers, len(data) if self.command == "GET" or self.server.lengths else None)
         if self.command == "HEAD":
             return
         if what == "cut":
@@ -121,11 +121,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(data)
 
-    def start(self, status: int, headers: dict[str, str], length: int) -> None:
+    def start(self, status: int, headers: dict[str, str], length: int | None) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(length))
+        if length is not None:
+            self.send_header("Content-Length", str(length))
         self.end_headers()
 
     def log_message(self, *arguments: Any) -> None:
