@@ -37,6 +37,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PIP) "pip>=24"
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
 	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) "$$(grep '^torch==' $(PINS))")
+	$(BIN)/python -m pip uninstall -y -qq fasttext-predict  # of an older checkout: its files have the names of fasttext-turbo's
 	$(PIP) -c $(PINS) -e ".[all,dev]"
 	touch $@
 

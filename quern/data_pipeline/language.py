@@ -95,10 +95,10 @@ def _load(path: str | None) -> Any:
         raise InputError(f"language.model: {name}: not a fastText model ({error})") from None
     except (AttributeError, TypeError, IndexError) as error:
         raise QuernError(
-            f"the installed fasttext module is not one quern knows; install fasttext-predict ({error})"
+            f"the installed fasttext module is not one quern knows; install fasttext-turbo ({error})"
         ) from None
     if not isinstance(score, float) or not str(label).startswith("__label__"):
-        raise QuernError(f"the installed fasttext module answers {score!r}, {label!r}; install fasttext-predict")
+        raise QuernError(f"the installed fasttext module answers {score!r}, {label!r}; install fasttext-turbo")
     return model
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from quern import __version__, storage
@@ -22,8 +23,12 @@ NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
 #: Keys of a source that say where its files are and how they are cut, and no more.
 _WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes")
 
-_VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "fasttext-predict", "spacy", "tiktoken", "tokenizers",
-              "pyarrow", "numpy", "ray")  # fmt: skip
+_VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "spacy", "tiktoken", "tokenizers", "pyarrow", "numpy",
+              "ray")  # fmt: skip
+
+#: Distributions whose module ``fasttext`` quern knows, the one it asks for first: models of some losses answer other
+#: last bits by one than by another.
+_FASTTEXT = ("fasttext-turbo", "fasttext-predict")
 
 
 class BusyError(QuernError):
@@ -110,18 +115,50 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in _VERSIONED}
+    found = {name: version(name) for name in (*_VERSIONED, _fasttext())}
     return {"quern": __version__, "python": platform.python_version(), **found}
+
+
+def _fasttext() -> str:
+    """The distribution that the module ``fasttext`` is of."""
+    spec = importlib.util.find_spec("fasttext")
+    if spec is None or spec.origin is None:
+        raise QuernError(f"no module fasttext is installed; install {_FASTTEXT[0]}")
+    found = [name for name in _FASTTEXT if _gives(name, spec.origin)]
+    if not found:
+        raise QuernError(
+            f"{spec.origin}: of no distribution that quern knows; uninstall it, and install {_FASTTEXT[0]}"
+        )
+    if len(found) > 1:
+        raise QuernError(
+            f"{' and '.join(found)} are both installed, and overwrite each other's files; uninstall both, then install "
+            f"{found[0]}"
+        )
+    return found[0]
+
+
+def _gives(name: str, file: str) -> bool:
+    try:
+        return os.path.realpath(str(distribution(name).locate_file("fasttext/__init__.py"))) == os.path.realpath(file)
+    except PackageNotFoundError:
+        return False
 
 
 def _same_libraries(path: str, begun: Mapping[str, str]) -> None:
     """Half a run by one library and half by another would be neither's bytes."""
     for name, now in _versions().items():
-        if name not in ("python", "ray") and begun.get(name) != now:
+        if name in ("python", "ray") or begun.get(name) == now:
+            continue
+        other = next((other for other in _FASTTEXT if other in begun), None)
+        if name in _FASTTEXT and other not in (None, name):
             raise InputError(
-                f"{path}: was begun with {name} {begun.get(name)} and would go on with {now}; install the former, or "
-                "give another run_dir"
+                f"{path}: was begun with {other} {begun[other]} and would go on with {name} {now}, which have the same "
+                f"files; pip uninstall {name}, then pip install {other}=={begun[other]}, or give another run_dir"
             )
+        raise InputError(
+            f"{path}: was begun with {name} {begun.get(name)} and would go on with {now}; install the former, or "
+            "give another run_dir"
+        )
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:

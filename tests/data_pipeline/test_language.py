@@ -360,7 +360,7 @@ def test_another_fasttext_api_is_refused_loudly(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fasttext.FastText, "_FastText", Other)
     language._load.cache_clear()
     try:
-        with pytest.raises(QuernError, match="install fasttext-predict"):
+        with pytest.raises(QuernError, match="install fasttext-turbo"):
             identify(ENGLISH)
     finally:
         language._load.cache_clear()

@@ -26,6 +26,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def installed(folder: Path, name: str, number: str) -> None:
+    """A distribution in ``folder`` that gives the module ``fasttext``."""
+    (folder / "fasttext").mkdir(parents=True, exist_ok=True)
+    (folder / "fasttext" / "__init__.py").touch()
+    facts = folder / f"{name.replace('-', '_')}-{number}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+
+
 def changed(**keys: Any) -> dict[str, Any]:
     return {**CONFIG, **keys}
 
@@ -112,6 +121,48 @@ def test_an_unfinished_run_goes_on_only_with_the_libraries_it_began_with(tmp_pat
     (tmp_path / "run.json").write_text(json.dumps({**record, "status": "complete"}))
     with open_run(str(tmp_path), CONFIG) as run:
         assert run.complete
+
+
+@pytest.mark.parametrize(("begun", "now"), [("predict", "turbo"), ("turbo", "predict")])
+def test_an_unfinished_run_begun_with_another_fasttext_says_which_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str, now: str
+) -> None:
+    for name in (begun, now):
+        folder = tmp_path / "of" / name
+        installed(folder, f"fasttext-{name}", "1.5")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(folder))
+            patch.delitem(sys.modules, "fasttext", raising=False)
+            if name == begun:
+                for _ in range(2):  # goes on with what it was begun with
+                    with open_run(str(tmp_path / "run"), CONFIG) as run:
+                        assert run.record["versions"][f"fasttext-{name}"] == "1.5"
+                continue
+            with pytest.raises(InputError) as caught, open_run(str(tmp_path / "run"), CONFIG):
+                pass
+    assert f"pip uninstall fasttext-{now}, then pip install fasttext-{begun}==1.5" in str(caught.value)
+
+
+def test_two_distributions_of_fasttext_in_one_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fasttext-turbo", "fasttext-predict"):
+        installed(tmp_path / "lib", name, "1.5")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.delitem(sys.modules, "fasttext", raising=False)
+    with pytest.raises(QuernError, match=r"uninstall both, then install fasttext-turbo"):
+        with open_run(str(tmp_path / "run"), CONFIG):
+            pass
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_module_fasttext_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path / "lib", "fasttext", "1.5")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.delitem(sys.modules, "fasttext", raising=False)
+    with pytest.raises(QuernError, match=r"of no distribution that quern knows; .*install fasttext-turbo"):
+        with open_run(str(tmp_path / "run"), CONFIG):
+            pass
 
 
 def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> None:
