@@ -150,9 +150,9 @@ def test_two_distributions_of_fasttext_in_one_folder_are_refused(
         installed(tmp_path / "lib", name, "1.5")
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     monkeypatch.delitem(sys.modules, "fasttext", raising=False)
-    with pytest.raises(QuernError, match=r"uninstall both, then install fasttext-turbo"):
-        with open_run(str(tmp_path / "run"), CONFIG):
-            pass
+    expected = pytest.raises(QuernError, match=r"uninstall both, then install fasttext-turbo")
+    with expected, open_run(str(tmp_path / "run"), CONFIG):
+        pass
     assert not (tmp_path / "run" / "run.json").exists()
 
 
@@ -160,9 +160,9 @@ def test_a_module_fasttext_of_somebody_else_is_refused(tmp_path: Path, monkeypat
     installed(tmp_path / "lib", "fasttext", "1.5")
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     monkeypatch.delitem(sys.modules, "fasttext", raising=False)
-    with pytest.raises(QuernError, match=r"of no distribution that quern knows; .*install fasttext-turbo"):
-        with open_run(str(tmp_path / "run"), CONFIG):
-            pass
+    expected = pytest.raises(QuernError, match=r"of no distribution that quern knows; .*install fasttext-turbo")
+    with expected, open_run(str(tmp_path / "run"), CONFIG):
+        pass
 
 
 def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> None:
