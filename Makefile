@@ -2,7 +2,8 @@
 # make test-fast VENV=.venv-new PYTHON=python3.13 TORCH=2.15.0
 PYTHON ?= python3
 VENV   ?= .venv
-# Pins, and what differs from them: another version of torch, the index that torch alone comes from.
+# Pins, and what differs from them: another version of torch, which chooses its setuptools (2.11 takes none from 82 on);
+# the index that torch alone comes from.
 CONSTRAINTS ?= constraints.txt
 TORCH       ?=
 TORCH_INDEX ?=
@@ -35,7 +36,7 @@ env: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "pip>=24"
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' $(CONSTRAINTS) > $(PINS)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^setuptools==/d)' $(CONSTRAINTS) > $(PINS)
 	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) "$$(grep '^torch==' $(PINS))")
 	$(BIN)/python -m pip uninstall -y -qq fasttext-predict  # of an older checkout: its files have the names of fasttext-turbo's
 	$(PIP) -c $(PINS) -e ".[all,dev]"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_case import settings, write_corpus
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quern.model.rope
 import quern.train.feed
@@ -23,6 +24,7 @@ from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
 
 T = TypeVar("T")
+_ATEN = torch.ops.aten
 FIRST = 2
 """Steps that may wait: they fill caches, and FSDP2 and pipelines begin."""
 SMALL = {"global_batch": 4, "steps": 9}
@@ -125,7 +127,11 @@ def waits() -> dict[str, str]:
         x = torch.ones(4, device=watch.device)
         many = torch.ones(4, dtype=torch.int64, device=watch.device)
         host = torch.ones(4)
-        calls = {**_blocking(x, many, host), **_free(x, many, host)}
+        number = "a number assigned by a boolean index"
+        calls = {
+            **_blocking(x, many, host), **_free(x, many, host),
+            f"free: {number}" if _is_a_fill() else number: lambda: x.__setitem__(x > 0, 0.0),
+        }  # fmt: skip
         watch.strict = True
         return {name: _said(call) for name, call in calls.items()}
 
@@ -136,7 +142,7 @@ def _blocking(x: torch.Tensor, many: torch.Tensor, host: torch.Tensor) -> dict[s
         "item": lambda: x[0].item(), "float": lambda: float(x[0]), "int": lambda: int(x[0]),
         "bool": lambda: bool(x[0] > 0), "tolist": lambda: x.tolist(), "equal": lambda: torch.equal(x, x),
         "allclose": lambda: torch.allclose(x, x), "nonzero": lambda: x.nonzero(), "where": lambda: torch.where(x > 0),
-        "boolean index": lambda: x[x > 0], "assignment by a boolean index": lambda: x.__setitem__(x > 0, 0.0),
+        "boolean index": lambda: x[x > 0], "assignment by a boolean index": lambda: x.__setitem__(x > 0, x),
         "masked_select": lambda: x.masked_select(x > 0), "unique": lambda: x.unique(),
         "unique_consecutive": lambda: x.unique_consecutive(), "repeat_interleave": lambda: x.repeat_interleave(many),
         "cpu": lambda: x.cpu(), "to the host": lambda: x.to("cpu"),
@@ -157,6 +163,25 @@ def _free(x: torch.Tensor, many: torch.Tensor, host: torch.Tensor) -> dict[str, 
         "free: repetition by a number": lambda: x.repeat_interleave(2),
         "free: an index of the device": lambda: x[many % 2],
     }  # fmt: skip
+
+
+def _is_a_fill() -> bool:
+    """Whether ``x[mask] = 0.0`` is a fill, which goes on, as in torch 2.15. Up to 2.13 it is an assignment to as
+    many places as the mask has, which have to be counted."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    called: list[Any] = []
+    x = torch.ones(4)
+    mask = x > 0
+    with Watch():
+        x[mask] = 0.0
+    fills, puts = (operator in called for operator in (_ATEN.masked_fill_.Scalar, _ATEN.index_put_.default))
+    assert fills != puts, called
+    return fills
 
 
 def _said(call: Callable[[], Any]) -> str:
