@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from quern import storage
+from quern import filesystem, storage
 from quern.errors import InputError
 
 
@@ -171,3 +172,23 @@ def test_json_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "file" / "run.json", tmp_path):
         with pytest.raises(InputError, match="cannot be read"):
             storage.read_json(str(path))
+
+
+def test_a_folder_in_which_somebody_goes_on_writing_is_an_error_after_some_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def rmtree(path: str) -> None:
+        tries.append(path)
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(filesystem.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(filesystem.time, "sleep", lambda seconds: None)
+    with pytest.raises(OSError, match="not empty"):
+        filesystem.remove_tree(str(tmp_path))
+    assert len(tries) > 1
+    tries.clear()
+    monkeypatch.setattr(filesystem.shutil, "rmtree", lambda path: tries.append(path) if tries else rmtree(path))
+    filesystem.remove_tree(str(tmp_path))
+    assert len(tries) == 2
