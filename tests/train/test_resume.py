@@ -249,7 +249,7 @@ def test_sigterm_ends_a_process_with_a_checkpoint(tmp_path, paths):
     assert (again.start.step, again.complete) == (checkpoint.step, True)
     assert list_checkpoints(str(run))[-1].step == steps
     # all steps up to the end were taken once: that their values are those of a run in one piece is told above
-    assert sorted(case.rows(run)) == list(range(steps))
+    assert sorted(step for step in case.rows(run) if step >= 0) == list(range(steps))
 
 
 @pytest.mark.long
