@@ -125,6 +125,11 @@ def check(step: dict[str, Any], own: Known, seq_len: int, whole: bool) -> None:
         assert nats_P == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return write_corpus(tmp_path_factory.mktemp("data"), {"web": 90, "code": 40})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -139,20 +144,19 @@ def check(step: dict[str, Any], own: Known, seq_len: int, whole: bool) -> None:
     ids=["documents", "no documents", "long", "compile", "float8", "validation"],
 )
 def test_losses_and_norms_are_those_of_the_sequences_alone_and_of_the_gradients(
-    tmp_path: Path, changes: dict[str, Any]
+    tmp_path: Path, paths: list[str], changes: dict[str, Any]
 ) -> None:
-    paths = write_corpus(tmp_path / "data", {"web": 90, "code": 40})
     config = settings(
-        tmp_path / "run", paths, **QUIET, precision="fp64", steps=6, forensics={"steps": [2, 5], "window": 3}, **changes
+        tmp_path / "run", paths, **QUIET, precision="fp64", steps=4, forensics={"steps": [1, 3], "window": 2}, **changes
     )
     by_hand = run(config)
     written = files(tmp_path / "run")
-    assert list(written) == ["step_00000002.json", "step_00000005.json"]
-    for number, file in zip((2, 5), written.values(), strict=True):
+    assert list(written) == ["step_00000001.json", "step_00000003.json"]
+    for number, file in zip((1, 3), written.values(), strict=True):
         assert file["reasons"] == ["configured"]
         assert file["decision"] == "continued"
         assert (file["step"], file["data_step"], file["attempt"]) == (number, number, 0)
-        assert [step["step"] for step in file["steps"]] == [number - 2, number - 1, number]
+        assert [step["step"] for step in file["steps"]] == [number - 1, number]
         for step in file["steps"]:
             check(step, by_hand[step["step"]], config.seq_len, whole=True)
         last = by_hand[number].squares
@@ -161,8 +165,7 @@ def test_losses_and_norms_are_those_of_the_sequences_alone_and_of_the_gradients(
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_and_one_that_spikes_are_written_down(tmp_path: Path) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_a_step_that_is_not_finite_and_one_that_spikes_are_written_down(tmp_path: Path, paths: list[str]) -> None:
 
     def factor(data_step: int) -> float:
         return {6: float("nan"), 8: 1e4}.get(data_step, 1.0)
@@ -186,8 +189,7 @@ def test_a_step_that_is_not_finite_and_one_that_spikes_are_written_down(tmp_path
 
 
 @pytest.mark.slow
-def test_it_changes_no_bit_and_off_it_writes_nothing(tmp_path: Path) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_it_changes_no_bit_and_off_it_writes_nothing(tmp_path: Path, paths: list[str]) -> None:
     states = []
     for name, changes in {"on": {"steps": [3]}, "off": {"window": 0}}.items():
         left = live(settings(tmp_path / name, paths, **QUIET, forensics=changes))
@@ -197,8 +199,7 @@ def test_it_changes_no_bit_and_off_it_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_is_run_again_has_a_file_of_its_own(tmp_path: Path) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_a_step_that_is_run_again_has_a_file_of_its_own(tmp_path: Path, paths: list[str]) -> None:
     changes: dict[str, Any] = {**QUIET, "forensics": {"steps": [5]}, "checkpoint": {"interval": 4}}
     live(settings(tmp_path / "run", paths, **changes))
     live(settings(tmp_path / "run", paths, **changes, resume={"step": 4}, data_skip=2))
@@ -210,8 +211,9 @@ def test_a_step_that_is_run_again_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_more_files_than_asked_for_and_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_no_more_files_than_asked_for_and_it_is_said_once(
+    tmp_path: Path, paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = {"steps": [1, 3, 4, 5], "max_files": 2}
     with caplog.at_level(logging.WARNING):
         live(settings(tmp_path / "run", paths, **QUIET, forensics=wanted))
@@ -225,14 +227,16 @@ def test_no_more_files_than_asked_for_and_it_is_said_once(tmp_path: Path, caplog
 
 
 @pytest.mark.slow
-def test_a_streak_is_written_down_once_and_a_step_that_is_asked_for_all_the_same(tmp_path: Path) -> None:
+def test_a_streak_is_written_down_once_and_a_step_that_is_asked_for_all_the_same(
+    tmp_path: Path, paths: list[str]
+) -> None:
     """One bad stretch must not use up the files of a whole run."""
 
     def spoil(trainer: Trainer, step: int) -> None:
         if step in (2, 3, 4, 7):
             next(iter(trainer.model.parameters())).grad.fill_(math.nan)
 
-    config = settings(tmp_path / "run", write_corpus(tmp_path / "data"), **QUIET, forensics={"steps": [4]}, steps=10)
+    config = settings(tmp_path / "run", paths, **QUIET, forensics={"steps": [4]}, steps=10)
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
         trainer.on_gradients = spoil
         trainer.fit()
@@ -241,8 +245,8 @@ def test_a_streak_is_written_down_once_and_a_step_that_is_asked_for_all_the_same
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_step_is_not_lost_without_a_word(tmp_path: Path, caplog: Any) -> None:
-    config = settings(tmp_path / "run", write_corpus(tmp_path / "data"), **QUIET, steps=3)
+def test_a_signal_in_the_last_step_is_not_lost_without_a_word(tmp_path: Path, paths: list[str], caplog: Any) -> None:
+    config = settings(tmp_path / "run", paths, **QUIET, steps=3)
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
         trainer.on_gradients = lambda trainer, step: os.kill(os.getpid(), signal.SIGUSR1) if step == 2 else None
         trainer.fit()
@@ -251,8 +255,7 @@ def test_a_signal_in_the_last_step_is_not_lost_without_a_word(tmp_path: Path, ca
 
 
 @pytest.mark.slow
-def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "forensics").write_text("a file where the folder should be")
     left = live(settings(tmp_path / "run", paths, forensics={"steps": [2]}))
@@ -261,8 +264,7 @@ def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.slow
-def test_a_signal_asks_for_the_step_in_work(tmp_path: Path) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_a_signal_asks_for_the_step_in_work(tmp_path: Path, paths: list[str]) -> None:
     config = settings(tmp_path / "run", paths, **QUIET)
 
     def ask(trainer: Trainer, step: int) -> None:
@@ -281,11 +283,11 @@ def test_a_signal_asks_for_the_step_in_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_somebody_elses_listener_stays(tmp_path: Path) -> None:
+def test_somebody_elses_listener_stays(tmp_path: Path, paths: list[str]) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        config = settings(tmp_path / "run", write_corpus(tmp_path / "data"), **QUIET, steps=3)
+        config = settings(tmp_path / "run", paths, **QUIET, steps=3)
         with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
             trainer.on_gradients = lambda trainer, step: os.kill(os.getpid(), signal.SIGUSR1) if not step else None
             trainer.fit()
@@ -296,8 +298,7 @@ def test_somebody_elses_listener_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_overflows_by_which_a_loss_scale_finds_its_size_are_no_reason(tmp_path: Path) -> None:
-    paths = write_corpus(tmp_path / "data")
+def test_overflows_by_which_a_loss_scale_finds_its_size_are_no_reason(tmp_path: Path, paths: list[str]) -> None:
     config = settings(tmp_path / "run", paths, precision="fp16")
     live(config, factor=lambda data_step: float("inf") if data_step == 5 else 1.0)
     assert any(line["kind"] == "skipped" for line in ledger(tmp_path / "run"))

@@ -53,25 +53,25 @@ def test_phases_given_from_the_beginning_or_later_are_one_order(tmp_path, paths)
     assert straight.start.mixture.order.hash == lives[-1].start.mixture.order.hash
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6])
-def test_a_phase_that_changes_nothing_has_its_blocks_all_the_same(tmp_path, paths, stop):
+def test_a_phase_that_changes_nothing_has_its_blocks_all_the_same(tmp_path, paths):
     """Also for a run that is taken up right at it."""
     phases = [{"first_step": 4}, {"first_step": 6, "weights": [3, 1]}]
     config = case.settings(tmp_path / "whole", paths, phases=phases, steps=8)
     straight = case.live(config)
     config = case.settings(tmp_path / "broken", paths, phases=phases, steps=8, checkpoint={"interval": 1})
-    first = case.live(config, kill_at=stop)
-    second = case.live(config)
-    assert second.start.step == stop
-    assert first.samples | second.samples == straight.samples
+    lives = [case.live(config, kill_at=4), case.live(config, kill_at=6)]
+    lives.append(second := case.live(config))
+    assert [life.start.step for life in lives] == [0, 4, 6]
+    taken: dict = {}
+    for life in lives:
+        taken |= life.samples
+    assert taken == straight.samples
     without = case.settings(tmp_path / "without", paths, steps=8)
     order = plan_mixture(without, Corpus(paths, 32)).order
     assert [tuple(map(list, order.batch(5)))] != [tuple(map(list, second.start.mixture.order.batch(5)))]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+PAST = [
         ({"phases": [{"first_step": 3, "weights": [1, 3]}]},
          r"weights from data step 3 were 0\.75, 0\.25, the config says 0\.25, 0\.75; .* first_step 4 or later"),
         ({"phases": [{"first_step": 3, "global_batch": 16}]},
@@ -82,19 +82,23 @@ def test_a_phase_that_changes_nothing_has_its_blocks_all_the_same(tmp_path, path
         ({"seed": 6}, r"seed: the run in .*run began with 5, got 6; give another run_dir"),
         ({"seq_len": 16}, r"seq_len: the run in .*run began with 32, got 16; give another run_dir"),
         ({"data": "one"}, r"source r1/code/1, which is not given any more; keep its entry"),
-    ],
-)  # fmt: skip
-def test_the_past_cannot_be_told_otherwise(tmp_path, paths, changes, message):
+]  # fmt: skip
+
+
+def test_the_past_cannot_be_told_otherwise(tmp_path, paths):
     run = tmp_path / "run"
     case.live(case.settings(run, paths, checkpoint={"interval": 2}), kill_at=5)
     before = (run / "ledger.jsonl").read_bytes()
-    if changes.get("data") == "weights":
-        changes = {"data": [{"path": path, "max_epochs": 100} for path in paths]}
-    elif changes.get("data") == "one":
-        changes = {"data": [{"path": paths[0], "max_epochs": 100}]}
-    with pytest.raises(InputError, match=message):
-        case.live(case.settings(run, paths, **changes))
-    assert (run / "ledger.jsonl").read_bytes() == before
+    data = {
+        "weights": [{"path": path, "max_epochs": 100} for path in paths],
+        "one": [{"path": paths[0], "max_epochs": 100}],
+    }
+    for changes, message in PAST:
+        if "data" in changes:
+            changes = {"data": data[changes["data"]]}
+        with pytest.raises(InputError, match=message):
+            case.live(case.settings(run, paths, **changes))
+        assert (run / "ledger.jsonl").read_bytes() == before
     assert case.live(case.settings(run, paths, checkpoint={"interval": 2})).start.step == 4
 
 

@@ -41,11 +41,8 @@ from support.train import run_case as case
 pytestmark = pytest.mark.slow
 
 WAIT_S = 120.0
-PROCESS = pytest.param("process", marks=pytest.mark.slow)
 #: Where a process of its own makes no difference that others have not shown: it imports torch.
 PROCESS_LONG = pytest.param("process", marks=pytest.mark.long)
-PROCESS_TRUE = pytest.param("process", True, marks=pytest.mark.slow)
-PROCESS_FALSE = pytest.param("process", False, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +308,8 @@ def nan_at_5(data_step: int) -> float:
 
 
 FAILURES = [
-    ("sync", "writing"), ("sync", "publishing"), ("sync", "beginning"),
+    ("sync", "writing"), ("process", "a limit"),
     ("thread", "writing"), ("thread", "publishing"), ("thread", "beginning"), ("thread", "copying"),
-    pytest.param("process", "a limit", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -350,10 +346,9 @@ def command(config: Any, folder: Path) -> list[str]:
     return [str(file)]
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread"])
-def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypatch, capsys, mode):
+def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypatch, capsys):
     run = tmp_path / "run"
-    config = case.settings(run, paths, checkpoint={"interval": 2, "mode": mode, "max_failures": 2})
+    config = case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "max_failures": 2})
     with monkeypatch.context() as full:
         failing(full, "writing", {4, 6})
         assert main(command(config, tmp_path)) == 1
@@ -361,14 +356,14 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypa
     assert said == ["error: No space left on device"]
     assert told(run, "checkpoint_failed") == [4, 6]
     assert told(run, "end", "stopped") == []
-    assert steps_of(run) == [2]
+    assert folders(run) == ["step_00000002"]
     life = case.live(config, factor=nan_at_5)
     assert (life.start.step, life.complete) == (2, True)
     assert case.differences(life.state, whole[1].state) == []
     assert checkpoints(run) == checkpoints(whole[0])
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", PROCESS_LONG])
+@pytest.mark.parametrize("mode", ["thread", PROCESS_LONG])
 def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path, paths, monkeypatch, mode):
     """However many may fail, and also where a signal makes it the last."""
     for number, stop_at in enumerate((None, 3)):
@@ -422,12 +417,11 @@ def test_a_failure_in_flight_ends_the_run_where_the_next_is_not_the_last_or_fail
     assert steps_of(run) == list(range(2, min(failed), 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.long), "process"])
-def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole, mode):
+@pytest.mark.long
+def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole):
     """The system itself refuses: no file of the process, or of its writer, may grow as long as that of the tensors."""
     run = tmp_path / "run"
-    config = case.settings(run, paths, checkpoint={"interval": 1, "mode": mode, "max_failures": 2})
+    config = case.settings(run, paths, checkpoint={"interval": 1, "mode": "process", "max_failures": 2})
     done = run_within(max(os.path.getsize(file) for file in whole[0].rglob("*.distcp")) - 1, command(config, tmp_path))
     assert done.returncode == 1, done.stderr
     *warnings, error = (line for line in done.stderr.splitlines() if not line.startswith("INFO "))
@@ -475,7 +469,7 @@ def facts(run: Path) -> list[dict[str, Any]]:
     return [{n: v for n, v in manifest.items() if n not in different} for manifest in manifests]
 
 
-@pytest.mark.parametrize(("mode", "overlap"), [("thread", True), ("thread", False), PROCESS_TRUE, PROCESS_FALSE])
+@pytest.mark.parametrize(("mode", "overlap"), [("thread", False), ("process", True)])
 def test_who_writes_changes_no_bit(tmp_path, paths, whole, monkeypatch, mode, overlap):
     """Every other thread begins to copy late, so that what the loop does not wait for would be of a step too far."""
     hand_on = snapshot._hand_on
@@ -496,15 +490,11 @@ def test_who_writes_changes_no_bit(tmp_path, paths, whole, monkeypatch, mode, ov
     assert facts(run) == facts(whole[0])
 
 
-@pytest.mark.parametrize(
-    ("stop_at", "mode"),
-    [(1, "sync"), (1, "thread"), pytest.param(1, "process", marks=pytest.mark.long),
-     (2, "sync"), (2, "thread"), pytest.param(2, "process", marks=pytest.mark.slow)],
-)  # fmt: skip
-def test_a_signal_at_a_save_loses_nothing(tmp_path, paths, mode, stop_at):
+@pytest.mark.parametrize("stop_at", [1, 2])
+def test_a_signal_at_a_save_loses_nothing(tmp_path, paths, stop_at):
     """Heard in step s, it is known at the end of s + 1 where a save is due then, and of s + 2 elsewhere."""
     run = tmp_path / "run"
-    config = case.settings(run, paths, checkpoint={"interval": 4, "mode": mode})
+    config = case.settings(run, paths, checkpoint={"interval": 4, "mode": "thread"})
     left = case.live(config, stop_at=stop_at)
     assert (left.complete, left.stopped_by) == (False, "SIGTERM")
     assert told(run, "stopped") == [4]

@@ -65,12 +65,9 @@ def content(run: Path, step: int, folder: Path) -> types.SimpleNamespace:
     return state
 
 
-@pytest.fixture(params=["sync", "thread", pytest.param("process", marks=pytest.mark.slow)])
-def mode(request):
-    return request.param
-
-
+@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
+    """And closing loses the save in flight, and nothing else."""
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, mode) as checkpoints:
@@ -84,6 +81,11 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
             assert outcome.error is None
             assert outcome.checkpoint.step == step
             assert checkpoints.finish() is None
+        checkpoints.begin(3, state, CASE.position(3))
+        checkpoints.copied()
+    assert steps(run) == [1, 2]
+    with manager(run, "sync"):
+        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001", "step_00000002"]
     for step in (1, 2):
         assert CASE.differences(content(run, step, tmp_path), step) == []
 
@@ -169,6 +171,7 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode,
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
+@pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
     """Counted with itself; a newer one, of a branch that was left, waits."""
     run = tmp_path / "run"
@@ -184,12 +187,11 @@ def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
             assert steps(run) == stand
 
 
-@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path, mode):
+def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
     CASE.fill(state, 3)
-    with manager(run, mode) as checkpoints:
+    with manager(run, "thread") as checkpoints:
         assert checkpoints.progress() == Progress()
         checkpoints.begin(3, state, CASE.position(3))
         checkpoints.copied()
@@ -210,19 +212,6 @@ def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path, mode):
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
-def test_closing_loses_the_save_in_flight_and_nothing_else(tmp_path, mode):
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
-    with manager(run, mode) as checkpoints:
-        checkpoints.save(1, state, CASE.position(1))
-        checkpoints.begin(2, state, CASE.position(2))
-        checkpoints.copied()
-    assert steps(run) == [1]
-    with manager(run, "sync"):
-        assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
-
-
 def process_of(checkpoints: CheckpointManager) -> subprocess.Popen[bytes]:
     background = checkpoints._background
     assert isinstance(background, Process)
@@ -234,7 +223,6 @@ def writer_of(checkpoints: CheckpointManager) -> int:
     return process_of(checkpoints).pid
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["publishing", *(pytest.param(name, marks=pytest.mark.long) for name in ("before", "writing", "written"))]
 )
@@ -326,7 +314,6 @@ def test_a_full_disk_fails_the_save_and_leaves_what_stood(tmp_path):
     assert CASE.differences(content(run, 1, tmp_path), 1) == []
 
 
-@pytest.mark.slow
 def test_the_writer_ends_with_its_trainer(tmp_path):
     reader, told = os.pipe()
     child = os.fork()
@@ -342,7 +329,6 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
 
 
-@pytest.mark.slow
 def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path):
     """What a scheduler sends to all processes of a job; the trainer saves once more then."""
     run = tmp_path / "run"
@@ -378,7 +364,7 @@ def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, monkeypatch, wh
 
     def slow(self, *arguments):
         assert finishing.wait(WAIT_S)
-        assert all(signs.acquire(timeout=10.0) for _ in range(20)), "nobody gives a sign"
+        assert all(signs.acquire(timeout=WAIT_S) for _ in range(20)), "nobody gives a sign"
         return action(self, *arguments)
 
     monkeypatch.setattr(agree, "_SIGN_OF_LIFE_S", 0.01)
