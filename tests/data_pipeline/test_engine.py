@@ -51,7 +51,7 @@ def spared(x: int) -> int:
 
 def note_start(folder: str, x: int) -> int:
     (Path(folder) / f"{x}").touch()
-    time.sleep(0.3)
+    time.sleep(0.1)
     return x
 
 
@@ -118,7 +118,7 @@ def test_the_caller_decides_what_a_death_means(pool: Engine) -> None:
 def test_no_more_tasks_start_than_there_are_workers(pool: Engine, tmp_path: Path) -> None:
     results = pool.map(note_start, [(str(tmp_path), x) for x in range(10)], label="test")
     next(results)
-    time.sleep(3)  # long enough for all ten, were they in the workers' queues
+    time.sleep(1.5)  # long enough for all ten, were they in the workers' queues
     assert len(list(tmp_path.iterdir())) <= 4, "two ran, at most two more were started"
     results.close()
 
@@ -129,12 +129,20 @@ def test_who_waits_for_a_worker_is_told(pool: Engine, caplog: pytest.LogCaptureF
     monkeypatch.setattr(engine_module, "PATIENCE_S", 0.5)
     collected(pool, square, [(1,), (2,)])
     collected(pool, square, [(1,), (2,)])  # both of its actors are up now
+    said = "test: waiting for a worker; the Ray cluster has 0 free CPUs"
+
+    def free() -> None:
+        end = time.monotonic() + 120
+        while said not in caplog.text and time.monotonic() < end:
+            time.sleep(0.05)
+        pool.close()
+
     with open_engine(2) as second:
-        freed = threading.Timer(2.0, pool.close)
+        freed = threading.Thread(target=free)
         freed.start()
         assert collected(second, square, [(3,)]) == {0: 9}
         freed.join()
-    assert "test: waiting for a worker; the Ray cluster has 0 free CPUs" in caplog.text
+    assert said in caplog.text
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from quern.data_pipeline.url import canonicalize, host, surt
 from quern.errors import InputError
 from quern.lineage.store import Lineage, Stream
 from support.lineage import runs
+from support.named_cases import each
 
 pytestmark = pytest.mark.slow
 
@@ -158,12 +159,14 @@ HOSTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTS)
-def test_a_host_and_a_domain_are_what_the_rows_hosts_say(lineage: Lineage, oracle: Oracle, name: str) -> None:
-    own = host(canonicalize(f"http://{name}/") or "")
-    assert lineage.find(host=name).tolist() == oracle.where(lambda row: row["name"] == own)
-    below = oracle.where(lambda row: row["name"] is not None and f".{row['name']}".endswith(f".{own}"))
-    assert lineage.find(domain=name).tolist() == below
+def test_a_host_and_a_domain_are_what_the_rows_hosts_say(lineage: Lineage, oracle: Oracle) -> None:
+    def check(name: str) -> None:
+        own = host(canonicalize(f"http://{name}/") or "")
+        assert lineage.find(host=name).tolist() == oracle.where(lambda row: row["name"] == own)
+        below = oracle.where(lambda row: row["name"] is not None and f".{row['name']}".endswith(f".{own}"))
+        assert lineage.find(domain=name).tolist() == below
+
+    each(HOSTS, check)
 
 
 def test_hosts_with_the_marks_of_a_surt_are_no_false_hits(tmp_path: Path) -> None:
@@ -217,8 +220,9 @@ def test_exactly_one_thing_is_asked_for(lineage: Lineage) -> None:
 
 
 def test_the_verdict_is_the_whole_row(lineage: Lineage, oracle: Oracle) -> None:
-    for number, row in enumerate(oracle.rows):
-        found = lineage.verdict(number)
+    last = len(oracle.rows) - 1
+    for number in {*range(0, last, 5), last}:
+        found, row = lineage.verdict(number), oracle.rows[number]
         assert found == {key: row[key] for key in found}
         assert set(found) == set(row) - {"canonical", "key", "name"}
 
@@ -304,7 +308,7 @@ def test_the_tokens_of_a_span_are_the_documents_text(lineage: Lineage, oracle: O
         assert bytes(tokens[:-1].tolist()).decode() == oracle.found.texts[oracle.rows[number]["doc_id"]]
 
 
-@pytest.mark.parametrize("documents", [1, 64, 100, 333])
+@pytest.mark.parametrize("documents", [1, 100])
 def test_segments_change_no_answer_but_the_numbers(tmp_path: Path, documents: int) -> None:
     run, oracle = runs.write_run(tmp_path / "run"), Oracle(runs.listing())
     lineage = Lineage(str(run), segment_documents=documents)

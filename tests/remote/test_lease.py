@@ -45,7 +45,7 @@ def sigint(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -60,8 +60,12 @@ def test_it_beats_while_it_is_held_and_goes_with_the_block(server: Server) -> No
 
 
 def test_a_second_one_is_refused_while_the_first_beats(server: Server) -> None:
-    with take(server), pytest.raises(QuernError, match=r"another driver is at work in this run \(process \d+ on "):
-        take(server).__enter__()
+    patient = {"stale_s": 600.0}  # a heartbeat may be late
+    with (
+        take(server, **patient),
+        pytest.raises(QuernError, match=r"another driver is at work in this run \(process \d+ on "),
+    ):
+        take(server, **patient).__enter__()
 
 
 def test_of_many_that_begin_at_once_one_gets_it(server: Server) -> None:
@@ -91,11 +95,25 @@ def test_of_many_that_begin_at_once_one_gets_it(server: Server) -> None:
     assert server.objects() == {}
 
 
-def test_one_that_is_heard_of_no_more_is_taken_over(server: Server) -> None:
+def test_one_that_is_heard_of_no_more_is_taken_over(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = [0.0, 300.0, 600.0, 601.0]
     of_another_machine(server)
-    start = time.monotonic()
-    with take(server):
-        assert 1.0 < time.monotonic() - start < 20
+    monkeypatch.setattr(lease.Lease, "_age_s", lambda self: ages.pop(0))
+    with take(server, stale_s=600.0):
+        assert ages == []
+        assert written(server)["owner"] != "f" * 32
+
+
+def test_its_age_is_the_time_since_it_was_written(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the store's clock: where that cannot be told, by watching."""
+    of_another_machine(server)
+    mine = lease.Lease(f"{server.url}/.lease.json", "run", 0.2, 30.0)
+    wait_until(lambda: mine._age_s() >= 1)
+    with take(server, stale_s=0.5):
+        assert written(server)["owner"] != "f" * 32
+    of_another_machine(server)
+    monkeypatch.setattr(lease.Lease, "_age_s", lambda self: 0.0)
+    with take(server, stale_s=0.5):
         assert written(server)["owner"] != "f" * 32
 
 
@@ -113,7 +131,7 @@ def test_one_that_beats_on_another_machine_is_left_alone(server: Server) -> None
     beating.start()
     try:
         with pytest.raises(QuernError, match="process 1 on elsewhere"):
-            take(server).__enter__()
+            take(server, stale_s=600.0).__enter__()
     finally:
         ended.set()
         beating.join()
@@ -138,32 +156,24 @@ def test_of_a_killed_process_of_this_machine_it_is_taken_at_once(server: Server)
 
 
 def test_who_loses_it_is_stopped(server: Server, sigint: None) -> None:
-    start = time.monotonic()
-
     def work() -> None:
         with take(server):
             of_another_machine(server)
-            while time.monotonic() - start < 60:
-                time.sleep(0.05)
+            wait_until(lambda: False)
 
     with pytest.raises(QuernError, match=r"another driver has taken this run over.*not heard of for 2 s"):
         work()
-    assert time.monotonic() - start < 50
     assert written(server)["owner"] == "f" * 32  # what is not one's own is not removed
 
 
 def test_who_loses_the_outer_of_two_is_stopped_in_the_inner(server: Server) -> None:
-    start = time.monotonic()
-
     def work() -> None:
         with take(server), hold(f"{server.url}/inner.json", "inner", period_s=60, stale_s=120):
             of_another_machine(server)
-            while time.monotonic() - start < 60:
-                time.sleep(0.05)
+            wait_until(lambda: False)
 
     with pytest.raises(QuernError, match="another driver has taken this run over"):
         work()
-    assert time.monotonic() - start < 50
     assert set(server.objects()) == {".lease.json"}
 
 

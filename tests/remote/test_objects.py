@@ -12,12 +12,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import moto.s3.models
 import pytest
 import s3fs
 
 from quern import storage
 from quern.errors import InputError
-from quern.remote import Backoff, ChangedError, StoreError, objects
+from quern.remote import Backoff, ChangedError, StoreError, objects, s3
 from quern.remote.concurrency import PART_BYTES
 from quern.remote.connection import Connection
 from quern.remote.sink import Sink
@@ -26,6 +27,14 @@ from support.remote.s3_server import Fault, Server
 pytestmark = pytest.mark.slow
 
 OFTEN = 10**6
+SMALL_PART = 64 << 10
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads of the same parts in number and order, each a hundredth of a real one."""
+    monkeypatch.setattr(s3, "PART_BYTES", SMALL_PART)
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", SMALL_PART)
 
 
 def content(size: int, seed: int = 1) -> bytes:
@@ -74,7 +83,7 @@ def test_a_link_too_slow_for_one_request_loses_no_byte(server: Server, monkeypat
 
 def test_a_link_that_drips_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUERN_STORE_TIMEOUT_S", "1")
-    monkeypatch.setenv("QUERN_STORE_PATIENCE_S", "3")
+    monkeypatch.setenv("QUERN_STORE_PATIENCE_S", "1.5")
     server.write("a", content(100_000))
     server.proxy.faults = [Fault("drip", "GET", "a", OFTEN)]
     with pytest.raises(StoreError, match=r"one/a: .*given up after \d+ tries in \d+ s") as caught:
@@ -137,9 +146,9 @@ def test_what_others_put_is_hashed_by_its_bytes(server: Server) -> None:
     assert storage.sha256(url(server, "theirs")) == hashlib.sha256(b"grain").hexdigest()
 
 
-@pytest.mark.parametrize("size", [1000, 2 * PART_BYTES + 77])
+@pytest.mark.parametrize("size", [1000, 2 * SMALL_PART + 77])
 @pytest.mark.parametrize("what", ["SlowDown", "InternalError", "cut request", "lose answer"])
-def test_a_put_is_tried_again_until_it_is_there(server: Server, what: str, size: int) -> None:
+def test_a_put_is_tried_again_until_it_is_there(server: Server, small_parts: None, what: str, size: int) -> None:
     data = content(size)
     server.proxy.faults = [Fault(what, "PUT", "out", 2), Fault(what, "POST", "out", 2)]
     storage.publish_bytes(url(server, "out/a"), data)
@@ -151,8 +160,8 @@ def test_a_put_is_tried_again_until_it_is_there(server: Server, what: str, size:
     assert server.uploads() == []
 
 
-def test_the_answer_to_the_last_request_of_an_upload_may_be_lost(server: Server) -> None:
-    data = content(2 * PART_BYTES)
+def test_the_answer_to_the_last_request_of_an_upload_may_be_lost(server: Server, small_parts: None) -> None:
+    data = content(2 * SMALL_PART)
     # what S3 says of an upload that is completed already
     server.proxy.faults = [Fault("lose answer", "POST", "uploadId"), Fault("NoSuchUpload", "POST", "uploadId")]
     storage.publish_bytes(url(server, "out/a"), data)
@@ -164,13 +173,15 @@ def test_the_answer_to_the_last_request_of_an_upload_may_be_lost(server: Server)
     assert "out/b" not in server.objects()
 
 
-@pytest.mark.parametrize("size", [1000, 3 * PART_BYTES])
+@pytest.mark.parametrize("size", [1000, 3 * SMALL_PART])
 @pytest.mark.parametrize("what", ["SlowDown", "ExpiredToken"])
-def test_a_put_that_fails_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch, what: str, size: int) -> None:
+def test_a_put_that_fails_leaves_nothing(
+    server: Server, small_parts: None, monkeypatch: pytest.MonkeyPatch, what: str, size: int
+) -> None:
     monkeypatch.setenv("QUERN_STORE_PATIENCE_S", "1")
     storage.publish_bytes(url(server, "out/a"), b"old")
     # of an upload by parts the first one gets through
-    server.proxy.faults = [Fault(what, "PUT", "out/a", OFTEN, skip=1 if size > PART_BYTES else 0)]
+    server.proxy.faults = [Fault(what, "PUT", "out/a", OFTEN, skip=1 if size > SMALL_PART else 0)]
     with pytest.raises(StoreError, match=rf"{server.url}/out/a: .*{what}"):
         storage.publish_bytes(url(server, "out/a"), content(size))
     assert server.objects() == {"out/a": 3}
@@ -317,7 +328,7 @@ def test_a_fingerprint_of_any_other_store_changes_with_the_content() -> None:
 
 def test_threads_that_are_refused_at_once_go_on_with_one_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
     count, sessions = 8, []
-    together = threading.Barrier(count, timeout=20)
+    together = threading.Barrier(count, timeout=120)
 
     class Session:
         def __init__(self) -> None:

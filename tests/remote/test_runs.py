@@ -26,6 +26,7 @@ from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_directory import open_run
 from quern.demo import write_site
 from quern.errors import QuernError
+from quern.remote import lease
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
 from support.processes import environment
@@ -164,7 +165,8 @@ def test_credentials_that_expire_are_one_line_and_the_run_goes_on_with_new_ones(
 
 
 @pytest.mark.slow
-def test_a_second_driver_is_refused(server: Server) -> None:
+def test_a_second_driver_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(lease.hold.__wrapped__.__kwdefaults__, "period_s", 0.3)
     config = settings(server.url)
     plain = config.model_dump(mode="json")
     with open_run(config.run_dir, plain):

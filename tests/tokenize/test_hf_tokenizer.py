@@ -153,11 +153,11 @@ def test_real_pages_get_the_same_ids(gpt2_ranks: Path, shared: Path) -> None:
     count = 0
     for name in ("multilingual", "code", "cc_text", "papers", "wikipedia"):
         with gzip.open(shared / "data" / "text" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-            for line in itertools.islice(file, 900):
+            for line in itertools.islice(file, 0, 900, 3):
                 text = json.loads(line)["text"]
                 assert_same(encoding, tokenizer, text[:500])
                 count += 1
-    assert count > 2000
+    assert count > 700
 
 
 def test_ids_of_special_tokens_keep_their_holes(pairs: Any) -> None:

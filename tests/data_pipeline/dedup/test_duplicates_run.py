@@ -51,7 +51,7 @@ def corpora(draw, plain):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.data(),
     st.sampled_from(["run", "source"]),

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from unittest import mock
@@ -268,13 +269,19 @@ def serve() -> Iterator[int]:
         server.stop()
 
 
-@contextmanager
-def bucket(port: int) -> Iterator[Server]:
-    """A new bucket, with a proxy of its own."""
-    boto = boto3.client(
+@cache
+def client(port: int) -> Any:
+    """boto3 beside the proxies: one for all buckets of a server."""
+    return boto3.client(
         "s3", endpoint_url=f"http://127.0.0.1:{port}", aws_access_key_id="test", aws_secret_access_key="test",
         region_name="us-east-1", config=Config(proxies={}, request_checksum_calculation="when_required"),
     )  # fmt: skip
+
+
+@contextmanager
+def bucket(port: int) -> Iterator[Server]:
+    """A new bucket, with a proxy of its own."""
+    boto = client(port)
     name = f"b-{uuid.uuid4().hex[:12]}"
     boto.create_bucket(Bucket=name)
     proxy = Proxy(port)
@@ -287,4 +294,3 @@ def bucket(port: int) -> Iterator[Server]:
         proxy.shutdown()
         proxy.server_close()
         thread.join(10)
-        boto.close()
