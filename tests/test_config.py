@@ -77,6 +77,12 @@ def test_mistake_in_the_file_is_named(tmp_path: Path, text: str, expected: str) 
     assert failure(tmp_path, text) == expected
 
 
+def test_yaml_that_names_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    told = failure(tmp_path, f"run_dir: !!python/object/apply:os.mkdir ['{tmp_path}/made']")
+    assert told.startswith("x.yaml: not valid YAML: line 1, column 10: could not determine a constructor")
+    assert not (tmp_path / "made").exists()
+
+
 def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
     assert failure(tmp_path, "run_dir: r\ninner: {threshold: 1").startswith("x.yaml: not valid YAML: line ")
 
