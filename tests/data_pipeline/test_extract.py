@@ -223,11 +223,11 @@ def test_pages_without_text_are_not_logged_one_by_one(extract: Extract, capfd: p
 
 @pytest.mark.shared
 @pytest.mark.slow
-def test_no_real_page_breaks_a_bound(
+def test_no_third_real_page_breaks_a_bound(
     extract: Extract, real_pages: Callable[..., Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extract_trafilatura, "extract_text", lambda *args: "text")
-    assert [real.record_id for real in real_pages() if extract(page(real.html)).failures] == []
+    assert [real.record_id for real in real_pages(every=3) if extract(page(real.html)).failures] == []
 
 
 def token_f1(text: str, truth: str) -> float:

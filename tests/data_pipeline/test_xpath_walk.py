@@ -45,7 +45,7 @@ def grown(shape: list[tuple[str, list[tuple[str, str]], int]]) -> html.HtmlEleme
     return root
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(nodes)
 def test_walk_returns_what_lxml_returns(shape: list[tuple[str, list[tuple[str, str]], int]]) -> None:
     root = grown(shape)
@@ -114,7 +114,7 @@ def pruned(root: html.HtmlElement, expressions: list[Any]) -> str:
     return html.tostring(root, encoding="unicode")
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(nodes)
 def test_walks_together_leave_the_tree_that_xpaths_leave_one_after_the_other(
     shape: list[tuple[str, list[tuple[str, str]], int]],

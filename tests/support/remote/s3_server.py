@@ -29,6 +29,8 @@ from werkzeug.serving import WSGIRequestHandler
 ERROR = '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{0}</Code><Message>{0} says the proxy</Message></Error>'
 STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 403, "InvalidAccessKeyId": 403, "NoSuchUpload": 404}
 WAIT_S = 30  # nothing here waits longer
+#: Every session of botocore reads the model of S3, which takes a third of a second.
+LOADER = cache(botocore.session.create_loader)
 
 
 @dataclass
@@ -281,6 +283,11 @@ def client(port: int) -> Any:
 @contextmanager
 def bucket(port: int) -> Iterator[Server]:
     """A new bucket, with a proxy of its own."""
+    with mock.patch.object(botocore.session, "create_loader", LOADER):
+        yield from _bucket(port)
+
+
+def _bucket(port: int) -> Iterator[Server]:
     boto = client(port)
     name = f"b-{uuid.uuid4().hex[:12]}"
     boto.create_bucket(Bucket=name)
