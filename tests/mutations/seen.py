@@ -5,14 +5,15 @@
 
 ``draw.py`` drew them. Each is put into a copy of the package. Tests of ``make test`` that reach a changed file by
 imports run in sets, from those that are nearest to it; the first failure ends it. A fault that none of them sees
-survives: it is equivalent to what was there (``survives`` in drawn.yaml says why), or a hole. Exit status 1 where the
-fate is not the one that drawn.yaml notes.
+survives: it is equivalent to what was there (``survives`` in drawn.yaml says why), or a hole. A test that fails without
+the fault too ends the program. Exit status 1 where the fate is not the one that drawn.yaml notes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 from mutations.faults import Change, applied  # noqa: E402
-from mutations.test_mutations import copied, environment, written  # noqa: E402
+from mutations.test_mutations import environment, written  # noqa: E402
 from support.impact import Sources  # noqa: E402
 
 #: Runs pytest on the copy it stands in, and on no other quern that is installed.
@@ -114,8 +115,12 @@ def fate_of(entry: Mapping[str, Any], folder: Path, sources: Sources, begin: int
             fate = run(tests, folder)
             seconds += fate.seconds
             if fate.outcome != "survived":
-                return Fate(fate.outcome, seconds, fate.by)
-    return Fate("survived", seconds)
+                break
+        else:
+            return Fate("survived", seconds)
+    if "::" in fate.by and run([fate.by.partition(" ")[2]], folder).outcome != "survived":
+        raise SystemExit(f"{fate.by.partition(' ')[2]} fails without the fault")
+    return Fate(fate.outcome, seconds, fate.by)
 
 
 def main() -> None:
@@ -128,7 +133,10 @@ def main() -> None:
     chosen = {name: one for name, one in faults.items() if not given.only or name.startswith(tuple(given.only))}
     sources, other = Sources(ROOT), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        folder = copied(Path(temporary) / "copy", "quern", "tests", "benchmarks", "configs", "docs", "deploy")
+        folder = Path(temporary) / "copy"
+        for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")[:-1]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
         for name, entry in chosen.items():
             fate = fate_of(entry, folder, sources, given.begin)
             other += (fate.outcome == "survived") != ("survives" in entry)
