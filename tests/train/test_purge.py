@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quern.lineage.purge.taint import Change, taint
+from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
 
@@ -19,7 +20,7 @@ KINDS = {"document masks": {}, "no document masks": {"document_mask": False, "mi
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return purged.runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
+    return runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -106,6 +107,8 @@ def test_the_report_s_command_goes_back_to_the_last_clean_checkpoint(tmp_path, t
     assert any("document_mask is off" in text for text in row["warnings"]) == bool(trained.changes)
     after = taint(str(data), trained.chosen, change=Change(2, "mask", frozenset(report["change"]["streams"])))
     assert purged.row_of(after, run) == row
+    if trained.changes:
+        return  # what the command does depends on no mask; going on without one is told above
     left = purged.follow(report, run)
     assert (left.start.kind, left.start.step) == ("rollback", trained.last_clean)
     never = purged.go_on(trained, tmp_path / "never", data, None)

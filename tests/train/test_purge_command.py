@@ -13,6 +13,7 @@ from quern.cli.lineage_taint import taint_lines
 from quern.config import load_config
 from quern.lineage.purge.taint import OTHERS, Change, taint
 from quern.train.config import TrainConfig
+from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
 
@@ -23,7 +24,7 @@ MASK = Change(2, "mask", frozenset(purged.STREAMS))
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    data = purged.runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
+    data = runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
     return purged.train(data, tmp_path_factory.mktemp("trained") / "run", {})
 
 
@@ -126,7 +127,7 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "ledger.jsonl").write_text("no ledger\n" * 3)
     (tmp_path / "empty").mkdir()
-    elsewhere = purged.runs.write_run(tmp_path / "elsewhere", seed=5, documents=60, files=2)
+    elsewhere = runs.write_run(tmp_path / "elsewhere", seed=5, documents=60, files=2)
     case.live(trained.config(tmp_path / "other", elsewhere, steps=4))
     report = taint(str(data), trained.chosen, [str(tmp_path / "empty"), str(trained.run) + "/"], change=MASK)
     rows = {row["path"]: row for row in report["train_runs"]}

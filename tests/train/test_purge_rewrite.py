@@ -15,6 +15,7 @@ from quern.lineage.exposure import exposures
 from quern.lineage.purge.taint import taint
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
+from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    data = purged.runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
+    data = runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
     return purged.train(data, tmp_path_factory.mktemp("trained") / "run", {})
 
 
@@ -127,7 +128,7 @@ def test_what_was_read_on_either_version_is_known(trained, rewritten, tmp_path):
     assert not {doc_id for attempt, *_, doc_id in found if attempt == 1} & set(trained.chosen)
     # the report counts each once, though streams that were not written again stand in both folders
     assert set(purged.STREAMS) - streams
-    listed = purged.runs.listing(documents=200, files=2).spans.values()
+    listed = runs.listing(documents=200, files=2).spans.values()
     marked = {row["doc_id"] for rows in listed for row in rows if row["purged"]}
     everyone = sorted({doc_id for *_, doc_id in expected})
     row = purged.row_of(taint(str(data), everyone, [str(run)]), run)
