@@ -344,7 +344,7 @@ def test_a_process_that_stands_still_keeps_nobody_waiting(start, tmp_path):
     thread.start()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    assert not psutil.pid_exists(pid)
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert uploader.poll() == []  # and it is not started again
     assert uploader.pid is None
 
@@ -388,8 +388,8 @@ def test_it_ends_with_its_parent(server, tmp_path):
         from quern.train.checkpoint.tiers.upload import Uploader
         uploader = Uploader(sys.argv[1])
         os.set_inheritable(uploader._process._popen.stdin.fileno(), True)  # what a forked worker would hold open
-        print(uploader.pid, os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60"), flush=True)
-        time.sleep(60)
+        print(uploader.pid, os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600"), flush=True)
+        time.sleep(600)
     """)
     parent = subprocess.Popen([sys.executable, "-c", code, server.url], stdout=subprocess.PIPE, text=True)
     child, holder = (psutil.Process(int(word)) for word in parent.stdout.readline().split())

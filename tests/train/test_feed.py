@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,11 +10,13 @@ import pytest
 import torch
 
 from quern.mixtures.order import Order
+from quern.train import feed as feed_module
 from quern.train.boundaries import open_boundaries
 from quern.train.corpus import Corpus
 from quern.train.feed import Feed, to_device
 from quern.train.loader import Loader, MicroBatch, StepBatch
 from support.train.corpora import make_shards, write_run
+from support.train.hand_clock import HandClock
 
 CPU = torch.device("cpu")
 SEQ_LEN = 24
@@ -112,18 +113,21 @@ def test_a_step_that_is_not_the_next_is_an_error(loader):
 
 
 def test_the_time_stood_still_is_measured(loader, monkeypatch):
-    made = loader.take
+    made, clock = loader.take, HandClock()
 
     def slow(data_step: int) -> StepBatch:
-        time.sleep(0.2 if data_step == 3 else 0)
+        if data_step == 3:
+            clock.pass_once_read(5.0)
         return made(data_step)
+
+    monkeypatch.setattr(feed_module, "time", clock)
 
     monkeypatch.setattr(loader, "take", slow)
     feed = Feed(loader, CPU, document_mask=True, depth=1)
     feed.start(3, 6)
-    assert feed.take(3).wait_s >= 0.15
-    time.sleep(0.3)  # the next is made meanwhile
-    assert feed.take(4).wait_s < 0.15
+    assert feed.take(3).wait_s == 5.0
+    clock.now += 7.0
+    assert feed.take(4).wait_s == 0.0
     feed.close()
 
 

@@ -181,6 +181,8 @@ import sys
 from quern.train.ledger import Ledger
 with Ledger(sys.argv[1]) as ledger:
     for step in range(400):
+        if step % 100 == 99:
+            sys.stdin.readline()
         ledger.append("spike", step=step, text="x" * (step * 37 % 5000))
 """
 
@@ -188,20 +190,24 @@ with Ledger(sys.argv[1]) as ledger:
 def test_another_process_reads_while_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.touch()
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, text=True)
     lengths = set()
     try:
         while writer.poll() is None:
             steps = [entry["step"] for entry in read_ledger(path)]
             assert steps == list(range(len(steps)))
+            if len(steps) % 100 == 99 and len(steps) not in lengths:
+                writer.stdin.write("\n")  # it goes on
+                writer.stdin.flush()
             lengths.add(len(steps))
             time.sleep(0.001)
     finally:
         writer.kill()
         writer.wait()
+        writer.stdin.close()
     assert writer.returncode == 0
     assert len(read_ledger(path)) == 400
-    assert len(lengths) > 2
+    assert {99, 199, 299, 399} <= lengths
 
 
 def test_reading_a_ledger_imports_no_torch() -> None:

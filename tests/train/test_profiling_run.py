@@ -95,7 +95,7 @@ def test_products_are_those_that_torchs_counter_counts(config, tmp_path, mode):
 
 
 def test_the_account_is_as_long_as_the_clock_says(config, tmp_path):
-    took = 0.0
+    within = around = 0.0  # the clock read on both sides of each end: a pause between them is in one of them
     with open_ranks("cpu") as ranks, open_trainer(alone(config, str(tmp_path / "run")), ranks) as trainer:
         trainer.begin()
         trainer.train_step(0)
@@ -103,12 +103,14 @@ def test_the_account_is_as_long_as_the_clock_says(config, tmp_path):
             for step in range(1, 5):
                 began = time.perf_counter()
                 with record_function(f"ProfilerStep#{step}"):
+                    inside = time.perf_counter()
                     trainer.train_step(step)
-                took += time.perf_counter() - began
+                    within += time.perf_counter() - inside
+                around += time.perf_counter() - began
         profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     found = account(read_trace(str(tmp_path / "trace.json")))
     assert len(found.steps) == 4
-    assert found.total_ns / 1e9 == pytest.approx(took, rel=0.01)
+    assert 0.99 * within <= found.total_ns / 1e9 <= 1.01 * around
     assert sum(found.classes.values()) == found.total_ns
 
 

@@ -267,7 +267,7 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypatch):
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
