@@ -182,20 +182,23 @@ class LocalRanks:
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
+            said: dict[int, tuple[float, str]] = {}
             for channel in ready:
                 rank = waiting.pop(channel)
                 try:
-                    succeeded, payload = pickle.loads(channel.recv_bytes())  # type: ignore[union-attr]
+                    succeeded, payload, at = pickle.loads(channel.recv_bytes())  # type: ignore[union-attr]
                     if succeeded:
                         results[rank] = pickle.loads(payload)
                     else:
-                        failed[rank] = payload
+                        said[rank] = at, payload
                 except (EOFError, ConnectionError):
                     process = self._processes[rank]
                     process.join(GRACE_S)
-                    failed[rank] = f"died without a word; exit code {process.exitcode} (negative: the signal)"
-                if rank in failed:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    how = f"died without a word; exit code {process.exitcode} (negative: the signal)"
+                    said[rank] = -math.inf, how  # when is not known; others fail because one has died
+            failed |= {rank: said[rank][1] for rank in sorted(said, key=lambda rank: said[rank][0])}
+            if said:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         for rank in waiting.values():
             self._processes[rank].kill()  # it may hang where it does not notice that the others leave
             stands = _read(self._jobs[rank].stack)
@@ -246,11 +249,12 @@ def _serve(job: _Job, channel: Connection) -> None:
                 succeeded, payload = True, pickle.dumps(function(*args))
             except BaseException:
                 succeeded, payload = False, traceback.format_exc()  # type: ignore[assignment]
+            at = time.monotonic()  # the machine's clock: times of several ranks can be compared
         sys.stdout.flush()
         sys.stderr.flush()
         signal.alarm(0)
         with contextlib.suppress(OSError):
-            channel.send_bytes(pickle.dumps((succeeded, payload)))
+            channel.send_bytes(pickle.dumps((succeeded, payload, at)))
         if not succeeded:
             return  # the sockets close: peers in a collective fail at once, with their own tracebacks
     import torch.distributed as dist

@@ -7,12 +7,14 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from quern.parallel import local
 from quern.parallel.local import LocalRanks, RankError
 
 
@@ -39,10 +41,27 @@ def fail_on(rank: int) -> None:
     dist.barrier()
 
 
-def die_on(rank: int) -> int:
+def die_on(rank: int, folder: str) -> int:
+    """Not before the others have come so far: one that still connects would fail with it."""
+    Path(folder, str(dist.get_rank())).touch()
     if dist.get_rank() == rank:
+        while len(os.listdir(folder)) < dist.get_world_size():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return dist.get_rank()
+
+
+def fail_in_turn(folder: str) -> None:
+    """Rank 1 first; rank 0 when nothing is left of it."""
+    last = Path(folder, "pid")
+    if dist.get_rank() == 1:
+        part = last.with_suffix(".part")
+        part.write_text(str(os.getpid()))
+        part.rename(last)
+    else:
+        while not last.exists() or alive(int(last.read_text())):
+            time.sleep(0.01)
+    raise ValueError("no such bird")
 
 
 def leave_at_once_on(rank: int) -> float:
@@ -58,6 +77,8 @@ def write_pid_and_hang(folder: str) -> None:
     Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
     if dist.get_rank() == 1:
         sleep_for_ever()
+    if dist.get_rank() == 2:
+        compute_for_ever()
 
 
 def sleep_for_ever() -> None:
@@ -97,39 +118,52 @@ def test_each_call_has_fresh_processes(run_ranks: Any) -> None:
     assert not first & second
 
 
+@pytest.mark.timeout(300)  # peers of a failed rank are not waited for until their time is over
 def test_an_exception_names_its_rank_and_keeps_its_traceback(ranks: Any) -> None:
-    started = time.monotonic()
     with pytest.raises(ranks.RankError, match="rank 2 failed first") as caught:
-        ranks.run_ranks(fail_on, 3, 2)
+        ranks.run_ranks(fail_on, 3, 2, timeout_s=600)
     assert 'raise ValueError("no such bird")' in caught.value.failed[2]
     assert "ValueError: no such bird" in str(caught.value)
     assert next(iter(caught.value.failed)) == 2
-    assert time.monotonic() - started < 30  # well before the time-out: peers of a failed rank are not waited for
 
 
-def test_a_killed_rank_is_reported_and_the_others_results_kept(ranks: Any) -> None:
-    with pytest.raises(ranks.RankError, match="exit code -9") as caught:
-        ranks.run_ranks(die_on, 3, 1)
+def test_the_first_that_fails_is_named_in_whatever_order_they_are_heard(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = local.connection.wait
+
+    def wait_for_all(channels: list[Any], timeout: float | None = None) -> list[Any]:
+        while not all(channel.poll() for channel in channels):
+            time.sleep(0.01)
+        return wait(channels, timeout)
+
+    monkeypatch.setattr(local, "connection", SimpleNamespace(wait=wait_for_all))
+    with pytest.raises(ranks.RankError, match="rank 1 failed first") as caught:
+        ranks.run_ranks(fail_in_turn, 2, str(tmp_path))
+    assert list(caught.value.failed) == [1, 0]
+
+
+def test_a_killed_rank_is_reported_and_the_others_results_kept(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GRACE_S", 60)  # however slowly the others get on
+    with pytest.raises(ranks.RankError, match=r"(?s)rank 1 failed first.*exit code -9") as caught:
+        ranks.run_ranks(die_on, 3, 1, str(tmp_path))
     assert list(caught.value.failed) == [1]
     assert caught.value.results == {0: 0, 2: 2}
 
 
 @pytest.mark.slow
 def test_a_hang_ends_at_the_time_out_and_shows_where(ranks: Any, tmp_path: Path) -> None:
-    with pytest.raises(ranks.RankError, match="did not finish within 2 s") as caught:
-        ranks.run_ranks(write_pid_and_hang, 2, str(tmp_path), timeout_s=2)
-    assert "sleep_for_ever" in caught.value.failed[1]
-    assert list(caught.value.failed) == [1]
+    """Time enough for all to have begun, on a busy machine too."""
+    with pytest.raises(ranks.RankError, match="did not finish within 12 s") as caught:
+        ranks.run_ranks(write_pid_and_hang, 3, str(tmp_path), timeout_s=12)
+    assert caught.value.failed.keys() == {1, 2}
+    assert "in sleep_for_ever" in caught.value.failed[1]
+    assert "in compute_for_ever" in caught.value.failed[2]
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     assert not any(alive(pid) for pid in pids)
-
-
-def test_a_rank_that_computes_too_long_shows_where(ranks: Any) -> None:
-    with pytest.raises(ranks.RankError, match="did not finish within 1 s") as caught:
-        ranks.run_ranks(compute_for_ever, 2, timeout_s=1)
-    assert caught.value.failed.keys() == {0, 1}
-    assert all("in compute_for_ever" in text for text in caught.value.failed.values())
 
 
 def test_a_rank_that_is_done_waits_for_the_others(run_ranks: Any) -> None:
