@@ -220,7 +220,7 @@ class Pipeline:
         given = () if index == 0 else (self._hidden(meta, grad=True),)
         objective = torch.empty((), dtype=self._sums_dtype, device=meta, requires_grad=True)
         gives = objective if index == self._last else self._hidden(meta, grad=True)
-        return PipelineStage(part.module, index, self._num_stages, self._device, given, gives, group=self._group)
+        return _Stage(part.module, index, self._num_stages, self._device, given, gives, group=self._group)
 
     def _explained(self, error: Exception) -> BaseException:
         """What went wrong in a stage, without torch's wrapping, and where."""
@@ -231,6 +231,14 @@ class Pipeline:
         if at is not None:
             cause.add_note(at)
         return cause
+
+
+class _Stage(PipelineStage):
+    """Without the messages with which torch 2.11 makes neighbours known to each other: the group has been joined
+    already, and where both stages are of one rank, gloo has no way to it."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
 
 
 @contextmanager

@@ -306,7 +306,9 @@ class Float64Only(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, out)):
-            if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            if not isinstance(value, torch.Tensor) or not value.numel():  # FSDP2 of torch 2.11 makes one of nothing
+                continue
+            if value.is_floating_point() or value.is_complex():
                 self.seen += 1
                 if value.dtype != torch.float64 and not (self.in_optimizer and value.ndim == 0):
                     self.other.add(f"{func}: {value.dtype} {tuple(value.shape)}")

@@ -215,7 +215,7 @@ def test_what_fsdp2_asks_a_local_tensor_for_is_what_it_is_given() -> None:
 
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
-    source = inspect.getsource(_fsdp_param.FSDPParam)
-    assert 'hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")' in source
+    source = "".join(inspect.getsource(_fsdp_param.FSDPParam).split())
+    assert 'hasattr(self._sharded_local_tensor,"fsdp_pre_all_gather")' in source
     assert "fsdp_post_all_gather(" in source
     assert "_init_extensions()" in inspect.getsource(_fsdp_param_group.FSDPParamGroup.lazy_init)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import ScalingType
+from torch.torch_version import TorchVersion
 
 from quern.model.float8 import product
 from quern.model.float8.product import available, emulated, multiply
@@ -193,6 +194,8 @@ def test_which_products_have_a_kernel(scaling, gpu, cuda, dtypes, monkeypatch):
         properties = SimpleNamespace(major=gpu[0], minor=gpu[1])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device = CPU if gpu is None else CUDA
+    if gpu is None and TorchVersion(torch.__version__) < "2.13":  # 2.11 has none; 2.12 is not known
+        dtypes = dtypes if product._CPU else set()
     found = {dtype for dtype in (BF16, FP16, FP32, FP64) if available(Recipe(scaling), device, dtype)}
     assert found == dtypes
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from quern.model.float8.product import available
 from quern.model.float8.recipe import Recipe
 from quern.train.profiling import ceilings
 from quern.train.profiling import limits as module
@@ -36,7 +37,9 @@ def test_a_copys_speed_counts_reading_and_writing(clock):
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_float8_products_speed_is_counted_alike(clock, scaling):
-    assert float8_ceiling(16, 32, 48, Recipe(scaling), CPU) == pytest.approx(2 * 16 * 32 * 48 / 0.004)
+    kernel = available(Recipe(scaling), CPU, torch.bfloat16)  # torch 2.11 has none for the CPU
+    expected = pytest.approx(2 * 16 * 32 * 48 / 0.004) if kernel else None
+    assert float8_ceiling(16, 32, 48, Recipe(scaling), CPU) == expected
 
 
 def test_measuring_takes_about_the_time_that_is_given(clock, monkeypatch):

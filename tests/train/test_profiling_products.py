@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from quern.model.float8.linear import float8_linear
+from quern.model.float8.product import available
 from quern.model.float8.recipe import Recipe
 from quern.train.profile import recording
 from quern.train.profiling.account import account
@@ -65,6 +66,9 @@ def test_products_in_float8_know_their_recipe(tmp_path, scaling):
     x, weight = ones(2, 16, 64, dtype=torch.bfloat16), ones(48, 64)
     found = products(tmp_path, lambda: float8_linear(x, weight, Recipe(scaling)).sum().backward())
     shapes = {(p.shape.m, p.shape.n, p.shape.k) for p in found if p.shape and p.shape.scaling == scaling}
+    if not available(Recipe(scaling), x.device, x.dtype):  # torch 2.11 has no kernel for the CPU
+        assert shapes == set()
+        return
     assert shapes == {(32, 48, 64), (32, 64, 48), (48, 64, 32)}
     assert {p.shape.dtype for p in found if p.shape} == {"float8_e4m3fn"}
     assert all(product.count == 1 for product in found)

@@ -36,6 +36,9 @@ _KERNELS: dict[tuple[Granularity, Granularity], tuple[Scaling, ScalingType, Scal
     ("row", "128x128"): ("blockwise", ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
 }
 
+_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+"""Whether this torch has a kernel for the CPU: 2.11 has none."""
+
 
 def available(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products by a recipe, with results of a dtype, run by a kernel of the device; else they are emulated.
@@ -65,7 +68,7 @@ def emulated(a_MS: Quantised, b_NS: Quantised, dtype: torch.dtype) -> Tensor:
 
 def _available(scaling: Scaling, device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cpu":
-        return scaling != "blockwise" and dtype in _OUTPUTS["tensorwise"]
+        return _CPU and scaling != "blockwise" and dtype in _OUTPUTS["tensorwise"]
     if device.type != "cuda" or torch.version.cuda is None or dtype not in _OUTPUTS[scaling]:
         return False
     gpu = torch.cuda.get_device_properties(device)
