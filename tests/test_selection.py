@@ -20,6 +20,7 @@ from support.processes import TESTS
 
 ROOT = TESTS.parent
 FILES = {
+    ".gitignore": "__pycache__/\n",
     "quern/__init__.py": "",
     "quern/errors.py": "",
     "quern/low.py": "def low(): ...\n",
