@@ -21,6 +21,7 @@ import torch
 
 from quern.train import agree
 from quern.train.agree import Agreement
+from quern.train.checkpoint import background
 from quern.train.checkpoint import manager as manager_module
 from quern.train.checkpoint.background import Process, Thread
 from quern.train.checkpoint.files import FILE_BYTES, deal_files
@@ -329,8 +330,9 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
 
 
-def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path):
+def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, monkeypatch):
     """What a scheduler sends to all processes of a job; the trainer saves once more then."""
+    monkeypatch.setattr(background, "_GRACE_S", 120.0)  # however slow the machine is
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, "process", keep_last=5) as checkpoints:
