@@ -21,6 +21,7 @@ import torch
 
 from quern.train import agree
 from quern.train.agree import Agreement
+from quern.train.checkpoint import background
 from quern.train.checkpoint import manager as manager_module
 from quern.train.checkpoint.background import Process, Thread
 from quern.train.checkpoint.files import FILE_BYTES, deal_files
@@ -65,9 +66,9 @@ def content(run: Path, step: int, folder: Path) -> types.SimpleNamespace:
     return state
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+@pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
-    """And closing loses the save in flight, and nothing else."""
+    """And closing loses the save in flight, and nothing else. Of a process this is told with its signals, below."""
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, mode) as checkpoints:
@@ -329,8 +330,9 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
 
 
-def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path):
+def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, monkeypatch):
     """What a scheduler sends to all processes of a job; the trainer saves once more then."""
+    monkeypatch.setattr(background, "_GRACE_S", 120.0)  # however slow the machine is
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, "process", keep_last=5) as checkpoints:
@@ -341,12 +343,21 @@ def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path):
             checkpoints.copied()
             if step == 2:
                 process.send_signal(signal.SIGTERM)  # it writes
+            CASE.fill(state, 100 + step)  # of which nothing is in the checkpoint
             outcome = checkpoints.finish()
             assert outcome is not None
             assert outcome.error is None
+            assert outcome.checkpoint.step == step
+            assert checkpoints.finish() is None
             process.send_signal(number)
         assert process_of(checkpoints) is process
+        checkpoints.begin(4, state, CASE.position(4))  # lost: it is closed before anybody publishes it
+        checkpoints.copied()
     assert process.returncode == 0
+    assert steps(run) == [1, 2, 3]
+    with manager(run, "sync"):
+        names = [".lock", "step_00000001", "step_00000002", "step_00000003"]
+        assert sorted(os.listdir(run / "checkpoints")) == names
     for step in (1, 2, 3):
         assert CASE.differences(content(run, step, tmp_path), step) == []
 
