@@ -171,7 +171,7 @@ def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> Non
         "from quern.data_pipeline.run_directory import open_run\n"
         f"with open_run({str(tmp_path)!r}, json.loads({json.dumps(json.dumps(CONFIG))})):\n"
         "    print('open', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
     )
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
