@@ -28,7 +28,7 @@ NOTED_S, OTHERS_S = 0.3, 0.03
 """From where on a mean is noted, and what a case of any other function is taken to need."""
 #: Files whose tests share nothing that is dear: they go one by one to whichever worker is free, after all others.
 ONE_BY_ONE = ("test_mutations.py",)
-#: Seconds by case, of this session.
+#: Seconds by case, of this run of pytest.
 TAKEN: Counter[str] = Counter()
 
 
