@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -48,6 +49,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--also-quarter", type=int, metavar="N", help="with --changed-since: and the N-th quarter of all others, 0 to 3"
     )
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} for the tests that run")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-rerunfailures asks the first process, before each test, how often it has failed; in two messages, of which
+    TCP would keep the second until the first is acknowledged, 40 ms later."""
+    line = getattr(getattr(config, "failures_db", None), "sock", None)
+    if line is not None and hasattr(config, "workerinput"):
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @pytest.hookimpl(tryfirst=True)

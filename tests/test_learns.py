@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import yaml
 from quern.cli.demo_train import shared_clusters
 from quern.tokenize.shards import ShardReader
 from quern.train.baselines import NGram, read_stream
+from support.programs import python
 
 SOURCES = ("papers", "code", "books", "speeches", "wikipedia")
 #: Small, so that a model of a million parameters has time to learn; what the 3-gram knows is then about spelling.
@@ -24,7 +24,7 @@ SEQ_LEN, BATCH, WINDOWS = 256, 8, 64
 
 def quern(*arguments: object, threads: int = 2) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    subprocess.run([sys.executable, "-m", "quern.cli.main", *map(str, arguments)], check=True, env=environment)
+    subprocess.run([python(), "-m", "quern.cli.main", *map(str, arguments)], check=True, env=environment)
 
 
 @pytest.fixture(scope="module")

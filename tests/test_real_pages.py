@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.data_pipeline.in_process import run_recipe
+from support.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 EOT = 50256
@@ -62,7 +62,7 @@ def case(request: pytest.FixtureRequest, shared: Path, tmp_path_factory: pytest.
             run_recipe("fineweb-en.yaml", *overrides)
             return Case(folder, frozenset(Path(path).name for path in paths), 325, 0.995)
         command = [
-            sys.executable, "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / "fineweb-en.yaml"),
+            python(), "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / "fineweb-en.yaml"),
             *overrides, "language.pre_skip=false",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

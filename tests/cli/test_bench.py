@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from support.programs import python
 
 SMALL = (
     "device=cpu", "model.dim=64", "model.ffn_dim=128", "model.num_heads=2", "model.num_kv_heads=1", "--model", "debug",
@@ -23,7 +24,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def quern(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "quern.cli.main", "bench", *arguments]
+    return [python(), "-m", "quern.cli.main", "bench", *arguments]
 
 
 @pytest.mark.parametrize(

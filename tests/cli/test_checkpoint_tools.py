@@ -23,6 +23,7 @@ from quern.train.checkpoint.folder import FolderLock
 from quern.train.checkpoint.manifest import read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 from quern.train.config import TrainConfig
+from support.programs import python
 from support.train import checkpoint_case as CASE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -275,7 +276,7 @@ def test_prune_asks_at_a_terminal(run: Path, answer: str, code: int, left: list[
     os.write(ours, f"{answer}\n".encode())
     try:
         done = subprocess.run(
-            [sys.executable, *command], stdin=theirs, capture_output=True, timeout=120, cwd=REPOSITORY, check=False
+            [python(), *command], stdin=theirs, capture_output=True, timeout=120, cwd=REPOSITORY, check=False
         )
     finally:
         os.close(ours)

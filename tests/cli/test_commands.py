@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from quern.demo import write_site
 from quern.tokenize.config import DataRun
 from quern.train.config import TrainConfig
 from quern.train.schedule import check_schedule
+from support.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {path: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))}
@@ -30,7 +30,7 @@ TRAININGS = [path for path, config in CONFIGS.items() if "steps" in config]
 
 def quern(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+        [python(), "-m", "quern.cli.main", *arguments], capture_output=True, text=True, cwd=cwd, check=False
     )
 
 

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from quern.cli import data as data_command
 from quern.cli import main
 from quern.data_pipeline.engine import InProcess
 from quern.demo.warc import Response, warc_file
+from support.programs import python
 
 pytestmark = [pytest.mark.shared, pytest.mark.long]
 
@@ -66,7 +66,7 @@ class Shell:
         words = shlex.split(line.replace("STEP", self.step or "STEP"))
         assert words[0] == "quern"
         if words[1] == "train":  # logs to the terminal that it finds when it begins
-            command = [sys.executable, "-m", "quern.cli.main", *words[1:]]
+            command = [python(), "-m", "quern.cli.main", *words[1:]]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             code, said = done.returncode, done.stdout + done.stderr
         else:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from quern.cli.main import app
 from quern.train.parity import check, compare
 from quern.train.parity.matrix import LAYOUTS, Case, quick
+from support.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,7 @@ def quern(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """With the quern that stands in ``folder``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", "selftest", "--device", "cpu", *arguments],
+        [python(), "-m", "quern.cli.main", "selftest", "--device", "cpu", *arguments],
         cwd=folder, capture_output=True, text=True, check=False, env=environment, timeout=800,
     )  # fmt: skip
 

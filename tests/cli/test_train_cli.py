@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from quern.cli.main import app
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.metadata import read_metadata
 from quern.train.ledger import read_ledger
+from support.programs import python
 from support.train import corpora
 
 
@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> Path:
 def quern(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", *map(str, arguments)],
+        [python(), "-m", "quern.cli.main", *map(str, arguments)],
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
 
@@ -225,7 +225,7 @@ def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Pat
     run = config.parent / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
+        [python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
          "data.0.max_epochs=100000", "checkpoint.interval=0"], env=environment, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     metrics = run / "metrics.jsonl"
@@ -245,7 +245,7 @@ def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Pat
 def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     """One of two ranks is killed; the command ends with a code that says so, and leaves no process."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
+        [python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
          "data.0.max_epochs=100000"], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     metrics = config.parent / "run" / "metrics.jsonl"

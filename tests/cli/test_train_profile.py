@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from support.programs import python
 from support.train import run_case
 from support.train import trace_case as case
 
@@ -81,7 +81,7 @@ def test_the_slowest_rank_is_the_one_at_work_the_longest(tmp_path: Path, capfd: 
 def test_two_ranks(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", "train", "profile", str(config), "parallel.dp_shard=2", "--nproc", "2",
+        [python(), "-m", "quern.cli.main", "train", "profile", str(config), "parallel.dp_shard=2", "--nproc", "2",
          "--steps", "1", "--warm-up", "1", "--out", str(out), "--json"],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from quern.lineage.training import TrainingRun
 from support.data_pipeline.in_process import run_config
 from support.lineage import recorder as R
 from support.lineage.scenario import BATCH, DATA_SKIP, LENGTH, Moment, real, sample, train
+from support.programs import python
 
 #: (stream, first token of the window in it)
 Place = tuple[str, int]
@@ -351,7 +351,7 @@ def test_the_last_clean_checkpoint_of_every_document(case: Case, monkeypatch: py
 
 def command(*arguments: object) -> Any:
     done = subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", "lineage", *map(str, arguments), "--json"],
+        [python(), "-m", "quern.cli.main", "lineage", *map(str, arguments), "--json"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from quern.lineage.index.build import FOLDER
 from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.store import Lineage
 from support.lineage.index_case import answers, open_run
+from support.programs import python
 
 #: Files that nothing in :func:`answers` reads.
 UNREAD = ("by_p", "rows")
@@ -183,7 +183,7 @@ def num_files(run: Path) -> int:
 
 def start(run: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [python(), "-c", BUILD, str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from quern.data_pipeline.url import canonicalize
 from quern.demo import write_site
 from quern.lineage.store import Lineage
 from quern.tokenize.encoding import load_encoding
+from support.programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     site = write_site(str(folder / "site"), seed=3, pages=160)
     arguments = [
-        sys.executable, "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / "demo.yaml"),
+        python(), "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / "demo.yaml"),
         f"run_dir={folder / 'run'}", f"sources.0.paths={folder / 'site' / 'warc' / '*.warc.gz'}", "workers=1",
         f"toxicity.lexicons.en={Path(site.lexicon).resolve()}", "tokenize.shard_tokens=9000",
     ]  # fmt: skip

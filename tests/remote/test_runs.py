@@ -11,7 +11,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from quern.remote import lease
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
 from support.processes import environment
+from support.programs import python
 from support.remote.s3_server import Fault, Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,7 +191,7 @@ def test_a_wait_for_the_store_is_no_fault_of_the_page(
         "update={'page_timeout_s': 1.0})}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, server.url],
+        [python(), "-c", code, server.url],
         env=environment(),
         capture_output=True,
         text=True,
@@ -249,7 +249,7 @@ def test_twenty_kills_in_a_storm_change_no_byte(server: Server, expected: dict[s
     write_input(server.url)
     server.proxy.storm = (0.1, STORMS["everything"][1])
     driver = subprocess.Popen(
-        [sys.executable, "-c", KILLED, server.url, "20"], env=environment(),
+        [python(), "-c", KILLED, server.url, "20"], env=environment(),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     assert driver.stdin is not None
@@ -279,7 +279,7 @@ def test_twenty_kills_in_a_storm_change_no_byte(server: Server, expected: dict[s
 def command(site: Any, base: str, run_dir: str, *overrides: str) -> list[str]:
     paths = json.dumps([f"{base}/{os.path.basename(path)}" for path in site.warcs])
     return [
-        sys.executable, "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / "demo.yaml"),
+        python(), "-m", "quern.cli.main", "data", "run", str(ROOT / "configs" / "demo.yaml"),
         f"run_dir={run_dir}", f"sources.0.paths={paths}", "workers=2", "tokenize.shard_tokens=9000",
         f"toxicity.lexicons.en={os.path.abspath(site.lexicon)}", *overrides,
     ]  # fmt: skip
@@ -335,7 +335,7 @@ def test_ranges_of_large_objects_are_read_by_workers_from_a_store(
     asked = [seen for seen in server.proxy.seen if "site/" in str(seen) and "GET" in str(seen)]
     assert len(asked) >= len(ranges)
     shown = subprocess.run(
-        [sys.executable, "-m", "quern.cli.main", "data", "status", f"{server.url}/run"],
+        [python(), "-m", "quern.cli.main", "data", "status", f"{server.url}/run"],
         capture_output=True, text=True, cwd=ROOT, check=True,
     )  # fmt: skip
     assert "run: complete" in shown.stdout

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
+
+from support.programs import python
 
 
 @pytest.mark.parametrize("place", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}])
@@ -18,7 +19,7 @@ def test_what_it_says_last_is_heard_and_its_code_survives(
 ) -> None:
     """A worker leaves without ending the interpreter: what stands in its buffers has to be out by then."""
     done = subprocess.run(
-        [sys.executable, "-m", "quern.train", *arguments],
+        [python(), "-m", "quern.train", *arguments],
         env={**os.environ, **place, "PYTHONUNBUFFERED": ""},
         capture_output=True,
         text=True,

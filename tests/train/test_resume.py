@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.config import TrainConfig
 from quern.train.ledger import data_step, exposures, latest_order, model_step, surviving
+from support.programs import python
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
@@ -182,7 +182,7 @@ def start(config, folder: Path, *, ranks: int = 1) -> subprocess.Popen:
     file.write_text(dump_yaml(config))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "quern.train", str(file)],
+        [python(), *launcher, "-m", "quern.train", str(file)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -23,6 +22,7 @@ from quern.data_pipeline.dedup.verify import VERIFIED, survivors
 from quern.data_pipeline.dedup.work import Work
 from quern.data_pipeline.engine import InProcess
 from support.data_pipeline import random_runs as R
+from support.programs import python
 
 CONFIG = DuplicatesConfig(num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5, max_band_members=4)
 
@@ -187,7 +187,7 @@ def test_a_process_that_is_killed_leaves_nothing_half_done(tmp_path):
     expected = R.tables(tmp_path)
     for table in (tmp_path / "duplicates").iterdir():
         table.unlink()
-    command = [sys.executable, "-c", _PROGRAM, str(tmp_path), CONFIG.model_dump_json()]
+    command = [python(), "-c", _PROGRAM, str(tmp_path), CONFIG.model_dump_json()]
     command += ["/".join(partition) for partition in partitions]
     commits, kills = tmp_path / "work" / "stages", 0
     for stages in (2, 9, 16):

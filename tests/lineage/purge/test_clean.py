@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from quern.lineage.purge.pages import clean_forensics
 from quern.lineage.sql import query
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace
+from support.programs import python
 from support.purge import purge_case as P
 
 pytestmark = pytest.mark.slow
@@ -191,7 +191,7 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     condemned = tmp_path / "condemned.parquet"
     pq.write_table(whole.table(), condemned)
     monkeypatch.chdir(tmp_path)
-    arguments = [sys.executable, "-c", KILLED, str(condemned), str(num_files + 1)]
+    arguments = [python(), "-c", KILLED, str(condemned), str(num_files + 1)]
     subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     for kill in range(num_files + 1):
         monkeypatch.chdir(tmp_path / str(kill))

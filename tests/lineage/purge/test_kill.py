@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from quern.lineage.purge.transaction import recover
 from support.processes import environment
+from support.programs import python
 from support.purge import corpus_scan as C
 from support.purge import small_run
 from support.remote import s3_server
@@ -54,7 +54,7 @@ def selected(run: Path) -> list[bytes]:
 
 def kills(source: Path, out: str, case: Path, **more: Any) -> dict[str, Any]:
     case.write_text(json.dumps({"source": str(source), "out": out, "domain": DOMAIN, "duplicates": "purge", **more}))
-    command = [sys.executable, "-m", "support.purge.kill_case", str(case)]
+    command = [python(), "-m", "support.purge.kill_case", str(case)]
     done = subprocess.run(command, capture_output=True, env=environment(), timeout=1500)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return dict(json.loads(done.stdout))

@@ -7,7 +7,6 @@ import hashlib
 import multiprocessing
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from quern.tokenize import reader_lock
 from quern.tokenize.shards import ShardReader
 from support.lineage import runs
 from support.processes import environment
+from support.programs import python
 from support.purge import corpus_scan as C
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ for line in sys.stdin:
 def test_another_process_reads_on_while_and_after_its_version_is_purged(run: Path) -> None:
     ids, folder = documents(run), str(run / "tokens/web")
     expected = content(ShardReader(folder))
-    command = [sys.executable, "-c", READER, folder]
+    command = [python(), "-c", READER, folder]
     with subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -13,11 +13,13 @@ Tests reach it through the fixtures of ``conftest.py``::
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 from quern.parallel.local import LocalRanks, RankError
 from support.processes import files_of
+from support.programs import python
 
 __all__ = ["RankError", "run_ranks"]
 
@@ -31,6 +33,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     Collectives time out after three quarters of ``timeout_s``; at ``timeout_s`` every rank writes where it stands and
     is killed. Raises :class:`RankError`.
     """
+    multiprocessing.set_executable(python())  # of the server that ranks are forked from: it need not import torch
     with LocalRanks(world, timeout_s=timeout_s, files=files_of(function), preload=PRELOAD) as ranks:
         results = ranks.call(function, *args)
     for rank, text in enumerate(ranks.output):

@@ -1,0 +1,54 @@
+"""Python programs in processes of their own, without the 4 s of CPU that it takes to import torch.
+
+They are forked from a server that has imported, once a test process, what programs import besides quern::
+
+    subprocess.run([python(), "-m", "quern.cli.main", "train", …])     # in place of [sys.executable, "-m", …]
+
+What stands there is a small program (``start.py``) that hands its arguments, environment, folder and standard streams
+to the server, passes on the signals it gets, and ends as the forked process ends; killed, it takes that process with
+it. In the forked process it is ``sys.executable`` too. With other options of Python's than ``-B``, ``-P`` and ``-u`` it
+becomes Python itself.
+
+It is not for tests of a process's memory, limits, parent or hash seed, nor of what is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["python"]
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def python() -> str:
+    """The executable that stands for ``sys.executable``."""
+    if sys.platform != "linux":
+        return sys.executable
+    folder = tempfile.TemporaryDirectory(prefix="programs-")
+    executable = Path(folder.name, "python")
+    executable.write_text(f"#!{sys.executable} -IS\n" + (HERE / "start.py").read_text())
+    executable.chmod(0o700)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    server = subprocess.Popen(
+        [sys.executable, HERE / "server.py", executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    atexit.register(_end, server, folder)
+    return str(executable)
+
+
+def _end(server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()  # it ends when nobody holds this
+    server.wait()
+    folder.cleanup()
