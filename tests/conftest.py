@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from support.impact import Sources, changed_since
+from support.programs import serve_multiprocessing
 
 settings.register_profile("quern", deadline=None, print_blob=True)  # no test depends on how fast the machine is
 settings.load_profile("quern")
@@ -53,8 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-rerunfailures asks the first process, before each test, how often it has failed; in two messages, of which
-    TCP would keep the second until the first is acknowledged, 40 ms later."""
+    """Ranks are forked from a server that has imported torch. And tests begin without a wait: pytest-rerunfailures asks
+    the first process, before each, how often it has failed, in two messages, of which TCP would keep the second until
+    the first is acknowledged, 40 ms later."""
+    serve_multiprocessing()
     line = getattr(getattr(config, "failures_db", None), "sock", None)
     if line is not None and hasattr(config, "workerinput"):
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

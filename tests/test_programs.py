@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import environment
 from support.programs import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they are Python itself")
@@ -99,6 +100,13 @@ time.sleep(600)
 """
 
 
+def gone(process: int) -> None:
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{process}").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
 def test_signals_reach_the_program_and_it_never_stays(number: signal.Signals) -> None:
     process = subprocess.Popen([python(), "-c", WAITS], stdout=subprocess.PIPE, text=True)
@@ -111,18 +119,24 @@ def test_signals_reach_the_program_and_it_never_stays(number: signal.Signals) ->
         assert (process.returncode, said) == (8, "told")
     else:
         assert process.returncode == -number
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{running}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not Path(f"/proc/{running}").exists()
+    gone(running)
+
+
+def test_no_program_outlives_the_tests() -> None:
+    code = (
+        "import subprocess; from support.programs import python\n"
+        f"print(subprocess.Popen([python(), '-c', {WAITS!r}], stdout=subprocess.PIPE).stdout.readline().decode())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, check=True)
+    gone(int(done.stdout))
 
 
 def test_what_a_program_imports_of_quern_is_its_own(tmp_path: Path) -> None:
     (tmp_path / "quern").mkdir()
     (tmp_path / "quern" / "__init__.py").write_text("__version__ = 'another'\n")
-    for environment, expected in (({"PYTHONPATH": str(tmp_path)}, "another"), ({}, "0.")):
+    for more, expected in (({"PYTHONPATH": str(tmp_path)}, "another"), ({}, "0.")):
         done = subprocess.run(
             [python(), "-c", "import quern; print(quern.__version__)"],
-            env={**os.environ, **environment}, cwd="/", stdout=subprocess.PIPE, text=True, check=True,
+            env={**os.environ, **more}, cwd="/", stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
         assert done.stdout.startswith(expected)

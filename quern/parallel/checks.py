@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import gcd, lcm
 from typing import Protocol
 
@@ -220,6 +221,11 @@ def _stages(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task) -> 
             f"more, model.num_layers is {shape.num_layers}; {_fewer(shape, plan, schedule, stages)}"
         )
     stage_layers(shape, stages, task.seq_len, keys.stage_layers)
+    if kind.splits_backward and (torch := version("torch")).startswith("2.11."):
+        raise InputError(
+            f"parallel.schedule: {schedule} computes gradients of inputs and of weights apart, which torch {torch} "
+            f"cannot do of functions written in Python; expected a newer torch, or schedule {_whole_backward()}"
+        )
     if kind.splits_backward and task.activation_checkpointing != "none":
         raise InputError(
             f"activation_checkpointing: schedule {schedule} computes gradients of inputs and of weights apart, and "

@@ -110,10 +110,8 @@ def test_the_same_command_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     many = [word if word != "2" or SMALL[place - 1] != "--steps" else "100000" for place, word in enumerate(SMALL)]
-    process = subprocess.Popen(
-        quern(*many, "--nproc", "2", "--scratch", str(tmp_path)), env=ENVIRONMENT, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    command = [sys.executable, *quern(*many, "--nproc", "2", "--scratch", str(tmp_path))[1:]]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not list(tmp_path.glob("*/row-000/run/metrics.jsonl")):
         time.sleep(0.05)

@@ -88,13 +88,13 @@ def test_a_step_is_what_the_loop_took(trained: Trained, answer: Callable[..., An
         state = "surviving" if (attempt == 0) == (t < 4) else "abandoned"
         # the first life was killed in step 7, and its last checkpoint is after 6 steps
         assert told["state"] == (state if (attempt, t) != (0, 6) else "unproven")
-        assert (told["dp"], told["micro_batch_size"], told["seq_len"]) == (1, 2, LENGTH)
+        assert (told["dp"], told["micro_batch_size"], told["seq_len"]) == (1, 4, LENGTH)
         assert [row["place"] for row in told["sequences"]] == list(range(8))
         for row, (place, source, epoch, window) in zip(told["sequences"], left.samples[data], strict=True):
             assert (row["place"], row["epoch"], row["window"]) == (place, epoch, window)
             name = ("web", "text")[source]
             assert row["source"].split("/")[1] == name
-            assert (row["rank"], row["micro_batch"], row["row"]) == (0, place // 2, place % 2)
+            assert (row["rank"], row["micro_batch"], row["row"]) == (0, place // 4, place % 4)
             found: Counter[tuple[str, int, int]] = Counter()
             for document in row["documents"]:
                 first, stop = document["inputs"] or (0, 0)

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -245,7 +246,7 @@ def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Pat
 def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     """One of two ranks is killed; the command ends with a code that says so, and leaves no process."""
     process = subprocess.Popen(
-        [python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
+        [sys.executable, "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
          "data.0.max_epochs=100000"], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     metrics = config.parent / "run" / "metrics.jsonl"

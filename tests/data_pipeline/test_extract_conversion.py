@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from quern.data_pipeline import extract_conversion as fast
 from quern.data_pipeline.extract_content import ENOUGH_CHARS, Backup, PageElement
 from quern.data_pipeline.extract_readability import Comparison
 from quern.data_pipeline.xpath_walk import Firsts
+from support.named_cases import each
 
 TAGS = (
     "div",
@@ -63,7 +65,7 @@ def tree_of(seed: int, size: int, root: str = "html") -> Any:
     return tree
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(seeds, st.integers(0, 40), st.sampled_from(("html", "div", "li")), st.booleans(), st.booleans())
 def test_tags_are_converted_as_by_trafilatura(seed: int, size: int, root: str, tables: bool, links: bool) -> None:
     settings_ = trafilatura.htmlprocessing
@@ -120,7 +122,7 @@ def test_a_page_without_a_body_is_its_own_backup(
     assert backup.copy(cleaned) is not cleaned, "once the extraction is over a copy is a copy"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(0, 40))
 def test_texts_in_paragraphs_are_those_of_the_expression(seed: int, size: int) -> None:
     parser = lxml.html.HTMLParser()
@@ -158,21 +160,22 @@ def test_of_long_texts_in_paragraphs_there_are_enough() -> None:
     assert ENOUGH_CHARS <= len("".join(tree.xpath("//p//text()"))) < 2 * ENOUGH_CHARS
 
 
-@pytest.mark.parametrize("inside", ["<p>x</p>", "<p>x</p><div><time>y</time></div>", "<figure/>"])
-@pytest.mark.parametrize("hopeless", [True, False])
-def test_unclean_text_is_told_as_by_trafilatura(inside: str, hopeless: bool) -> None:
-    external = trafilatura.external
-    stock = external.SANITIZED_XPATH
-    body = lxml.etree.fromstring(f"<body>{inside}</body>")
-    other = lxml.html.fromstring("<html><body><nav>x</nav></body></html>")
-    told: list[bool] = []
+def test_unclean_text_is_told_as_by_trafilatura() -> None:
+    def check(inside: str, hopeless: bool) -> None:
+        external = trafilatura.external
+        stock = external.SANITIZED_XPATH
+        body = lxml.etree.fromstring(f"<body>{inside}</body>")
+        other = lxml.html.fromstring("<html><body><nav>x</nav></body></html>")
+        told: list[bool] = []
 
-    def compare(cleaned: Any, raw: Any, body: Any, *rest: Any) -> None:
-        body = other if len(comparison.readability(raw)) else body
-        told.append(bool(body.xpath(external.SANITIZED_XPATH)))
+        def compare(cleaned: Any, raw: Any, body: Any, *rest: Any) -> None:
+            body = other if len(comparison.readability(raw)) else body
+            told.append(bool(body.xpath(external.SANITIZED_XPATH)))
 
-    comparison = Comparison(compare, lambda tree: other, external.prune_unwanted_nodes)
-    comparison._state.hopeless = hopeless
-    comparison.compare(other, other, body, "", SimpleNamespace(focus="precision"))
-    assert told == [bool(body.xpath(stock)) if hopeless else True]
-    assert stock == external.SANITIZED_XPATH
+        comparison = Comparison(compare, lambda tree: other, external.prune_unwanted_nodes)
+        comparison._state.hopeless = hopeless
+        comparison.compare(other, other, body, "", SimpleNamespace(focus="precision"))
+        assert told == [bool(body.xpath(stock)) if hopeless else True]
+        assert stock == external.SANITIZED_XPATH
+
+    each(product(["<p>x</p>", "<p>x</p><div><time>y</time></div>", "<figure/>"], [True, False]), check)

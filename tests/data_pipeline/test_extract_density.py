@@ -112,7 +112,7 @@ def test_what_was_deleted_changes_what_is_dense(page: str, num_left: int) -> Non
     assert markup(density.prune_sections(tree)) == markup(expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trees, st.booleans())
 def test_what_is_dense_is_what_trafilatura_deletes(drawn: tuple[int, int], precision: bool) -> None:
     seed, size = drawn
@@ -147,7 +147,7 @@ def test_random_trees_have_what_is_deleted_and_what_is_kept() -> None:
     assert min(deleted, kept) > 40
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trees)
 def test_paragraphs_are_those_of_justext(drawn: tuple[int, int]) -> None:
     seed, size = drawn
@@ -176,7 +176,7 @@ def test_paragraphs_beside_instructions_and_of_unknown_nodes_are_left_to_justext
     assert asked == [beside, with_entity]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trees, st.sampled_from(get_args(fast.Favor)), st.booleans())
 def test_cleaning_leaves_what_trafilatura_leaves(drawn: tuple[int, int], favor: str, tables: bool) -> None:
     seed, size = drawn

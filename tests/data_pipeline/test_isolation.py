@@ -106,7 +106,7 @@ def settings(folder: Path, source: str) -> PipelineConfig:
             "sources": [{"name": "s", "kind": "jsonl", "paths": source}],
             "language": {"keep": None, "threshold": 0, "pre_skip": False},
             "quality": {"order": []},
-            "isolation": {"page_timeout_s": 3},
+            "isolation": {"page_timeout_s": 1.5},
         }
     )
 

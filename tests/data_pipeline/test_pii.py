@@ -140,15 +140,17 @@ def unmarked(text: str) -> tuple[str, list[str]]:
     return "".join(parts), parts[1::2]
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_exactly_what_is_marked_is_found(kind: Any) -> None:
-    def check(marked: str) -> None:
-        text, expected = unmarked(marked)
-        for before, after in (("", ""), ("see ", " there"), ("\n", "\n"), ("这里，", "。那里")):
-            spans = find(before + text + after, (kind,))
-            assert [(before + text + after)[span.start : span.end] for span in spans] == expected
+def test_exactly_what_is_marked_is_found() -> None:
+    def check(kind: Any) -> None:
+        def check(marked: str) -> None:
+            text, expected = unmarked(marked)
+            for before, after in (("", ""), ("see ", " there"), ("\n", "\n"), ("这里，", "。那里")):
+                spans = find(before + text + after, (kind,))
+                assert [(before + text + after)[span.start : span.end] for span in spans] == expected
 
-    each([marked for its_kind, marked in CASES if its_kind == kind], check)
+        each([marked for its_kind, marked in CASES if its_kind == kind], check)
+
+    each(TYPES, check)
 
 
 def test_national_numbers_need_a_word_for_phone() -> None:
@@ -221,21 +223,35 @@ def test_tags_are_the_config_s() -> None:
     assert scrub("ann@example.com", tags=tags)[0] == "[e-mail]"
 
 
-@pytest.mark.parametrize(
-    "tag",
-    ["<|endoftext|>", "<EMAIL>", "</s>", "x<s>y", "[INST]", "[mask]", "tag1", "a@b.com", "a\nb", "x" * 65, "<<SYS>>"],
-)
-def test_control_tokens_and_unstable_tags_are_refused(tag: str) -> None:
-    with pytest.raises(ValidationError, match="expected"):
-        PiiTags(phone=tag)
+def test_control_tokens_and_unstable_tags_are_refused() -> None:
+    def check(tag: str) -> None:
+        with pytest.raises(ValidationError, match="expected"):
+            PiiTags(phone=tag)
+
+    each(
+        [
+            "<|endoftext|>",
+            "<EMAIL>",
+            "</s>",
+            "x<s>y",
+            "[INST]",
+            "[mask]",
+            "tag1",
+            "a@b.com",
+            "a\nb",
+            "x" * 65,
+            "<<SYS>>",
+        ],
+        check,
+    )
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"types": ("name",)}, {"action": "drop"}, {"max_spans": -1}, {"phone_regions": ("XX",)}]
-)
-def test_impossible_values_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        PiiConfig(**wrong)
+def test_impossible_values_are_refused() -> None:
+    def check(wrong: dict[str, Any]) -> None:
+        with pytest.raises(ValidationError):
+            PiiConfig(**wrong)
+
+    each([{"types": ("name",)}, {"action": "drop"}, {"max_spans": -1}, {"phone_regions": ("XX",)}], check)
 
 
 PIECES = [
@@ -251,7 +267,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(TEXTS)
 @example("415-555-26714111 1111 1111 1111")
 def test_scrubbed_text_holds_nothing_more(text: str) -> None:
@@ -261,7 +277,7 @@ def test_scrubbed_text_holds_nothing_more(text: str) -> None:
     assert sum(counts.values()) == 0
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(TEXTS)
 def test_spans_are_in_order_and_apart(text: str) -> None:
     spans = find(text, regions=("DE",))

@@ -124,7 +124,7 @@ def in_both(stats: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split_bytes", [2500, 9000])
+@pytest.mark.parametrize("split_bytes", [2500, pytest.param(9000, marks=pytest.mark.long)])
 def test_a_run_in_ranges_makes_the_same_run(
     base: tuple[Path, Any, Any], split_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

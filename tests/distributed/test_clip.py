@@ -106,8 +106,8 @@ def mixed_meshes(max_norm: float) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
-def test_gradients_on_several_meshes(run_ranks: Any, max_norm: float) -> None:
-    results = run_ranks(mixed_meshes, 4, max_norm)
+def test_gradients_on_several_meshes(kept_ranks: Any, max_norm: float) -> None:
+    results = kept_ranks(mixed_meshes, 4, max_norm)
     for result in results:
         assert result["plain"]
         assert torch.equal(result["norm"], results[0]["norm"])
@@ -147,8 +147,8 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [*(p.detach() for p in model.parameters()), *(state for state in states if state is not None)]
 
 
-def test_a_nan_on_one_rank_skips_the_step_on_all(run_ranks: Any) -> None:
-    for nan, same, steps in run_ranks(skip_on_all_ranks, 3, 1):
+def test_a_nan_on_one_rank_skips_the_step_on_all(kept_ranks: Any) -> None:
+    for nan, same, steps in kept_ranks(skip_on_all_ranks, 3, 1):
         assert nan
         assert same
         assert steps == [1.0, 1.0]
@@ -175,8 +175,8 @@ def norm_with_an_earlier_mesh_in_its_place() -> float:
 
 
 @pytest.mark.slow
-def test_gradients_on_equal_meshes_are_one_group(run_ranks: Any) -> None:
+def test_gradients_on_equal_meshes_are_one_group(kept_ranks: Any) -> None:
     """By each gradient's own mesh the replicas would add up in different groups, and their weights part."""
-    found = run_ranks(norm_with_an_earlier_mesh_in_its_place, 4, timeout_s=40)
+    found = kept_ranks(norm_with_an_earlier_mesh_in_its_place, 4)
     assert len(set(found)) == 1
     np.testing.assert_allclose(found[0], numpy_norm(), rtol=1e-14)

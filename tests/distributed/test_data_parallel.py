@@ -250,10 +250,10 @@ def expected() -> dict[bool, Outcome]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_layouts_train_as_one_process_does(run_ranks: Any, expected: dict[bool, Outcome], world: int) -> None:
+def test_layouts_train_as_one_process_does(kept_ranks: Any, expected: dict[bool, Outcome], world: int) -> None:
     assert torch.stack(expected[False].norms).min() > MAX_NORM  # clipping is at work in every step
     cases = cases_of(world)
-    check(cases, run_ranks(train_all, world, cases, timeout_s=240), expected)
+    check(cases, kept_ranks(train_all, world, cases), expected)
 
 
 def check(cases: list[Case], by_rank: list[list[Outcome]], expected: dict[bool, Outcome]) -> None:
@@ -288,12 +288,12 @@ def test_a_runner_counts_unless_it_is_told_not_to() -> None:
 
 
 @pytest.mark.long
-def test_compiled_blocks_train_the_same(run_ranks: Any, expected: dict[bool, Outcome]) -> None:
+def test_compiled_blocks_train_the_same(kept_ranks: Any, expected: dict[bool, Outcome]) -> None:
     cases = [
         Case(shard=2, reshard=True, activation="selective", accumulate=3, compile="aot_eager"),
         Case(replicate=2, activation="full", tied=True, compile="aot_eager"),
     ]
-    check(cases, run_ranks(train_all, 2, cases, timeout_s=240), expected)
+    check(cases, kept_ranks(train_all, 2, cases), expected)
 
 
 class Float64Only(TorchDispatchMode):
@@ -336,8 +336,8 @@ def dtypes_of_a_step(case: Case) -> tuple[int, set[str]]:
     ],
     ids=str,
 )
-def test_a_float64_step_holds_no_float32_tensor(run_ranks: Any, case: Case) -> None:
-    for seen, other in run_ranks(dtypes_of_a_step, 2, case):
+def test_a_float64_step_holds_no_float32_tensor(kept_ranks: Any, case: Case) -> None:
+    for seen, other in kept_ranks(dtypes_of_a_step, 2, case):
         assert seen > 1000
         assert not other
 
@@ -354,11 +354,11 @@ def collectives(cases: list[Case]) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-def test_what_is_sent_in_a_step_of_three_micro_batches(run_ranks: Any) -> None:
+def test_what_is_sent_in_a_step_of_three_micro_batches(kept_ranks: Any) -> None:
     """Two blocks and the root are gathered and reduced apart; blocks that are resharded are gathered twice."""
     cases = [Case(shard=4), Case(shard=4, reshard=False), Case(2, 2), Case(4, 1)]
     cases = [replace(case, accumulate=3) for case in cases]
-    zero3, zero2, hsdp, ddp = run_ranks(collectives, 4, cases)[0]
+    zero3, zero2, hsdp, ddp = kept_ranks(collectives, 4, cases)[0]
     assert zero3 == {"allgather": 3 * (3 + 2), "reduce_scatter": 3 * 3, "allreduce": 0}
     assert zero2 == {"allgather": 3, "reduce_scatter": 3 * 3, "allreduce": 0}
     assert hsdp == {"allgather": 3 * (3 + 2), "reduce_scatter": 3 * 3, "allreduce": 3}
@@ -375,7 +375,7 @@ def bfloat16_gradients(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_bfloat16_gradients_are_summed_in_float32(run_ranks: Any) -> None:
+def test_bfloat16_gradients_are_summed_in_float32(kept_ranks: Any) -> None:
     """Over ranks and micro-batches: equal to one process's float32 sum to float32's precision, 2⁻⁸ times finer.
 
     Compared are the matrices in blocks, whose gradient is a bfloat16 product in every layout. FSDP2 hands out all
@@ -392,7 +392,7 @@ def test_bfloat16_gradients_are_summed_in_float32(run_ranks: Any) -> None:
         (model(tokens, targets)[0] / (targets_BL != IGNORE).sum()).backward()
         for name, value in model.named_parameters():
             expected[name] += value.grad
-    for case, parts in zip(cases, zip(*run_ranks(bfloat16_gradients, 4, cases), strict=True), strict=True):
+    for case, parts in zip(cases, zip(*kept_ranks(bfloat16_gradients, 4, cases), strict=True), strict=True):
         for name, value in expected.items():
             found = torch.cat([part[name] for part in parts[: case.shard]])
             assert found.dtype == torch.float32
@@ -415,13 +415,13 @@ def refusal(plan: MeshPlan) -> str:
 
 
 @pytest.mark.parametrize("plan", [MeshPlan(), MeshPlan(dp_shard=4), MeshPlan(tp=3)], ids=str)
-def test_a_mesh_is_of_all_ranks_and_of_no_others(run_ranks: Any, plan: MeshPlan) -> None:
+def test_a_mesh_is_of_all_ranks_and_of_no_others(kept_ranks: Any, plan: MeshPlan) -> None:
     said = f"{plan}: expected {plan.world_size} ranks, the process group has 2"
-    assert run_ranks(refusal, 2, plan) == [said] * 2
+    assert kept_ranks(refusal, 2, plan) == [said] * 2
 
 
 @pytest.mark.slow
-def test_meshes_and_placements(run_ranks: Any) -> None:
+def test_meshes_and_placements(kept_ranks: Any) -> None:
     names = list(dict(Transformer(shape_of(tied=False)).named_parameters()))
     for case, fsdp, placed in [
         (Case(replicate=4), None, None),
@@ -429,7 +429,7 @@ def test_meshes_and_placements(run_ranks: Any) -> None:
         (Case(replicate=2, shard=2), (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]), (Replicate(), Shard(0))),
     ]:
         case = replace(case, activation="selective")
-        results = run_ranks(placements, 4, case)
+        results = kept_ranks(placements, 4, case)
         assert [result["dp_rank"] for result in results] == [0, 1, 2, 3]
         for rank, result in enumerate(results):
             assert list(result["names"]) == names, "the layout changed a parameter's name"

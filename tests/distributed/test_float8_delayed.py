@@ -18,7 +18,14 @@ from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 
 STEPS = 3
-DELAYED = {"float8": {"recipe": "tensorwise", "gradients": "e5m2", "delayed": True}}
+DELAYED = {
+    "float8": {"recipe": "tensorwise", "gradients": "e5m2", "delayed": True},
+    "model": {
+        "num_layers": 4, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 64,
+        "vocab_multiple": 10,
+    },
+    "seq_len": 32,
+}  # fmt: skip
 
 
 def train(case: Case, data: str, run_dir: str) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -41,11 +48,11 @@ def train(case: Case, data: str, run_dir: str) -> tuple[list[Tensor], dict[str, 
 
 
 @pytest.fixture(scope="module")
-def alone(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor], dict[str, Tensor]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor], dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("delayed")
     write_corpus(str(folder / "data"))
     case = Case("alone", sizes="blocks", float8="tensorwise")
-    ((histories, weights),) = run_ranks(train, 1, case, str(folder / "data"), str(folder / "alone"))
+    histories, weights = train(case, str(folder / "data"), str(folder / "alone"))
     return folder, histories, weights
 
 
@@ -61,10 +68,10 @@ def alone(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     ],
     ids=str,
 )
-def test_histories_and_weights_are_those_of_one_process(run_ranks: Any, alone: Any, case: Case) -> None:
+def test_histories_and_weights_are_those_of_one_process(kept_ranks: Any, alone: Any, case: Case) -> None:
     folder, histories, weights = alone
     case = replace(case, sizes="blocks", float8="tensorwise")
-    by_rank = run_ranks(train, case.on.world, case, str(folder / "data"), str(folder / str(case)))
+    by_rank = kept_ranks(train, case.on.world, case, str(folder / "data"), str(folder / str(case)))
     assert float(histories[-1][..., -1].min()) > 0  # the newest
     for found, own in by_rank:
         for here, first, expected in zip(found, by_rank[0][0], histories, strict=True):

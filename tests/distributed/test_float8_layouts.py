@@ -64,8 +64,8 @@ def off(found: Tensor | None, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_each_weight_is_multiplied_by_its_own_recipe(run_ranks: Any, joined: bool) -> None:
-    for worst in run_ranks(mixed, 2, joined):
+def test_each_weight_is_multiplied_by_its_own_recipe(kept_ranks: Any, joined: bool) -> None:
+    for worst in kept_ranks(mixed, 2, joined):
         assert max(worst) < 1e-13
 
 
@@ -87,7 +87,7 @@ def first_gradients(case: Case, data: str, run_dir: str, keys: dict[str, Any]) -
 
 
 @pytest.mark.long
-def test_scales_of_each_ranks_part_are_as_good_as_those_of_the_whole(run_ranks: Any, tmp_path: Path) -> None:
+def test_scales_of_each_ranks_part_are_as_good_as_those_of_the_whole(kept_ranks: Any, tmp_path: Path) -> None:
     """Each rank of tp quantises its own part of a matrix: another rounding than of the whole, by scales that are at
     most as large. Two roundings with errors of one size and nothing in common differ by √2 of that size; what they
     have in common makes it less. With half as much again for chance."""
@@ -98,7 +98,7 @@ def test_scales_of_each_ranks_part_are_as_good_as_those_of_the_whole(run_ranks: 
         keys = {"float8": {"recipe": recipe}}
         whole = first_gradients(case, data, str(tmp_path / f"{recipe}1"), keys)
         split = replace(case, layout="tp2")
-        for parts in run_ranks(first_gradients, 2, split, data, str(tmp_path / f"{recipe}2"), keys, timeout_s=120):
+        for parts in kept_ranks(first_gradients, 2, split, data, str(tmp_path / f"{recipe}2"), keys):
             for name, gradient in true.items():
                 error = (whole[name] - gradient).norm()
                 assert 0 < (parts[name] - whole[name]).norm() < 1.5 * math.sqrt(2) * error, name
@@ -125,12 +125,10 @@ KEYS = {"precision": "bf16", "float8": {"recipe": "tensorwise", "gradients": "e5
 
 
 @pytest.mark.long
-def test_a_resumed_run_goes_on_with_the_history(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_history(kept_ranks: Any, tmp_path: Path) -> None:
     write_corpus(str(tmp_path / "data"))
     case = Case("fsdp2", sizes="blocks", float8="tensorwise")
-    for at_once, in_two in run_ranks(
-        resumed, 2, case, str(tmp_path / "data"), str(tmp_path / "run"), KEYS, timeout_s=200
-    ):
+    for at_once, in_two in kept_ranks(resumed, 2, case, str(tmp_path / "data"), str(tmp_path / "run"), KEYS):
         assert at_once == in_two
         assert len(at_once) == 4
         assert all(map(math.isfinite, at_once))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def life(run: str, paths: list[str], parallel: dict[str, Any], changes: dict[str
     config = CASE.settings(
         run, paths,
         precision="fp64", steps=6, parallel=parallel, forensics={"steps": [STEP], "window": 2},
-        guard={"loss_z": 1e9, "grad_norm_z": 1e9}, **changes,
+        guard={"loss_z": 1e9, "grad_norm_z": 1e9}, **({"micro_batch": 2} | changes),
     )  # fmt: skip
     CASE.live(config)
 
@@ -60,13 +61,32 @@ def close(values: dict[str, float], others: dict[str, float]) -> bool:
     return values.keys() == others.keys() and all(math.isclose(values[n], others[n], rel_tol=1e-6) for n in values)
 
 
-def same(run_ranks: Any, given: Given, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return CASE.write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def one_process(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Any]:
+    """What one process writes, by the changes of its config."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def find(changes: dict[str, Any]) -> dict[str, Any]:
+        key = json.dumps(changes)
+        if key not in known:
+            run = tmp_path_factory.mktemp("one")
+            life(str(run), paths, {}, changes)
+            known[key] = content(run)
+        return known[key]
+
+    return find
+
+
+def same(kept_ranks: Any, paths: list[str], one_process: Any, given: Given, folder: Path) -> None:
     parallel, changes = given
     world = math.prod(parallel.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "pp"))
-    paths = CASE.write_corpus(folder / "data")
-    run_ranks(life, 1, str(folder / "one"), paths, {}, changes, timeout_s=240)
-    run_ranks(life, world, str(folder / "many"), paths, {"dp_shard": 1, **parallel}, changes, timeout_s=240)
-    one, many = content(folder / "one"), content(folder / "many")
+    kept_ranks(life, world, str(folder / "many"), paths, {"dp_shard": 1, **parallel}, changes)
+    one, many = one_process(changes), content(folder / "many")
     dp = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
     assert many["layout"]["tp"] == parallel.get("tp", 1)
     assert [step["step"] for step in many["steps"]] == [STEP - 1, STEP]
@@ -86,16 +106,20 @@ def same(run_ranks: Any, given: Given, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_layouts_write_what_one_process_writes(run_ranks: Any, tmp_path: Path, name: str) -> None:
-    same(run_ranks, QUICK[name], tmp_path)
+def test_layouts_write_what_one_process_writes(
+    kept_ranks: Any, paths: list[str], one_process: Any, tmp_path: Path, name: str
+) -> None:
+    same(kept_ranks, paths, one_process, QUICK[name], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if place % 2 else pytest.param(name, marks=pytest.mark.exhaustive) for place, name in enumerate(MORE)]
 )
-def test_more_layouts_write_what_one_process_writes(run_ranks: Any, tmp_path: Path, name: str) -> None:
-    same(run_ranks, MORE[name], tmp_path)
+def test_more_layouts_write_what_one_process_writes(
+    kept_ranks: Any, paths: list[str], one_process: Any, tmp_path: Path, name: str
+) -> None:
+    same(kept_ranks, paths, one_process, MORE[name], tmp_path)
 
 
 def asked(run: str, paths: list[str]) -> bool:
@@ -117,18 +141,16 @@ def asked(run: str, paths: list[str]) -> bool:
         return bool(trainer.complete)
 
 
-def test_a_signal_to_one_rank_is_heard_by_all(run_ranks: Any, tmp_path: Path) -> None:
-    paths = CASE.write_corpus(tmp_path / "data")
-    assert all(run_ranks(asked, 2, str(tmp_path / "run"), paths, timeout_s=240))
+def test_a_signal_to_one_rank_is_heard_by_all(kept_ranks: Any, paths: list[str], tmp_path: Path) -> None:
+    assert all(kept_ranks(asked, 2, str(tmp_path / "run"), paths))
     (path,) = (tmp_path / "run" / "forensics").iterdir()
     found = json.loads(path.read_text())
     assert (found["reasons"], found["step"]) == (["requested"], STEP + 1)
     assert set(found["steps"][-1]["sequences"]["dp_rank"]) == {0, 1}
 
 
-def test_a_disk_that_refuses_stops_no_rank(run_ranks: Any, tmp_path: Path) -> None:
-    paths = CASE.write_corpus(tmp_path / "data")
+def test_a_disk_that_refuses_stops_no_rank(kept_ranks: Any, paths: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "forensics").write_text("")
-    run_ranks(life, 2, str(tmp_path / "run"), paths, {"dp_shard": 2}, {}, timeout_s=240)
+    kept_ranks(life, 2, str(tmp_path / "run"), paths, {"dp_shard": 2}, {})
     assert json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[-1])["kind"] == "end"

@@ -22,7 +22,8 @@ def _pipeline(schedule: str, **parallel: Any) -> dict[str, Any]:
     """Four micro-batches, one for every stage and more."""
     batch = 4 * parallel.get("dp_shard", 1)
     parallel = {"pp": 2, "schedule": schedule, **parallel}
-    return {"global_batch": batch, "micro_batch": 1, "model": {"num_layers": 4}, "parallel": parallel}
+    layers = 2 if schedule == "1f1b" else 4
+    return {"global_batch": batch, "micro_batch": 1, "model": {"num_layers": layers}, "parallel": parallel}
 
 
 Given = tuple[dict[str, Any], int, int]

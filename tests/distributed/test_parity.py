@@ -71,7 +71,7 @@ FOUR_RANKS = [
     Case("hsdp2x2", more=True, mask=False),
     Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1),
 ]
-MANY_RANKS = ("hsdp3x2", "pp2fsdp2tp2", "pp2tp2")
+MANY_RANKS = ("pp2fsdp2tp2",)
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
 #: All of data and tensor parallelism on up to 4 ranks: hours on two cores, only in `make test-exhaustive`.
@@ -80,12 +80,13 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 def marked() -> dict[Case, Any]:
     """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
-    up to 2, with a few of more, in `make test-long` the rest of it and what is named, and only when asked for every
-    pair of factors on every layout and the whole product."""
+    up to 2, of FP8 what FSDP2 gathers alone, with a few of more, in `make test-long` the rest of it and what is named,
+    and only when asked for every pair of factors on every layout and the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
+    often = [case for case in often if case.float8 is None or case.gather]
     often += FOUR_RANKS
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}

@@ -62,12 +62,12 @@ def messages(pp: int, schedules: list[tuple[str, int | None]], count: int) -> li
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_ranks_ask_for_their_messages_in_one_order(run_ranks: Any, pp: int) -> None:
+def test_two_ranks_ask_for_their_messages_in_one_order(kept_ranks: Any, pp: int) -> None:
     """NCCL has one queue for two ranks, for both ways: a send that stands before the receive on one side and behind it
     on the other waits for ever, once it is larger than a buffer."""
     schedules = [(name, 2 if kind.stages_per_rank is None else None) for name, kind in SCHEDULES.items()]
     schedules += [("interleaved_1f1b", 8 // pp)] if pp == 2 else []
-    by_rank = run_ranks(messages, pp, pp, schedules, 3)
+    by_rank = kept_ranks(messages, pp, pp, schedules, 3)
     other = {"send": "receive", "receive": "send"}
     for number, schedule in enumerate(schedules):
         compared = 0
@@ -97,6 +97,6 @@ def calls_before_the_first_step() -> int:
     return sum(found)
 
 
-def test_all_ranks_join_before_two_of_them_send(run_ranks: Any) -> None:
+def test_all_ranks_join_before_two_of_them_send(kept_ranks: Any) -> None:
     """The first call of a group makes NCCL's communicator, and every rank of it has to take part."""
-    assert run_ranks(calls_before_the_first_step, 2) == [1, 1]
+    assert kept_ranks(calls_before_the_first_step, 2) == [1, 1]

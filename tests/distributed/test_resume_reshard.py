@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from quern.parallel.local import LocalRanks
-from support.distributed.ranks import PRELOAD
 from support.oracles import plain_loop as PLAIN
-from support.processes import files_of
 from support.train import run_case as CASE
 
 pytestmark = pytest.mark.slow
@@ -46,7 +43,10 @@ def parallel_of(layout: Layout) -> dict[str, Any]:
 
 def config_for(run: str, paths: list[str], layout: Layout, **changes: Any) -> Any:
     parallel = parallel_of(layout)
-    base = {"precision": "fp64", "steps": STEPS, "parallel": parallel, "checkpoint": {"interval": 2}}
+    base = {
+        "precision": "fp64", "steps": STEPS, "parallel": parallel, "checkpoint": {"interval": 2},
+        "model": {"num_layers": 2}, "micro_batch": 2,
+    }  # fmt: skip
     return CASE.settings(run, paths, **(base | changes))
 
 
@@ -101,27 +101,27 @@ def close(found: dict[int, dict], expected: dict[int, dict]) -> float:
 
 
 @pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_single_fsdp_ddp_hsdp_single(run_ranks, tmp_path, paths, document_mask):
+def test_single_fsdp_ddp_hsdp_single(kept_ranks, tmp_path, paths, document_mask):
     """Two steps each; steps 3 and 6 are skipped under FSDP2 and HSDP. Sample ids, losses, norms, weights, moments."""
-    check_road(run_ranks, tmp_path, paths, ROAD, {"document_mask": document_mask})
+    check_road(kept_ranks, tmp_path, paths, ROAD, {"document_mask": document_mask})
 
 
 @pytest.mark.parametrize(
     "tied", [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.exhaustive)]
 )
-def test_split_tensors_stages_shards_single(run_ranks, tmp_path, paths, tied):
+def test_split_tensors_stages_shards_single(kept_ranks, tmp_path, paths, tied):
     """The same on another road; steps 3 and 6 are skipped in a pipeline and under FSDP2."""
     changes = DEEP | {"model": {**DEEP["model"], "tied_embeddings": tied}}
-    check_road(run_ranks, tmp_path, paths, [TP2_FSDP2, PP2_FSDP2, PP2_TP2_V, (1, 4), (1, 1)], changes)
+    check_road(kept_ranks, tmp_path, paths, [TP2_FSDP2, PP2_FSDP2, PP2_TP2_V, (1, 4), (1, 1)], changes)
 
 
 @pytest.mark.long
-def test_single_stages_split_tensors_stages(run_ranks, tmp_path, paths):
+def test_single_stages_split_tensors_stages(kept_ranks, tmp_path, paths):
     """Back the other way."""
-    check_road(run_ranks, tmp_path, paths, [(1, 1), PP2_TP2_V, PP2_FSDP2, (1, 4), TP2_FSDP2], DEEP)
+    check_road(kept_ranks, tmp_path, paths, [(1, 1), PP2_TP2_V, PP2_FSDP2, (1, 4), TP2_FSDP2], DEEP)
 
 
-def check_road(run_ranks, tmp_path, paths, road: list[Layout], changes: dict[str, Any]) -> None:
+def check_road(kept_ranks, tmp_path, paths, road: list[Layout], changes: dict[str, Any]) -> None:
     straight = CASE.live(config_for(str(tmp_path / "whole"), paths, (1, 1), **changes), factor=nan_at_3_and_6)
     run = str(tmp_path / "run")
     taken: dict = {}
@@ -131,7 +131,7 @@ def check_road(run_ranks, tmp_path, paths, road: list[Layout], changes: dict[str
         if world == 1:
             lives = [live(run, paths, layout, kill_at, changes)]
         else:
-            lives = run_ranks(live, world, run, paths, layout, kill_at, changes, timeout_s=240)
+            lives = kept_ranks(live, world, run, paths, layout, kill_at, changes)
         assert {life["start"] for life in lives} == {2 * number}
         taken |= joined(lives)
     assert all(life["complete"] for life in lives)
@@ -147,14 +147,14 @@ def check_road(run_ranks, tmp_path, paths, road: list[Layout], changes: dict[str
     [(1, 2), *(pytest.param(e, marks=pytest.mark.long) for e in ((2, 1), (2, 2), TP2_FSDP2, PP2_TP2_V, PP2_FSDP2))],
     ids=str,
 )
-def test_the_same_layout_resumes_bit_for_bit(run_ranks, tmp_path, paths, layout):
+def test_the_same_layout_resumes_bit_for_bit(kept_ranks, tmp_path, paths, layout):
     """In float32, on every rank."""
     changes = {"precision": "fp32", "checkpoint": {"interval": 3}} | (DEEP if isinstance(layout, dict) else {})
     world = world_of(layout)
-    straight = run_ranks(live, world, str(tmp_path / "whole"), paths, layout, None, changes, timeout_s=240)
+    straight = kept_ranks(live, world, str(tmp_path / "whole"), paths, layout, None, changes)
     run = str(tmp_path / "run")
-    first = run_ranks(live, world, run, paths, layout, 5, changes, timeout_s=240)
-    second = run_ranks(live, world, run, paths, layout, None, changes, timeout_s=240)
+    first = kept_ranks(live, world, run, paths, layout, 5, changes)
+    second = kept_ranks(live, world, run, paths, layout, None, changes)
     assert {life["start"] for life in second} == {3}
     for rank in range(world):
         assert first[rank]["samples"] | second[rank]["samples"] == straight[rank]["samples"]
@@ -168,7 +168,7 @@ def measure(run: str, paths: list[str], layout: Layout) -> None:
 
 
 @pytest.mark.long
-def test_the_held_out_loss_over_two_ranks(run_ranks, tmp_path):
+def test_the_held_out_loss_over_two_ranks(kept_ranks, tmp_path):
     """An odd number of windows: the last batch of both ranks is filled up with what does not count. Where tensors or
     layers are split, both see the same targets, which count once."""
     rng = random.Random(4)
@@ -181,7 +181,7 @@ def test_the_held_out_loss_over_two_ranks(run_ranks, tmp_path):
     assert PLAIN.num_windows(stream, 32) > HELD_OUT
     for number, layout in enumerate([(1, 2), (2, 1), {"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1}]):
         run = str(tmp_path / f"run{number}")
-        run_ranks(measure, 2, run, paths, layout, timeout_s=120)
+        kept_ranks(measure, 2, run, paths, layout)
         weights = weights_of(f"{run}/checkpoints/step_00000003")
         shape = CASE.settings(run, paths).model.shape(CASE.CORPORA.VOCAB_SIZE)
         spans, start = [], 0
@@ -231,7 +231,7 @@ def refused(run: str, paths: list[str]) -> list[str]:
     return said
 
 
-def test_all_ranks_refuse_together(run_ranks, tmp_path, paths):
+def test_all_ranks_refuse_together(kept_ranks, tmp_path, paths):
     """Each rank verifies its share of the files, and rank 0 alone opens the ledger: both say what one has found."""
     shard = Path(paths[1], "shard_00001.bin")
     data = bytearray(shard.read_bytes())
@@ -239,7 +239,7 @@ def test_all_ranks_refuse_together(run_ranks, tmp_path, paths):
     shard.write_bytes(data)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text("nonsense\n{}\n")
-    found = run_ranks(refused, 2, str(tmp_path / "run"), paths)
+    found = kept_ranks(refused, 2, str(tmp_path / "run"), paths)
     for said in found:
         assert said[0].startswith(f"InputError: {shard}: is damaged")
         assert said[1].startswith("QuernError: rank 0: ")
@@ -255,17 +255,16 @@ def stop(run: str, paths: list[str], stop_rank: int) -> tuple[list, dict]:
     return sorted(left.samples), {"complete": left.complete, "by": left.stopped_by}
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path, paths):
-    with LocalRanks(2, files=files_of(stop), preload=PRELOAD) as ranks:
-        for stop_rank in (0, 1):
-            run = tmp_path / f"run{stop_rank}"
-            found = ranks.call(stop, str(run), paths, stop_rank)
-            assert [steps for steps, _ in found] == [[0, 1, 2, 3, 4]] * 2
-            other = "signal to another rank"
-            assert [by["by"] for _, by in found] == ["SIGTERM" if rank == stop_rank else other for rank in range(2)]
-            assert CASE.ledger(run)[-1]["step"] == 5
-            assert not any(by["complete"] for _, by in found)
-            assert live(str(run), paths, (1, 1), None, {})["start"] == 5
+def test_a_signal_to_one_rank_stops_all_at_one_step(kept_ranks, tmp_path, paths):
+    for stop_rank in (0, 1):
+        run = tmp_path / f"run{stop_rank}"
+        found = kept_ranks(stop, 2, str(run), paths, stop_rank)
+        assert [steps for steps, _ in found] == [[0, 1, 2, 3, 4]] * 2
+        other = "signal to another rank"
+        assert [by["by"] for _, by in found] == ["SIGTERM" if rank == stop_rank else other for rank in range(2)]
+        assert CASE.ledger(run)[-1]["step"] == 5
+        assert not any(by["complete"] for _, by in found)
+    assert live(str(run), paths, (1, 1), None, {})["start"] == 5
 
 
 def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
@@ -289,13 +288,12 @@ def fails_on_one(run: str, paths: list[str], rank: int, name: str) -> str:
     return "nothing"
 
 
-def test_what_fails_on_one_rank_ends_all(tmp_path):
+def test_what_fails_on_one_rank_ends_all(kept_ranks, tmp_path):
     """And none waits in the next collective for one that has gone."""
     paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]
-    with LocalRanks(2, files=files_of(fails_on_one), preload=PRELOAD) as ranks:
-        for rank, name in [(1, "Corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]:
-            found = ranks.call(fails_on_one, str(tmp_path / name), paths, rank, name)
-            assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2, name
+    for rank, name in [(1, "Corpus"), (1, "open_held_out"), (1, "Loader"), (1, "Validator"), (0, "Metrics")]:
+        found = kept_ranks(fails_on_one, 2, str(tmp_path / name), paths, rank, name)
+        assert found == [f"QuernError: rank {rank}: /a/disk: No space left on device"] * 2, name
 
 
 def measured(run: str, paths: list[str], keep: bool, interval: int) -> dict[str, Any]:
@@ -305,11 +303,11 @@ def measured(run: str, paths: list[str], keep: bool, interval: int) -> dict[str,
 
 
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_weights_that_stay_gathered_after_a_held_out_loss_are_saved_and_go_on(run_ranks, tmp_path, reshard):
+def test_weights_that_stay_gathered_after_a_held_out_loss_are_saved_and_go_on(kept_ranks, tmp_path, reshard):
     """Without a backward pass nothing reshards them; the checkpoint that follows holds the FP32 masters."""
     paths = CASE.write_corpus(tmp_path / "data", {"web": 60, "code": 25, "web.val": 9})[:2]
-    often = run_ranks(measured, 2, str(tmp_path / "often"), paths, reshard, 1)
-    never = run_ranks(measured, 2, str(tmp_path / "never"), paths, reshard, 0)
+    often = kept_ranks(measured, 2, str(tmp_path / "often"), paths, reshard, 1)
+    never = kept_ranks(measured, 2, str(tmp_path / "never"), paths, reshard, 0)
     assert CASE.differences(often[0], never[0]) == []
-    resumed = run_ranks(measured, 2, str(tmp_path / "often"), paths, reshard, 1)
+    resumed = kept_ranks(measured, 2, str(tmp_path / "often"), paths, reshard, 1)
     assert CASE.differences(resumed[0], never[0]) == []

@@ -70,11 +70,11 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "overlap", [pytest.param(True, marks=pytest.mark.exhaustive), pytest.param(False, marks=pytest.mark.long)]
 )
-def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(run_ranks, tmp_path, whole, overlap):
+def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(kept_ranks, tmp_path, whole, overlap):
     """A signal to one rank ends the first life after six steps; step 5 is skipped by then."""
     straight, paths, expected = whole
     run = tmp_path / "run"
-    first = run_ranks(live, 2, str(run), paths, FSDP2, {"mode": "process", "overlap": overlap}, True, timeout_s=120)
+    first = kept_ranks(live, 2, str(run), paths, FSDP2, {"mode": "process", "overlap": overlap}, True)
     assert [(start, complete) for start, complete, _ in first] == [(0, False)] * 2
     other = tmp_path / "other"
     shutil.copytree(run, other)
@@ -82,7 +82,7 @@ def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(run_ran
     alone = CASE.live(config_for(str(run), paths, {}, mode="process", overlap=overlap), factor=nan_at_5)
     assert (alone.start.step, alone.complete) == (6, True)
     assert CASE.worst_ratio(alone.state, expected.state) < EQUAL
-    split = run_ranks(live, 2, str(other), paths, TP2, {"mode": "thread", "overlap": overlap}, False, timeout_s=120)
+    split = kept_ranks(live, 2, str(other), paths, TP2, {"mode": "thread", "overlap": overlap}, False)
     for start, complete, state in split:
         assert (start, complete) == (6, True)
         assert CASE.worst_ratio(state, expected.state) < EQUAL
@@ -110,8 +110,8 @@ def every_mode(folder: str, paths: list[str], parallel: dict[str, int]) -> dict[
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", [FSDP2, TP2], ids=str)
-def test_who_writes_changes_no_bit_on_two_ranks(run_ranks, tmp_path, paths, parallel):
-    for states in run_ranks(every_mode, 2, str(tmp_path), paths, parallel, timeout_s=120):
+def test_who_writes_changes_no_bit_on_two_ranks(kept_ranks, tmp_path, paths, parallel):
+    for states in kept_ranks(every_mode, 2, str(tmp_path), paths, parallel):
         for how, state in states.items():
             assert CASE.differences(state, states["sync"]) == [], how
     expected = files_of(tmp_path / "sync")
@@ -145,18 +145,20 @@ def one_rank_is_full(run: str, paths: list[str], mode: str, full_rank: int, step
         return "", CASE.live(config_for(run, paths, FSDP2, mode=mode, max_failures=2)).complete
     except Exception as error:
         return f"{type(error).__name__}: {error}", False
+    finally:
+        Work.write = write  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("mode", "full_rank"), [("thread", 1), ("sync", 0)])
-def test_a_rank_that_cannot_write_fails_the_save_of_all(run_ranks, tmp_path, paths, mode, full_rank):
+def test_a_rank_that_cannot_write_fails_the_save_of_all(kept_ranks, tmp_path, paths, mode, full_rank):
     why = f"rank {full_rank}: No space left on device"
     goes_on, ends = tmp_path / "goes on", tmp_path / "ends"
-    assert run_ranks(one_rank_is_full, 2, str(goes_on), paths, mode, full_rank, [4]) == [("", True)] * 2
+    assert kept_ranks(one_rank_is_full, 2, str(goes_on), paths, mode, full_rank, [4]) == [("", True)] * 2
     failed = [(entry["step"], entry["why"]) for entry in CASE.ledger(goes_on) if entry["kind"] == "checkpoint_failed"]
     assert failed == [(4, why)]
     assert folders(goes_on) == [f"step_{step:08d}" for step in (2, 6, 8, 9)]
 
-    found = run_ranks(one_rank_is_full, 2, str(ends), paths, mode, full_rank, [4, 6])
+    found = kept_ranks(one_rank_is_full, 2, str(ends), paths, mode, full_rank, [4, 6])
     assert found == [(f"QuernError: {why}", False)] * 2
     assert [e["step"] for e in CASE.ledger(ends) if e["kind"] == "checkpoint_failed"] == [4, 6]
 
@@ -192,9 +194,9 @@ def announced(run: str, paths: list[str], full: bool) -> tuple[str, list[Any]]:
         CheckpointManager.begin, Ledger.append = begin, append  # type: ignore[method-assign]
 
 
-def test_rank_0_announces_a_save_for_all(run_ranks, tmp_path, paths):
+def test_rank_0_announces_a_save_for_all(kept_ranks, tmp_path, paths):
     """It alone has the ledger: the others are told its size and what is not to be pruned, or why it takes no line."""
-    (_, first), (_, second) = run_ranks(announced, 2, str(tmp_path / "run"), paths, False, timeout_s=120)
+    (_, first), (_, second) = kept_ranks(announced, 2, str(tmp_path / "run"), paths, False)
     assert first == second
     assert [step for step, _, _ in first] == [2, 4, 6, 8, 9]
     assert all(steps for _, _, steps in first)
@@ -202,7 +204,7 @@ def test_rank_0_announces_a_save_for_all(run_ranks, tmp_path, paths):
     for step, offset, _ in first:
         line = json.loads(ledger[:offset].splitlines()[-1])
         assert (line["kind"], line["step"]) == ("checkpoint", step)
-    found = run_ranks(announced, 2, str(tmp_path / "full"), paths, True, timeout_s=120)
+    found = kept_ranks(announced, 2, str(tmp_path / "full"), paths, True)
     assert [why for why, _ in found] == ["QuernError: rank 0: No space left on device"] * 2
 
 
@@ -237,20 +239,24 @@ def chosen(run: str, paths: list[str]) -> list[int]:
         now[0] += 4 * factor
         return 1.0
 
+    before = saves.time, trainer.Mark, begin  # type: ignore[attr-defined]
     saves.time = types.SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     trainer.Mark = Mark  # type: ignore[misc]
     CheckpointManager.begin = begins  # type: ignore[method-assign, assignment]
     auto = {"interval": "auto", "mtbf_hours": 70 / 3600, "mode": "sync"}
-    CASE.live(CASE.settings(run, paths, steps=30, parallel=FSDP2, checkpoint=auto), factor=step)
+    try:
+        CASE.live(CASE.settings(run, paths, steps=30, parallel=FSDP2, checkpoint=auto), factor=step)
+    finally:
+        saves.time, trainer.Mark, CheckpointManager.begin = before  # type: ignore[attr-defined, misc, method-assign]
     return begun
 
 
-def test_ranks_follow_the_interval_that_rank_0_has_chosen(run_ranks, tmp_path, paths):
+def test_ranks_follow_the_interval_that_rank_0_has_chosen(kept_ranks, tmp_path, paths):
     """By Daly's model (2006, equation 9) once the first save has ended; before, a step is assumed to take 60 s and a
     save 10 s, which makes 1 step."""
     interval = min(range(1, 31), key=lambda steps: math.expm1((4 * steps + 20) / 70) / steps)
     assert 5 < interval < 15
-    found = run_ranks(chosen, 2, str(tmp_path / "run"), paths, timeout_s=120)
+    found = kept_ranks(chosen, 2, str(tmp_path / "run"), paths)
     expected = [1, *range(1 + interval, 30, interval), 30]
     assert found == [expected] * 2
     newest = tmp_path / "run" / "checkpoints" / "step_00000030" / "manifest.json"

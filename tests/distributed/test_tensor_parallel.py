@@ -142,9 +142,9 @@ def train_all(cases: list[Case]) -> list[Outcome]:
     return [train(case) for case in cases]
 
 
-def compare(run_ranks: Any, cases: list[Case], timeout_s: float = 120) -> None:
+def compare(kept_ranks: Any, cases: list[Case]) -> None:
     (world,) = {case.world for case in cases}
-    by_rank = run_ranks(train_all, world, cases, timeout_s=timeout_s)
+    by_rank = kept_ranks(train_all, world, cases)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         check(case, oracle(case), list(outcomes))
 
@@ -175,9 +175,9 @@ def cases_of(tp: int, **fixed: Any) -> list[Case]:
     return cases
 
 
-def test_two_ranks_compute_what_one_process_does(run_ranks: Any) -> None:
+def test_two_ranks_compute_what_one_process_does(kept_ranks: Any) -> None:
     compare(
-        run_ranks,
+        kept_ranks,
         [
             Case(qk_norm=True, mask=True),
             Case(kv_heads=1, tied=True, chunk=5, z_loss=1e-2, activation="selective", rows=1),
@@ -187,37 +187,37 @@ def test_two_ranks_compute_what_one_process_does(run_ranks: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_in_all_ways(run_ranks: Any) -> None:
-    compare(run_ranks, cases_of(2))
+def test_two_ranks_in_all_ways(kept_ranks: Any) -> None:
+    compare(kept_ranks, cases_of(2))
 
 
 @pytest.mark.long
-def test_four_ranks_in_all_ways(run_ranks: Any) -> None:
-    compare(run_ranks, cases_of(4))
+def test_four_ranks_in_all_ways(kept_ranks: Any) -> None:
+    compare(kept_ranks, cases_of(4))
 
 
 @pytest.mark.long
-def test_shards_of_split_tensors(run_ranks: Any) -> None:
+def test_shards_of_split_tensors(kept_ranks: Any) -> None:
     """136 / 2 rows of the vocabulary are 68, but 44 / 2 of the feed-forward's, 22, leave shares of 8, 8 and 6."""
-    compare(run_ranks, cases_of(2, shard=2, accumulate=2))
-    compare(run_ranks, [Case(shard=3, rows=1, kv_heads=1, qk_norm=True, accumulate=2)])
+    compare(kept_ranks, cases_of(2, shard=2, accumulate=2))
+    compare(kept_ranks, [Case(shard=3, rows=1, kv_heads=1, qk_norm=True, accumulate=2)])
 
 
 @pytest.mark.long
-def test_replicas_of_split_tensors(run_ranks: Any) -> None:
-    compare(run_ranks, [Case(replicate=2, tied=True), Case(replicate=2, kv_heads=1, activation="selective")])
-    compare(run_ranks, [Case(replicate=2, shard=2, kv_heads=kv, qk_norm=True, accumulate=2) for kv in (4, 1)])
+def test_replicas_of_split_tensors(kept_ranks: Any) -> None:
+    compare(kept_ranks, [Case(replicate=2, tied=True), Case(replicate=2, kv_heads=1, activation="selective")])
+    compare(kept_ranks, [Case(replicate=2, shard=2, kv_heads=kv, qk_norm=True, accumulate=2) for kv in (4, 1)])
 
 
 @pytest.mark.long
-def test_compiled_blocks(run_ranks: Any) -> None:
+def test_compiled_blocks(kept_ranks: Any) -> None:
     cases = [
         Case(compile="aot_eager", kv_heads=1, qk_norm=True, rows=1, joined=True),
         Case(compile="aot_eager", activation="full", accumulate=2),
         Case(compile="aot_eager", activation="selective", mask=True, qk_norm=True, rows=1),
     ]
-    compare(run_ranks, cases, timeout_s=240)
-    compare(run_ranks, [Case(compile="aot_eager", shard=2, activation="selective", mask=True)], timeout_s=240)
+    compare(kept_ranks, cases)
+    compare(kept_ranks, [Case(compile="aot_eager", shard=2, activation="selective", mask=True)])
 
 
 # ---- precision ----
@@ -232,9 +232,9 @@ def floats_of(case: Case) -> tuple[int, set[str]]:
     return watch.seen, watch.other
 
 
-def test_a_float64_step_holds_no_float32_tensor(run_ranks: Any) -> None:
+def test_a_float64_step_holds_no_float32_tensor(kept_ranks: Any) -> None:
     case = Case(kv_heads=1, qk_norm=True, mask=True, z_loss=1e-2, activation="selective")
-    for seen, other in run_ranks(floats_of, 2, case):
+    for seen, other in kept_ranks(floats_of, 2, case):
         assert seen > 500
         assert not other
 
@@ -244,9 +244,9 @@ def in_bfloat16(case: Case) -> tuple[Outcome, set[torch.dtype]]:
     return outcome, {gradient.dtype for gradient in outcome.gradients.values()}
 
 
-def test_bfloat16_keeps_gradients_in_the_dtype_of_weights(run_ranks: Any) -> None:
+def test_bfloat16_keeps_gradients_in_the_dtype_of_weights(kept_ranks: Any) -> None:
     case = Case(kv_heads=1, qk_norm=True)
-    by_rank, expected = run_ranks(in_bfloat16, 2, case), oracle(case)
+    by_rank, expected = kept_ranks(in_bfloat16, 2, case), oracle(case)
     outcomes = [outcome for outcome, _ in by_rank]
     assert all(dtypes == {torch.float32} for _, dtypes in by_rank)
     torch.testing.assert_close(outcomes[0].loss.double(), expected.loss, rtol=2e-3, atol=0)
@@ -263,6 +263,6 @@ def refused_overlap() -> str:
     return str(caught.value)
 
 
-def test_overlap_is_for_cuda(run_ranks: Any) -> None:
+def test_overlap_is_for_cuda(kept_ranks: Any) -> None:
     said = "parallel.async_tp: expected false on cpu, got true; it needs CUDA"
-    assert run_ranks(refused_overlap, 2) == [said] * 2
+    assert kept_ranks(refused_overlap, 2) == [said] * 2

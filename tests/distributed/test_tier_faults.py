@@ -1,6 +1,6 @@
 """Damage to files of checkpoints that lie on two nodes' disks and in a store: what is found, said, loaded and harmed.
 
-Two nodes of two ranks each have saved steps 2, 4 and 6. A row damages copies of one file of step 6 in a copy of all
+Two nodes of a rank each have saved steps 4 and 6. A row damages copies of one file of step 6 in a copy of all
 folders, and starts the run there: the state that is loaded is compared bit for bit with what the step's numbers are by
 name (``checkpoint_case.py``), and every file that was not damaged with its bytes before. ``-s`` prints the table.
 """
@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from support.distributed.ranks import PRELOAD
+from support.distributed.ranks import start_ranks
 from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
 
 
-WORLD = 4
-STEPS = (2, 4, 6)
+WORLD = 2
+STEPS = (4, 6)
 NEWEST = "step_00000006"
-#: Of rank 2, which is on node 1; the next node in the ring is node 0.
-FILE = "__2_0.distcp"
+#: Of rank 1, which is on node 1; the next node in the ring is node 0.
+FILE = "__1_0.distcp"
 JUNK_KEY = 77
 
 
@@ -80,7 +80,7 @@ def open_manager(folder: str, store: bool) -> Any:
     from quern.train.config import CheckpointConfig
 
     rank = int(os.environ["RANK"])
-    os.environ["GROUP_RANK"] = str(rank // 2)
+    os.environ["GROUP_RANK"] = str(rank)
     config = CheckpointConfig(
         mode="sync",
         keep_last=20,
@@ -199,11 +199,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory, run_ranks):
+def begun(tmp_path_factory, nodes):
     folder = tmp_path_factory.mktemp("begun")
     (folder / "run").mkdir()
     (folder / "run" / "ledger.jsonl").write_text('{"a":1}\n' * 6)  # eight bytes a line, and a line a step
-    run_ranks(save_steps, WORLD, str(folder), timeout_s=120)
+    nodes.call(save_steps, str(folder))
     files = contents(folder)
     for disk in ("nvme0/*", "nvme1/*", "store"):
         assert len(list(folder.glob(f"{disk}/step_*/*.distcp"))) == len(STEPS) * WORLD
@@ -212,11 +212,8 @@ def begun(tmp_path_factory, run_ranks):
 
 
 @pytest.fixture(scope="module")
-def nodes(begun):
-    from quern.parallel.local import LocalRanks
-
-    files = {start.__module__: start.__code__.co_filename}
-    with LocalRanks(WORLD, timeout_s=120, files=files, preload=PRELOAD) as ranks:
+def nodes():
+    with start_ranks(WORLD, start, 120) as ranks:
         yield ranks
 
 

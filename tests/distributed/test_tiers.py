@@ -34,7 +34,7 @@ def config_for(run: Path | str, paths: list[str], parallel: dict[str, Any], **ch
     from_store = checkpoint.pop("from_store", False)
     return CASE.settings(
         run, paths, precision="fp64", steps=STEPS, parallel=parallel, resume={"from_store": from_store},
-        checkpoint={"interval": 2, "mode": "thread"} | checkpoint,
+        checkpoint={"interval": 2, "mode": "thread"} | checkpoint, model={"num_layers": 2}, micro_batch=2,
     )  # fmt: skip
 
 
@@ -70,11 +70,11 @@ def straight(tmp_path_factory, paths):
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory, paths, run_ranks):
+def begun(tmp_path_factory, paths, kept_ranks):
     """A run on two nodes of two ranks, stopped after step 6 with all of its files where they go."""
     folder = tmp_path_factory.mktemp("begun")
     tiers = {"local": str(folder / "nvme{node}"), "store": f"file://{folder}/store", "store_every": 1}
-    lives = run_ranks(live, 4, str(folder / "run"), paths, BEFORE, tiers, 4, 2, timeout_s=240)
+    lives = kept_ranks(live, 4, str(folder / "run"), paths, BEFORE, tiers, 4, 2)
     assert not any(life["complete"] for life in lives)
     return folder
 
@@ -104,30 +104,30 @@ def test_files_are_where_they_go(begun):
     [("stages", 1),
      *(pytest.param(*case, marks=pytest.mark.long) for case in (("shards", 0), ("stages", 0), ("shards", 1)))],
 )  # fmt: skip
-def test_a_lost_disk(begun, tmp_path, paths, run_ranks, straight, after, lost):
+def test_a_lost_disk(begun, tmp_path, paths, kept_ranks, straight, after, lost):
     folder = copy_of(begun, tmp_path)
     shutil.rmtree(folder / f"nvme{lost}")
-    go_on(folder, paths, run_ranks, straight, AFTER[after], 2, store=f"file://{folder}/store")
+    go_on(folder, paths, kept_ranks, straight, AFTER[after], 2, store=f"file://{folder}/store")
 
 
 @pytest.mark.long
-def test_a_lost_disk_and_no_store(begun, tmp_path, paths, run_ranks, straight):
+def test_a_lost_disk_and_no_store(begun, tmp_path, paths, kept_ranks, straight):
     folder = copy_of(begun, tmp_path)
     shutil.rmtree(folder / "nvme0")
-    go_on(folder, paths, run_ranks, straight, AFTER["shards"], 2, store="s3://bucket/run", upload_wait_s=0)
+    go_on(folder, paths, kept_ranks, straight, AFTER["shards"], 2, store="s3://bucket/run", upload_wait_s=0)
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_only_the_store_is_left(begun, tmp_path, paths, run_ranks, straight, nodes):
+def test_only_the_store_is_left(begun, tmp_path, paths, kept_ranks, straight, nodes):
     folder = copy_of(begun, tmp_path)
     for name in ("nvme0", "nvme1", "run"):
         shutil.rmtree(folder / name)
-    go_on(folder, paths, run_ranks, straight, AFTER["stages"], nodes, store=f"file://{folder}/store", from_store=True)
+    go_on(folder, paths, kept_ranks, straight, AFTER["stages"], nodes, store=f"file://{folder}/store", from_store=True)
 
 
-def go_on(folder, paths, run_ranks, straight, parallel, nodes, **checkpoint):
+def go_on(folder, paths, kept_ranks, straight, parallel, nodes, **checkpoint):
     tiers = {"local": str(folder / "nvme{node}")} | checkpoint
-    lives = run_ranks(live, 4, str(folder / "run"), paths, parallel, tiers, None, nodes, timeout_s=240)
+    lives = kept_ranks(live, 4, str(folder / "run"), paths, parallel, tiers, None, nodes)
     assert {life["start"] for life in lives} == {6}
     assert all(life["complete"] for life in lives)
     worst = CASE.worst_ratio(whole_state(lives), straight[0].state)

@@ -177,7 +177,8 @@ def counted(cases: list[Case]) -> list[Sent]:
     found = []
     for case in cases:
         parallel = build(case)
-        for _ in range(2):  # DDP learns its buckets in the first and agrees on them in the second
+        by_ddp = case.plan.dp_replicate > 1 and not case.plan.by_fsdp
+        for _ in range(1 + by_ddp):  # DDP learns its buckets in the first and agrees on them in the second
             take(parallel, case)
         with Collectives(case.plan) as watch:
             take(parallel, case)

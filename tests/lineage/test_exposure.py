@@ -18,7 +18,7 @@ from support.lineage import histories as H
 pytestmark = pytest.mark.slow
 
 LENGTH = H.LENGTH
-SEEDS = 80
+SEEDS = 40
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_every_exposure_of_every_attempt_is_what_reading_token_by_token_gives(hi
             seen["purged"] += bool(rows.purged[row])
             seen["only input"] += bool(rows.target_stops[row] == 0)
             seen["only target"] += bool(rows.input_stops[row] == 0)
-    assert min(seen.values()) > 50, seen
+    assert min(seen.values()) > 20, seen
 
 
 def test_both_directions_say_the_same(histories: list[Any]) -> None:
@@ -187,7 +187,7 @@ def test_left_out_is_what_rollbacks_went_over(histories: list[Any]) -> None:
                 expected += len(documents)
         assert tally.left_out == expected
         found += expected
-    assert found > 100
+    assert found > 50
 
 
 def test_checkpoints_are_clean_until_their_own_branch_took_something_in(histories: list[Any]) -> None:
@@ -224,7 +224,7 @@ def test_checkpoints_are_clean_until_their_own_branch_took_something_in(historie
             seen["abandoned"] += checkpoint.abandoned is not None
         assert (result.last.step if result.last else None) == last
         seen["none"] += last is None
-    assert min(seen.values()) > 10, seen
+    assert min(seen.values()) > 4, seen
 
 
 def is_purged(made: Any, run: TrainingRun, attempt: int, document: int) -> bool:
@@ -246,7 +246,7 @@ def test_a_document_that_was_purged_after_it_was_read_was_read(histories: list[A
                 assert bool(rows.purged[row]) == (version >= 2)
                 assert version < 2 or rows.target_stops[row] == 0
                 seen[version, bool(rows.target_stops[row] > 0)] += 1
-    assert min(seen[1, True], seen[2, False], seen[3, False]) > 10, seen
+    assert min(seen[1, True], seen[2, False], seen[3, False]) > 4, seen
 
 
 def test_parts_of_documents(histories: list[Any]) -> None:
@@ -271,7 +271,7 @@ def test_parts_of_documents(histories: list[Any]) -> None:
                 expected[attempt, step, place, number] = (inputs, targets)
         assert found == expected
         checked += len(found)
-    assert checked > 1000
+    assert checked > 400
 
 
 def test_a_part_of_a_document_without_tokens_is_refused(histories: list[Any]) -> None:
@@ -305,4 +305,4 @@ def test_where_an_attempt_died_what_it_would_have_read_next_is_named(histories: 
                 read = read_step(run, told, attempt.number)
                 assert not read.proven
                 named += 1
-    assert named > 20
+    assert named > 8

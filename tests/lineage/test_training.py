@@ -96,7 +96,7 @@ def test_an_attempt_that_said_where_it_ended_is_believed(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_branches_are_the_ranges_of_the_ledger(tmp_path: Path) -> None:
-    for seed in range(60):
+    for seed in range(25):
         (tmp_path / str(seed)).mkdir()
         made = H.make_history(random.Random(seed), tmp_path / str(seed))
         run = made.open()

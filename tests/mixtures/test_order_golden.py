@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
 from quern.mixtures.order import Order, Phase
+from support.named_cases import each
 from support.oracles import order_reference as reference
 
 # name → windows, seed, ids, rows (first step, weights, global batch, block), and what follows from them:
@@ -173,47 +173,53 @@ def made(case):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_order_gives_the_vectors(name):
-    case = CASES[name]
-    order = made(case)
-    assert [(row.first_sample, row.offset, list(row.weights)) for row in order.phases] == case["table"]
-    samples = np.array(case["samples"], dtype=np.uint64).T
-    for got, expected in zip(order.samples(samples[0]), samples[1:], strict=True):
-        assert np.array_equal(got, expected)
-    for g, *triple in case["samples"]:
-        assert list(order.sample(g)) == triple
-        assert order.locate(*triple) == g
-    assert order.hash == case["hash"]
+def test_the_order_gives_the_vectors():
+    def check(name):
+        case = CASES[name]
+        order = made(case)
+        assert [(row.first_sample, row.offset, list(row.weights)) for row in order.phases] == case["table"]
+        samples = np.array(case["samples"], dtype=np.uint64).T
+        for got, expected in zip(order.samples(samples[0]), samples[1:], strict=True):
+            assert np.array_equal(got, expected)
+        for g, *triple in case["samples"]:
+            assert list(order.sample(g)) == triple
+            assert order.locate(*triple) == g
+        assert order.hash == case["hash"]
+
+    each(CASES, check)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_order_keeps_its_place_at_the_ends_of_phases(name):
-    case = CASES[name]
-    order = made(case)
-    states = order._table.states
-    kept = [
-        (
-            state.frontiers,
-            [state.carries[s].tolist() if s in state.carries else [] for s in range(len(case["windows"]))],
-        )
-        for state in states
-    ]
-    assert kept == case["kept"]
-    lengths = [after.row.first_sample - state.row.first_sample for state, after in pairwise(states)]
-    assert [state.counts(length) for state, length in zip(states, lengths, strict=False)] == case["ends"]
+def test_the_order_keeps_its_place_at_the_ends_of_phases():
+    def check(name):
+        case = CASES[name]
+        order = made(case)
+        states = order._table.states
+        kept = [
+            (
+                state.frontiers,
+                [state.carries[s].tolist() if s in state.carries else [] for s in range(len(case["windows"]))],
+            )
+            for state in states
+        ]
+        assert kept == case["kept"]
+        lengths = [after.row.first_sample - state.row.first_sample for state, after in pairwise(states)]
+        assert [state.counts(length) for state, length in zip(states, lengths, strict=False)] == case["ends"]
+
+    each(CASES, check)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_reference_gives_the_vectors(name):
-    case = CASES[name]
-    plain = reference.Reference(case["windows"], case["seed"], case["rows"], case["ids"])
-    assert [(row["g0"], row["offset"], row["word"].weights) for row in plain.table] == case["table"]
-    assert [(row["frontier"], row["carries"]) for row in plain.table] == case["kept"]
-    assert plain.ranks_at_ends() == case["ends"]
-    for g, *triple in case["samples"]:
-        assert list(plain.sample(g)) == triple
-        assert plain.locate(*triple) == g
+def test_the_reference_gives_the_vectors():
+    def check(name):
+        case = CASES[name]
+        plain = reference.Reference(case["windows"], case["seed"], case["rows"], case["ids"])
+        assert [(row["g0"], row["offset"], row["word"].weights) for row in plain.table] == case["table"]
+        assert [(row["frontier"], row["carries"]) for row in plain.table] == case["kept"]
+        assert plain.ranks_at_ends() == case["ends"]
+        for g, *triple in case["samples"]:
+            assert list(plain.sample(g)) == triple
+            assert plain.locate(*triple) == g
+
+    each(CASES, check)
 
 
 def test_the_default_order_is_one_phase_from_the_start():

@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quern.mixtures.word import MAX_PERIOD, Word, quantise
+from support.named_cases import each
 from support.oracles import order_reference as reference
 
 RECIPES = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 10**7)), min_size=1, max_size=40).filter(any)
@@ -25,26 +26,28 @@ def array(values):
     return np.array(values, dtype=np.uint64)
 
 
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ([3], (1,)),
-        ([0, 7, 0], (0, 1, 0)),
-        ([2, 4, 6], (1, 2, 3)),
-        ([0.1, 0.2, 0.7], (1, 2, 7)),
-        ([0.5, 1e-6], (500_000, 1)),
-        (["0.25", "1/3", "2e-1"], (15, 20, 12)),
-        ([Fraction(1, 3), Fraction(1, 6)], (2, 1)),
-        ([Decimal("0.3"), 1], (3, 10)),
-        ([np.float32(0.1), np.float64(0.1), np.int64(1)], (1, 1, 10)),
-        ([MAX_PERIOD - 1, 1], (MAX_PERIOD - 1, 1)),
-    ],
-)
-def test_weights_become_the_integers_that_they_write(weights, expected):
-    assert quantise(weights) == expected
+def test_weights_become_the_integers_that_they_write():
+    def check(weights, expected):
+        assert quantise(weights) == expected
+
+    each(
+        [
+            ([3], (1,)),
+            ([0, 7, 0], (0, 1, 0)),
+            ([2, 4, 6], (1, 2, 3)),
+            ([0.1, 0.2, 0.7], (1, 2, 7)),
+            ([0.5, 1e-6], (500_000, 1)),
+            (["0.25", "1/3", "2e-1"], (15, 20, 12)),
+            ([Fraction(1, 3), Fraction(1, 6)], (2, 1)),
+            ([Decimal("0.3"), 1], (3, 10)),
+            ([np.float32(0.1), np.float64(0.1), np.int64(1)], (1, 1, 10)),
+            ([MAX_PERIOD - 1, 1], (MAX_PERIOD - 1, 1)),
+        ],
+        check,
+    )
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(st.lists(st.one_of(st.floats(1e-3, 1), st.integers(1, 10**30)), min_size=1, max_size=20))
 def test_weights_too_fine_are_rounded_by_largest_remainder(weights):
     exact = [Fraction(repr(weight)) for weight in weights]
@@ -65,29 +68,31 @@ def test_weights_too_fine_are_rounded_by_largest_remainder(weights):
         assert min((1 - e for e in errors if e > 0), default=1) >= max((-e for e in errors if e <= 0), default=0)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([], "at least one weight above 0"),
-        ([0, 0.0], "at least one weight above 0"),
-        ([1, -1], r"weights\[1\]: expected a number ≥ 0, got -1"),
-        ([1, -1e-300], r"weights\[1\]"),
-        ([float("nan")], r"weights\[0\].*nan"),
-        ([1, float("inf")], r"weights\[1\].*inf"),
-        ([Decimal("Infinity")], r"weights\[0\]"),
-        ([np.float64("nan")], r"weights\[0\]"),
-        ([1, True], r"weights\[1\].*True"),
-        ([np.True_], r"weights\[0\]"),
-        ([None], r"weights\[0\].*None"),
-        (["much"], r"weights\[0\].*'much'"),
-        (["1/0"], r"weights\[0\].*'1/0'"),
-        ([1j], r"weights\[0\]"),
-        ([1, 0, 1e-12], r"weights\[2\]: 1e-12 is less than 2\^-32"),
-    ],
-)
-def test_what_is_no_recipe_is_refused_by_name(weights, message):
-    with pytest.raises(ValueError, match=message):
-        quantise(weights)
+def test_what_is_no_recipe_is_refused_by_name():
+    def check(weights, message):
+        with pytest.raises(ValueError, match=message):
+            quantise(weights)
+
+    each(
+        [
+            ([], "at least one weight above 0"),
+            ([0, 0.0], "at least one weight above 0"),
+            ([1, -1], r"weights\[1\]: expected a number ≥ 0, got -1"),
+            ([1, -1e-300], r"weights\[1\]"),
+            ([float("nan")], r"weights\[0\].*nan"),
+            ([1, float("inf")], r"weights\[1\].*inf"),
+            ([Decimal("Infinity")], r"weights\[0\]"),
+            ([np.float64("nan")], r"weights\[0\]"),
+            ([1, True], r"weights\[1\].*True"),
+            ([np.True_], r"weights\[0\]"),
+            ([None], r"weights\[0\].*None"),
+            (["much"], r"weights\[0\].*'much'"),
+            (["1/0"], r"weights\[0\].*'1/0'"),
+            ([1j], r"weights\[0\]"),
+            ([1, 0, 1e-12], r"weights\[2\]: 1e-12 is less than 2\^-32"),
+        ],
+        check,
+    )
 
 
 @pytest.mark.parametrize("weights", [(), (0, 0), (-1, 3), (MAX_PERIOD, 1)])
@@ -96,7 +101,7 @@ def test_a_word_needs_quantised_weights(weights):
         Word(weights)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any))
 def test_a_whole_period_counted_by_hand(weights):
     word = Word(weights)
@@ -131,7 +136,7 @@ def check_inverse(weights, positions):
         assert [b - a for a, b in zip(before, turned, strict=True)] == list(weights)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(RECIPES, st.lists(st.integers(0, 2**62), min_size=1, max_size=6))
 def test_letter_rank_and_select_undo_each_other(weights, positions):
     check_inverse(weights, positions)
@@ -160,13 +165,13 @@ def deviation(word, start, size):
     return worst / word.period
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(RECIPES)
 def test_every_prefix_is_even(weights):
     assert deviation(Word(weights), 0, 3000) <= BOUND
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(RECIPES, st.integers(0, 2**50))
 def test_every_stretch_is_even(weights, start):
     assert deviation(Word(weights), start, 1000) <= 2 * BOUND

@@ -210,8 +210,14 @@ def test_compute_dtype_is_that_of_activations_and_results_are_float32(weights, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["grouped", "qk norm"])
-@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize(
+    ("with_documents", "case"),
+    [
+        (False, "grouped"),
+        (True, "qk norm"),
+        *(pytest.param(*both, marks=pytest.mark.long) for both in ((False, "qk norm"), (True, "grouped"))),
+    ],
+)
 def test_a_block_compiles_without_a_graph_break(case, with_documents):
     torch._dynamo.reset()
     model = random_model(shape_of(case), torch.float32)

@@ -46,7 +46,7 @@ def applied(changes: Sequence[Change], package: Path) -> dict[Path, str]:
     for change in changes:
         found = [
             (path, start, variant, _indented(change.by, indent))
-            for path, first, last in _regions(package, change.within, made)
+            for path, first, last in _regions(package, change, made)
             for start, variant, indent in _occurrences(change.replace, _text(path, made), first, last)
         ]
         named = f"in {change.within}" if change.within else "outside of functions and classes"
@@ -64,13 +64,15 @@ def _text(path: Path, made: Mapping[Path, str]) -> str:
     return made[path] if path in made else path.read_text()
 
 
-def _regions(package: Path, within: str | None, made: Mapping[Path, str]) -> Iterator[tuple[Path, int, int]]:
-    """Where functions and classes of that qualified name stand: file, first character, the one behind the last."""
+def _regions(package: Path, change: Change, made: Mapping[Path, str]) -> Iterator[tuple[Path, int, int]]:
+    """Where functions and classes of that qualified name stand, in files that may have the text: file, first character,
+    the one behind the last."""
+    within, head = change.within, change.replace.partition("\n")[0]
     for path in sorted(package.rglob("*.py")):
         text = _text(path, made)
         if within is None:
             yield path, 0, len(text)
-        elif within.rpartition(".")[2] in text:
+        elif within.rpartition(".")[2] in text and head in text:
             for name, first, last in definitions(text):
                 if name == within:
                     yield path, first, last

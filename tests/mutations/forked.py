@@ -92,6 +92,7 @@ def run(arguments: list[str], said: str) -> int:
     for descriptor, to in ((nothing, 0), (file, 1), (file, 2)):
         os.dup2(descriptor, to)
     lend_a_server_of_ranks()
+    os.environ["TESTS_START_PYTHON"] = "1"  # see support.programs
     import pytest
 
     import quern

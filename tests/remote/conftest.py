@@ -21,7 +21,7 @@ def port() -> Iterator[int]:
 @pytest.fixture
 def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
     """An empty bucket behind a proxy; this process's S3 clients talk to the proxy, and lose patience in seconds."""
-    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
+    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.01, cap_s=0.1))
     with s3_server.bucket(port) as server:
         more = {"QUERN_STORE_TIMEOUT_S": "5", "QUERN_STORE_PATIENCE_S": "20"}
         for name, value in server.environment(**more).items():

@@ -40,7 +40,7 @@ WORDS = ("river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper",
 def write_input(base: str) -> None:
     for part in range(3):
         lines = []
-        for number in range(part * 40, part * 40 + 40):
+        for number in range(part * 24, part * 24 + 24):
             draw = random.Random(number)
             text = " ".join(
                 f"The {draw.choice(WORDS)} of {draw.choice(WORDS)} is number {draw.random()}." for _ in range(30)
@@ -56,7 +56,7 @@ def settings(base: str) -> DataRun:
             "sources": [{"name": "s", "kind": "jsonl", "paths": storage.join(base, "in", "*.jsonl")}],
             "language": {"keep": None, "threshold": 0, "pre_skip": False},
             "quality": {"order": []},
-            "tokenize": {"encoding": "trained", "vocab_size": 400, "validation": 0.1, "shard_tokens": 9000},
+            "tokenize": {"encoding": "trained", "vocab_size": 400, "validation": 0.1, "shard_tokens": 5400},
         }
     )
 

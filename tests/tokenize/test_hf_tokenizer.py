@@ -8,6 +8,7 @@ import json
 import sys
 import unicodedata
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quern.errors import InputError
 from quern.tokenize.encoding import ENDOFTEXT, Encoding, _known_definition, load_encoding
 from quern.tokenize.hf_tokenizer import CONFIG, TOKENIZER, oniguruma, read_encoding, tokenizer_files
 from quern.tokenize.train_encoding import train_ranks
+from support.named_cases import each
 
 BYTES = [bytes([value]) for value in range(256)]
 #: One encoding a pattern; the others have one of these.
@@ -129,11 +131,12 @@ def test_every_kind_of_character_is_classed_as_tiktoken_classes_it(pairs: Any, n
         assert_same(encoding, tokenizer, text)
 
 
-@pytest.mark.parametrize("spaces", [1, 2, 127, 128, 129, 10_000])
-@pytest.mark.parametrize("end", ["", "x", "\n", "\nx"])
-def test_runs_of_white_space(trained: str, spaces: int, end: str) -> None:
-    encoding = load_encoding("trained", trained)
-    assert_same(encoding, tokenizer_of(encoding), "x" + " " * spaces + end)
+def test_runs_of_white_space(trained: str) -> None:
+    def check(spaces: int, end: str) -> None:
+        encoding = load_encoding("trained", trained)
+        assert_same(encoding, tokenizer_of(encoding), "x" + " " * spaces + end)
+
+    each(product([1, 2, 127, 128, 129, 10_000], ["", "x", "\n", "\nx"]), check)
 
 
 def test_a_trained_encoding_gives_the_same_ids(trained: str) -> None:
@@ -153,11 +156,11 @@ def test_real_pages_get_the_same_ids(gpt2_ranks: Path, shared: Path) -> None:
     count = 0
     for name in ("multilingual", "code", "cc_text", "papers", "wikipedia"):
         with gzip.open(shared / "data" / "text" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-            for line in itertools.islice(file, 0, 900, 3):
+            for line in itertools.islice(file, 0, 900, 9):
                 text = json.loads(line)["text"]
                 assert_same(encoding, tokenizer, text[:500])
                 count += 1
-    assert count > 700
+    assert count > 230
 
 
 def test_ids_of_special_tokens_keep_their_holes(pairs: Any) -> None:
@@ -186,17 +189,19 @@ def test_a_special_token_that_is_an_ordinary_one_too_is_refused(token: str, spec
         tokenizer_files(own(ranks, r"\S+|\s+", {ENDOFTEXT: 300, special: 301}))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (r"\p{N}{1,3}+| ?x++$", r"(?>\p{N}{1,3})| ?x++\z"),
-        (r"[$^a\]+]{2}+^", r"(?>[$^a\]+]{2})\A"),
-        (r"\${2,}\$", r"\${2,}\$"),
-        (r"a{2}?b*+", r"a{2}?b*+"),
-    ],
-)
-def test_a_pattern_is_said_in_onigurumas_words(pattern: str, expected: str) -> None:
-    assert oniguruma(pattern) == expected
+def test_a_pattern_is_said_in_onigurumas_words() -> None:
+    def check(pattern: str, expected: str) -> None:
+        assert oniguruma(pattern) == expected
+
+    each(
+        [
+            (r"\p{N}{1,3}+| ?x++$", r"(?>\p{N}{1,3})| ?x++\z"),
+            (r"[$^a\]+]{2}+^", r"(?>[$^a\]+]{2})\A"),
+            (r"\${2,}\$", r"\${2,}\$"),
+            (r"a{2}?b*+", r"a{2}?b*+"),
+        ],
+        check,
+    )
 
 
 def test_a_group_repeated_possessively_is_refused() -> None:

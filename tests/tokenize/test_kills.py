@@ -69,8 +69,8 @@ def check_version(run_dir: Path) -> None:
         assert hashlib.sha256((root / name).read_bytes()).hexdigest() == sha256, name
 
 
-#: Of a kill before every third change each case has another third; all of them in the long ones.
-SOME = ((None, "trained", 0, 3), ("other shards", "given", 1, 3), ("other documents", "trained", 2, 3))
+#: Of a kill before every sixth change each case has others; all of them in the long ones.
+SOME = ((None, "trained", 0, 6), ("other shards", "given", 1, 6), ("other documents", "trained", 2, 6))
 ALL = ((None, "given"), ("other shards", "trained"), ("other documents", "given"))
 
 

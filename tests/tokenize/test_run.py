@@ -75,7 +75,7 @@ def check(read_stream: Callable, run_dir: Path, source: str, expected: dict[str,
 
 
 @pytest.mark.slow
-@relaxed
+@settings(relaxed, max_examples=16)
 @given(data=st.data(), count=st.integers(0, 40), seed=st.integers(0, 2**32))
 def test_streams_are_those_of_a_walk_over_all_documents(
     make_run: Callable, make_doc: type, read_stream: Callable, tiny_ranks: str, tmp_path_factory: Any,

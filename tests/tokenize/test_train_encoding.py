@@ -84,7 +84,7 @@ def test_two_processes_train_the_same_bytes() -> None:
         "print(hashlib.sha256(train_ranks(texts, 700)).hexdigest())\n"
     )
     digests = set()
-    for hash_seed, threads in (("0", "1"), ("1", "2"), ("2", "4")):
+    for hash_seed, threads in (("0", "1"), ("1", "4")):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "RAYON_NUM_THREADS": threads}
         environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

@@ -138,7 +138,17 @@ def regimes(*slow_to_simulate: str, without: tuple[str, ...] = ()) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", regimes("δ/M 1e-5, background"))
+@pytest.mark.parametrize(
+    "name",
+    regimes(
+        "δ/M 1e-5, background",
+        "δ/M 1e-4, blocking",
+        "δ/M 1e-3, long restart",
+        "δ/M 0.01, background",
+        "δ/M 0.1, restart as long as M",
+        "δ/M 0.3, background",
+    ),
+)
 def test_waste_is_that_of_the_simulation(name):
     """Within 4 standard errors (of a normal estimate, outside once in 16,000), which are below 1 % of the waste.
 

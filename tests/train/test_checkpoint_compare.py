@@ -425,8 +425,8 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a: [", "not valid YAML"), (b"\xff\xfe\x00", "not valid YAML"), (b"a: 2001-99-99", "not valid YAML"),
-        (b"[" * 500, "not valid YAML"), (b"a: &a [*a]", "at most 100000 keys and 64 levels"),
+        (b"\xff\xfe\x00", "not valid YAML"), (b"[" * 500, "not valid YAML"),
+        (b"a: &a [*a]", "at most 100000 keys and 64 levels"),
         (b"a: &a [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(
             b"%c: &%c [%s]\n" % (98 + i, 98 + i, b", ".join([b"*%c" % (97 + i)] * 10)) for i in range(9)
         ), "at most 100000 keys"),

@@ -139,7 +139,7 @@ def taken_up(world: World, step: int) -> tuple[World, Watch]:
 SEEN: Counter[str] = Counter()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(life=lives(), data=st.data())
 def check_lives(life: list[tuple[int, list[tuple[str, int]]]], data: st.DataObject) -> None:
     world = World(1)
@@ -193,7 +193,7 @@ def test_every_life_gives_what_the_definition_says() -> None:
         "overdue", "goes on with good ones", "step makes good", "publish makes good", "killed before the line",
         "rebuilt with some in question", "good by a shorter window", "two to keep", "sick",
     )  # fmt: skip
-    assert all(SEEN[name] >= 10 for name in expected), SEEN
+    assert all(SEEN[name] >= 5 for name in expected), SEEN
 
 
 # ---- by hand

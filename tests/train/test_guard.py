@@ -82,9 +82,10 @@ def run_of_steps(seed: int, steps: int) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("non_finite", ["continue", "skip"])
-@pytest.mark.parametrize("spike", ["continue", "skip"])
-@pytest.mark.parametrize(("window", "min_history"), [(16, 8), (9, 9), (21, 4)])
+@pytest.mark.parametrize(
+    ("non_finite", "spike", "window", "min_history"),
+    [("continue", "continue", 16, 8), ("continue", "skip", 9, 9), ("skip", "continue", 21, 4), ("skip", "skip", 16, 8)],
+)
 def test_verdicts_are_those_of_the_plain_rules(non_finite: str, spike: str, window: int, min_history: int) -> None:
     config = settings(
         non_finite=non_finite, spike=spike, window=window, min_history=min_history, loss_z=4.0, grad_norm_z=5.0

@@ -678,8 +678,10 @@ class Slots(threading.BoundedSemaphore):
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "half a head", "half a body", "no reading", "trickled head", "trickled body"]
-)
+    "what",
+    ["half a head", "no reading", "trickled body",
+     *(pytest.param(what, marks=pytest.mark.long) for what in ("nothing", "half a body", "trickled head"))],
+)  # fmt: skip
 def test_a_slow_client_holds_its_place_no_longer_than_the_timeout(node, what):
     """The only place is taken by a client that stops, or trickles for ever; others are served when it was given up."""
     data = content((32 if what == "no reading" else 4) * MIB)  # more than the sockets' buffers hold

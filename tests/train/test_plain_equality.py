@@ -22,7 +22,7 @@ from support.train.corpora import VOCAB_SIZE, Doc, write_run
 
 pytestmark = pytest.mark.slow
 
-STEPS, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 150, 32, 8, 4
+STEPS, SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 90, 32, 8, 4
 SOURCES = {"prose": 3.0, "code": 1.0}
 
 
@@ -40,7 +40,7 @@ def sentence(rng: random.Random, kind: str) -> Doc:
 
 def corpus(folder: Path) -> tuple[list[str], dict[str, list[list[Doc]]]]:
     rng = random.Random(5)
-    sizes = {"prose": (150, 130), "code": (120,), "prose.val": (40,), "code.val": (25,)}
+    sizes = {"prose": (150, 130), "code": (120,), "prose.val": (12,), "code.val": (9,)}
     shards = {name: [[sentence(rng, name) for _ in range(size)] for size in many] for name, many in sizes.items()}
     return write_run(folder, shards)[: len(SOURCES)], shards
 

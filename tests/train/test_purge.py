@@ -23,6 +23,12 @@ def data(tmp_path_factory):
     return runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
 
 
+#: What the loader makes of either is proved for both in ``test_windows_…``; what a run does is the same.
+MASKS_FIRST = pytest.mark.parametrize(
+    "trained", ["document masks", pytest.param("no document masks", marks=pytest.mark.long)], indirect=True
+)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, data, tmp_path_factory):
     return purged.train(data, tmp_path_factory.mktemp("trained") / "run", KINDS[request.param])
@@ -34,6 +40,7 @@ def masked(trained, tmp_path_factory):
     return purged.purged_copy(trained.data, tmp_path_factory.mktemp("masked") / "data", trained.chosen)
 
 
+@MASKS_FIRST
 @pytest.mark.parametrize("tainted", [False, True])
 def test_going_on_over_a_masked_version_is_going_on_with_an_oracle_over_the_old_one(
     tmp_path, trained, masked, tainted, caplog
@@ -51,6 +58,7 @@ def test_going_on_over_a_masked_version_is_going_on_with_an_oracle_over_the_old_
     assert case.differences(left.state, trained.left.state) != []
 
 
+@MASKS_FIRST
 def test_from_the_last_clean_checkpoint_the_weights_are_those_of_a_run_that_never_saw_it(tmp_path, trained, masked):
     left = purged.go_on(trained, tmp_path / "masked", masked, trained.last_clean)
     never = purged.go_on(trained, tmp_path / "never", masked, None)
@@ -93,6 +101,7 @@ def test_windows_without_a_purged_token_are_the_same_bytes_and_the_others_lose_n
 # ---- the report, and the command it gives
 
 
+@MASKS_FIRST
 def test_the_report_s_command_goes_back_to_the_last_clean_checkpoint(tmp_path, trained):
     """Before and after a mask the report is the same, and after following it, nothing is tainted any more."""
     data, run = purged.copy(trained.data, tmp_path / "data"), tmp_path / "run"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -182,7 +183,7 @@ def start(config, folder: Path, *, ranks: int = 1) -> subprocess.Popen:
     file.write_text(dump_yaml(config))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [python(), *launcher, "-m", "quern.train", str(file)],
+        [sys.executable if ranks > 1 else python(), *launcher, "-m", "quern.train", str(file)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -29,13 +29,14 @@ from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
 from quern.train import saves, trainer
 from quern.train.__main__ import main
-from quern.train.checkpoint import saving, snapshot
+from quern.train.checkpoint import background, saving, snapshot
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.checkpoint.reader import verify
 from quern.train.checkpoint.saving import Progress
 from quern.train.checkpoint.snapshot import Snapshot
 from quern.train.checkpoint.work import Work
+from support.programs import forked, python
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
@@ -275,9 +276,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, steps: set[int]) -> Non
         assert start is Snapshot.start
     else:  # the writer process may write no more than so many bytes
         begin = CheckpointManager.begin
+        monkeypatch.setattr(background, "_COMMAND", [python(), *background._COMMAND[1:]])
 
         def limits(self: CheckpointManager, step: int, *arguments: Any) -> None:
-            writer = self._background._process.pid  # type: ignore[union-attr]
+            writer = forked(self._background._process.pid)  # type: ignore[union-attr]
             hard = resource.prlimit(writer, resource.RLIMIT_FSIZE)[1]
             resource.prlimit(writer, resource.RLIMIT_FSIZE, (5000 if step in steps else hard, hard))
             begin(self, step, *arguments)

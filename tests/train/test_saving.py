@@ -33,7 +33,7 @@ from quern.train.checkpoint.saving import Progress, Saving
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
-from support.programs import python
+from support.programs import forked, python
 from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forked_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_COMMAND", [python(), *background._COMMAND[1:]])
 
@@ -227,7 +227,7 @@ def process_of(checkpoints: CheckpointManager) -> subprocess.Popen[bytes]:
 
 
 def writer_of(checkpoints: CheckpointManager) -> int:
-    return process_of(checkpoints).pid
+    return forked(process_of(checkpoints).pid)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
             assert outcome.error is None
             assert steps(run) == [1, 2]
         else:
-            assert f"process {writer}) ended with code -9" in str(outcome.error)
+            assert f"process {process.pid}) ended with code -9" in str(outcome.error)
             assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
         CASE.fill(state, 3)
         assert checkpoints.save(3, state, CASE.position(3)).step == 3
@@ -336,7 +336,6 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
 
 
-@pytest.mark.usefixtures("forked_writer")
 def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, monkeypatch):
     """What a scheduler sends to all processes of a job; the trainer saves once more then."""
     monkeypatch.setattr(background, "_GRACE_S", 120.0)  # however slow the machine is

@@ -46,7 +46,7 @@ NAME = "step_{:08d}".format
 NOBODY = "http://127.0.0.1:1"
 
 #: Each one a process that uploads; what a fault does to a transfer is proved in test_checkpoint_store.py.
-LATER = ("answers that stall", "answers in drips", "requests cut off", "answers cut off")
+LATER = ("answers that stall", "answers in drips", "requests cut off", "answers cut off", "ExpiredToken")
 FAULTS = {
     "SlowDown": [Fault("SlowDown", "PUT", "step_", OFTEN)],
     "requests cut off": [Fault("cut request", "PUT", "step_", OFTEN)],
@@ -128,7 +128,7 @@ def test_the_run_goes_on_while_the_store_fails(tmp_path, paths, server, caplog, 
         done.append(data_step)
         if data_step == STEPS - 1:
             end = time.monotonic() + LIMIT_S
-            while not said(caplog, NAME(2)):
+            while not (said(caplog, NAME(2)) and server.proxy.struck(FAULTS[what][0].what)):
                 assert time.monotonic() < end
                 time.sleep(0.05)
             assert [name for name in server.objects() if name.endswith("manifest.json")] == []

@@ -142,7 +142,7 @@ def test_a_run_begins_with_given_weights_and_nothing_else_of_them(tmp_path, path
 
 
 def test_every_step_has_a_line(tmp_path, paths):
-    case.live(case.settings(tmp_path / "run", paths))
+    case.live(case.settings(tmp_path / "run", paths, model={"num_layers": 2}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == list(range(case.STEPS))

@@ -75,7 +75,7 @@ _SHAPES = {
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
-@pytest.mark.parametrize("max_records", [70, 10**6])
+@pytest.mark.parametrize("max_records", [120, 10**6])
 def test_edges_in_many_tasks_are_joined_as_in_one(tmp_path, shape, max_records):
     edges = _SHAPES[shape]
     random = np.random.default_rng(1).permutation(1000)

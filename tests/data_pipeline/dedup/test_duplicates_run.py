@@ -120,16 +120,19 @@ class Processes:
 
     num_workers = 2
 
+    def __init__(self, pool):
+        self.pool = pool
+
     def map(self, function, tasks, *, label, on_death=None):
-        with ProcessPoolExecutor(2) as pool:
-            yield from enumerate(pool.map(function, *zip(*tasks, strict=True)))
+        yield from enumerate(self.pool.map(function, *zip(*tasks, strict=True)))
 
 
 @pytest.mark.slow
 def test_tasks_run_in_other_processes(plain):
     docs = larger_corpus(plain, 60)
     here = plain.deduplicate(docs, DuplicatesConfig())
-    there = plain.deduplicate(docs, DuplicatesConfig(), engine=Processes())
+    with ProcessPoolExecutor(2) as pool:
+        there = plain.deduplicate(docs, DuplicatesConfig(), engine=Processes(pool))
     assert there.files == here.files
     assert there.report == here.report
 

@@ -33,17 +33,17 @@ def written(folder: str, buckets: int, writers: list[list[tuple[int, int]]], max
 
 @pytest.mark.parametrize("store", ["", "memory://scratch"])
 def test_a_range_of_buckets_is_read_back_and_nothing_else(tmp_path, store):
-    rows = [[((value * 5) % 6, value) for value in range(start, start + 300)] for start in (0, 1000)]
+    rows = [[((value * 5) % 6, value) for value in range(start, start + 130)] for start in (0, 1000)]
     exchange = written(f"{store or tmp_path}/deep/e", 6, [rows[0], [], rows[1]])
-    assert exchange.files == (5, 0, 5)  # 64 records a file
-    assert exchange.records == 600
+    assert exchange.files == (3, 0, 3)  # 64 records a file
+    assert exchange.records == 260
     for first in range(6):
         for last in range(first + 1, 7):
             part = exchange.slice(first, last)
             expected = sorted((v, v % 7) for each in rows for bucket, v in each if first <= bucket < last)
             assert sorted(part.read(RECORD).tolist()) == expected
             assert part.records == len(expected)
-            for most in (1, 7, 50, 10**6):
+            for most in (1, 50, 10**6):
                 blocks = list(part.blocks(RECORD, most))
                 assert [len(block) for block in blocks[:-1]] == [most] * (len(blocks) - 1)
                 assert 0 < len(blocks[-1]) <= most

@@ -15,7 +15,7 @@ from quern.data_pipeline.engine import InProcess
 from support.data_pipeline import random_runs as R
 
 #: All sizes, scopes, thresholds and priorities; each pass switched off that may be.
-SOON = (3, 5, 8, 11, 12, 14)
+SOON = (3, 8, 12)
 PRIORITIES: list[dict[str, int]] = [{}, {"a": 1}, {"b": 2, "c": -1}]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -40,22 +41,24 @@ def test_words_are_those_of_the_plain_definition(plain, text):
     assert normalise(text) == plain.plain_words(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("Caf\u00e9 CAFE\u0301 cafe", ["cafe", "cafe", "cafe"]),
-        ("3.14 and 1,000,000 or 2024-05-01", ["0", "and", "0", "or", "0", "0", "0"]),
-        ("well-known, isn't_it?", ["well", "known", "isn", "t", "it"]),
-        ("\u0663\u0664 v1.2.", ["0", "v0"]),
-        ("\u6c34\u3068 fire", ["\u6c34", "\u3068", "fire"]),
-        ("\u0e19\u0e49\u0e33", ["\u0e19", "\u0e33"]),
-        ("*** --- \u2764", []),
-        ("", []),
-        ("\ud800 lone", ["lone"]),
-    ],
-)
-def test_normalisation_by_example(text, words):
-    assert normalise(text) == words
+def test_normalisation_by_example():
+    def check(text, words):
+        assert normalise(text) == words
+
+    each(
+        [
+            ("Caf\u00e9 CAFE\u0301 cafe", ["cafe", "cafe", "cafe"]),
+            ("3.14 and 1,000,000 or 2024-05-01", ["0", "and", "0", "or", "0", "0", "0"]),
+            ("well-known, isn't_it?", ["well", "known", "isn", "t", "it"]),
+            ("\u0663\u0664 v1.2.", ["0", "v0"]),
+            ("\u6c34\u3068 fire", ["\u6c34", "\u3068", "fire"]),
+            ("\u0e19\u0e49\u0e33", ["\u0e19", "\u0e33"]),
+            ("*** --- \u2764", []),
+            ("", []),
+            ("\ud800 lone", ["lone"]),
+        ],
+        check,
+    )
 
 
 @given(st.lists(_TEXT, max_size=8).map(" ".join), st.integers(1, 6))
@@ -114,14 +117,13 @@ def test_hashes_do_not_depend_on_the_hash_seed_of_the_process():
         "from quern.data_pipeline.dedup.shingles import *;"
         "print(shingle_hashes(hash_words('The quick brown fox jumps, over 12 lazy dogs'), 5).tolist())"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in ("0", "1", "77")
-    }  # fmt: skip
-    assert len(outputs) == 1
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    there = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    here = module.shingle_hashes(module.hash_words("The quick brown fox jumps, over 12 lazy dogs"), 5)
+    assert there == f"{here.tolist()}\n"
 
 
 HOSTILE = {

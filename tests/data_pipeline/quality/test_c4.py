@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.quality.c4 import MEASURES, C4Config, decide, measure
 from quern.data_pipeline.quality.words import Reading
+from support.named_cases import each
 
 FIVE = "One is here. Two is here. Three is here. Four is here. Five is here."
 BLANK = spacy.blank("en")
@@ -84,7 +85,7 @@ LINES = st.lists(
 
 @pytest.mark.slow
 @given(LINES)
-@settings(max_examples=250)
+@settings(max_examples=80)
 def test_first_failed_rule_and_text_are_those_of_the_page_dropping_reading(text: str) -> None:
     reason, kept = first_reason(text)
     assert (failed(text) or [None])[0] == reason
@@ -92,21 +93,23 @@ def test_first_failed_rule_and_text_are_those_of_the_page_dropping_reading(text:
         assert left_of(text) == kept
 
 
-@pytest.mark.parametrize(
-    ("line", "kept"),
-    [
-        ("word " * 3 + "x" * 1000, True),
-        ("word " * 3 + "x" * 1001, False),
-        ("only two", False),
-        ("now three words", True),
-        ("needs JavaScript to run", False),
-        ("read our Privacy Policy here", False),
-        ("this site uses cookies often", False),
-        ("no end mark here", True),
-    ],
-)
-def test_lines_that_stay_and_lines_that_go(line: str, kept: bool) -> None:
-    assert left_of(f"{FIVE}\n{line}") == (f"{FIVE}\n{line}" if kept else FIVE)
+def test_lines_that_stay_and_lines_that_go() -> None:
+    def check(line: str, kept: bool) -> None:
+        assert left_of(f"{FIVE}\n{line}") == (f"{FIVE}\n{line}" if kept else FIVE)
+
+    each(
+        [
+            ("word " * 3 + "x" * 1000, True),
+            ("word " * 3 + "x" * 1001, False),
+            ("only two", False),
+            ("now three words", True),
+            ("needs JavaScript to run", False),
+            ("read our Privacy Policy here", False),
+            ("this site uses cookies often", False),
+            ("no end mark here", True),
+        ],
+        check,
+    )
 
 
 def test_line_rules_can_be_switched_off() -> None:
@@ -122,11 +125,11 @@ def test_a_line_of_one_word_that_is_too_long_goes() -> None:
     assert left_of(f"{'x' * 1001}\n{'y' * 1000}", min_words_per_line=None) == "y" * 1000
 
 
-@pytest.mark.parametrize(
-    ("line", "kept"), [("It ends.", True), ('He said "so"', True), ("It does not", False), ("It trails...", False)]
-)
-def test_terminal_punctuation_when_asked_for(line: str, kept: bool) -> None:
-    assert left_of(f"{FIVE}\n{line} ", terminal_punctuation=True, min_words_per_line=1).count("\n") == int(kept)
+def test_terminal_punctuation_when_asked_for() -> None:
+    def check(line: str, kept: bool) -> None:
+        assert left_of(f"{FIVE}\n{line} ", terminal_punctuation=True, min_words_per_line=1).count("\n") == int(kept)
+
+    each([("It ends.", True), ('He said "so"', True), ("It does not", False), ("It trails...", False)], check)
 
 
 def test_citation_marks_are_taken_off_and_counted_as_words_before() -> None:

@@ -164,7 +164,7 @@ def _write_partition(path: Path, source: str, name: str, rows: list[dict[str, An
     publish_commit(str(path), "pages", source, name, inputs={}, config="c", outputs={}, counts=counts)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make() -> Callable[..., Made]:
     """The builder, for runs of another size or with another first page."""
     return make_run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import tracemalloc
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -46,30 +47,40 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("label", "codec", "text"), SAMPLES)
-def test_a_header_label_means_what_browsers_take_it_for(label: str, codec: str, text: str) -> None:
-    decoded = decode(text.encode(codec), label, is_html=False)
-    assert decoded is not None
-    assert decoded[0] == text
-
-
-@pytest.mark.parametrize(("label", "codec", "text"), SAMPLES)
-def test_a_meta_label_is_found_in_either_form(label: str, codec: str, text: str) -> None:
-    for meta in (
-        f"<html><head><META CharSet = '{label}'>",
-        f'<head><meta http-equiv="Content-Type" content="text/html; charset={label}">',
-        f'<?xml version="1.0" encoding="{label}"?><html>',
-    ):
-        page = meta.encode("ascii") + text.encode(codec)
-        decoded = decode(page, None, is_html=True)
+def test_a_header_label_means_what_browsers_take_it_for() -> None:
+    def check(label: str, codec: str, text: str) -> None:
+        decoded = decode(text.encode(codec), label, is_html=False)
         assert decoded is not None
-        assert decoded[0] == meta + text
+        assert decoded[0] == text
+
+    each(SAMPLES, check)
 
 
-@pytest.mark.parametrize("text", [GERMAN, CHINESE, RUSSIAN, GREEK])
-@pytest.mark.parametrize("label", ["iso-8859-1", "gb2312", "windows-1251", "utf-8", "no-such-thing", None])
-def test_valid_utf8_beats_every_label(text: str, label: str | None) -> None:
-    assert decode(text.encode(), label, is_html=True) == (text, "utf-8")
+def test_a_meta_label_is_found_in_either_form() -> None:
+    def check(label: str, codec: str, text: str) -> None:
+        for meta in (
+            f"<html><head><META CharSet = '{label}'>",
+            f'<head><meta http-equiv="Content-Type" content="text/html; charset={label}">',
+            f'<?xml version="1.0" encoding="{label}"?><html>',
+        ):
+            page = meta.encode("ascii") + text.encode(codec)
+            decoded = decode(page, None, is_html=True)
+            assert decoded is not None
+            assert decoded[0] == meta + text
+
+    each(SAMPLES, check)
+
+
+def test_valid_utf8_beats_every_label() -> None:
+    def check(text: str, label: str | None) -> None:
+        assert decode(text.encode(), label, is_html=True) == (text, "utf-8")
+
+    each(
+        product(
+            [GERMAN, CHINESE, RUSSIAN, GREEK], ["iso-8859-1", "gb2312", "windows-1251", "utf-8", "no-such-thing", None]
+        ),
+        check,
+    )
 
 
 @given(
@@ -88,20 +99,22 @@ def test_no_bytes_raise_and_text_can_always_be_stored(payload: bytes, label: str
         assert "\0" not in decoded[0]
 
 
-@pytest.mark.parametrize(
-    ("bom", "codec"),
-    [
-        (codecs.BOM_UTF8, "utf-8"),
-        (codecs.BOM_UTF16_LE, "utf-16-le"),
-        (codecs.BOM_UTF16_BE, "utf-16-be"),
-        (codecs.BOM_UTF32_LE, "utf-32-le"),
-        (codecs.BOM_UTF32_BE, "utf-32-be"),
-    ],
-)
-def test_a_byte_order_mark_beats_every_label_and_is_not_text(bom: bytes, codec: str) -> None:
-    decoded = decode(bom + RUSSIAN.encode(codec), "windows-1251", is_html=True)
-    assert decoded is not None
-    assert decoded[0] == RUSSIAN
+def test_a_byte_order_mark_beats_every_label_and_is_not_text() -> None:
+    def check(bom: bytes, codec: str) -> None:
+        decoded = decode(bom + RUSSIAN.encode(codec), "windows-1251", is_html=True)
+        assert decoded is not None
+        assert decoded[0] == RUSSIAN
+
+    each(
+        [
+            (codecs.BOM_UTF8, "utf-8"),
+            (codecs.BOM_UTF16_LE, "utf-16-le"),
+            (codecs.BOM_UTF16_BE, "utf-16-be"),
+            (codecs.BOM_UTF32_LE, "utf-32-le"),
+            (codecs.BOM_UTF32_BE, "utf-32-be"),
+        ],
+        check,
+    )
 
 
 def test_the_header_comes_before_meta_and_meta_before_detection() -> None:
@@ -202,18 +215,20 @@ def test_codecs_that_are_not_text_encodings_of_the_web_are_unknown() -> None:
         assert codec_for(label) is None
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("text/html; charset=UTF-8", "UTF-8"),
-        ("text/html;charset='iso-8859-1'", "iso-8859-1"),
-        ('text/html; Charset = "gbk"; x=y', "gbk"),
-        ("text/html", None),
-        (None, None),
-    ],
-)
-def test_charset_of_a_content_type(value: str | None, expected: str | None) -> None:
-    assert header_charset(value) == expected
+def test_charset_of_a_content_type() -> None:
+    def check(value: str | None, expected: str | None) -> None:
+        assert header_charset(value) == expected
+
+    each(
+        [
+            ("text/html; charset=UTF-8", "UTF-8"),
+            ("text/html;charset='iso-8859-1'", "iso-8859-1"),
+            ('text/html; Charset = "gbk"; x=y', "gbk"),
+            ("text/html", None),
+            (None, None),
+        ],
+        check,
+    )
 
 
 def test_lone_surrogates_and_nul_never_reach_a_page() -> None:
@@ -263,13 +278,20 @@ def test_a_wide_page_cut_inside_a_unit_is_read_to_the_cut(bom: bytes, codec: str
     assert decoded[0] == RUSSIAN[:-1]
 
 
-@pytest.mark.parametrize("label", sorted(charset._CODECS))
-def test_any_bytes_under_any_label_are_text_or_none(label: str) -> None:
-    # A label that is wrong, over bytes that fit it nearly, cut anywhere: a codec may raise what it likes.
-    for payload in (RUSSIAN.encode("cp1251"), GERMAN.encode("utf-16-le"), CHINESE.encode("gb18030"), bytes(range(256))):
-        for size in range(40, 49):
-            decoded = decode(payload[:size], label, is_html=True)
-            assert decoded is None or decoded[0].encode("utf-8") is not None
+def test_any_bytes_under_any_label_are_text_or_none() -> None:
+    def check(label: str) -> None:
+        # A label that is wrong, over bytes that fit it nearly, cut anywhere: a codec may raise what it likes.
+        for payload in (
+            RUSSIAN.encode("cp1251"),
+            GERMAN.encode("utf-16-le"),
+            CHINESE.encode("gb18030"),
+            bytes(range(256)),
+        ):
+            for size in range(40, 49):
+                decoded = decode(payload[:size], label, is_html=True)
+                assert decoded is None or decoded[0].encode("utf-8") is not None
+
+    each(sorted(charset._CODECS), check)
 
 
 def test_utf32_without_a_mark_is_little_endian() -> None:

@@ -246,7 +246,7 @@ def test_records_with_false_lengths_cost_linear_time(tmp_path: Path) -> None:
     assert_grows_tamely(read_many, 500, 8_000, 60)  # linear: 16, quadratic: 256
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_damage_ends_and_loses_no_untouched_record(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -263,7 +263,7 @@ def test_any_damage_ends_and_loses_no_untouched_record(
     assert len({page.doc_id for page in found}) == len(found)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.binary(max_size=300), st.sampled_from(STARTS))
 def test_any_bytes_end(tmp_path_factory: pytest.TempPathFactory, content: bytes, start: bytes) -> None:
     read_bytes(tmp_path_factory.mktemp("bytes"), start + content)

@@ -149,7 +149,7 @@ def test_files_ground_out_of_bytes_at_random_are_read_in_ranges(tmp_path: Path) 
     # Damage that begins, ends or lies on an edge, of every kind of file above.
     draw = random.Random(11)
     kinds = [many(6), many(6, compress=False), nested(True, True), nested(False, False)]
-    for number in range(60):
+    for number in range(28):
         content = bytearray(b"".join(kinds[number % 4]))
         split = draw.choice([97, 500, 1300, 2900])
         edge = split * draw.randrange(1, 2 + len(content) // split)
@@ -195,7 +195,7 @@ def crawls(draw: st.DrawFn) -> bytes:
     return b"".join(parts)
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(crawls(), st.integers(40, 4000))
 def test_any_file_is_its_ranges(tmp_path_factory: pytest.TempPathFactory, content: bytes, split_bytes: int) -> None:
     same_in_ranges(write(tmp_path_factory.mktemp("ranges"), content), max(split_bytes, len(content) // 40))
@@ -212,7 +212,7 @@ def test_real_and_damaged_files_are_their_ranges(shared: Path) -> None:
                 continue
             # of two files of one kind of damage one after the other
             splits = [(max(16, size // 37), size // 2 + 1), (size // 5 + 1, max(777, size // 11))][num_files % 2]
-            same_in_ranges(path, *splits)
+            same_in_ranges(path, splits[num_files // 2 % 2])
             num_files += 1
     assert num_files > 180
 

@@ -68,7 +68,8 @@ def test_lines_are_pages_whatever_the_compression(tmp_path: Path, compression: s
 
 @pytest.mark.parametrize("compression", ["gz", "bz2", "xz", "zst"])
 def test_a_cut_compressed_file_gives_its_lines_up_to_the_cut_and_is_noted(tmp_path: Path, compression: str) -> None:
-    rows = [{"text": text} for text in random_texts(4000)]
+    num_rows = 1500 if compression == "xz" else 4000  # the others' blocks are larger
+    rows = [{"text": text} for text in random_texts(num_rows)]
     whole = COMPRESS[compression](jsonl(*rows))
     log = ReadLog()
     found = read_jsonl(tmp_path, whole[: len(whole) * 3 // 4], log)
@@ -76,7 +77,7 @@ def test_a_cut_compressed_file_gives_its_lines_up_to_the_cut_and_is_noted(tmp_pa
     assert [page.raw for page in complete] == [row["text"] for row in rows[: len(complete)]]
     assert len(found) - len(complete) <= 1
     assert len(log.damage) == 1
-    assert len(complete) > 1000
+    assert len(complete) > num_rows // 4
 
 
 def test_the_offset_and_length_of_a_line_give_it_back(tmp_path: Path) -> None:
@@ -244,13 +245,13 @@ def test_a_text_above_the_bound_costs_its_own_row_alone(tmp_path: Path, kind: pa
 
 @pytest.mark.slow
 def test_a_text_that_rows_share_is_held_once(tmp_path: Path) -> None:
-    """256 rows of 8 MiB would be 2 GiB."""
-    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["y" * (8 << 20)]))
+    """80 rows of 8 MiB would be 640 MiB."""
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 80, pa.int32()), pa.array(["y" * (8 << 20)]))
     path = parquet(tmp_path, pa.table({"text": shared}))
     tracemalloc.start()
     source = SourceConfig(name="s", kind="parquet", paths=str(path))
     (planned,) = plan(source)
-    assert sum(len(page.raw) == 8 << 20 for page in read(source, planned, ReadLog())) == 256
+    assert sum(len(page.raw) == 8 << 20 for page in read(source, planned, ReadLog())) == 80
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 << 20

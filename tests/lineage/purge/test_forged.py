@@ -17,6 +17,7 @@ from quern.lineage.purge import finish, journal
 from quern.lineage.purge.transaction import purge, recover
 from quern.lineage.store import Lineage
 from support.lineage import runs
+from support.named_cases import each
 from support.purge import corpus_scan as C
 
 from .test_transaction import request, some
@@ -67,27 +68,32 @@ def test_a_stream_is_a_folder_of_the_corpus(run: Path, other: Path) -> None:
     assert C.tree(other) == files
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"purge_list_name": "../x.parquet"}, "purge_list_name"),
-        ({"purge_list_name": "/x.parquet"}, "purge_list_name"),
-        ({"purge_list_name": None}, "purge_list_name"),
-        ({"before": "1"}, "before"),
-        ({"before": 2, "after": 1}, "after"),
-        ({"after": 7}, "after"),
-        ({"train_runs": [1]}, "train_runs"),
-        ({"counts": []}, "counts"),
-        ({"similar": 1}, "similar"),
-    ],
-)
-def test_an_intent_is_one(cut_off: Path, changes: dict[str, Any], field: str) -> None:
+def test_an_intent_is_one(cut_off: Path) -> None:
     path = cut_off / ".purge/intent.json"
-    forge(path, **changes)
-    files = C.tree(cut_off.parent)
-    with pytest.raises(InputError, match=f"^{re.escape(str(path))}: {field}: "):
-        recover(str(cut_off))
-    assert C.tree(cut_off.parent) == files
+    intact = path.read_text()
+
+    def check(changes: dict[str, Any], field: str) -> None:
+        path.write_text(intact)
+        forge(path, **changes)
+        files = C.tree(cut_off.parent)
+        with pytest.raises(InputError, match=f"^{re.escape(str(path))}: {field}: "):
+            recover(str(cut_off))
+        assert C.tree(cut_off.parent) == files
+
+    each(
+        [
+            ({"purge_list_name": "../x.parquet"}, "purge_list_name"),
+            ({"purge_list_name": "/x.parquet"}, "purge_list_name"),
+            ({"purge_list_name": None}, "purge_list_name"),
+            ({"before": "1"}, "before"),
+            ({"before": 2, "after": 1}, "after"),
+            ({"after": 7}, "after"),
+            ({"train_runs": [1]}, "train_runs"),
+            ({"counts": []}, "counts"),
+            ({"similar": 1}, "similar"),
+        ],
+        check,
+    )
 
 
 @pytest.mark.parametrize("column", ["source", "partition"])

@@ -54,7 +54,7 @@ def corpus(draw: random.Random, size: int) -> list[random_runs.Doc]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 10))])
 def test_without_the_condemned_duplicate_removal_keeps_what_it_kept(tmp_path: Path, seed: int) -> None:
     """Left out as tombstones do: by id, URL under any scheme, and text."""
     draw = random.Random(seed)

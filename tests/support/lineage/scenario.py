@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,13 @@ def data_config(run_dir: Path, warcs: Sequence[str], texts: Mapping[str, str], *
 
 
 def sample(folder: Path) -> tuple[dict[str, Any], list[str], int]:
-    site = write_site(str(folder / "site"), seed=3, pages=160)
+    site = write_site(str(folder / "site"), seed=3, pages=148)
     texts = {
-        "notes": write_texts(folder / "notes.jsonl", 300, 1), "tales": write_texts(folder / "tales.jsonl", 40, 2),
+        "notes": write_texts(folder / "notes.jsonl", 160, 1), "tales": write_texts(folder / "tales.jsonl", 24, 2),
     }  # fmt: skip
     tokens = {"encoding": "trained", "vocab_size": 400, "shard_tokens": 20_000, "validation": 0.05}
     warcs = [str(Path(path).resolve()) for path in site.warcs]
-    return data_config(folder / "run", warcs, texts, tokenize=tokens), ["crawl", "tales", "notes"], 6
+    return data_config(folder / "run", warcs, texts, tokenize=tokens), ["crawl", "tales", "notes"], 5
 
 
 def real(folder: Path, shared: Path, **encoding: Any) -> tuple[dict[str, Any], list[str], int]:
@@ -174,23 +175,23 @@ def train(folder: Path, run_dir: Path, sources: Sequence[str], u: int) -> tuple[
         "validation": {"interval": u, "windows": 3}, "metrics": {"tensorboard": False, "live": False},
     }  # fmt: skip
     book, moments = Book(), []
-    for number, life in enumerate(plan(u)):
-        config = base | {
-            "parallel": {"dp_shard": life.world},
-            "checkpoint": {"interval": life.every, "keep_last": 1000, "mode": "sync"},
-            "resume": {"step": life.back},
-            "data_skip": 0 if life.back is None else DATA_SKIP,
-        }
-        told = (json.dumps(config), str(folder / "records"), number, life.stop, list(life.skip))
-        if life.world == 1:
-            begun = [recorder.live(*told)]
-        else:
-            with LocalRanks(life.world, timeout_s=800) as ranks:
-                begun = ranks.call(recorder.live, *told)
-        assert {step for _, step, _ in begun} == {life.start}
-        book.lived(number, life, path / "checkpoints")
-        if any(book.left(step) for step in book.standing):
-            shutil.copytree(path, folder / f"train{number}")
-            moments.append(Moment(folder / f"train{number}", plan(u)[: number + 1], book.copy()))
+    with ExitStack() as stack:
+        several: dict[int, LocalRanks] = {}
+        for number, life in enumerate(plan(u)):
+            config = base | {
+                "parallel": {"dp_shard": life.world},
+                "checkpoint": {"interval": life.every, "keep_last": 1000, "mode": "sync"},
+                "resume": {"step": life.back},
+                "data_skip": 0 if life.back is None else DATA_SKIP,
+            }
+            told = (json.dumps(config), str(folder / "records"), number, life.stop, list(life.skip))
+            if life.world not in several:
+                several[life.world] = stack.enter_context(LocalRanks(life.world, timeout_s=800))
+            begun = several[life.world].call(recorder.live, *told)
+            assert {step for _, step, _ in begun} == {life.start}
+            book.lived(number, life, path / "checkpoints")
+            if any(book.left(step) for step in book.standing):
+                shutil.copytree(path, folder / f"train{number}")
+                moments.append(Moment(folder / f"train{number}", plan(u)[: number + 1], book.copy()))
     assert len(moments) == 1  # the trainer tidies the left branch away with its next checkpoint
     return (*moments, Moment(path, plan(u), book))

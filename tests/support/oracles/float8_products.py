@@ -34,15 +34,15 @@ def rounded(x: Array) -> Array:
 
 
 def in_blocks(x_RS: Array, rows: int, columns: int) -> Array:
-    """What remains of a matrix with a scale for each block of that size."""
-    found = np.empty_like(x_RS)
-    for top in range(0, x_RS.shape[0], rows):
-        for left in range(0, x_RS.shape[1], columns):
-            place = slice(top, top + rows), slice(left, left + columns)
-            largest = np.abs(x_RS[place]).max()
-            scale = (largest if largest > 1e-30 else 1e-30) / 448
-            found[place] = rounded(x_RS[place] / scale) * scale
-    return found
+    """What remains of a matrix with a scale for each block of that size; zeros fill up the last ones."""
+    down, right = -(-x_RS.shape[0] // rows), -(-x_RS.shape[1] // columns)
+    filled = np.zeros((down * rows, right * columns))
+    filled[: x_RS.shape[0], : x_RS.shape[1]] = x_RS
+    blocks = filled.reshape(down, rows, right, columns)
+    largest = np.abs(blocks).max((1, 3), keepdims=True)
+    scale = np.where(largest > 1e-30, largest, 1e-30) / 448
+    found = (rounded(blocks / scale) * scale).reshape(filled.shape)
+    return found[: x_RS.shape[0], : x_RS.shape[1]]
 
 
 def factors(recipe: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:

@@ -20,17 +20,21 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from multiprocessing import spawn
 from pathlib import Path
 
-__all__ = ["python"]
+__all__ = ["forked", "python", "serve_multiprocessing"]
 
 HERE = Path(__file__).parent
+REAL = "TESTS_START_PYTHON"
+"""With this in the environment programs are not forked: in a process that does not live long enough."""
 
 
 @functools.cache
 def python() -> str:
     """The executable that stands for ``sys.executable``."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or os.environ.get(REAL):
         return sys.executable
     folder = tempfile.TemporaryDirectory(prefix="programs-")
     executable = Path(folder.name, "python")
@@ -45,6 +49,20 @@ def python() -> str:
     assert server.stdout.readline() == b"ready\n"
     atexit.register(_end, server, folder)
     return str(executable)
+
+
+def serve_multiprocessing() -> None:
+    """The servers that multiprocessing starts in this process, of ranks too, are forked from now on."""
+    spawn.get_executable = lambda: os.fsencode(python())  # type: ignore[assignment]
+
+
+def forked(pid: int) -> int:
+    """The process of a program that was started as process ``pid``: what to stop, limit or look at."""
+    told = Path(python()).with_name(str(pid))
+    while not told.is_symlink():
+        os.kill(pid, 0)
+        time.sleep(0.01)
+    return int(os.readlink(told))
 
 
 def _end(server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -14,6 +14,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -23,12 +24,15 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    "fsspec", "httpx", "multiprocessing.forkserver", "numpy", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet",
-    "pydantic.main", "rich.console", "rich.progress", "rich.table", "tiktoken", "torch", "torch._dynamo",
-    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor", "torch.nn.attention.varlen", "torch.nn.parallel", "torch.utils.checkpoint", "typer",
-    "yaml",
+    "_pytest.config", "fsspec", "httpx", "hypothesis", "multiprocessing.forkserver", "numpy", "pyarrow.compute",
+    "pyarrow.dataset", "pyarrow.parquet", "pydantic.main", "pytest", "rich.console", "rich.progress", "rich.table",
+    "tiktoken", "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.pipelining", "torch.distributed.tensor", "torch.nn.attention.varlen", "torch.nn.parallel",
+    "torch.utils.checkpoint", "typer", "yaml",
 )  # fmt: skip
+
+
+REAL = sys.executable
 
 
 def serve(executable: str) -> None:
@@ -58,7 +62,9 @@ def serve(executable: str) -> None:
 
 
 def _accompany(line: socket.socket) -> None:
-    """The process beside a program: starts it, says how it ended, and kills it where nobody listens any more."""
+    """The process beside a program: starts it, says how it ended, and kills it where nobody listens any more, or where
+    the server has ended: no program outlives the tests."""
+    server = os.pidfd_open(os.getppid())
     head, descriptors, _, _ = socket.recv_fds(line, 8, 200)
     told = b""
     while len(told) < int.from_bytes(head, "big"):
@@ -70,9 +76,12 @@ def _accompany(line: socket.socket) -> None:
         _become(**program | {"descriptors": dict(zip(program["descriptors"], descriptors, strict=True))})
     for descriptor in (*descriptors, 0, 1):
         os.close(descriptor)
+    starter, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    Path(sys.executable).with_name(str(starter)).symlink_to(str(process))
     try:
         line.sendall(b"%d\n" % process)
-        if line.fileno() in select.select([line.fileno(), os.pidfd_open(process)], [], [])[0]:
+        ended = os.pidfd_open(process)
+        if ended not in select.select([line.fileno(), server, ended], [], [])[0]:
             os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         line.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
@@ -115,6 +124,8 @@ def _become(
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     found = [os.path.abspath(entry) for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     what = arguments[0]
+    if what == "-c" and arguments[1].startswith("from multiprocessing."):
+        sys.executable = REAL  # a server's processes, as ranks are, are no forked programs
     own = folder if what == "-m" else "" if what == "-c" else os.path.dirname(os.path.abspath(what))
     sys.path[:0] = found if environment.get("PYTHONSAFEPATH") else [own, *found]
     importlib.invalidate_caches()

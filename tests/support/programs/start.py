@@ -17,7 +17,8 @@ def main(arguments: list[str]) -> None:
     environment, given = dict(os.environ), arguments
     while given and given[0] in OPTIONS:
         environment[OPTIONS[given[0]]], given = "1", given[1:]
-    if not given or (given[0] not in ("-m", "-c") and given[0].startswith("-")):
+    watches = "--parent" in given  # its parent, which a fork's is not
+    if watches or not given or (given[0] not in ("-m", "-c") and given[0].startswith("-")):
         os.execv(sys.executable, [sys.executable, *arguments])
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, PASSED_ON

@@ -20,7 +20,7 @@ from quern.train.trainer import Trainer
 from support.train import corpora as CORPORA
 
 STEPS = 9
-MODEL = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "tied_embeddings": True, "vocab_multiple": 64}
+MODEL = {"num_layers": 1, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "tied_embeddings": True, "vocab_multiple": 64}
 
 Merged = dict[str, Any]
 
@@ -44,7 +44,7 @@ def settings(run_dir: Path | str, paths: list[str], **changes: Any) -> TrainConf
     base: Merged = {
         "run_dir": str(run_dir),
         "data": [{"path": p, "weight": w, "max_epochs": 100} for p, w in zip(paths, (3, 1), strict=False)],
-        "model": MODEL, "seq_len": 32, "global_batch": 8, "micro_batch": 2, "steps": STEPS, "seed": 5,
+        "model": MODEL, "seq_len": 32, "global_batch": 8, "micro_batch": 4, "steps": STEPS, "seed": 5,
         "precision": "fp32", "device": "cpu", "optimizer": {"lr": 0.01}, "schedule": {"warmup": 3},
         "guard": {"window": 8, "min_history": 4}, "checkpoint": {"interval": 0, "keep_last": 20, "mode": "sync"},
         "validation": {"interval": 0, "windows": 3}, "metrics": {"tensorboard": False, "live": False},

@@ -15,7 +15,7 @@ from quern.tokenize.exchange.ingest import ingest
 from quern.tokenize.shards import ShardReader
 from support.exchange.import_case import EOT, draw, options, write
 
-ROUNDS = 60
+ROUNDS = 25
 
 
 def damage(rng: random.Random, path: Path) -> None:

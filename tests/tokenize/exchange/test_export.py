@@ -53,9 +53,17 @@ def read(format: str, folder: Path, name: str, eot_id: int = EOT) -> list[list[i
     return documents
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-@pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize(("format", "eot"), [(f, True) for f in FORMATS] + [("megatron", False), ("datatrove", False)])
+@pytest.mark.parametrize(
+    ("format", "eot", "merge", "held_out"),
+    [
+        pytest.param(*form, merge, held_out, marks=() if (number + merge) % 2 != held_out else pytest.mark.long)
+        for number, form in enumerate(
+            [*((format, True) for format in FORMATS), ("megatron", False), ("datatrove", False)]
+        )
+        for merge in (False, True)
+        for held_out in (False, True)
+    ],
+)  # each form with each of merge and held_out; all together in the long ones
 def test_a_file_holds_the_documents_of_its_shard_that_are_not_purged(
     run_dir: Path, listing: Any, tmp_path: Path, format: Any, eot: bool, merge: bool, held_out: bool,
     monkeypatch: pytest.MonkeyPatch,
