@@ -94,11 +94,14 @@ def affected(items: Sequence[pytest.Item], commit: str) -> Sequence[pytest.Item]
     files = None if changed is None else sources.affected(changed)
     if changed is None or files is None:
         return items
+    others = sources.affected(path for path in changed if not path.endswith(".py")) or set()
 
     def can_break(item: pytest.Item) -> bool:
+        own = item.path.relative_to(ROOT).as_posix()
         if not (mark := item.get_closest_marker("reaches")):
-            return item.path.relative_to(ROOT).as_posix() in files
-        return any(changed & sources.reached(path).keys() for path in mark.kwargs["files"](**item.callspec.params))
+            return own in files
+        paths = mark.kwargs["files"](**item.callspec.params)
+        return own in others or any(path in others or changed & sources.reached(path).keys() for path in paths)
 
     return [item for item in items if can_break(item)]
 
@@ -119,10 +122,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for nodeid, seconds in TAKEN.items():
         cases[function_of(nodeid)].append(seconds)
     means |= {name: round(sum(taken) / len(taken), 1) for name, taken in cases.items()}
-    noted = {
-        name: mean for name, mean in means.items() if mean >= NOTED_S and (ROOT / name.partition("::")[0]).exists()
-    }
+    noted = {name: mean for name, mean in means.items() if mean >= NOTED_S and stands(name)}
     DURATIONS.write_text(json.dumps(noted, indent=0, sort_keys=True) + "\n")
+
+
+def stands(function: str) -> bool:
+    path, _, name = function.partition("::")
+    return (ROOT / path).exists() and f"def {name.rpartition('::')[2]}(" in (ROOT / path).read_text()
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -42,9 +43,12 @@ FILES = {
     "tests/test_low.py": "import quern.low\n",
     "tests/test_high.py": "from quern import high\n",
     "tests/part/conftest.py": "import quern.errors\n",
-    "tests/part/test_case.py": "from support.case import low\nPATH = 'golden.json'\n",
+    "tests/part/test_case.py": "from support.case import low\nPATHS = 'golden.json', 'beside.py'\n",
     "tests/part/test_program.py": "COMMAND = ['-m', 'quern.program', 'configs/small.yaml']\n",
     "tests/test_command.py": "from quern.commands import main\n",
+    "tests/support/started.py": "",
+    "tests/test_started.py": "COMMAND = ['-m', 'support.started']\n",
+    "tests/part/beside.py": "",
     "tests/test_speed.py": "import speed\nGUIDE = 'docs/guide.md'\n",
 }
 ALL = {path for path in FILES if "/test_" in path}
@@ -71,6 +75,8 @@ def tree(tmp_path: Path) -> Path:
         ("benchmarks/speed.py", "speed"),
         ("tests/support/case.py", "case"),
         ("tests/part/conftest.py", "case program"),
+        ("tests/support/started.py", "started"),
+        ("tests/part/beside.py", "case"),
         ("tests/test_low.py", "low"),
         ("tests/test_gone.py", ""),
         ("tests/data/golden.json", "case"),
@@ -85,7 +91,9 @@ def test_tests_that_reach_a_file_are_those_it_can_break(tree: Path, changed: str
     assert found == {path for path in ALL if re.search(r"test_(\w+)", path)[1] in tests.split()}  # type: ignore[index]
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt", "quern/gone.py", "data.bin", "Makefile"])
+@pytest.mark.parametrize(
+    "changed", ["pyproject.toml", "constraints.txt", "quern/gone.py", "data.bin", "Makefile", "tests/gone/conftest.py"]
+)
 def test_where_readers_cannot_be_told_all_tests_are_affected(tree: Path, changed: str) -> None:
     assert Sources(tree).affected(["docs/log.md", changed]) is None
 
@@ -167,9 +175,18 @@ def test_the_options_choose_tests(checkout: Callable[..., str], tree: Path) -> N
     assert changed_since("HEAD", tree) == {"quern/errors.py", "quern/low.py", "tests/durations.json"}
     changed = {"test_low", "test_own[errors]"}
     assert passed(checkout("--changed-since", "HEAD")) == changed
-    first, second = (passed(checkout("--changed-since", "HEAD", "--also-quarter", number)) for number in "12")
-    assert first & second == changed
-    assert all(5 <= len(quarter & many) <= 25 for quarter in (first, second))
+    quarters = [
+        set(
+            re.findall(
+                r"::(\S+)", checkout("--collect-only", "-qq", "--changed-since", "HEAD", "--also-quarter", number)
+            )
+        )
+        for number in "0123"
+    ]
+    assert set.union(*quarters) == everything
+    for one, other in itertools.combinations(quarters, 2):
+        assert one & other == changed
+    assert all(len(quarter & many) >= 5 for quarter in quarters)
 
 
 @pytest.mark.slow

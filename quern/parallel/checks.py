@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import gcd, lcm
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from quern.model.config import ModelShape
 from quern.model.float8.recipe import Recipe
 from quern.parallel.float8 import fitting, local_sizes
 from quern.parallel.mesh import MeshPlan, choices, divisors
-from quern.parallel.schedules import SCHEDULES, check_micro_batches
+from quern.parallel.schedules import SCHEDULES, check_micro_batches, why_no_split_backward
 from quern.parallel.stages import num_stages, stage_layers
 
 __all__ = ["LayoutKeys", "Task", "check_layout"]
@@ -221,10 +220,10 @@ def _stages(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task) -> 
             f"more, model.num_layers is {shape.num_layers}; {_fewer(shape, plan, schedule, stages)}"
         )
     stage_layers(shape, stages, task.seq_len, keys.stage_layers)
-    if kind.splits_backward and (torch := version("torch")).startswith("2.11."):
+    if kind.splits_backward and (why := why_no_split_backward()):
         raise InputError(
-            f"parallel.schedule: {schedule} computes gradients of inputs and of weights apart, which torch {torch} "
-            f"cannot do of functions written in Python; expected a newer torch, or schedule {_whole_backward()}"
+            f"parallel.schedule: {schedule} computes gradients of inputs and of weights apart, which {why}; expected a "
+            f"newer torch, or schedule {_whole_backward()}"
         )
     if kind.splits_backward and task.activation_checkpointing != "none":
         raise InputError(

@@ -175,14 +175,14 @@ class LocalRanks:
     def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
         """What every rank returned, and how the others ended, in the order in which they failed."""
         results: dict[int, Any] = {}
-        failed: dict[int, str] = {}
+        said: dict[int, tuple[float, str]] = {}
+        """When and how a rank failed."""
         waiting: dict[Any, int] = {channel: rank for rank, channel in enumerate(self._channels)}
         deadline = time.monotonic() + self.timeout_s + 1  # a second for the ranks to write where they stand
         while waiting:
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            said: dict[int, tuple[float, str]] = {}
             for channel in ready:
                 rank = waiting.pop(channel)
                 try:
@@ -196,9 +196,9 @@ class LocalRanks:
                     process.join(GRACE_S)
                     how = f"died without a word; exit code {process.exitcode} (negative: the signal)"
                     said[rank] = -math.inf, how  # when is not known; others fail because one has died
-            failed |= {rank: said[rank][1] for rank in sorted(said, key=lambda rank: said[rank][0])}
             if said:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
+        failed = {rank: said[rank][1] for rank in sorted(said, key=lambda rank: said[rank][0])}
         for rank in waiting.values():
             self._processes[rank].kill()  # it may hang where it does not notice that the others leave
             stands = _read(self._jobs[rank].stack)
@@ -246,10 +246,10 @@ def _serve(job: _Job, channel: Connection) -> None:
                     _join(job)
                     joined = True
                 function, args = pickle.loads(told)
-                succeeded, payload = True, pickle.dumps(function(*args))
+                succeeded, payload, at = True, pickle.dumps(function(*args)), 0.0
             except BaseException:
+                at = time.monotonic()  # the machine's clock: times of several ranks can be compared
                 succeeded, payload = False, traceback.format_exc()  # type: ignore[assignment]
-            at = time.monotonic()  # the machine's clock: times of several ranks can be compared
         sys.stdout.flush()
         sys.stderr.flush()
         signal.alarm(0)

@@ -1,11 +1,12 @@
-"""Pipeline schedules: their names, and what each asks for. Knows no torch."""
+"""Pipeline schedules: their names, and what each asks for. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal, get_args
 
-__all__ = ["SCHEDULES", "Schedule", "ScheduleKind", "check_micro_batches"]
+__all__ = ["SCHEDULES", "Schedule", "ScheduleKind", "check_micro_batches", "why_no_split_backward"]
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
@@ -37,6 +38,13 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "dualpipe_v": ScheduleKind("DualPipeV", 2, True, True),
 }
 assert tuple(SCHEDULES) == get_args(Schedule)
+
+
+def why_no_split_backward() -> str | None:
+    """Why the torch that is installed cannot run schedules that split the backward pass, or None."""
+    found = version("torch")
+    # torch/distributed/pipelining/_backward.py asks the nodes of such functions for what they have only since then
+    return f"torch {found} cannot do of functions written in Python" if found.startswith("2.11.") else None
 
 
 def check_micro_batches(schedule: str, pp: int, stages: int, num_micro_batches: int) -> str | None:

@@ -120,7 +120,7 @@ def test_the_caller_decides_what_a_death_means(pool: Engine) -> None:
 def test_no_more_tasks_start_than_there_are_workers(pool: Engine, tmp_path: Path) -> None:
     results = pool.map(note_start, [(str(tmp_path), x) for x in range(10)], label="test")
     next(results)
-    time.sleep(0.7)  # long enough for all ten, were they in the workers' queues
+    time.sleep(1.5)  # long enough for all ten, were they in the workers' queues
     assert len(list(tmp_path.iterdir())) <= 4, "two ran, at most two more were started"
     results.close()
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +37,11 @@ BLOCK = Recipe("blockwise")
 
 def mixed(joined: bool) -> list[float]:
     """Largest differences of outputs and gradients of two weights in FP8 around one that is not."""
-    collectives.JOINED = joined
+    with mock.patch.object(collectives, "JOINED", joined):
+        return _mixed()
+
+
+def _mixed() -> list[float]:
     mesh = build_mesh(MeshPlan(tp=2), "cpu")
     assert mesh.tp is not None
     ranks, generator = Ranks.of(mesh.tp), torch.Generator().manual_seed(5)

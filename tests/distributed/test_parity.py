@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import quern
-from quern.parallel.schedules import SCHEDULES
+from quern.parallel.schedules import SCHEDULES, why_no_split_backward
 from quern.train.parity import matrix
 from quern.train.parity.compare import compare
 from quern.train.parity.matrix import FACTORS, LAYOUTS, Case
@@ -94,6 +94,8 @@ def marked() -> dict[Case, Any]:
 
 
 CASES = marked()
+if why_no_split_backward():
+    CASES = {case: marks for case, marks in CASES.items() if not case.splits_backward}
 
 
 def test_every_pair_of_factors_is_covered() -> None:

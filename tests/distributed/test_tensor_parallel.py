@@ -7,8 +7,10 @@ The oracle shares nothing with the layouts but the network and its first weights
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,13 +63,19 @@ def part_of(case: Case, dp_rank: int) -> list[slice]:
 
 def train(case: Case, dtype: torch.dtype = torch.float64, logits: bool = True) -> Outcome:
     """One forward and backward of this rank; its parts of weights and gradients."""
-    collectives.JOINED = case.joined
     torch._dynamo.reset()
-    if case.activation == "full":
-        # With compile on a CPU, torch 2.13 lays the random state of a recomputed attention (which draws nothing) among
-        # a block's saved tensors behind the device mesh of its weights, and then takes one for the other
-        # (_functorch/partitioners.py: functionalize_rng_ops); on CUDA it saves none.
-        torch._functorch.partitioners.has_recomputable_rng_ops = lambda _: False
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(collectives, "JOINED", case.joined))
+        if case.activation == "full":
+            # With compile on a CPU, torch 2.13 lays the random state of a recomputed attention (which draws nothing)
+            # among a block's saved tensors behind the device mesh of its weights, and then takes one for the other
+            # (_functorch/partitioners.py: functionalize_rng_ops); on CUDA it saves none.
+            none = mock.patch.object(torch._functorch.partitioners, "has_recomputable_rng_ops", return_value=False)
+            patches.enter_context(none)
+        return _train(case, dtype, logits)
+
+
+def _train(case: Case, dtype: torch.dtype, logits: bool) -> Outcome:
     model, mesh = build(case, dtype)
     weights = {name: local(value) for name, value in model.named_parameters()}
     tokens_BL, targets_BL, ids_BL = batch_of(case)

@@ -6,7 +6,6 @@ import itertools
 import random
 from unittest import mock
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,7 +144,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.timeout(60)
 def test_hostile_texts_are_answered_small() -> None:
     def check(name: str) -> None:
         found = difference(*HOSTILE[name])

@@ -9,7 +9,7 @@ import pytest
 
 from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
-from quern.parallel import checks
+from quern.parallel import schedules
 from quern.parallel.checks import Task, check_layout
 from quern.parallel.mesh import plan_mesh
 from quern.parallel.schedules import SCHEDULES
@@ -168,7 +168,7 @@ def test_what_is_said_to_fit_does() -> None:
 
 
 def test_a_split_backward_is_refused_on_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "version", {"torch": "2.11.0+cpu"}.__getitem__)
+    monkeypatch.setattr(schedules, "version", {"torch": "2.11.0+cpu"}.__getitem__)
     check(4, {"pp": 2, "schedule": "interleaved_1f1b"}, TASK)
     with pytest.raises(InputError, match=r"^parallel\.schedule: zbv_zero_bubble .*which torch 2\.11\.0\+cpu cannot do"):
         check(4, {"pp": 2, "schedule": "zbv_zero_bubble"}, TASK)

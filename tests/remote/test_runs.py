@@ -11,6 +11,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -354,7 +355,11 @@ def test_kills_of_the_command_line_and_storms_change_no_byte(server: Server, sit
         arguments = command(site, f"{server.url}/site", f"{server.url}/run{number}")
         while kills < 4:
             process = subprocess.Popen(
-                arguments, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [sys.executable, *arguments[1:]],
+                cwd=ROOT,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             try:
                 process.wait(draw.uniform(5, 20))

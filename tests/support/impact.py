@@ -1,7 +1,7 @@
 """Which tests can be broken by what changed: those whose files reach a changed file by imports.
 
-A file reaches what it imports, anywhere in it, and what it names in a text: modules of the package that it starts as
-programs (``-m quern.train``), scripts of ``benchmarks``, files of other kinds. A test reaches the ``conftest.py`` files
+A file reaches what it imports, anywhere in it, and what it names in a text: modules that it starts as programs (``-m
+quern.train``), scripts beside it and of ``benchmarks``, files of other kinds. A test reaches the ``conftest.py`` files
 above it as well. A file whose readers cannot be told makes every test affected.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-_DOTTED = re.compile(r"\bquern(?:\.\w+)+\b\.?")
+_DOTTED = re.compile(r"\b(?:quern|support)(?:\.\w+)+\b\.?")
 #: What every test depends on.
 _EVERYWHERE = {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run"}
 #: What no test reads, unless it names it.
 _UNREAD = re.compile(
     r".*\.md|\.github/.*|LICENSE|CITATION\.cff|\.gitignore|\.pre-commit-config\.yaml|\.importlinter|"
-    r"\.ci/long-green|tests/durations\.json|benchmarks/.*\.py"
+    r"\.ci/long-green|tests/durations\.json"
 )
 
 
@@ -76,8 +76,8 @@ class Sources:
             return None
         if changed in self._texts:
             return {test for test, paths in reached.items() if changed in paths}
-        if changed.endswith(".py"):  # it is gone, and so are the imports of it
-            return set() if changed.startswith("tests/") else None
+        if changed.endswith(".py"):  # elsewhere; or it is gone, and of a test's helper so are the imports
+            return set() if changed.startswith("tests/") and Path(changed).name != "conftest.py" else None
         if changed.startswith("quern/"):  # data of the package it lies in, or below
             folder = Path(changed).parent
             while not (self.root / folder / "__init__.py").exists() and folder.name:
@@ -114,6 +114,8 @@ class Sources:
                         folder = beginning.removesuffix("/__init__.py") + "/"
                         yield from (one for one in self._python if beginning and one.startswith(folder))
                     yield from self._files(dotted.rstrip("."))
+                if (beside := f"{path.rpartition('/')[0]}/{node.value}") in self._texts:
+                    yield beside
         if path.startswith("tests/"):
             folders = [parent.as_posix() for parent in Path(path).parents]
             yield from (one for folder in folders if (one := f"{folder}/conftest.py") in self._texts)

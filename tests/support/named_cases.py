@@ -16,9 +16,10 @@ def each(cases: Iterable[Any], check: Callable[..., None]) -> None:
         tried += 1
         try:
             check(*(case if isinstance(case, tuple) else (case,)))
-        except Exception as error:
-            failed.append(f"{case!r:.300}: {type(error).__name__}: {error}")
-        except pytest.fail.Exception as error:  # pytest.raises that met no error
+        except (AssertionError, pytest.fail.Exception) as error:  # the other: pytest.raises that met no error
             failed.append(f"{case!r:.300}: {error}")
+        except Exception as error:  # neither right nor wrong
+            error.add_note(f"in case {case!r:.300}")
+            raise
     assert tried, "no case"
     assert not failed, f"{len(failed)} of {tried} cases:\n" + "\n".join(failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -13,7 +14,6 @@ import pytest
 
 from quern.train import prefetch as prefetch_module
 from quern.train.prefetch import Prefetch
-from support.programs import python
 from support.train.hand_clock import HandClock
 
 
@@ -130,7 +130,7 @@ def test_the_time_waited_is_the_consumers_and_the_time_spent_the_threads(monkeyp
 
 def test_an_interpreter_ends_though_nobody_closed() -> None:
     code = "from quern.train.prefetch import Prefetch; p = Prefetch(lambda n: n, 0, None, 2); next(p); print('done')"
-    result = subprocess.run([python(), "-c", code], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 

@@ -33,7 +33,7 @@ from quern.train.checkpoint.saving import Progress, Saving
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
-from support.programs import forked, python
+from support.programs import forked, kill, python
 from support.train import checkpoint_case as CASE
 
 pytestmark = pytest.mark.slow
@@ -227,7 +227,7 @@ def process_of(checkpoints: CheckpointManager) -> subprocess.Popen[bytes]:
 
 
 def writer_of(checkpoints: CheckpointManager) -> int:
-    return forked(process_of(checkpoints).pid)
+    return forked(process_of(checkpoints))
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,7 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
         checkpoints.save(1, state, CASE.position(1))
         writer = writer_of(checkpoints)
         if moment == "before":
-            process_of(checkpoints).kill()
-            process_of(checkpoints).wait()
+            kill(process_of(checkpoints))
         elif moment in ("writing", "publishing"):
             os.kill(writer, signal.SIGSTOP)  # it gets the request and does not act
         if moment == "publishing":
@@ -256,8 +255,7 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
             assert checkpoints.heard(Progress(ended=1)) is None
         if moment != "before":
             process = process_of(checkpoints)
-            process.kill()
-            process.wait()
+            kill(process)
         outcome = checkpoints.finish()
         assert outcome is not None
         if moment in ("before", "written"):  # it had nothing in work: another was started
@@ -285,8 +283,7 @@ def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypa
 
     with manager(run, "process", keep_last=5) as checkpoints:
         checkpoints.save(1, state, CASE.position(1))
-        process_of(checkpoints).kill()
-        process_of(checkpoints).wait()
+        kill(process_of(checkpoints))
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", fails)
             checkpoints.begin(2, state, CASE.position(2))

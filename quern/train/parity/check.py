@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from quern.parallel.local import LocalRanks, RankError
+from quern.parallel.schedules import why_no_split_backward
 from quern.train.parity.compare import Comparison, compare
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case, Computation
@@ -112,6 +113,9 @@ def check_cases(
             if num_devices is not None and world > num_devices:
                 has = f"this machine has {num_devices} GPU{'s' if num_devices != 1 else ''}"
                 yield Result(case, skipped=f"needs {world} GPUs, {has}")
+                continue
+            if case.splits_backward and (why := why_no_split_backward()):
+                yield Result(case, skipped=f"splits the backward pass, which {why}")
                 continue
             on_start(case)
             wanted = case.computation

@@ -189,6 +189,10 @@ class Case:
         return "-".join(parts if self.skip is None else [*parts, f"skip{self.skip}"])
 
     @property
+    def splits_backward(self) -> bool:
+        return self.schedule is not None and SCHEDULES[self.schedule].splits_backward
+
+    @property
     def place(self) -> str:
         """The layout, with the schedule of a pipeline."""
         return self.layout if self.schedule is None else f"{self.layout}-{self.schedule}"
@@ -254,7 +258,7 @@ def legal(case: Case) -> bool:
     """A pipeline and nothing else has a schedule; one that splits its backward recomputes nothing."""
     if case.schedule is None or case.on.pp == 1:
         return case.schedule is None and case.on.pp == 1
-    return case.activation == "none" or not SCHEDULES[case.schedule].splits_backward
+    return case.activation == "none" or not case.splits_backward
 
 
 @cache

@@ -22,7 +22,7 @@ from quern.data_pipeline.dedup.verify import VERIFIED, survivors
 from quern.data_pipeline.dedup.work import Work
 from quern.data_pipeline.engine import InProcess
 from support.data_pipeline import random_runs as R
-from support.programs import python
+from support.programs import kill, python
 
 CONFIG = DuplicatesConfig(num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5, max_band_members=4)
 
@@ -195,8 +195,7 @@ def test_a_process_that_is_killed_leaves_nothing_half_done(tmp_path):
         while process.poll() is None and (not commits.exists() or len(list(commits.iterdir())) <= stages):
             time.sleep(0.001)
         kills += process.poll() is None
-        process.kill()
-        process.wait()
+        kill(process)
     assert kills > 0
     subprocess.run(command, check=True)
     assert R.tables(tmp_path) == expected

@@ -21,7 +21,7 @@ from quern.tokenize import reader_lock
 from quern.tokenize.shards import ShardReader
 from support.lineage import runs
 from support.processes import environment
-from support.programs import python
+from support.programs import kill, python
 from support.purge import corpus_scan as C
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ def test_another_process_reads_on_while_and_after_its_version_is_purged(run: Pat
             report = purge_of(run, ids[number::5], mode)
             assert report["superseded"]["held"] == {"web": ["manifest.json"]}
             assert [process.stdout.readline().strip() for _ in range(3)] == [f"1 {expected}"] * 3
-        process.kill()
+        kill(process)
     recover(str(run))
     assert shards(run) <= {shard["bin"] for shard in C.manifests(run)["web"]["shards"]}
 

@@ -41,7 +41,7 @@ class KeptRanks:
     stay from call to call, and are fresh after a failure. Use as a context manager.
     """
 
-    def __init__(self, timeout_s: float = 240.0) -> None:
+    def __init__(self, timeout_s: float = 600.0) -> None:
         self.timeout_s = timeout_s
         self._sets: dict[int, LocalRanks] = {}
 

@@ -7,34 +7,38 @@ They are forked from a server that has imported, once a test process, what progr
 What stands there is a small program (``start.py``) that hands its arguments, environment, folder and standard streams
 to the server, passes on the signals it gets, and ends as the forked process ends; killed, it takes that process with
 it. In the forked process it is ``sys.executable`` too. With other options of Python's than ``-B``, ``-P`` and ``-u`` it
-becomes Python itself.
+becomes Python itself, and so it does for a program that watches its parent (``--parent``).
 
-It is not for tests of a process's memory, limits, parent or hash seed, nor of what is imported.
+It is not for tests of a process's memory, parent, group, children, hash seed or number, of what is imported or of the
+interpreter's end: those start ``sys.executable``. The process to kill, stop or limit is :func:`forked`'s.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
 
-__all__ = ["forked", "python", "serve_multiprocessing"]
+__all__ = ["forked", "kill", "python", "serve_multiprocessing"]
 
 HERE = Path(__file__).parent
-REAL = "TESTS_START_PYTHON"
+NEVER = "TESTS_START_PYTHON"
 """With this in the environment programs are not forked: in a process that does not live long enough."""
 
 
 @functools.cache
 def python() -> str:
     """The executable that stands for ``sys.executable``."""
-    if sys.platform != "linux" or os.environ.get(REAL):
+    if sys.platform != "linux" or os.environ.get(NEVER):
         return sys.executable
     folder = tempfile.TemporaryDirectory(prefix="programs-")
     executable = Path(folder.name, "python")
@@ -56,13 +60,25 @@ def serve_multiprocessing() -> None:
     spawn.get_executable = lambda: os.fsencode(python())  # type: ignore[assignment]
 
 
-def forked(pid: int) -> int:
-    """The process of a program that was started as process ``pid``: what to stop, limit or look at."""
-    told = Path(python()).with_name(str(pid))
-    while not told.is_symlink():
-        os.kill(pid, 0)
-        time.sleep(0.01)
-    return int(os.readlink(told))
+def forked(process: subprocess.Popen[Any]) -> int:
+    """The number of the process that a started program runs in. Raises ProcessLookupError where it has ended."""
+    if python() == sys.executable:
+        return process.pid
+    told = Path(python()).with_name(str(process.pid))
+    deadline = time.monotonic() + 120
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"{process.args} is not forked"
+        with contextlib.suppress(OSError):
+            return int(os.readlink(told))
+        time.sleep(0.005)
+    raise ProcessLookupError(f"{process.args} has ended with {process.returncode}")
+
+
+def kill(process: subprocess.Popen[Any]) -> int:
+    """Kill a started program; when this returns it is dead. Its exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(forked(process), signal.SIGKILL)
+    return process.wait()
 
 
 def _end(server: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -32,7 +32,7 @@ IMPORTED = (
 )  # fmt: skip
 
 
-REAL = sys.executable
+PYTHON = sys.executable
 
 
 def serve(executable: str) -> None:
@@ -68,7 +68,9 @@ def _accompany(line: socket.socket) -> None:
     head, descriptors, _, _ = socket.recv_fds(line, 8, 200)
     told = b""
     while len(told) < int.from_bytes(head, "big"):
-        told += line.recv(1 << 20)
+        told += (more := line.recv(1 << 20))
+        if not more:
+            os._exit(1)
     program = json.loads(told)
     process = os.fork()
     if not process:
@@ -77,13 +79,16 @@ def _accompany(line: socket.socket) -> None:
     for descriptor in (*descriptors, 0, 1):
         os.close(descriptor)
     starter, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    Path(sys.executable).with_name(str(starter)).symlink_to(str(process))
+    number = Path(sys.executable).with_name(str(starter))
+    number.unlink(missing_ok=True)
+    number.symlink_to(str(process))
     try:
         line.sendall(b"%d\n" % process)
         ended = os.pidfd_open(process)
         if ended not in select.select([line.fileno(), server, ended], [], [])[0]:
             os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
+        number.unlink()
         line.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
     except (BrokenPipeError, ConnectionResetError):
         with contextlib.suppress(ProcessLookupError):
@@ -125,7 +130,7 @@ def _become(
     found = [os.path.abspath(entry) for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     what = arguments[0]
     if what == "-c" and arguments[1].startswith("from multiprocessing."):
-        sys.executable = REAL  # a server's processes, as ranks are, are no forked programs
+        sys.executable = PYTHON  # a server's processes, as ranks are, are no forked programs
     own = folder if what == "-m" else "" if what == "-c" else os.path.dirname(os.path.abspath(what))
     sys.path[:0] = found if environment.get("PYTHONSAFEPATH") else [own, *found]
     importlib.invalidate_caches()

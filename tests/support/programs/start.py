@@ -20,9 +20,8 @@ def main(arguments: list[str]) -> None:
     watches = "--parent" in given  # its parent, which a fork's is not
     if watches or not given or (given[0] not in ("-m", "-c") and given[0].startswith("-")):
         os.execv(sys.executable, [sys.executable, *arguments])
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, PASSED_ON
-    )  # those that come before the program has begun wait for it
+    # Those that come before the program has begun wait for it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     descriptors = [
         number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")
     ]
