@@ -183,7 +183,7 @@ def test_the_held_out_loss_over_two_ranks(kept_ranks, tmp_path):
         run = str(tmp_path / f"run{number}")
         kept_ranks(measure, 2, run, paths, layout)
         weights = weights_of(f"{run}/checkpoints/step_00000003")
-        shape = CASE.settings(run, paths).model.shape(CASE.CORPORA.VOCAB_SIZE)
+        shape = config_for(run, paths, (1, 2)).model.shape(CASE.CORPORA.VOCAB_SIZE)
         spans, start = [], 0
         for doc in (doc for shard in made["web.val"] for doc in shard):
             spans.append((start, len(doc.tokens), doc.purged))

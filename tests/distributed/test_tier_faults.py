@@ -163,9 +163,10 @@ def rows() -> Iterator[Row]:
             store=False,
             healed=True,
         )
-        # ranks of node 0 read some tensors from this file too
+        # the rank of node 0 reads some tensors from this file too
         yield Row("partner", how, (PARTNER,), 6, ("nvme0/", FILE, what, "put back from 127.0.0.1:"), healed=True)
-        lost = ("1 of 4 files came from the store",) if how == "missing" else (FILE, what, "put back from the store")
+        one = f"1 of {WORLD} files came from the store"
+        lost = (one,) if how == "missing" else (FILE, what, "put back from the store")
         yield Row("own disk and partner", how, (OWN, PARTNER), 6, lost)
         yield Row("own disk and partner, no store", how, (OWN, PARTNER), 4, (FILE, what, "older"), store=False)
         at_store = "no such file" if how == "missing" else "store/"
