@@ -28,7 +28,7 @@ T = TypeVar("T")
 _ATEN = torch.ops.aten
 FIRST = 2
 """Steps that may wait: they fill caches, and FSDP2 and pipelines begin."""
-SMALL = {"global_batch": 4, "steps": 9}
+SMALL = {"global_batch": 4, "micro_batch": 2, "steps": 9}
 
 
 def in_a_process(function: Callable[..., T], *args: Any, timeout_s: float = 300) -> T:
