@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import multiprocessing
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quern.data_pipeline.url import canonicalize
 from quern.data_pipeline.url_filter import UrlConfig, UrlFilter, load_hashes, url_keys
 from quern.errors import InputError
 from support.named_cases import each
+from support.programs import python
 
 
 def page(url: str | None) -> Page:
@@ -246,14 +248,15 @@ def test_unwritable_cache_changes_no_result(tmp_path: Path) -> None:
     assert in_memory.tolist() == load_hashes([path], "domain", str(tmp_path / "cache")).tolist()
 
 
-def _load(path: str, cache: str) -> list[int]:
-    return load_hashes([path], "domain", cache).tolist()  # type: ignore[no-any-return]
-
-
 def test_workers_starting_together_agree(tmp_path: Path) -> None:
     path = write(tmp_path / "list", *(f"a{i}.com" for i in range(2000)))
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        results = pool.starmap(_load, [(path, str(tmp_path / "cache"))] * 8)
+    code = (
+        "import sys; from quern.data_pipeline.url_filter import load_hashes\n"
+        "print(load_hashes([sys.argv[1]], 'domain', sys.argv[2]).tolist())"
+    )
+    command = [python(), "-c", code, path, str(tmp_path / "cache")]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    results = [json.loads(worker.communicate()[0]) for worker in workers]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 2000
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".npy"]
