@@ -83,6 +83,16 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+def test_where_torch_cannot_split_a_backward_its_cases_are_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check, "why_no_split_backward", lambda: "torch 2.11.0 cannot do")
+    case = Case("pp2", schedule="zbv_zero_bubble")
+    (result,) = check.check_cases([case])
+    assert (result.case, result.skipped) == (case, "splits the backward pass, which torch 2.11.0 cannot do")
+    assert result.passed is None
+
+
 def test_an_unknown_case_is_refused() -> None:
     done = CliRunner().invoke(app, ["selftest", "--case", "fsdp2"])
     assert done.exit_code == 2
