@@ -54,10 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Ranks are forked from a server that has imported torch. And tests begin without a wait: pytest-rerunfailures asks
-    the first process, before each, how often it has failed, in two messages, of which TCP would keep the second until
-    the first is acknowledged, 40 ms later."""
-    serve_multiprocessing()
+    serve_multiprocessing()  # ranks are forked from a server that has imported torch
+    answer_at_once(config)
+
+
+def answer_at_once(config: pytest.Config) -> None:
+    """pytest-rerunfailures asks the first process, before each test, how often it has failed, in two messages, of which
+    TCP would keep the second until the first is acknowledged, 40 ms later."""
     line = getattr(getattr(config, "failures_db", None), "sock", None)
     if line is not None and hasattr(config, "workerinput"):
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

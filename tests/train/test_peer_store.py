@@ -78,7 +78,7 @@ def node(tmp_path):
 
 
 @pytest.fixture
-def start():
+def start(forked_children):
     """Starts uploaders, and ends them with the test."""
     started = []
 

@@ -36,7 +36,7 @@ from support.remote.s3_server import Fault
 from support.train import checkpoint_case as case
 from support.train import run_case
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 OFTEN = 10**6
 LIMIT_S = 240  # a wait of a test

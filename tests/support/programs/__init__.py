@@ -7,7 +7,8 @@ They are forked from a server that has imported, once a test process, what progr
 What stands there is a small program (``start.py``) that hands its arguments, environment, folder and standard streams
 to the server, passes on the signals it gets, and ends as the forked process ends; killed, it takes that process with
 it. In the forked process it is ``sys.executable`` too. With other options of Python's than ``-B``, ``-P`` and ``-u`` it
-becomes Python itself, and so it does for a program that watches its parent (``--parent``).
+becomes Python itself. A program that watches its parent (``--parent NUMBER``) watches the process beside it, which
+ends it soon after that parent.
 
 It is not for tests of a process's memory, parent, group, children, hash seed or number, of what is imported or of the
 interpreter's end: those start ``sys.executable``. The process to kill, stop or limit is :func:`forked`'s.

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    "_pytest.config", "fsspec", "httpx", "hypothesis", "multiprocessing.forkserver", "numpy", "pyarrow.compute",
-    "pyarrow.dataset", "pyarrow.parquet", "pydantic.main", "pytest", "rich.console", "rich.progress", "rich.table",
-    "tiktoken", "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "torch.distributed.pipelining", "torch.distributed.tensor", "torch.nn.attention.varlen", "torch.nn.parallel",
-    "torch.utils.checkpoint", "typer", "yaml",
+    "_pytest.config", "aiobotocore.session", "fsspec", "httpx", "hypothesis", "multiprocessing.forkserver", "numpy",
+    "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "pydantic.main", "pytest", "rich.console",
+    "rich.progress", "rich.table", "s3fs", "tiktoken", "torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor", "torch.nn.attention.varlen",
+    "torch.nn.parallel", "torch.utils.checkpoint", "typer", "yaml",
 )  # fmt: skip
 
 
@@ -108,6 +108,8 @@ def _become(
     signals; ``leads``: whether a session of its own."""
     if leads:
         os.setsid()
+    if "--parent" in arguments:
+        arguments[arguments.index("--parent") + 1] = str(os.getppid())
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     first = 1 + max(*descriptors, *descriptors.values())
     apart = {number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, first) for number, descriptor in descriptors.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -17,8 +18,7 @@ def main(arguments: list[str]) -> None:
     environment, given = dict(os.environ), arguments
     while given and given[0] in OPTIONS:
         environment[OPTIONS[given[0]]], given = "1", given[1:]
-    watches = "--parent" in given  # its parent, which a fork's is not
-    if watches or not given or (given[0] not in ("-m", "-c") and given[0].startswith("-")):
+    if not given or (given[0] not in ("-m", "-c") and given[0].startswith("-")):
         os.execv(sys.executable, [sys.executable, *arguments])
     # Those that come before the program has begun wait for it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -39,6 +39,12 @@ def main(arguments: list[str]) -> None:
         for passed_on in PASSED_ON:
             signal.signal(passed_on, lambda number, frame: os.kill(process, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if "--parent" in given:
+            # It watches the process beside it, and this one the parent whose number was given.
+            parent = int(given[given.index("--parent") + 1])
+            while not select.select([line], [], [], 0.5)[0]:
+                if os.getppid() != parent:
+                    os._exit(0)
         code = int(said.readline())
     if code < 0:
         if -code != signal.SIGKILL:

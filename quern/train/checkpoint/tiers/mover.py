@@ -49,8 +49,8 @@ from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_tar
 __all__ = ["Mover", "main"]
 
 _MAX_WHY = 2000  # characters of a message
-_LOOK_AGAIN_S = 5.0
-"""Seconds until it is looked again whether the files a manifest waits for are there."""
+_LOOK_AGAIN_S = (0.25, 5.0)
+"""Seconds until it is looked again whether the files a manifest waits for are there: at first, and doubled up to."""
 
 
 class _GivenUpError(QuernError):
@@ -67,6 +67,7 @@ class _Job:
     place: int
     """In the order of asking."""
     not_before: float = 0.0
+    look_again_s: float = _LOOK_AGAIN_S[0]
     cancelled: bool = False
     replaced: bool = False
 
@@ -174,7 +175,8 @@ class Mover:
         except _GivenUpError:
             pass
         except IncompleteError as error:
-            self._again(job, min(self._retry_after_s, _LOOK_AGAIN_S))
+            self._again(job, min(self._retry_after_s, job.look_again_s))
+            job.look_again_s = min(2 * job.look_again_s, _LOOK_AGAIN_S[1])
             self._tell_of(job, job.answer("waiting", last=bool(job.last), why=str(error)[:_MAX_WHY]))
         except Exception as error:
             self._failed(job, error)
