@@ -122,6 +122,7 @@ def test_signals_reach_the_program_and_it_never_stays(number: signal.Signals) ->
     gone(running)
 
 
+@pytest.mark.long
 def test_no_program_outlives_the_tests() -> None:
     code = (
         "import subprocess; from support.programs import python\n"

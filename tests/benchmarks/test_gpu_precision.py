@@ -42,7 +42,7 @@ def test_a_row_that_fails_costs_its_row() -> None:
     assert entry("import time; time.sleep(60)", 0.5)["error"] == "took longer than 0 s"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_that_a_row_has_started_outlives_it(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     code = (

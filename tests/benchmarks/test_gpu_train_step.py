@@ -69,8 +69,8 @@ def test_every_model_meets_its_peer():
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("side", ["quern", pytest.param("transformers", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("side", ["quern", "transformers"])
 def test_a_row_runs_end_to_end(side):
     case = {
         "model": "tiny", "side": side, "checkpointing": "full", "document_mask": side == "quern", "seq_len": 32,

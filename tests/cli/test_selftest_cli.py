@@ -111,7 +111,7 @@ def test_the_table_has_a_line_for_each_case() -> None:
     assert summary.startswith("2 of 2 cases passed on cpu in ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fault_is_seen_and_a_rank_that_dies_fails_its_case_alone(copy: Path) -> None:
     with (copy / "quern/parallel/gradients.py").open("a") as file:
         file.write(FAULT)

@@ -153,7 +153,9 @@ def test_hostile_pages_of_a_crawl_on_ray(tmp_path: Path, alone: list[dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "jsonl" else pytest.param(kind, marks=pytest.mark.long) for kind in WRITERS]
+)
 def test_hostile_texts_of_other_sources(kind: str, tmp_path: Path) -> None:
     found = []
     for hostile in (False, True):

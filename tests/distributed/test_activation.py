@@ -155,10 +155,8 @@ def compiled_graphs(replicate: int, shard: int, mode: str) -> tuple[int, dict[st
     return counter.frame_count, dict(torch._dynamo.utils.counters["graph_break"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replicate", "shard", "mode"), [(1, 2, "selective"), pytest.param(2, 1, "none", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("replicate", "shard", "mode"), [(1, 2, "selective"), (2, 1, "none")])
 def test_equal_blocks_are_compiled_once(run_ranks: Any, replicate: int, shard: int, mode: str) -> None:
     """One graph for all: else a deep model runs into the recompilation limit and silently goes on uncompiled."""
     assert run_ranks(compiled_graphs, 2, replicate, shard, mode, timeout_s=240) == [(1, {})] * 2

@@ -220,9 +220,10 @@ def stored_sizes(folder: str, layout: MeshPlan | On, tied: bool = False) -> None
 @pytest.mark.parametrize(
     "layout",
     [
-        *(MeshPlan(*sizes) for sizes in [(1, 3), (1, 4), (4, 1), (2, 2)]),
+        *(MeshPlan(*sizes) for sizes in [(1, 3), (2, 2)]),
+        *(pytest.param(MeshPlan(*sizes), marks=pytest.mark.long) for sizes in [(1, 4), (4, 1)]),
         On(MeshPlan(dp_shard=2, tp=2), by_hand=True),
-        On(MeshPlan(dp_replicate=2, tp=2), by_hand=True),
+        pytest.param(On(MeshPlan(dp_replicate=2, tp=2), by_hand=True), marks=pytest.mark.long),
         On(MeshPlan(pp=2, dp_shard=2), by_hand=True),
         On(MeshPlan(pp=2, tp=2), "zbv", by_hand=True),
     ],

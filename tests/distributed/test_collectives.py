@@ -184,8 +184,8 @@ def graphs_of(rows: int, joined: bool) -> dict[str, tuple[int, int, int, int, in
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [1, 2])
 def test_inductor_knows_the_products_beside_collectives(run_ranks: Any, rows: int) -> None:
     """No kernel of it has run: that takes CUDA. Backward's gathers of ``x_BlD`` and its sums of several products have
     no form that the pass could fuse; they overlap by the order in which they are written."""

@@ -105,7 +105,9 @@ def same(kept_ranks: Any, paths: list[str], one_process: Any, given: Given, fold
     assert close(many["parameters"], one["parameters"])
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [name if name != "DDP" else pytest.param(name, marks=pytest.mark.long) for name in QUICK]
+)
 def test_layouts_write_what_one_process_writes(
     kept_ranks: Any, paths: list[str], one_process: Any, tmp_path: Path, name: str
 ) -> None:

@@ -80,13 +80,15 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 def marked() -> dict[Case, Any]:
     """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
-    up to 2, of FP8 what FSDP2 gathers alone, with a few of more, in `make test-long` the rest of it and what is named,
-    and only when asked for every pair of factors on every layout and the whole product."""
+    up to 2 but for schedules that test_pipeline.py has too, of FP8 what FSDP2 gathers alone, with a few of more, in
+    `make test-long` the rest of it and what is named, and only when asked for every pair of factors on every layout and
+    the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
     often = [case for case in often if case.float8 is None or case.gather]
+    often = [case for case in often if case.on.pp == 1 or case.schedule in ("1f1b", "zbv_zero_bubble")]
     often += FOUR_RANKS
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
@@ -187,7 +189,6 @@ def test_a_float64_run_holds_no_float32_tensor(run_ranks: Callable[..., list[Any
     cases = [
         Case("fsdp2", "selective", True, sizes="norm"),
         Case("ddp2", "full", tied=True),
-        Case("fsdp2keep", mask=False, tied=True, ramp=True),
     ]
     for by_case in run_ranks(parity.floats_of, 2, cases, data.path, str(tmp_path), timeout_s=300):
         for case, (seen, other) in zip(cases, by_case, strict=True):

@@ -149,7 +149,7 @@ def one_rank_is_full(run: str, paths: list[str], mode: str, full_rank: int, step
         Work.write = write  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("mode", "full_rank"), [("thread", 1), ("sync", 0)])
+@pytest.mark.parametrize(("mode", "full_rank"), [("thread", 1), pytest.param("sync", 0, marks=pytest.mark.long)])
 def test_a_rank_that_cannot_write_fails_the_save_of_all(kept_ranks, tmp_path, paths, mode, full_rank):
     why = f"rank {full_rank}: No space left on device"
     goes_on, ends = tmp_path / "goes on", tmp_path / "ends"

@@ -227,7 +227,7 @@ def test_delayed_is_of_tensorwise_and_of_a_layer():
     assert len({first, again, second, RECIPE}) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_to_one_graph_it_gives_the_same_bits_and_sees_the_same():
     """Forward and backward change what was seen; layers of one graph do not disturb each other."""
     eager, compiled = Amaxes(["a", "b"]), Amaxes(["a", "b"])

@@ -213,9 +213,8 @@ def test_compute_dtype_is_that_of_activations_and_results_are_float32(weights, c
 @pytest.mark.parametrize(
     ("with_documents", "case"),
     [
-        (False, "grouped"),
         (True, "qk norm"),
-        *(pytest.param(*both, marks=pytest.mark.long) for both in ((False, "qk norm"), (True, "grouped"))),
+        pytest.param(False, "grouped", marks=pytest.mark.long),
     ],
 )
 def test_a_block_compiles_without_a_graph_break(case, with_documents):

@@ -1,7 +1,8 @@
 """Which of the faults in drawn.yaml do the tests see? Runs the tests that a fault can break until one fails.
 
     python tests/mutations/seen.py                      # all of them: an hour or two; a line each
-    python tests/mutations/seen.py --only 07 --from 2   # one; begin with the third set of tests
+    python tests/mutations/seen.py --sets 1             # only with the nearest tests: half an hour
+    python tests/mutations/seen.py --only 07 --from 1   # one; begin with the second set of tests
 
 ``draw.py`` drew them. Each is put into a copy of the package. Tests of ``make test`` that reach a changed file by
 imports run in sets, from those that are nearest to it; the first failure ends it. A fault that none of them sees
@@ -107,11 +108,11 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def fate_of(entry: Mapping[str, Any], folder: Path, sources: Sources, begin: int) -> Fate:
+def fate_of(entry: Mapping[str, Any], folder: Path, sources: Sources, chosen: slice) -> Fate:
     texts = applied([Change.of(change) for change in entry["changes"]], folder / "quern")
     seconds = 0.0
     with written(texts):
-        for tests in list(sets_of(sources, [path.relative_to(folder).as_posix() for path in texts]))[begin:]:
+        for tests in list(sets_of(sources, [path.relative_to(folder).as_posix() for path in texts]))[chosen]:
             fate = run(tests, folder)
             seconds += fate.seconds
             if fate.outcome != "survived":
@@ -127,18 +128,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="faults whose names begin so")
     parser.add_argument("--from", dest="begin", type=int, default=0, help="leave out so many sets of tests")
+    parser.add_argument("--sets", type=int, help="run so many sets at most: what they do not see is said to survive")
     parser.add_argument("--faults", type=Path, default=ROOT / "tests" / "mutations" / "drawn.yaml")
     given = parser.parse_args()
     faults: dict[str, dict[str, Any]] = yaml.safe_load(given.faults.read_text())
     chosen = {name: one for name, one in faults.items() if not given.only or name.startswith(tuple(given.only))}
     sources, other = Sources(ROOT), 0
+    sets = slice(given.begin, None if given.sets is None else given.begin + given.sets)
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         folder = Path(temporary) / "copy"
         for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")[:-1]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
         for name, entry in chosen.items():
-            fate = fate_of(entry, folder, sources, given.begin)
+            fate = fate_of(entry, folder, sources, sets)
             other += (fate.outcome == "survived") != ("survives" in entry)
             print(f"{name} {fate.outcome} {fate.seconds:.0f} s {fate.by}", flush=True)
     sys.exit(other > 0)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from quern.data_pipeline.run_directory import open_run
 from quern.demo import write_site
 from quern.errors import QuernError
 from quern.remote import lease
+from quern.remote.objects import Objects
+from quern.remote.retry import Backoff
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
 from support.processes import environment
@@ -112,7 +115,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And short waits for the store."""
     monkeypatch.setattr(partition, "FLUSH_PAGES", 15)
+    monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))
 
 
 STORMS = {

@@ -391,7 +391,7 @@ def test_a_writer_killed_at_every_operation(victims):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victims", ["sync", "process"], indirect=True)
+@pytest.mark.parametrize("victims", ["sync", pytest.param("process", marks=pytest.mark.long)], indirect=True)
 def test_killed_while_it_publishes(victims):
     """Of the process that does it, by whatever thread: from the manifest's first byte to the last of the renames; the
     renames alone where a process of its own does the same."""

@@ -137,8 +137,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         {"document_mask": False, "seq_len": 100, "micro_batch": 4, "model": {"tied_embeddings": False},
          "validation": {"interval": 1, "windows": 3}},
         {"seq_len": 130, "micro_batch": 8, "activation_checkpointing": "full", "z_loss": 0.1},
-        {"compile": {"enabled": True, "backend": "eager"}},
-        {"float8": {"recipe": "rowwise"}},  # scales of a row's own, so that a document alone has the same
+        pytest.param({"compile": {"enabled": True, "backend": "eager"}}, marks=pytest.mark.long),
+        # scales of a row's own, so that a document alone has the same
+        pytest.param({"float8": {"recipe": "rowwise"}}, marks=pytest.mark.long),
     ],
     ids=["no documents, validation", "long", "compile", "float8"],
 )  # fmt: skip
