@@ -70,6 +70,15 @@ def test_floods_of_attributes_are_seen_and_pages_within_the_bounds_are_not() -> 
     each([" ", "\n", "/", "=1 ", '="<>" ', "='>'"], check)
 
 
+def test_the_bounds_are_met_exactly() -> None:
+    def page(*tags: int) -> str:
+        return "x = y " * 100 + "".join(f"<p {' '.join(f'a{n}=1' for n in range(num))}>text</p>" for num in tags)
+
+    assert not has_attributes_over(page(6, 10, 4), 20, 10)
+    assert has_attributes_over(page(6, 10, 5), 20, 10)
+    assert has_attributes_over(page(6, 11), 20, 10)
+
+
 def test_text_and_scripts_are_no_attributes() -> None:
     for html in ("<p>" + "some words " * 50_000, "<script>for (i=0; i<n; i++) { " + "a = b; c = d; " * 30_000):
         assert not has_attributes_over(html, 50_000, 1_000)

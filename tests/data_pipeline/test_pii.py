@@ -140,6 +140,24 @@ def unmarked(text: str) -> tuple[str, list[str]]:
     return "".join(parts), parts[1::2]
 
 
+#: Of card numbers: first and last of the leading digits, and lengths (ISO/IEC 7812 ranges as the networks publish them).
+ISSUERS = [
+    ("4", "4", (16, 19)), ("51", "55", (16,)), ("2221", "2720", (16,)), ("34", "34", (15,)), ("37", "37", (15,)),
+    ("36", "36", (14,)), ("38", "39", (14,)), ("300", "305", (14,)), ("3095", "3095", (14,)),
+    *((first, last, (16, 17, 18, 19)) for first, last in (
+        ("3528", "3589"), ("62", "62"), ("65", "65"), ("644", "649"), ("6011", "6011"))),
+    *((first, last, (12, 13, 14, 15, 16, 17, 18, 19)) for first, last in (
+        ("5018", "5018"), ("5020", "5020"), ("5038", "5038"), ("5893", "5893"), ("6304", "6304"), ("6759", "6759"),
+        ("6761", "6763"))),
+]  # fmt: skip
+
+
+def test_card_numbers_are_of_the_ranges_and_lengths_in_use() -> None:
+    for four, length in itertools.product(map(str, range(1000, 10_000)), range(12, 20)):
+        expected = any(first <= four[: len(first)] <= last and length in lengths for first, last, lengths in ISSUERS)
+        assert pii_finders._has_issuer(four.ljust(length, "0")) == expected, (four, length)
+
+
 def test_exactly_what_is_marked_is_found() -> None:
     def check(kind: Any) -> None:
         def check(marked: str) -> None:
