@@ -140,7 +140,7 @@ def unmarked(text: str) -> tuple[str, list[str]]:
     return "".join(parts), parts[1::2]
 
 
-#: Of card numbers: first and last of the leading digits, and lengths (ISO/IEC 7812 ranges as the networks publish them).
+#: Of card numbers: first and last of the leading digits, and lengths (ranges of ISO/IEC 7812 as networks publish them).
 ISSUERS = [
     ("4", "4", (16, 19)), ("51", "55", (16,)), ("2221", "2720", (16,)), ("34", "34", (15,)), ("37", "37", (15,)),
     ("36", "36", (14,)), ("38", "39", (14,)), ("300", "305", (14,)), ("3095", "3095", (14,)),
