@@ -36,7 +36,10 @@ FILES = {
     "configs/small.yaml": "",
     "docs/guide.md": "",
     "pyproject.toml": "",
-    "tests/conftest.py": "",
+    "tests/conftest.py": "from support.impact import Sources\n",
+    "tests/support/impact.py": "UNREAD = '.github', '.ci/long-green'\n",
+    "tests/part/draw.py": "DRAWN = 'drawn.yaml'\n",
+    "tests/part/drawn.yaml": "",
     "tests/data/golden.json": "",
     "tests/support/__init__.py": "",
     "tests/support/case.py": "from quern.low import low\n",
@@ -84,6 +87,10 @@ def tree(tmp_path: Path) -> Path:
         ("docs/guide.md", "speed"),
         ("docs/log.md", ""),
         (".github/workflows/ci.yml", ""),
+        (".ci/long-green", ""),
+        ("tests/support/impact.py", ""),
+        ("tests/part/drawn.yaml", ""),
+        ("tests/conftest.py", "case command high low program speed started"),
     ],
 )
 def test_tests_that_reach_a_file_are_those_it_can_break(tree: Path, changed: str, tests: str) -> None:

@@ -2,7 +2,8 @@
 
 A file reaches what it imports, anywhere in it, and what it names in a text: modules that it starts as programs (``-m
 quern.train``), scripts beside it and of ``benchmarks``, files of other kinds. A test reaches the ``conftest.py`` files
-above it as well. A file whose readers cannot be told makes every test affected.
+above it as well, but not this file through them: it chooses tests and is a part of none. A file whose readers cannot
+be told makes every test affected.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 _DOTTED = re.compile(r"\b(?:quern|support)(?:\.\w+)+\b\.?")
 #: What every test depends on.
 _EVERYWHERE = {"pyproject.toml", "constraints.txt", "Makefile", ".ci/run"}
+_CHOOSES = "tests/support/impact.py"
 #: What no test reads, unless it names it.
 _UNREAD = re.compile(
     r".*\.md|\.github/.*|LICENSE|CITATION\.cff|\.gitignore|\.pre-commit-config\.yaml|\.importlinter|"
@@ -49,7 +51,10 @@ class Sources:
     @cached_property
     def direct(self) -> Mapping[str, frozenset[str]]:
         """What each Python file imports or names itself."""
-        return {path: frozenset(self._named(path)) - {path} for path in self._python}
+        return {
+            path: frozenset(self._named(path)) - {path, *([_CHOOSES] if path == "tests/conftest.py" else [])}
+            for path in self._python
+        }
 
     def reached(self, start: str) -> dict[str, int]:
         """Every Python file that ``start`` reaches, by the least number of steps to it; ``start`` itself by 0."""
@@ -86,14 +91,11 @@ class Sources:
             return {test for test, paths in reached.items() if beside & set(paths)}
         top, *_, name = Path(changed).parts[0], Path(changed).name
         names = {name} if top in (name, "tests", "docs") else {name, top}
-        readers = {
-            test for test, paths in reached.items()
-            if any(
-                name in self._texts[path] for path in paths for name in names
-                if path.startswith("tests/") and path != "tests/conftest.py"
-            )
-        }  # fmt: skip
-        return readers if readers or _UNREAD.fullmatch(changed) else None
+        tests = [path for path in self._python if path.startswith("tests/") and path != "tests/conftest.py"]
+        naming = {path for path in tests if any(name in self._texts[path] for name in names)}
+        if not naming and not _UNREAD.fullmatch(changed):
+            return None
+        return {test for test, paths in reached.items() if naming & set(paths)}
 
     def _named(self, path: str) -> Iterator[str]:
         tree = ast.parse(self._texts[path])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_every_case_passes_the_trainers_own_checks(tmp_path: Path) -> None:
         if case.schedule is not None:
             assert check_micro_batches(case.schedule, case.on.pp, case.num_stages, case.accumulate) is None
             assert case.accumulate >= case.num_stages
+
+
+def test_a_layout_is_what_its_name_says() -> None:
+    for name, layout in LAYOUTS.items():
+        keep = name.endswith("keep")
+        sizes, used = {"ddp": 1, "fsdp": 1, "tp": 1, "pp": 1}, name.removesuffix("keep").removesuffix("by2")
+        for axes in re.findall(r"[a-z]+[\dx]+", used):
+            axis, size = re.fullmatch(r"([a-z]+)([\dx]+)", axes).groups()  # type: ignore[union-attr]
+            if axis == "hsdp":
+                sizes["ddp"], sizes["fsdp"] = map(int, size.split("x"))
+            else:
+                sizes[axis] = int(size)
+        assert (layout.replicate, layout.shard, layout.tp, layout.pp) == tuple(sizes.values()), name
+        assert layout.reshard is (False if keep else None) or name == "fsdp4by2", name
+        assert layout.grouped == (name != "alone")
 
 
 def test_coordinates_are_the_meshs() -> None:
