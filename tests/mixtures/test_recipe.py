@@ -197,3 +197,4 @@ def test_what_the_order_refuses_is_an_input_error() -> None:
     assert "1e-12" in refusal([source("a", 100), source("b", 100, 1e-12)])
     assert "(sources: a, b)" in refusal([source("a", 100), source("b", 100, 1e-12)])
     assert "phases[0]" in refusal([source("a", 100)], [Phase(2, (1, 2))])
+    assert "phases[0]" in refusal([source("a", 100), source("tiny", 8, 0.0)], [Phase(2, (1,))])
