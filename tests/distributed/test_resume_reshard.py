@@ -100,7 +100,8 @@ def close(found: dict[int, dict], expected: dict[int, dict]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("document_mask", [True, False])
 def test_single_fsdp_ddp_hsdp_single(kept_ranks, tmp_path, paths, document_mask):
     """Two steps each; steps 3 and 6 are skipped under FSDP2 and HSDP. Sample ids, losses, norms, weights, moments."""
     check_road(kept_ranks, tmp_path, paths, ROAD, {"document_mask": document_mask})

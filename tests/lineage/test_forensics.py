@@ -78,7 +78,8 @@ def test_the_text_that_caused_a_spike_is_named_first(data: tuple[Path, int], tra
     assert f"resume.step={saved} data_skip={data[1] + 1 - saved}" in back
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.long), "pp2"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_on_several_ranks(data: tuple[Path, int], trained: Path, tmp_path: Path, layout: str) -> None:
     with LocalRanks(2, timeout_s=600, files=files_of(on_ranks), preload=("pytest", "yaml")) as ranks:
         ranks.call(on_ranks, str(tmp_path / "run"), str(data[0]), LAYOUTS[layout])

@@ -247,7 +247,7 @@ def test_compiled_to_one_graph_it_gives_the_same_bits_and_sees_the_same():
         compiled.roll()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_blocks_with_histories_of_their_own_share_a_graph():
     """A graph for each would soon be more than torch keeps."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -133,9 +133,7 @@ STORMS = {
 @pytest.mark.parametrize(
     "storm",
     [
-        pytest.param(name, marks=pytest.mark.long if name == "cuts" else pytest.mark.exhaustive)
-        if name != "everything"
-        else name
+        pytest.param(name, marks=pytest.mark.long if name in ("cuts", "everything") else pytest.mark.exhaustive)
         for name in STORMS
     ],
 )

@@ -168,7 +168,7 @@ def test_waste_is_that_of_the_simulation(name):
     "name",
     regimes(
         "δ/M 1e-5, background", "δ/M 1e-4, blocking", "δ/M 1e-3, long restart", "δ/M 0.1, a delay beyond M",
-        "δ/M 0.1, restart as long as M", "δ/M 0.3, background",
+        "δ/M 0.1, restart as long as M", "δ/M 0.3, background", "δ/M 1e-3, the delay is the floor",
         without=("δ/M 0.01, background", "δ/M 0.05, no restart"),
     ),
 )  # fmt: skip

@@ -120,7 +120,7 @@ def test_killed_in_every_phase(tiny: Path, tmp_path: Path, mode: str) -> None:
     sweep(tiny, tmp_path, mode=mode, where="phases")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_in_some_phases_of_a_purge_that_restores(source: Path, tmp_path: Path) -> None:
     sweep(source, tmp_path, mode="rewrite", duplicates="restore", where="some")
     changes = C.rows(tmp_path / "out/whole/run/tokens/changes.v2.parquet")
