@@ -49,8 +49,9 @@ from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_tar
 __all__ = ["Mover", "main"]
 
 _MAX_WHY = 2000  # characters of a message
-_LOOK_AGAIN_S = (0.25, 5.0)
-"""Seconds until it is looked again whether the files a manifest waits for are there: at first, and doubled up to."""
+_LOOK_AGAIN_S, _LOOK_AGAIN_MOST_S = 0.25, 5.0
+"""Seconds until it is looked again whether the files a manifest waits for are there: at first, then twice as many each
+time up to the second number."""
 
 
 class _GivenUpError(QuernError):
@@ -67,7 +68,7 @@ class _Job:
     place: int
     """In the order of asking."""
     not_before: float = 0.0
-    look_again_s: float = _LOOK_AGAIN_S[0]
+    look_again_s: float = _LOOK_AGAIN_S
     cancelled: bool = False
     replaced: bool = False
 
@@ -176,7 +177,7 @@ class Mover:
             pass
         except IncompleteError as error:
             self._again(job, min(self._retry_after_s, job.look_again_s))
-            job.look_again_s = min(2 * job.look_again_s, _LOOK_AGAIN_S[1])
+            job.look_again_s = min(2 * job.look_again_s, _LOOK_AGAIN_MOST_S)
             self._tell_of(job, job.answer("waiting", last=bool(job.last), why=str(error)[:_MAX_WHY]))
         except Exception as error:
             self._failed(job, error)
