@@ -11,12 +11,12 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BURN_S = 0.8
 BURN = f"import time\nwhile time.process_time() < {BURN_S}: pass"
-STARTS = f"import signal, subprocess, sys\nchild = [sys.executable, '-c', {BURN!r}]\n"
+STARTS = f"import signal, subprocess, sys\nchild = [sys.executable, '-IS', '-c', {BURN!r}]\n"
 
 
 def cpu_of(program: str) -> float:
     """What ``measure`` says of a Python program; in a process of its own, since it waits for every child it has."""
-    code = f"import sys; from process_tree import measure; print(measure([sys.executable, '-c', {program!r}]).cpu_s)"
+    code = f"import sys; from process_tree import measure; print(measure([sys.executable, '-IS', '-c', {program!r}]).cpu_s)"
     return float(subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, check=True).stdout)
 
 
