@@ -16,7 +16,8 @@ STARTS = f"import signal, subprocess, sys\nchild = [sys.executable, '-IS', '-c',
 
 def cpu_of(program: str) -> float:
     """What ``measure`` says of a Python program; in a process of its own, since it waits for every child it has."""
-    code = f"import sys; from process_tree import measure; print(measure([sys.executable, '-IS', '-c', {program!r}]).cpu_s)"
+    measured = f"measure([sys.executable, '-IS', '-c', {program!r}]).cpu_s"
+    code = f"import sys; from process_tree import measure; print({measured})"
     return float(subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, check=True).stdout)
 
 
