@@ -66,11 +66,8 @@ COMPOSED = [
     Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
 NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8()]))
-#: Of those, and of the quick set's layouts, what is in `make test` though it has more ranks than others there.
-FOUR_RANKS = [
-    Case("hsdp2x2", more=True, mask=False),
-    Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1),
-]
+#: What is in `make test` though it has more ranks than others there; of MANY_RANKS what the quick set has.
+FOUR_RANKS = Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1)
 MANY_RANKS = ("pp2fsdp2tp2",)
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
@@ -80,7 +77,8 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 def marked() -> dict[Case, Any]:
     """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
-    up to 2 but for schedules that test_pipeline.py has too, of FP8 what FSDP2 gathers alone, with a few of more, in
+    up to 2 but for schedules that test_pipeline.py has too and skipped updates and ramps of the batch in more than one
+    of them, of FP8 what FSDP2 gathers alone, with a few on more, in
     `make test-long` the rest of it and what is named, and only when asked for every pair of factors on every layout and
     the whole product."""
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
@@ -88,8 +86,11 @@ def marked() -> dict[Case, Any]:
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
     often = [case for case in often if case.float8 is None or case.gather]
-    often = [case for case in often if case.on.pp == 1 or case.schedule in ("1f1b", "zbv_zero_bubble")]
-    often += FOUR_RANKS
+    schedules = {False: ("1f1b", "zbv_zero_bubble"), True: ("1f1b",)}
+    often = [
+        case for case in often if case.on.pp == 1 or case.schedule in schedules[case.ramp or case.skip is not None]
+    ]
+    often.append(FOUR_RANKS)
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
     return cases | {case: pytest.param(case) for case in fast.values()}

@@ -99,11 +99,8 @@ def test_files_are_where_they_go(begun):
     assert {path.name for path in (begun / "store").iterdir()} == {"step_00000002", "step_00000004", "step_00000006"}
 
 
-@pytest.mark.parametrize(
-    ("after", "lost"),
-    [("stages", 1),
-     *(pytest.param(*case, marks=pytest.mark.long) for case in (("shards", 0), ("stages", 0), ("shards", 1)))],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize(("after", "lost"), [("stages", 1), ("shards", 0), ("stages", 0), ("shards", 1)])
 def test_a_lost_disk(begun, tmp_path, paths, kept_ranks, straight, after, lost):
     folder = copy_of(begun, tmp_path)
     shutil.rmtree(folder / f"nvme{lost}")
