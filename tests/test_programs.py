@@ -64,7 +64,7 @@ def test_an_error_is_told_as_python_tells_it() -> None:
 
 
 def test_it_has_the_descriptors_it_is_given_and_no_others(tmp_path: Path) -> None:
-    program = "import os, sys; print([n for n in range(99) if os.path.exists(f'/proc/self/fd/{n}')])"
+    program = "import os, sys; print([n for n in range(int(sys.argv[1]) + 99) if os.path.exists(f'/proc/self/fd/{n}')])"
     program += "; os.write(int(sys.argv[1]), b'written')"
     with (tmp_path / "file").open("w") as file:
         number = file.fileno()
@@ -150,7 +150,7 @@ def test_a_program_that_watches_its_parent_ends_with_it_and_not_before() -> None
     code = (
         "import os, subprocess, sys, time\n"
         f"child = subprocess.Popen([{python()!r}, '-c', {watcher!r}, '--parent', str(os.getpid())])\n"
-        "time.sleep(2)\nprint(child.poll(), flush=True)\ntime.sleep(600)"
+        "time.sleep(1)\nprint(child.poll(), flush=True)\ntime.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
