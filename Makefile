@@ -13,7 +13,7 @@ PINS   := $(VENV)/constraints.txt
 PYTEST  = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 TESTS  := test-fast test test-changed test-long test-all test-exhaustive durations
-# test-changed: what was changed since the commit at which all long tests were last seen green; or since SINCE.
+# test-changed: what was changed since the commit up to which all affected long tests were seen to pass; or since SINCE.
 SINCE  ?= $(shell cat .ci/long-green)
 # With room for them in memory the tests' files are there: most of what tests of crashes wait for is fsync. Room is 8 GB
 # of the file system, 12 GB of the machine, and 16 GB of the control group, where there is one with a limit.

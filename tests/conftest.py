@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import socket
 import time
 import zlib
@@ -54,8 +55,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    heed_signals()
     serve_multiprocessing()  # ranks are forked from a server that has imported torch
     answer_at_once(config)
+
+
+def heed_signals() -> None:
+    """Take signals as Python does, and so do all programs that are started here: a shell that began pytest in the
+    background (``&``, nohup) made it ignore some, and every process inherits that."""
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    for number, handler in handlers.items():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def answer_at_once(config: pytest.Config) -> None:

@@ -145,21 +145,23 @@ def test_what_a_program_imports_of_quern_is_its_own(tmp_path: Path) -> None:
 
 def test_a_program_that_watches_its_parent_ends_with_it_and_not_before() -> None:
     watcher = (
-        "import os, sys, time\nprint(os.getpid(), flush=True)\nwhile os.getppid() == int(sys.argv[2]): time.sleep(0.1)"
+        "import os, sys, time\n"
+        "print(os.getpid(), flush=True)\n"
+        "for _ in range(5): time.sleep(0.1); assert os.getppid() == int(sys.argv[2])\n"
+        "print('there', flush=True)\n"
+        "while os.getppid() == int(sys.argv[2]): time.sleep(0.1)"
     )
     code = (
         "import os, subprocess, sys, time\n"
-        f"child = subprocess.Popen([{python()!r}, '-c', {watcher!r}, '--parent', str(os.getpid())])\n"
-        "time.sleep(1)\nprint(child.poll(), flush=True)\ntime.sleep(600)"
+        f"subprocess.Popen([{python()!r}, '-c', {watcher!r}, '--parent', str(os.getpid())])\n"
+        "time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    number = int(parent.stdout.readline())
-    assert parent.stdout.readline() == "None\n"
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 120
-    while os.path.exists(f"/proc/{number}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    parent.stdout.close()
+    with parent:
+        try:
+            assert parent.stdout is not None
+            number = int(parent.stdout.readline())
+            assert parent.stdout.readline() == "there\n"
+        finally:
+            parent.kill()
+        gone(number)

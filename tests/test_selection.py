@@ -36,7 +36,10 @@ FILES = {
     "configs/small.yaml": "",
     "docs/guide.md": "",
     "pyproject.toml": "",
-    "tests/conftest.py": "from support.impact import Sources\n",
+    "quern/tool/__init__.py": "",
+    "quern/tool/__main__.py": "",
+    "tests/test_tool.py": "COMMAND = ['-m', 'quern.tool']\n",
+    "tests/conftest.py": "'''Starts quern.commands.main, say.'''\nfrom support.impact import Sources\n",
     "tests/support/impact.py": "UNREAD = '.github', '.ci/long-green'\n",
     "tests/part/draw.py": "DRAWN = 'drawn.yaml'\n",
     "tests/part/drawn.yaml": "",
@@ -74,7 +77,8 @@ def tree(tmp_path: Path) -> Path:
         ("quern/program.py", "program"),
         ("quern/commands/one.py", "command"),
         ("quern/errors.py", "case program"),
-        ("quern/__init__.py", "case command high low program speed"),
+        ("quern/tool/__main__.py", "tool"),
+        ("quern/__init__.py", "case command high low program speed tool"),
         ("benchmarks/speed.py", "speed"),
         ("tests/support/case.py", "case"),
         ("tests/part/conftest.py", "case program"),
@@ -90,7 +94,7 @@ def tree(tmp_path: Path) -> Path:
         (".ci/long-green", ""),
         ("tests/support/impact.py", ""),
         ("tests/part/drawn.yaml", ""),
-        ("tests/conftest.py", "case command high low program speed started"),
+        ("tests/conftest.py", "case command high low program speed started tool"),
     ],
 )
 def test_tests_that_reach_a_file_are_those_it_can_break(tree: Path, changed: str, tests: str) -> None:
@@ -103,6 +107,15 @@ def test_tests_that_reach_a_file_are_those_it_can_break(tree: Path, changed: str
 )
 def test_where_readers_cannot_be_told_all_tests_are_affected(tree: Path, changed: str) -> None:
     assert Sources(tree).affected(["docs/log.md", changed]) is None
+
+
+def test_a_change_of_this_tree_affects_what_it_can_break_and_not_all() -> None:
+    sources = Sources(ROOT)
+    for path in ("quern/lineage/sql.py", "quern/model/loss.py", "quern/train/profiling/__main__.py"):
+        found = sources.affected([path])
+        assert found, path
+        assert len(found) < len(sources.tests) / 2, path
+    assert sources.affected(["tests/conftest.py"]) == set(sources.tests)
 
 
 @pytest.mark.long

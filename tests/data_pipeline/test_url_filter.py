@@ -252,11 +252,23 @@ def test_workers_starting_together_agree(tmp_path: Path) -> None:
     path = write(tmp_path / "list", *(f"a{i}.com" for i in range(2000)))
     code = (
         "import sys; from quern.data_pipeline.url_filter import load_hashes\n"
+        "print('ready', flush=True); input()\n"
         "print(load_hashes([sys.argv[1]], 'domain', sys.argv[2]).tolist())"
     )
     command = [python(), "-c", code, path, str(tmp_path / "cache")]
-    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    results = [json.loads(worker.communicate()[0]) for worker in workers]
+    workers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    try:
+        assert [worker.stdout.readline() for worker in workers if worker.stdout] == ["ready\n"] * 6
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        said = [worker.communicate()[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0] * 6
+    results = [json.loads(text) for text in said]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 2000
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".npy"]

@@ -66,8 +66,8 @@ COMPOSED = [
     Case("fsdp7", tied=True, sizes="slim", z_loss=True),
 ]
 NAMED = list(dict.fromkeys([*SPECIAL, *COMPOSED, *matrix.float8()]))
-#: What is in `make test` though it has more ranks than others there; of MANY_RANKS what the quick set has.
-FOUR_RANKS = Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1)
+#: What is in `make test` though it has more ranks than others there: a case, and of a layout what the quick set has.
+ON_FOUR_RANKS = Case("hsdp2x2", more=True, tied=True, sizes="norm", skip=1)
 MANY_RANKS = ("pp2fsdp2tp2",)
 #: Every pair of factors on every layout, only in `make test-exhaustive`.
 COVERING = [*matrix.covering(matrix.product(), every_pair), *matrix.special()]
@@ -76,11 +76,15 @@ EXHAUSTIVE = [case for case in matrix.everything() if case.on.pp == 1 and case.o
 
 
 def marked() -> dict[Case, Any]:
-    """In `make test-fast` a case of each layout of up to 2 ranks, in `make test` the quick set of `quern selftest` on
-    up to 2 but for schedules that test_pipeline.py has too and skipped updates and ramps of the batch in more than one
-    of them, of FP8 what FSDP2 gathers alone, with a few on more, in
-    `make test-long` the rest of it and what is named, and only when asked for every pair of factors on every layout and
-    the whole product."""
+    """Where each case runs.
+
+    - `make test-fast`: a case of each layout of up to 2 ranks;
+    - `make test`: the quick set of `quern selftest` on up to 2 ranks, and a few of its cases on more. Left out are FP8
+      but for FSDP2's gather, schedules that test_pipeline.py has too, and for all but one schedule skipped updates and
+      ramps of the batch;
+    - `make test-long`: the rest of the quick set, and what is named;
+    - `make test-exhaustive`: every pair of factors on every layout, and the whole product.
+    """
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
     cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
@@ -90,7 +94,7 @@ def marked() -> dict[Case, Any]:
     often = [
         case for case in often if case.on.pp == 1 or case.schedule in schedules[case.ramp or case.skip is not None]
     ]
-    often.append(FOUR_RANKS)
+    often.append(ON_FOUR_RANKS)
     cases |= {case: pytest.param(case, marks=pytest.mark.slow) for case in often}
     fast = {case.layout: case for case in reversed(matrix.quick()) if case.on.world <= 2}
     return cases | {case: pytest.param(case) for case in fast.values()}

@@ -21,7 +21,7 @@ SIZES = {"num_layers": 8, "dim": 48, "num_heads": 12, "num_kv_heads": 4, "ffn_di
 
 @pytest.fixture(autouse=True)
 def newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch 2.11 refuses besides is told below."""
+    """What torch 2.11 refuses besides has a test of its own."""
     monkeypatch.setattr(schedules, "version", {"torch": "2.13.0"}.__getitem__)
 
 

@@ -1,9 +1,9 @@
 """Which tests can be broken by what changed: those whose files reach a changed file by imports.
 
-A file reaches what it imports, anywhere in it, and what it names in a text: modules that it starts as programs (``-m
-quern.train``), scripts beside it and of ``benchmarks``, files of other kinds. A test reaches the ``conftest.py`` files
-above it as well, but not this file through them: it chooses tests and is a part of none. A file whose readers cannot
-be told makes every test affected.
+A file reaches what it imports, anywhere in it, and what it names in a text that is no docstring: modules that it
+starts as programs (``-m quern.train``, and its ``__main__``), scripts beside it and of ``benchmarks``, files of other
+kinds. A test reaches the ``conftest.py`` files above it as well, but not this file through them: it chooses tests and
+is a part of none. A file whose readers cannot be told makes every test affected.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ class Sources:
     def _named(self, path: str) -> Iterator[str]:
         tree = ast.parse(self._texts[path])
         package = _module(path).split(".") if path.endswith("__init__.py") else _module(path).split(".")[:-1]
+        described = {id(text) for node in ast.walk(tree) if (text := _docstring(node)) is not None}
         for node in ast.walk(tree):
+            if id(node) in described:
+                continue
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield from self._files(alias.name)
@@ -116,6 +119,7 @@ class Sources:
                         folder = beginning.removesuffix("/__init__.py") + "/"
                         yield from (one for one in self._python if beginning and one.startswith(folder))
                     yield from self._files(dotted.rstrip("."))
+                    yield from self._files(f"{dotted.rstrip('.')}.__main__")
                 if (beside := f"{path.rpartition('/')[0]}/{node.value}") in self._texts:
                     yield beside
         if path.startswith("tests/"):
@@ -130,6 +134,15 @@ class Sources:
         for length in range(1, len(parts) + 1):
             if found := self._modules.get(".".join(parts[:length])):
                 yield found
+
+
+def _docstring(node: ast.AST) -> ast.expr | None:
+    """The text in front of a module's, class's or function's body."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            return first.value
+    return None
 
 
 def _module(path: str) -> str:

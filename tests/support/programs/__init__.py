@@ -32,6 +32,8 @@ from typing import Any
 __all__ = ["forked", "kill", "python", "serve_multiprocessing"]
 
 HERE = Path(__file__).parent
+PYTHON = sys.executable
+"""Python itself, whatever a test makes of ``sys.executable``."""
 NEVER = "TESTS_START_PYTHON"
 """With this in the environment programs are not forked: in a process that does not live long enough."""
 
@@ -40,14 +42,14 @@ NEVER = "TESTS_START_PYTHON"
 def python() -> str:
     """The executable that stands for ``sys.executable``."""
     if sys.platform != "linux" or os.environ.get(NEVER):
-        return sys.executable
+        return PYTHON
     folder = tempfile.TemporaryDirectory(prefix="programs-")
     executable = Path(folder.name, "python")
-    executable.write_text(f"#!{sys.executable} -IS\n" + (HERE / "start.py").read_text())
+    executable.write_text(f"#!{PYTHON} -IS\n" + (HERE / "start.py").read_text())
     executable.chmod(0o700)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     server = subprocess.Popen(
-        [sys.executable, HERE / "server.py", executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [PYTHON, HERE / "server.py", executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=environment, start_new_session=True,
     )  # fmt: skip
     assert server.stdout is not None
@@ -63,7 +65,7 @@ def serve_multiprocessing() -> None:
 
 def forked(process: subprocess.Popen[Any]) -> int:
     """The number of the process that a started program runs in. Raises ProcessLookupError where it has ended."""
-    if python() == sys.executable:
+    if python() == PYTHON:
         return process.pid
     told = Path(python()).with_name(str(process.pid))
     deadline = time.monotonic() + 120

@@ -66,6 +66,8 @@ def _accompany(line: socket.socket) -> None:
     the server has ended: no program outlives the tests."""
     server = os.pidfd_open(os.getppid())
     head, descriptors, _, _ = socket.recv_fds(line, 8, 200)
+    if not head:  # the starter was killed before it said anything
+        os._exit(1)
     told = b""
     while len(told) < int.from_bytes(head, "big"):
         told += (more := line.recv(1 << 20))
@@ -108,7 +110,7 @@ def _become(
     signals; ``leads``: whether a session of its own."""
     if leads:
         os.setsid()
-    if "--parent" in arguments:
+    if "--parent" in arguments[:-1]:
         arguments[arguments.index("--parent") + 1] = str(os.getppid())
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     first = 1 + max(*descriptors, *descriptors.values())

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
         for passed_on in PASSED_ON:
             signal.signal(passed_on, lambda number, frame: os.kill(process, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if "--parent" in given:
+        if "--parent" in given[:-1]:
             # It watches the process beside it, and this one the parent whose number was given.
             parent = int(given[given.index("--parent") + 1])
             while not select.select([line], [], [], 0.5)[0]:

@@ -132,7 +132,8 @@ class Behind:
         while self.unfinished():
             if time.monotonic() >= end:
                 return False
-            self._asked.put([])  # listen now, not at the next poll
+            if self._asked.empty():
+                self._asked.put([])  # listen now, not at the next poll
             time.sleep(min(0.1, max(0.0, end - time.monotonic())))
         return True
 

@@ -49,7 +49,7 @@ from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_tar
 __all__ = ["Mover", "main"]
 
 _MAX_WHY = 2000  # characters of a message
-_LOOK_AGAIN_S, _LOOK_AGAIN_MOST_S = 0.25, 5.0
+_LOOK_AGAIN_S, _LOOK_AGAIN_MOST_S = 0.25, 2.0
 """Seconds until it is looked again whether the files a manifest waits for are there: at first, then twice as many each
 time up to the second number."""
 
