@@ -228,7 +228,7 @@ def marked() -> Iterator[Any]:
     places: dict[str, list[Row]] = {}
     for row in rows():
         places.setdefault(row.name, []).append(row)
-    assert LIKE_OTHERS < places.keys()
+    assert places.keys() > LIKE_OTHERS
     for number, ways in enumerate(places.values()):
         often = ways[0].name not in LIKE_OTHERS
         for way, row in enumerate(ways):
