@@ -88,6 +88,7 @@ class Page:
     """What dropped the page, one of :data:`STAGES`; None while it is kept."""
     reason: str | None = None
     failed_rules: list[str] = field(default_factory=list)
+    """Every failed rule of a dropped page, and those that were only measured, of a kept one too."""
     signature: np.ndarray | None = None
     """uint32[num_perm] MinHash values; None when the text is too short for one shingle."""
     shingles: np.ndarray | None = None
@@ -101,12 +102,16 @@ class Page:
         """Note a failed rule; the page is dropped at the next gate."""
         self.failures.append((stage, rule))
 
+    def note(self, rule: str) -> None:
+        """Note a failed rule that drops nothing."""
+        self.failed_rules.append(rule)
+
     def settle(self) -> bool:
         """A gate: True if the page passes, else it is dropped with its first failed rule as the reason."""
         if not self.failures:
             return True
         self.stage, self.reason = self.failures[0]
-        self.failed_rules = [rule for _, rule in self.failures]
+        self.failed_rules += [rule for _, rule in self.failures]
         return False
 
 

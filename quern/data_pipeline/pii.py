@@ -103,6 +103,8 @@ class ScrubPii:
             if kind in config.types:
                 page.measures[_MEASURES[kind]] = float(counts[kind])
         if config.action == "mask":
+            if not text.strip() and page.text.strip():
+                page.fail("pii", "pii.nothing_left")
             page.text = text
             if config.max_spans is not None and sum(counts.values()) > config.max_spans:
                 page.fail("pii", "pii.too_many")

@@ -27,6 +27,8 @@ _SPACED_LETTER = re.compile(f"[{_LETTERS}]")
 _LOCAL_BACKWARD = re.compile(rf"[{_LETTERS}0-9._%+'~\-]{{1,65}}")
 _DOMAIN = re.compile(rf"[{_LETTERS}0-9.\-]{{1,254}}")
 _ADDRESS_LITERAL = re.compile(r"\[([0-9.]{7,15})\]")
+#: So far before an ``@`` the beginning of a URL is looked for.
+_AUTHORITY_CHARS = 256
 _NOT_MAIL_DOMAINS = frozenset({"zip", "mov"})
 
 _GAP = r"[ \-./()\u00a0\u2009\u2010-\u2013\u202f]"
@@ -69,7 +71,9 @@ _IPV4 = re.compile(
 )
 _VERSION_WORD = re.compile(
     r"(?:(?<![a-z])(?:v|ver|versions?|releases?|builds?|firmware|driver|kernel|revisions?|rev|patch|oids?|"
-    r"object identifiers?|ec|sections?|sec|chapters?|clauses?|tables?|figures?|fig|appendix)[ .:#=(]{0,3}|§ ?|"
+    r"object identifiers?|ec|sections?|sec|chapters?|clauses?|tables?|figures?|fig|appendix|"
+    r"(?:java|jdk|jre|openjdk|jvm)(?: [sem]e)?|rails|libreoffice|oracle|chrome|chromium|firefox|sdk|framework|"
+    r"upgrad(?:e|ed|es|ing) to)[ .:#=(]{0,3}|§ ?|"
     r"[=<>~!^]= ?|~> ?)\Z",
     re.IGNORECASE,
 )
@@ -85,7 +89,7 @@ def _emails(text: str, regions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
     while at != -1:
         start = _local_start(text, at)
         end = _domain_end(text, at + 1) if start is not None else None
-        if start is not None and end is not None and not _is_repository(text, start, at, end):
+        if start is not None and end is not None and not _is_of_url(text, start, at, end):
             yield start, end
         at = text.find("@", at + 1)
 
@@ -93,6 +97,19 @@ def _emails(text: str, regions: tuple[str, ...]) -> Iterator[tuple[int, int]]:
 def _is_repository(text: str, start: int, at: int, end: int) -> bool:
     """``git@host:path``, as version control clients write it."""
     return text[start:at] in ("git", "hg", "svn") and text[end : end + 1] in (":", "/")
+
+
+def _is_of_url(text: str, start: int, at: int, end: int) -> bool:
+    return _is_repository(text, start, at, end) or _is_password(text, start)
+
+
+def _is_password(text: str, start: int) -> bool:
+    """Whether a password ends where the ``@`` stands: ``https://user:password@host`` (RFC 3986, 3.2.1)."""
+    slashes = text.rfind("://", max(0, start - _AUTHORITY_CHARS), start)
+    if slashes < 1 or not text[slashes - 1].isalnum():
+        return False
+    user, colon, password = text[slashes + 3 : start].partition(":")
+    return bool(colon) and not any(c.isspace() or c in "/?#@<>\"'" for c in user + password)
 
 
 def _local_start(text: str, at: int) -> int | None:

@@ -39,7 +39,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 #: Raised whenever the code would make other bytes from the same config.
-PAGES_FORMAT = 2
+PAGES_FORMAT = 3
 
 DECISIONS = "duplicates/decisions.parquet"
 CLUSTERS = "duplicates/clusters.parquet"
@@ -232,7 +232,16 @@ def _standing(run_dir: str, tasks: Sequence[PartitionTask], there: set[str]) -> 
 
     begun = [i for i, t in enumerate(tasks) if f"commits/pages/{t.source.name}/{t.partition.name}.json" in there]
     found = zip(begun, storage.each(find, begun, run_dir), strict=True)
-    return {index: entry for index, entry in found if entry is not None}
+    standing = {index: entry for index, entry in found if entry is not None}
+    if again := len(begun) - len(standing):
+        log.warning(
+            "%s: %d finished partitions are done again: their input, a file that the config names, or quern's own rules "
+            "(pages format %d) have changed since",
+            run_dir,
+            again,
+            PAGES_FORMAT,
+        )
+    return standing
 
 
 class _Sweeper:

@@ -375,7 +375,11 @@ def _findings(found: Mapping[str, Any], z_S: F64, excess_S: F64) -> Iterator[str
     ratios = [row for row in found["layers"] if row["ratio"] is not None]
     if ratios:
         top = max(ratios, key=lambda row: row["ratio"])
-        yield f"The gradient has grown most in {top['name']}: {top['ratio']:.1f} times its median of the steps before."
+        if top["ratio"] > 1:
+            grown = f"has grown most in {top['name']}: {top['ratio']:.1f}"
+        else:
+            grown = f"has grown in no layer: the largest, of {top['name']}, is {top['ratio']:.2g}"
+        yield f"The gradient {grown} times its median of the steps before."
     if found["decision"] == "skipped":
         yield "The update was skipped: weights, moments and AdamW's step count are those of before."
     for row in found["documents"][:3]:

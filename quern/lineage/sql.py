@@ -2,10 +2,13 @@
 
 Of a data run:
 
-- ``verdicts``: one row a page-carrying record, as in the verdict files; a page that was removed as a duplicate, and
-  not restored since, has ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``;
-- ``documents``: the verdicts that reached the quality gate, with ``text``, ``extracted`` (null where it is the text)
-  and ``kept`` as in the document files (all three null once a purge has taken the text);
+- ``verdicts``: one row a page-carrying record, as in the verdict files, and ``kept``: whether it is in the corpus's
+  current version. A verdict file knows only what the chain dropped. Here a page that was removed as a duplicate, and
+  not restored since, has ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``, and one that was
+  purged ``stage`` = 'purged' and 'version 2', say; ``kept`` is true where ``stage`` is null;
+- ``documents``: the verdicts that reached the quality gate, with ``text`` and ``extracted`` (null where it is the text;
+  both null once a purge has taken the text). ``kept`` is that of ``verdicts``: in the document files it says only that
+  the chain did not drop the page;
 - ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, purged_since (the corpus version
   that purged it: who read an earlier one saw it), doc_id of the current version;
 - ``duplicates``: every document of a cluster, with kind, duplicate_of, similarity and band if it was removed;
@@ -64,7 +67,7 @@ _VERDICT = {
     "language": "VARCHAR", "language_score": "DOUBLE", "pre_filter_hash": "BLOB", "post_filter_hash": "BLOB",
     "stage": "VARCHAR", "reason": "VARCHAR", "failed_rules": "VARCHAR[]",
 }  # fmt: skip
-_DOCUMENT = {"doc_id": "BLOB", "text": "VARCHAR", "extracted": "VARCHAR", "kept": "BOOLEAN"}
+_DOCUMENT = {"doc_id": "BLOB", "text": "VARCHAR", "extracted": "VARCHAR"}
 _SPAN = {"doc_id": "BLOB", "start": "BIGINT", "length": "BIGINT", "purged": "BOOLEAN"}
 _DECISION = {
     "doc_id": "BLOB", "kind": "VARCHAR", "duplicate_of": "BLOB", "cluster_id": "BLOB", "similarity": "DOUBLE",
@@ -217,6 +220,8 @@ def _define(
 ) -> None:
     connection.execute("SET TimeZone = 'UTC'")
     connection.execute("CREATE SCHEMA source")  # what the views are made of: SHOW TABLES leaves it out
+    if wanted & {"verdicts", "documents", "duplicates", "spans"}:
+        _define_purges(connection, run)
     if wanted & {"verdicts", "documents", "duplicates"}:
         _define_pages(connection, run, alias)
     if "spans" in wanted:
@@ -226,6 +231,14 @@ def _define(
         connection.register("ledgers", _steps_table(runs, note))
         connection.execute("CREATE TABLE steps AS FROM ledgers")
         connection.unregister("ledgers")
+
+
+def _define_purges(connection: duckdb.DuckDBPyConnection, run: str) -> None:
+    """The documents that the current version has purged, and since when."""
+    version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
+    connection.register("purged", Purges(os.path.join(run, "tokens"), version).table())
+    connection.execute("CREATE TABLE source.purges AS SELECT doc_id, version FROM purged")
+    connection.unregister("purged")
 
 
 def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
@@ -246,16 +259,20 @@ def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -
             lower(hex(v.doc_id)) AS doc_id,
             lower(hex(pre_filter_hash)) AS pre_filter_hash,
             lower(hex(post_filter_hash)) AS post_filter_hash,
-            CASE WHEN v.stage IS NULL AND d.kind IS NOT NULL THEN 'duplicate' ELSE v.stage END AS stage,
-            CASE WHEN v.stage IS NULL AND d.kind IS NOT NULL THEN d.kind ELSE v.reason END AS reason)
+            CASE WHEN v.stage IS NOT NULL THEN v.stage WHEN d.kind IS NOT NULL THEN 'duplicate'
+                WHEN p.version IS NOT NULL THEN 'purged' END AS stage,
+            CASE WHEN v.stage IS NOT NULL THEN v.reason WHEN d.kind IS NOT NULL THEN d.kind
+                ELSE 'version ' || p.version END AS reason),
+            v.stage IS NULL AND d.kind IS NULL AND p.version IS NULL AS kept
         FROM source.verdict_rows v LEFT JOIN source.decision_rows d ON v.doc_id = d.doc_id
+            LEFT JOIN source.purges p ON v.doc_id = p.doc_id
         """
     )
     connection.execute("CREATE VIEW verdicts AS SELECT * EXCLUDE (id) FROM source.pages")
     connection.execute(
         """
         CREATE VIEW documents AS
-        SELECT p.* EXCLUDE (id), d.text, d.extracted, d.kept
+        SELECT p.* EXCLUDE (id, kept), d.text, d.extracted, p.kept
         FROM source.pages p LEFT JOIN source.document_rows d ON p.id = d.doc_id WHERE p.post_filter_hash IS NOT NULL
         """
     )
@@ -288,18 +305,14 @@ def _define_decisions(connection: duckdb.DuckDBPyConnection, run: str) -> None:
 
 
 def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    version, shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
+    _, shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
     paths = [os.path.join(alias, "tokens", file) for _, _, file in shards]
     connection.execute("CREATE TABLE source.shard_files (path VARCHAR, stream VARCHAR, shard INTEGER, written INTEGER)")
-    connection.execute("CREATE TABLE source.purges (doc_id BLOB, version INTEGER)")
     if shards:
         tokens = os.path.join(run, "tokens")
         written = [written_by(os.path.join(tokens, file)) for _, _, file in shards]
         columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards], written]
         connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?), unnest(?)", columns)
-        connection.register("purged", Purges(tokens, version).table())
-        connection.execute("INSERT INTO source.purges FROM purged")
-        connection.unregister("purged")
     files = f"[{', '.join(map(_text, paths))}]" if paths else ""
     rows = _scan(files, _SPAN | {"filename": "VARCHAR"}, ", filename = true")
     connection.execute(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -258,7 +259,11 @@ def write_weights(
 
     def flush() -> None:
         shards.append(list(held))
-        save_file(held, os.path.join(folder, f".shard{len(shards)}"), metadata={"format": "pt"})
+        path = os.path.join(folder, f".shard{len(shards)}")
+        with open(path, "xb") as created:
+            mode = stat.S_IMODE(os.fstat(created.fileno()).st_mode)
+        save_file(held, path, metadata={"format": "pt"})
+        os.chmod(path, mode)  # as any file that is made here: safetensors lets nobody else read it
         held.clear()
 
     for name, tensor in weights:

@@ -91,6 +91,8 @@ def begin(
         log.info(
             "%s at step %d, data step %d%s", kind, step, data_step, f", from {checkpoint.path}" if checkpoint else ""
         )
+        if step == config.steps:
+            log.info("complete at step %d, nothing to do", step)
     return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
 
 
@@ -193,6 +195,12 @@ def _position(
     if manifest.precision == "fp64" != config.precision:
         raise InputError(
             f"{file}: precision: expected {config.precision}, as in the config, got fp64; nothing rounds it"
+        )
+    if config.steps < manifest.step:
+        back = "an earlier resume.step" if kind == "rollback" else "resume.step to go back"
+        raise InputError(
+            f"{config.run_dir}: steps: expected at least {manifest.step}, the step of {checkpoint.path}, got "
+            f"{config.steps}; give more, or {back}"
         )
     if kind == "rollback":
         return manifest.step, manifest.data_step + config.data_skip, manifest.tokens

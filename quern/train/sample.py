@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.model.generate import generate
 from quern.train.checkpoint.manifest import read_manifest
+from quern.train.checkpoint.reader import verify
 from quern.train.export import find_checkpoint, load_model, read_encoding
 
 __all__ = ["continue_text"]
@@ -20,6 +21,7 @@ def continue_text(
 
     Raises:
         InputError: no checkpoint, none with an encoding, or an empty prompt.
+        QuernError: the checkpoint is damaged: its files' checksums are compared first.
     """
     path = find_checkpoint(path)
     encoding = read_encoding(path, read_manifest(path))
@@ -28,6 +30,9 @@ def continue_text(
     tokens = encoding.encode(prompt).astype("int64")
     if not len(tokens):
         raise InputError("--prompt: expected at least one character, got an empty text")
+    problems = verify(path)
+    if problems:
+        raise QuernError(f"{problems[0]}; the checkpoint is damaged")
     model, _ = load_model(path)
     continued = generate(
         model, torch.from_numpy(tokens)[None], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,

@@ -175,7 +175,9 @@ def test_hostile_texts_of_other_sources(kind: str, tmp_path: Path) -> None:
     by_id = {row["record_id"]: row for row in rows}
     if kind == "jsonl":  # of a line that cannot be read, no id is known
         unknown = [row for row in rows if row["record_id"] is None]
-        assert sorted(row["reason"] for row in unknown) == sorted(["read.too_large"] * 2 + ["read.bad_line"] * 3)
+        assert sorted(row["reason"] for row in unknown) == sorted(
+            ["read.too_large"] * 2 + ["read.too_deep", "read.bad_json", "read.undecodable"]
+        )
         for name in ("deep", "many", "number", "no-utf-8", "text-34mb"):
             expected.pop(name)
         by_id["id-1mb"] = by_id["i" * hostile_pages.MIB]

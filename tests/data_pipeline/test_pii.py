@@ -31,6 +31,8 @@ EMAILS = [
     "email=«john@example.com»&x=1", "...«john@example.com»", "«john@[8.8.4.4]»", "«a@example.museum»", "/«a@b.io»/",
     "«" + "a" * 64 + "@example.com»", "«a@" + "b" * 63 + ".com»", "«john@example.com»-", "E-Mail:«info@firma.de» Tel",
     "«a@a.com»«@»".replace("«@»", " ") + "«b@b.com»", "author <«j@users.noreply.github.com»>", "|«a@b.org»|",
+    "https://«ann.smith@example.com»", "https://example.com/ by:«ann@b.org»", "https://a.b:80/«ann@b.org»", "://x:«ann@b.org»",
+    "https://x:y and «ann@b.org»",
 ]  # fmt: skip
 EMAIL_TRAPS = [
     "user at example dot com", "@john", "@app.route", "john@", "john@localhost", "a@b", "icon@2x.png",
@@ -39,7 +41,8 @@ EMAIL_TRAPS = [
     "john.@example.com", "a" * 65 + "@example.com", "a@" + "b" * 64 + ".com", "a@-b.com", "@alice@mastodon.social",
     "A@B.T", "f(x)@g(y)", "react@^18.2.0", "image@3x.jpg", "..@example.com", "john @ example.com",
     "data.zip@backup.zip", "https://medium.com/@user", "a@b_c.com", "@media (max-width: 3px)", "php@8.1.2-fpm",
-    "name@中国",
+    "name@中国", "https://user:password@example.com/x", "postgres://ann:s3cret@db.example.com:5432/x",
+    "ftp://user:pa.ss:wo-rd@example.com",
 ]  # fmt: skip
 PHONES = [
     "«+1 202 555 0123»", "call «+49 30 901820» now", "«+49 (0)30 901820»", "«+44 20 7946 0958».",
@@ -100,7 +103,7 @@ IPV4 = [
     "(«8.8.4.4»)", "地址«8.8.8.8»。", "IP:«8.8.8.8»", "«8.8.8.0»/24", "«8.8.8.1»-«8.8.8.9»", "root@«8.8.8.8»",
     "«8.8.8.8»\n", "[«8.8.8.8»]", "«223.5.5.5»;", "«8.8.8.8»!", "«1.0.0.1»", "=«8.8.8.8»", "\"«8.8.8.8»\"",
     "<«8.8.8.8»>", "«8.8.8.8» port 53", "«208.67.222.222»?", "from «66.249.66.1» - -", "«8.8.8.8»/«8.8.4.4»",
-    "«8.8.8.8».Then", "«100.63.255.255»", "«9.9.9.9»...",
+    "«8.8.8.8».Then", "«100.63.255.255»", "«9.9.9.9»...", "server «17.0.4.1»", "from java to «17.0.4.1»",
 ]  # fmt: skip
 IPV4_TRAPS = [
     "4.15.0.99.3", "1.3.6.1.4.1", "1234.5.6.7.8", "v8.8.8.8", "version 4.15.0.99", "192.168.1.1", "10.0.0.1",
@@ -110,7 +113,8 @@ IPV4_TRAPS = [
     "OID: 1.3.6.1", "Section 4.1.2.3", "§ 4.1.2.3", "EC 2.4.2.30", "v.8.8.8.8", "Release 8.8.8.8", "8..8.8.8",
     "8,8,8,8", "_8.8.8.8", "OID (2.5.29.15)", "OIDs: 2.5.29.15", "object identifier 2.5.29.15", "versions 4.15.0.99",
     "sections 4.1.2.3", "name==4.15.0.99", "name>=4.15.0.99", "name >= 4.15.0.99", "name~=4.15.0.99", "~> 4.15.0.99",
-    "4.15.0.99+git", "4.15.0.99~beta",
+    "4.15.0.99+git", "4.15.0.99~beta", "Java 17.0.4.1", "Java SE 17.0.4.1", "OpenJDK 17.0.4.1", "JDK: 17.0.4.1",
+    "Rails 6.0.3.1", "upgraded to 17.0.4.1", "LibreOffice 7.4.2.3", "Chrome 49.0.2.112",
 ]  # fmt: skip
 IPV6 = [
     "«2001:4860:4860::8888»", "«2001:4860:4860::8888».", "[«2606:4700:4700::1111»]:443", "«2600::»",
@@ -234,6 +238,12 @@ def test_measuring_drops_nothing() -> None:
     page = ScrubPii(PiiConfig(action="measure", max_spans=0))(Page("s", "f", "f", 0, text="ann@example.com"))
     assert page.measures["pii.emails"] == 1
     assert page.failures == []
+
+
+def test_a_text_of_personal_data_alone_does_not_pass_where_tags_are_empty() -> None:
+    stage = ScrubPii(PiiConfig(tags=PiiTags(email="")))
+    assert stage(Page("s", "f", "f", 0, text=" ann@example.com\n")).failures == [("pii", "pii.nothing_left")]
+    assert stage(Page("s", "f", "f", 0, text="ann@example.com.")).failures == []
 
 
 def test_tags_are_the_config_s() -> None:

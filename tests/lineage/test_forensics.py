@@ -16,7 +16,7 @@ import pytest
 
 from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
-from quern.lineage.forensics import explain
+from quern.lineage.forensics import _findings, explain
 from quern.lineage.forensics_file import StepRecord
 from quern.lineage.forensics_page import render
 from quern.lineage.purge.pages import clean_forensics
@@ -222,3 +222,17 @@ def test_losses_of_a_part_of_a_sequence_add_up() -> None:
     assert StepRecord({"within": {"tokens": 1, "place": [4], "loss": [[None, 1.0]], "targets": [[1, 1]]}}).nats_between(
         4, 0, 2
     ) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said"),
+    [
+        ({"embed": 0.5, "blocks.1": 3.14}, "has grown most in blocks.1: 3.1 times"),
+        ({"embed": 0.0004, "blocks.1": 0.00321}, "has grown in no layer: the largest, of blocks.1, is 0.0032 times"),
+    ],
+)
+def test_a_gradient_that_shrank_has_not_grown(ratios: dict[str, float], said: str) -> None:
+    layers = [{"name": name, "ratio": ratio} for name, ratio in ratios.items()]
+    found = {"broad": False, "documents": [], "layers": layers, "decision": None}
+    sentences = list(_findings(found, np.zeros(4), np.zeros(4)))
+    assert f"The gradient {said} its median of the steps before." in sentences

@@ -53,6 +53,7 @@ def joined(found: Listing) -> dict[str, dict[str, Any]]:
         if row["stage"] is None and decision is not None:
             row |= {"stage": "duplicate", "reason": decision["kind"]}
         row |= {name: hexed(row[name]) for name in ("doc_id", "pre_filter_hash", "post_filter_hash")}
+        row["kept"] = row["stage"] is None
         expected[row["doc_id"]] = row
     return expected
 
@@ -71,7 +72,7 @@ def test_verdicts_show_every_page_and_what_removed_it(run: str, found: Listing) 
 def test_documents_are_the_pages_that_reached_the_quality_gate_with_their_texts(run: str, found: Listing) -> None:
     texts = {hexed(row["doc_id"]): row for part in found.documents.values() for row in part}
     expected = {
-        key: row | {name: texts[key][name] for name in ("text", "extracted", "kept")}
+        key: row | {name: texts[key][name] for name in ("text", "extracted")}
         for key, row in joined(found).items()
         if key in texts
     }
@@ -80,13 +81,20 @@ def test_documents_are_the_pages_that_reached_the_quality_gate_with_their_texts(
     assert len(got) == len(expected) > 200
 
 
+def test_what_has_tokens_is_kept(run: str) -> None:
+    kept = {row["doc_id"] for row in rows(run, "SELECT doc_id FROM documents WHERE kept")}
+    assert kept == {row["doc_id"] for row in rows(run, "SELECT doc_id FROM verdicts WHERE kept")}
+    assert kept > {row["doc_id"] for row in rows(run, "SELECT DISTINCT doc_id FROM spans WHERE NOT purged")} != set()
+    assert rows(run, "SELECT 1 FROM documents WHERE kept <> (stage IS NULL)") == []
+
+
 def test_a_purged_text_leaves_its_row(tmp_path: Path, found: Listing) -> None:
     write_listing(tmp_path / "run", found, identity="purged")
     path = next(path for path in sorted((tmp_path / "run" / "documents").rglob("*.parquet")))
     table = pq.read_table(path)
     pq.write_table(table.slice(1).cast(DOCUMENT_SCHEMA), path)
     got = rows(str(tmp_path / "run"), f"SELECT * FROM documents WHERE doc_id = '{table['doc_id'][0].as_py().hex()}'")
-    assert [(row["text"], row["extracted"], row["kept"]) for row in got] == [(None, None, None)]
+    assert [(row["text"], row["extracted"]) for row in got] == [(None, None)]
     assert got[0]["post_filter_hash"] is not None
 
 

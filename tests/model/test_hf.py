@@ -194,6 +194,8 @@ def test_a_shard_holds_at_most_the_limit_or_one_tensor(tmp_path: Path, limit: in
     for tensors in files.values():
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
     assert sum(len(tensors) for tensors in files.values()) == len(unpadded(model))
+    (tmp_path / "any").write_bytes(b"")
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "any").stat().st_mode}
     if limit == 10**9:
         assert list(files) == ["model.safetensors"]
         assert not (tmp_path / hf.INDEX_FILE).exists()

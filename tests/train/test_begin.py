@@ -200,17 +200,20 @@ def test_a_precision_that_would_round_moves_nothing(tmp_path, old):
     assert (run / "ledger.jsonl").read_bytes() == before
 
 
-def test_a_shorter_budget_than_what_is_done_ends_at_once(config, run):
-    before = names(run)
-    left = case.live(config().model_copy(update={"steps": 4}))
-    assert left.complete
-    assert left.samples == {}
-    assert names(run) == before
+@pytest.mark.parametrize("resume", [{}, {"step": 5}])
+def test_a_shorter_budget_than_what_is_done_is_refused_and_changes_nothing(config, run, resume):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=rf"steps: expected at least {resume.get('step', 6)}, .*, got 4; give more"):
+        case.live(config(resume=resume).model_copy(update={"steps": 4}))
+    assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_run_that_is_complete_stays_as_it_is(config, run):
+def test_a_run_that_is_complete_stays_as_it_is_and_says_so(config, run, caplog):
     first = case.live(config())
+    caplog.set_level("INFO", "quern")
+    assert "nothing to do" not in caplog.text
     again = case.live(config())
+    assert f"complete at step {STEPS}, nothing to do" in caplog.text
     assert again.complete
     assert again.samples == {}
     assert case.differences(first.state, again.state) == []

@@ -23,6 +23,7 @@ from quern.tokenize.train_encoding import train_ranks
 from quern.train import export
 from quern.train.checkpoint.manifest import ENCODING_FILE, MANIFEST_FILE, EncodingInfo, read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
+from quern.train.sample import continue_text
 
 TEXT = "The miller's stone turns; 1234 sacks of grain, für alle Müller.\n\n    flour = grind(grain)\n"
 SIZES: dict[str, Any] = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}
@@ -186,6 +187,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, checkpoint: str) -
     with pytest.raises(QuernError, match=f"{file}: .*damaged, nothing was exported"):
         export.export_hf(checkpoint, str(tmp_path / "hf"))
     assert everything_below(tmp_path) == before
+    with pytest.raises(QuernError, match=f"{file}: .*the checkpoint is damaged"):
+        continue_text(checkpoint, "the", max_new_tokens=1, temperature=0)
 
 
 def test_a_folder_that_is_there_is_never_written_to(tmp_path: Path, checkpoint: str) -> None:

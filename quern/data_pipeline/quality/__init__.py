@@ -17,6 +17,7 @@ from quern.data_pipeline.quality.repetition import RepetitionConfig
 from quern.data_pipeline.quality.words import Reading
 
 __all__ = [
+    "EMPTIED",
     "C4Config",
     "FinewebConfig",
     "GopherConfig",
@@ -36,6 +37,9 @@ _MEASURES: dict[str, tuple[str, ...]] = {
     "c4": c4.MEASURES,
     "fineweb": fineweb.MEASURES,
 }
+#: The rule that a text fails of which C4's rules for lines leave nothing, where it fails no other.
+EMPTIED = "c4.no_line_left"
+
 _DECIDE: dict[str, Callable[[Mapping[str, float | None], Any], list[str]]] = {
     "repetition": repetition.decide,
     "gopher": gopher.decide,
@@ -52,7 +56,7 @@ class QualityConfig(Section):
     order: tuple[Family, ...] = ("repetition", "gopher", "c4", "fineweb")
     """The order of reasons, and of who reads what C4 leaves; a family that is not listed is not measured."""
     action: Literal["drop", "measure"] = "drop"
-    """``measure`` fills the columns, and C4 rewrites, but no page fails."""
+    """``measure`` fills the columns, failed rules too, as ``drop`` would; no page fails and no text changes."""
     default_language: str = Field(default="en", pattern="^[a-z]{2,3}$")
     """The language of a page that has none noted: decides how words are split, and which stop words count."""
     repetition: RepetitionConfig = RepetitionConfig()
@@ -95,9 +99,12 @@ def decide(measures: Mapping[str, float | None], config: QualityConfig) -> list[
     """Every failed rule, in the recipe's order and within a family in datatrove's, from stored measures alone.
 
     The first is the reason. A measure that is missing, None or NaN fails nothing; an empty text fails by rules of its
-    own (``repetition.empty``, ``fineweb.empty``). ``config.action`` is not looked at.
+    own (``repetition.empty``, ``fineweb.empty``), and one of which C4 leaves no line by :data:`EMPTIED` where no other
+    rule fails. ``config.action`` is not looked at.
     """
-    return [rule for family in config.order for rule in _DECIDE[family](measures, getattr(config, family))]
+    rules = [rule for family in config.order for rule in _DECIDE[family](measures, getattr(config, family))]
+    emptied = "c4" in config.order and config.c4.rewrite and measures.get("c4.num_kept_lines") == 0
+    return rules or [EMPTIED] * emptied
 
 
 def measured_settings(config: QualityConfig) -> dict[str, Any]:
@@ -130,7 +137,7 @@ def measured_settings(config: QualityConfig) -> dict[str, Any]:
 
 
 class Quality:
-    """The stage: fills the measures, notes the failed rules, and leaves the text that C4 leaves."""
+    """The stage: fills the measures, notes the failed rules, and leaves the text that C4 leaves, if it may drop."""
 
     name = "quality"
 
@@ -141,9 +148,11 @@ class Quality:
     def __call__(self, page: Page) -> Page:
         measures, text = measure(page.text or "", self.config, page.language)
         page.measures |= {name: value for name, value in measures.items() if value is not None}
-        if self.config.action == "drop":
-            for rule in decide(measures, self.config):
+        for rule in decide(measures, self.config):
+            if self.config.action == "drop":
                 page.fail("quality", rule)
-        if page.text is not None:
+            else:
+                page.note(rule)
+        if self.config.action == "drop" and page.text is not None:
             page.text = text
         return page

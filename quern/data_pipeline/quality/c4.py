@@ -74,7 +74,7 @@ def measure(reading: Reading, config: C4Config) -> tuple[dict[str, float | None]
         "c4.curly_bracket": float(kept.curly_bracket),
         "c4.num_sentences": float(left.num_sentences if kept.lines else 0),
         "c4.num_lines": float(kept.num_lines),
-        "c4.num_kept_lines": float(len(kept.lines)),
+        "c4.num_kept_lines": float(sum(map(bool, kept.lines))),
     }
     stripped = joined.strip()
     return measures, left if stripped == joined else Reading(stripped, reading.language)

@@ -28,12 +28,17 @@ def fill(page: Page, source: SourceConfig, row: Mapping[str, object]) -> None:
     if isinstance(url, str) and url.strip():
         page.url = printable(url.strip())
     page.fetched_at = _moment(row.get(source.date_field)) if source.date_field else None
-    if page.fault is not None:
+    if source.text_field not in row:
+        page.fault = "read.no_field"
         return
-    value = row.get(source.text_field)
+    value = row[source.text_field]
     text = printable(value) if isinstance(value, str) else ""
-    if isinstance(value, bytes):
+    if value is None:
+        page.fault = "read.null_text"
+    elif isinstance(value, bytes):
         page.fault = "read.undecodable"
+    elif not isinstance(value, str):
+        page.fault = "read.wrong_type"
     elif not text or text.isspace():
         page.fault = "read.empty"
     elif len(text.encode("utf-8")) > source.max_bytes:

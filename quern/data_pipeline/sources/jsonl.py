@@ -24,7 +24,8 @@ def read_jsonl(
 ) -> Iterator[Page]:
     """A page for every line that is not blank; ``position`` is the line's number from 0, blank ones counted.
 
-    A line that is no JSON object with a text carries the fault ``read.bad_line``.
+    A line without a text carries a fault that says why: ``read.undecodable`` (not UTF-8), ``read.bad_json``,
+    ``read.too_deep``, ``read.not_an_object``, ``read.no_field``, ``read.null_text``, ``read.wrong_type``.
     """
     with storage.open_read(path, fingerprint) as file:
         stream = pieces(file, lambda offset, why: log.damaged(path, offset, why))
@@ -47,11 +48,19 @@ def _fill(page: Page, source: SourceConfig, line: bytes) -> None:
     if _has_too_many_values(line):
         page.fault = "read.too_large"
         return
-    row = _object(line)
-    if row is None or not isinstance(row.get(source.text_field), str):
-        page.fault = "read.bad_line"
-    if row is not None:
-        fill(page, source, row)
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        page.fault = "read.undecodable"
+    except ValueError:
+        page.fault = "read.bad_json"
+    except RecursionError:
+        page.fault = "read.too_deep"
+    else:
+        if isinstance(row, dict):
+            fill(page, source, row)
+        else:
+            page.fault = "read.not_an_object"
 
 
 def _has_too_many_values(line: bytes) -> bool:
@@ -59,14 +68,6 @@ def _has_too_many_values(line: bytes) -> bool:
     if len(line) <= _MAX_VALUES:
         return False
     return sum(map(line.count, (b",", b"[", b"{"))) > _MAX_VALUES
-
-
-def _object(line: bytes) -> dict[str, object] | None:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _lines(stream: Iterator[bytes], max_bytes: int) -> Iterator[tuple[int, int, list[bytes] | None]]:

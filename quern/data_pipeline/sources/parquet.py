@@ -52,12 +52,13 @@ def read_parquet(
                     rest = zip(*map(_values, others.columns), strict=True) if others.num_columns else ((),) * len(batch)
                     for values, text in zip(rest, _texts(batch.column(at), source.max_bytes), strict=True):
                         page = Page(source.name, path, relative_path, row, media="text")
-                        page.fault = "read.too_large" if text is _TOO_LARGE else None
                         fields = dict(zip(others.schema.names, values, strict=True))
                         try:
-                            fill(page, source, {**fields, source.text_field: text})
+                            fill(page, source, {**fields, source.text_field: "" if text is _TOO_LARGE else text})
                         except MemoryError:
                             page.fault = OUT_OF_MEMORY
+                        else:
+                            page.fault = "read.too_large" if text is _TOO_LARGE else page.fault
                         yield page
                         row += 1
             except (pa.ArrowException, OSError) as error:

@@ -7,9 +7,11 @@ never on the order of entries, on other files or on the working directory.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import posixpath
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +27,8 @@ from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, list_
 from quern.errors import InputError
 
 __all__ = ["NOT_DECIDING", "TREE_KINDS", "InputFile", "Partition", "SourceConfig", "plan"]
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["warc", "wet", "jsonl", "parquet", "text", "code", "commoncrawl"]
 TREE_KINDS = ("text", "code")
@@ -234,7 +238,11 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
     else:
         if not storage.exists(entry):
             return
+        if isinstance(fs, LocalFileSystem) and (kind := _special(inner)) is not None:
+            raise InputError(f"source {source.name}: {given}: is a {kind}; expected a regular file")
         base, paths = inner.rpartition("/")[0], [entry if "://" in entry else inner]
+    if isinstance(fs, LocalFileSystem):
+        paths = _regular(source, paths)
     if source.root is not None:
         base = storage.split(_normal(source.root))[1]
     prefix = base.rstrip("/") + "/"
@@ -246,6 +254,34 @@ def _expand(source: SourceConfig, entry: str) -> Iterator[tuple[str, str]]:
         if is_tree and pattern and any(part.startswith(".") for part in relative.split("/")):
             continue
         yield path, relative
+
+
+_SPECIAL = (
+    (stat.S_ISFIFO, "named pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "character device"),
+    (stat.S_ISBLK, "block device"),
+)
+_NAMED = 5
+
+
+def _special(path: str) -> str | None:
+    """What a local path is where reading it might never end; None for files, folders and what is not there."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return None
+    return next((name for is_one, name in _SPECIAL if is_one(mode)), None)
+
+
+def _regular(source: SourceConfig, paths: list[str]) -> list[str]:
+    """Those that are no pipe, socket or device; the others are named in a warning."""
+    special = {path: kind for path in paths if (kind := _special(path)) is not None}
+    if special:
+        named = ", ".join(f"{path} (a {kind})" for path, kind in sorted(special.items())[:_NAMED])
+        more = f" and {len(special) - _NAMED:,} more" if len(special) > _NAMED else ""
+        log.warning("source %s: not read, no regular file: %s%s", source.name, named, more)
+    return [path for path in paths if path not in special]
 
 
 def _normal(entry: str) -> str:

@@ -22,8 +22,8 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
     """Every page of ``partition``, one for each page-carrying record, in the order of the files.
 
     A record without usable text is a page with a ``fault``: ``read.damaged``, ``read.http_status``, ``read.too_large``,
-    ``read.empty``, ``read.not_text``, ``read.undecodable`` or ``read.bad_line``. Damaged files never raise: what is
-    readable is read, and each damage is noted in ``log``.
+    ``read.empty``, ``read.not_text``, ``read.undecodable``, or one of those that :func:`read_jsonl` names. Damaged
+    files never raise: what is readable is read, and each damage is noted in ``log``.
 
     Raises:
         InputError: a file is missing or cannot be opened or read; a Parquet file lacks a column.

@@ -106,11 +106,28 @@ def test_fineweb_reads_what_c4_leaves_unless_it_comes_first_or_nothing_is_rewrit
     assert untouched[1] == text
 
 
-def test_measuring_only_fails_no_page_but_rewrites() -> None:
-    done = Quality(QualityConfig(action="measure"))(page("a b c { d\nx"))
+def test_measuring_only_fails_no_page_and_changes_no_text_but_names_the_rules() -> None:
+    text = "a b c { d\nx"
+    done = Quality(QualityConfig(action="measure"))(page(text))
+    dropped = Quality(QualityConfig())(page(text))
     assert done.failures == []
-    assert done.measures["c4.curly_bracket"] == 1
-    assert done.text == "a b c { d"
+    assert done.settle()
+    assert done.text == text
+    assert done.measures == dropped.measures
+    assert not dropped.settle()
+    assert done.failed_rules == dropped.failed_rules
+    assert "c4.curly_bracket" in done.failed_rules
+
+
+def test_a_text_of_which_no_line_is_left_does_not_pass() -> None:
+    only_lines = {"order": ("c4",), "c4": {"min_sentences": None}}
+    done = Quality(QualityConfig(**only_lines))(page("x\ny"))
+    assert not done.settle()
+    assert (done.stage, done.reason, done.failed_rules) == ("quality", "c4.no_line_left", ["c4.no_line_left"])
+    assert Quality(QualityConfig(**only_lines))(page("x\nthree words here")).settle()
+    kept = Quality(QualityConfig(order=("c4",), c4={"min_sentences": None, "rewrite": False}))(page("x\ny"))
+    assert kept.settle()
+    assert kept.text == "x\ny"
 
 
 def test_odd_texts_are_measured_without_error_or_nan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,26 @@ def test_a_tree_leaves_out_what_is_hidden_linked_or_of_another_kind(tmp_path: Pa
     assert relatives(plan(source(tmp_path / "repo", kind="code", suffixes=[".png"]))) == ["logo.png"]
     with pytest.raises(InputError, match=r"matches no file with a suffix of \.txt \.md \.rst"):
         plan(source(tmp_path / "repo", kind="text"))
+
+
+def test_what_is_no_regular_file_is_named_and_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "in/a.txt", "in/b.jsonl")
+    for name in ("in/pipe.txt", "in/pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(tmp_path / "in")  # the path of a socket has a hundred characters at most
+        listener.bind("socket.txt")
+        assert relatives(plan(source(tmp_path / "in", kind="text"))) == ["a.txt"]
+    folder = tmp_path / "in"
+    said = f"not read, no regular file: {folder}/pipe.txt (a named pipe), {folder}/socket.txt (a socket)"
+    assert [record.getMessage() for record in caplog.records] == [f"source crawl: {said}"]
+    assert relatives(plan(source(folder / "*.jsonl", kind="jsonl"))) == ["b.jsonl"]
+    assert "pipe.jsonl (a named pipe)" in caplog.text
+    for path, kind in ((folder / "pipe.jsonl", "named pipe"), (Path("/dev/zero"), "character device")):
+        with pytest.raises(InputError, match=f"source crawl: {path}: is a {kind}; expected a regular file"):
+            plan(source(path, kind="jsonl"))
 
 
 def test_a_tree_s_groups_stay_when_files_are_added(tmp_path: Path) -> None:

@@ -91,15 +91,16 @@ def test_the_offset_and_length_of_a_line_give_it_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        (b"not json", "read.bad_line"),
-        (b'{"text": "cut', "read.bad_line"),
-        (b'["text"]', "read.bad_line"),
-        (b'{"body": "x"}', "read.bad_line"),
-        (b'{"text": null}', "read.bad_line"),
-        (b'{"text": 5}', "read.bad_line"),
-        (b'{"text": "\xff"}', "read.bad_line"),
-        (b'{"text": ' + b"[" * 100_000, "read.bad_line"),
-        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "read.bad_line"),
+        (b"not json", "read.bad_json"),
+        (b'{"text": "cut', "read.bad_json"),
+        (b'["text"]', "read.not_an_object"),
+        (b'{"body": "x"}', "read.no_field"),
+        (b'{"text": null}', "read.null_text"),
+        (b'{"text": 5}', "read.wrong_type"),
+        (b'{"text": {"en": "x"}}', "read.wrong_type"),
+        (b'{"text": "\xff"}', "read.undecodable"),
+        (b'{"text": ' + b"[" * 100_000, "read.too_deep"),
+        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "read.bad_json"),
         (b'{"text": ""}', "read.empty"),
         (b'{"text": " \\n\\u0000"}', "read.empty"),
         (b'{"text": "' + b"x" * 9000 + b'"}', "read.too_large"),
@@ -115,7 +116,7 @@ def test_a_bad_line_is_a_page_and_the_next_line_is_read(tmp_path: Path, line: by
 
 def test_a_bad_line_keeps_the_id_it_has(tmp_path: Path) -> None:
     found = read_jsonl(tmp_path, jsonl({"id": 7, "text": None, "url": "http://e.com"}))
-    assert (found[0].record_id, found[0].url, found[0].fault) == ("7", "http://e.com", "read.bad_line")
+    assert (found[0].record_id, found[0].url, found[0].fault) == ("7", "http://e.com", "read.null_text")
 
 
 def test_escapes_never_make_a_lone_surrogate_or_nul(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_rows_are_pages(tmp_path: Path, kind: pa.DataType) -> None:
     )
     found = pages(parquet(tmp_path, table, row_group_size=2), kind="parquet")
     assert [page.raw for page in found] == [*texts[:5], "", ""]
-    assert [page.fault for page in found] == [None] * 5 + ["read.empty"] * 2
+    assert [page.fault for page in found] == [None] * 5 + ["read.null_text", "read.empty"]
     assert [page.position for page in found] == list(range(7))
     assert [page.record_id for page in found] == [str(i) for i in range(7)]
     assert found[4].url == "http://e.com/4"
@@ -235,7 +236,7 @@ def test_a_text_above_the_bound_costs_its_own_row_alone(tmp_path: Path, kind: pa
     assert [(page.record_id, page.raw or page.fault) for page in found] == [
         ("a", "one"),
         ("b", "read.too_large"),
-        ("c", "read.empty"),
+        ("c", "read.null_text"),
         ("d", "é" * 50),
         ("e", "read.empty"),
         ("f", "read.too_large"),

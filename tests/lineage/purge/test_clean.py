@@ -310,7 +310,11 @@ def test_lineage_answers_without_their_texts(case: P.Case) -> None:
     rows = query(str(case.run), "SELECT doc_id, text, extracted, kept FROM documents").rows
     gone = {doc_id.hex() for doc_id in case.condemned}
     assert {row[0] for row in rows if row[1] is None} == {doc_id.hex() for doc_id in texts}
-    assert all(row[1:] == (None, None, None) for row in rows if row[0] in gone)
+    assert all(row[1:] == (None, None, False) for row in rows if row[0] in gone)
+    stages = query(str(case.run), "SELECT doc_id, stage, reason FROM verdicts").rows
+    assert {row[1:] for row in stages if row[0] in {doc_id.hex() for doc_id in case.placed}} == {
+        ("purged", "version 2")
+    }
 
 
 def test_pages_of_training_runs_go(case: P.Case, tmp_path: Path) -> None:

@@ -195,10 +195,10 @@ def rows(hostile: bool) -> Iterator[tuple[str, str, str]]:
 
 #: Lines that are JSON but not what a row should be, and the verdict of each.
 LINES: dict[str, tuple[bytes, tuple[str, str] | None]] = {
-    "deep": (b'{"id": "deep", "text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ("read", "read.bad_line")),
+    "deep": (b'{"id": "deep", "text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ("read", "read.too_deep")),
     "many": (b'{"id": "many", "text": "x", "y": [' + b"[]," * 3_000_000 + b"[]]}", TOO_LARGE),
-    "number": (b'{"id": "number", "text": ' + b"9" * MIB + b"}", ("read", "read.bad_line")),
-    "no-utf-8": (b'{"id": "no-utf-8", "text": "\xff\xfe"}', ("read", "read.bad_line")),
+    "number": (b'{"id": "number", "text": ' + b"9" * MIB + b"}", ("read", "read.bad_json")),
+    "no-utf-8": (b'{"id": "no-utf-8", "text": "\xff\xfe"}', ("read", "read.undecodable")),
     "surrogates": (
         json.dumps(
             {"id": "surrogates", "text": prose(207) + " \ud800 x \udfff\ud83d", "url": "http://a/\udc00"}
