@@ -235,12 +235,9 @@ def _standing(run_dir: str, tasks: Sequence[PartitionTask], there: set[str]) -> 
     standing = {index: entry for index, entry in found if entry is not None}
     if again := len(begun) - len(standing):
         log.warning(
-            "%s: %d finished partitions are done again: their input, a file that the config names, or quern's own rules "
-            "(pages format %d) have changed since",
-            run_dir,
-            again,
-            PAGES_FORMAT,
-        )
+            "%s: %d finished partitions are done again: their input, a file that the config names, or quern's rules "
+            "(pages format %d) have changed since", run_dir, again, PAGES_FORMAT,
+        )  # fmt: skip
     return standing
 
 
