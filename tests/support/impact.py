@@ -65,12 +65,15 @@ class Sources:
             found |= dict.fromkeys(edge, steps)
         return found
 
+    @cached_property
+    def _reached(self) -> Mapping[str, Iterable[str]]:
+        return {test: self.reached(test).keys() for test in self.tests}
+
     def affected(self, changed: Iterable[str]) -> set[str] | None:
         """Test files that a changed file can break; None where it may be any of them."""
-        reached = {test: self.reached(test).keys() for test in self.tests}
         found: set[str] = set()
         for path in changed:
-            readers = self._readers(path, reached)
+            readers = self._readers(path, self._reached)
             if readers is None:
                 return None
             found |= readers
@@ -100,8 +103,9 @@ class Sources:
     def _named(self, path: str) -> Iterator[str]:
         tree = ast.parse(self._texts[path])
         package = _module(path).split(".") if path.endswith("__init__.py") else _module(path).split(".")[:-1]
-        described = {id(text) for node in ast.walk(tree) if (text := _docstring(node)) is not None}
-        for node in ast.walk(tree):
+        described = set()
+        for node in ast.walk(tree):  # what holds a docstring comes before it
+            described.add(id(_docstring(node)))
             if id(node) in described:
                 continue
             if isinstance(node, ast.Import):
