@@ -315,7 +315,7 @@ def test_bytes_that_leave_the_sockets(run_ranks: Any) -> None:
     """Ring costs to 1 %, for headers and barriers; but gloo's reduce-scatter is an all-reduce, and costs one."""
     plans = [MeshPlan(dp_replicate=4), MeshPlan(dp_shard=4), MeshPlan(tp=4), MeshPlan(pp=2, dp_shard=2)]
     cases = [Case(plan, plan.pp == 1, wide=True, micro_batches=2, dtype=torch.bfloat16) for plan in plans]
-    for rank, found in enumerate(run_ranks(on_the_wire, 4, cases, timeout_s=300)):
+    for rank, found in enumerate(run_ranks(on_the_wire, 4, cases, timeout_s=850)):
         for case, total in zip(cases, found, strict=True):
             rows = traffic(case.step, rank)
             told = sum(row.sent * (2 if row.collective == "reduce_scatter" else 1) for row in rows)
