@@ -27,11 +27,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from quern import storage
 from quern.data_pipeline.run_directory import is_complete
@@ -39,13 +37,12 @@ from quern.errors import InputError, QuernError
 from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.index.decided import Redecided
 from quern.lineage.sql_guard import check, first_line
-from quern.lineage.training import Attempt, TrainingRun
+from quern.lineage.sql_steps import steps_table
 from quern.train.branch import LEDGER_FILE
 from quern.train.consumers import read_consumers
 
 if TYPE_CHECKING:
     import duckdb
-    import pyarrow as pa
 
 __all__ = ["VIEWS", "Result", "query"]
 
@@ -228,7 +225,7 @@ def _define(
         _define_spans(connection, run, alias)
     if "steps" in wanted:
         runs = [run] if training else dict.fromkeys(started.train_run for started in read_consumers(run))
-        connection.register("ledgers", _steps_table(runs, note))
+        connection.register("ledgers", steps_table(runs, note))
         connection.execute("CREATE TABLE steps AS FROM ledgers")
         connection.unregister("ledgers")
 
@@ -362,51 +359,3 @@ def _scan(files: str, columns: Mapping[str, str], options: str = "") -> str:
 def _text(value: str) -> str:
     """A string literal."""
     return "'" + value.replace("'", "''") + "'"
-
-
-# ---- the steps
-
-
-def _steps_table(runs: Iterable[str], note: Note) -> pa.Table:
-    import pyarrow as pa
-
-    schema = pa.schema(
-        [
-            ("train_run", pa.string()), ("attempt", pa.int32()), ("step", pa.int64()), ("data_step", pa.int64()),
-            ("first_sample", pa.int64()), ("global_batch", pa.int64()), ("applied", pa.bool_()),
-            ("surviving", pa.bool_()),
-        ]
-    )  # fmt: skip
-    parts = []
-    for folder in runs:
-        try:
-            found = TrainingRun(folder)
-            parts += [
-                pa.table({"train_run": pa.repeat(folder, attempt.stop - attempt.step), **columns}, schema)
-                for attempt, kept in zip(found.attempts, found.kept(), strict=True)
-                for columns in [_steps(found, attempt, int(kept))]
-            ]
-        except QuernError as error:
-            note(f"{error}; it is registered as a reader of the run, and its steps are left out")
-    return pa.concat_tables(parts) if parts else schema.empty_table()
-
-
-def _steps(run: TrainingRun, attempt: Attempt, kept: int) -> dict[str, np.ndarray]:
-    """The columns of one attempt's steps, of which those below ``kept`` survive."""
-    step = np.arange(attempt.step, attempt.stop)
-    data_step = step + (attempt.data_step - attempt.step)
-    phases = run.order_of(attempt).phases
-    first_steps, first_samples, batches = (
-        np.array([getattr(phase, name) for phase in phases], np.int64)
-        for name in ("first_step", "first_sample", "global_batch")
-    )
-    phase = np.searchsorted(first_steps, data_step, "right") - 1
-    return {
-        "attempt": np.full(len(step), attempt.number, np.int32),
-        "step": step,
-        "data_step": data_step,
-        "first_sample": first_samples[phase] + (data_step - first_steps[phase]) * batches[phase],
-        "global_batch": batches[phase],
-        "applied": ~np.isin(step, attempt.skipped),
-        "surviving": step < kept,
-    }
