@@ -133,7 +133,8 @@ def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
     record = tmp_path / "record"
     fakes = {
         "scontrol": 'printf "node1\\nnode2\\nnode3\\n"',
-        "srun": f'{{ printf "%s\\037" "$@"; printf "\\n"; }} >> "{record}"\n'
+        # One write a call: of two calls at once, each keeps its own line.
+        "srun": f'printf -v call "%s\\037" "$@"; printf "%s\\n" "$call" >> "{record}"\n'
         'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; *"quern data"*)\n'
         f'printf "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" > "{record}.token"\n'
         f'until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
