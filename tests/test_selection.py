@@ -109,7 +109,7 @@ def test_where_readers_cannot_be_told_all_tests_are_affected(tree: Path, changed
     assert Sources(tree).affected(["docs/log.md", changed]) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_change_of_this_tree_affects_what_it_can_break_and_not_all() -> None:
     sources = Sources(ROOT)
     for path in ("quern/lineage/sql.py", "quern/model/loss.py", "quern/train/profiling/__main__.py"):
@@ -180,7 +180,7 @@ def passed(output: str) -> set[str]:
     return set(re.findall(r"::(\S+) (?:PASSED|SKIPPED)", output))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_options_choose_tests(checkout: Callable[..., str], tree: Path) -> None:
     many = {f"test_many[{number}]" for number in range(60)}
     everything = {"test_low", "test_own[errors]", "test_own[one]", "test_high", *many}

@@ -152,10 +152,8 @@ def test_hostile_pages_of_a_crawl_on_ray(tmp_path: Path, alone: list[dict[str, A
     assert neighbours(rows, texts) == alone
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "jsonl" else pytest.param(kind, marks=pytest.mark.long) for kind in WRITERS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", list(WRITERS))
 def test_hostile_texts_of_other_sources(kind: str, tmp_path: Path) -> None:
     found = []
     for hostile in (False, True):

@@ -336,7 +336,7 @@ def load_large(folder: str, path: str, plan: MeshPlan, reader: str) -> tuple[int
     return added, read, sum(CASE.local(tensor).nbytes for tensor in tensors.values()), wrong
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux keeps the peak of a process's memory")
 def test_a_load_adds_a_buffer_to_the_shard_and_reads_no_more_than_it(tmp_path):
     """One process wrote; two read a half each. That the measure sees what is held is shown on torch's reader, which
