@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -36,15 +37,21 @@ def main(arguments: list[str]) -> None:
     line.sendall(told)
     with line.makefile("r") as said:
         process = int(said.readline())
+        # A handler alone could miss its signal: Python runs none that comes just before a system call that waits.
+        heard, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
         for passed_on in PASSED_ON:
-            signal.signal(passed_on, lambda number, frame: os.kill(process, number))
+            signal.signal(passed_on, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if "--parent" in given[:-1]:
-            # It watches the process beside it, and this one the parent whose number was given.
-            parent = int(given[given.index("--parent") + 1])
-            while not select.select([line], [], [], 0.5)[0]:
-                if os.getppid() != parent:
-                    os._exit(0)
+        # Its program watches the process beside it, and this one the parent whose number was given.
+        parent = int(given[given.index("--parent") + 1]) if "--parent" in given[:-1] else None
+        while line not in (ready := select.select([line, heard], [], [], None if parent is None else 0.5)[0]):
+            for number in os.read(heard, 1000) if heard in ready else ():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process, number)
+            if parent is not None and os.getppid() != parent:
+                os._exit(0)
         code = int(said.readline())
     if code < 0:
         if -code != signal.SIGKILL:
