@@ -26,6 +26,7 @@ sys.exit(int(sys.argv[-1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -76,6 +77,7 @@ def test_it_has_the_descriptors_it_is_given_and_no_others(tmp_path: Path) -> Non
     assert (tmp_path / "file").read_text() == "written"
 
 
+@pytest.mark.slow
 def test_processes_of_multiprocessing_start(tmp_path: Path) -> None:
     """Its servers are handed descriptors, and are forked too where this is its executable."""
     (tmp_path / "work.py").write_text(
@@ -144,6 +146,7 @@ def test_what_a_program_imports_of_quern_is_its_own(tmp_path: Path) -> None:
         assert done.stdout.startswith(expected)
 
 
+@pytest.mark.slow
 def test_a_program_that_watches_its_parent_ends_with_it_and_not_before() -> None:
     watcher = (
         "import os, sys, time\n"

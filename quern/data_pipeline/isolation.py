@@ -122,8 +122,10 @@ class Marker:
 
 def _begin(path: str) -> None:
     for attempt in range(_ATTEMPTS):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
+            os.makedirs(
+                os.path.dirname(path), exist_ok=True
+            )  # of two folders, the outer may go before the inner is made
             with open(path, "wb") as file:
                 file.write(_LAYOUT.pack(-1, 0.0))
             return

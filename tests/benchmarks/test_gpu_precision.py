@@ -31,6 +31,7 @@ def row_of(code: str, limit_s: float = 60) -> Any:
     return precision.Row("parts", "a row", [sys.executable, "-c", code], limit_s, precision.last_line)
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_costs_its_row() -> None:
     def entry(code: str, limit_s: float = 60) -> dict[str, Any]:
         found: dict[str, Any] = precision.measure(row_of(code), limit_s)
@@ -94,6 +95,7 @@ def test_bars() -> None:
     assert precision.verdicts({"bf16": {"error": "failed"}}, "cuda") == []
 
 
+@pytest.mark.slow
 def test_products_are_judged() -> None:
     rows = parts.products(SPEC, CPU)["rows"]
     assert len(rows) == 3 * 2 * 2 * 3

@@ -227,6 +227,7 @@ def test_sample_prints_the_continuation_with_controls_shown(tmp_path: Path, enco
     assert invoke("sample", path, "--prompt", "z", "--max-new-tokens", 2).stdout == "\n\\x1b\n"
 
 
+@pytest.mark.slow
 def test_a_seed_says_the_same_twice_and_another_something_else(run: Path) -> None:
     hot = ("sample", run, "--prompt", "the", "--temperature", 5, "--max-new-tokens", 12, "--seed")
     assert invoke(*hot, 1).stdout == invoke(*hot, 1).stdout

@@ -263,6 +263,7 @@ def test_a_run_that_has_lost_checkpoints_takes_them_from_its_store(place: Place,
     assert as_json(place.run, place.root / "again", "--step", 5)["step"] == 5
 
 
+@pytest.mark.slow
 def test_a_store_by_its_address(place: Place, as_json: Callable[..., Any]) -> None:
     """Step 5 was saved, then the run went back behind it and saved 4, which is the newest."""
     url = f"file://{place.store}"
@@ -300,6 +301,7 @@ def test_a_damaged_places_file_leaves_the_other_places(place: Place, as_json: Ca
     assert held(place.root / "out") == whole(3)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_asked_once(
     place: Place, as_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def test_list_of_a_store(run: Path, as_json: Callable[..., Any], tmp_path: Path)
     assert "went back to step 10" in row["abandoned"]
 
 
+@pytest.mark.slow
 def test_list_of_a_store_that_cannot_be_reached(run: Path, as_json: Callable[..., Any], unreachable: str) -> None:
     configure(run, store=unreachable)
     result = invoke("list", run, "--store", code=1)
@@ -198,6 +199,7 @@ def test_list_of_a_store_that_cannot_be_reached(run: Path, as_json: Callable[...
 # ---- verify
 
 
+@pytest.mark.slow
 def test_verify_tells_what_is_elsewhere_from_damage(run: Path, as_json: Callable[..., Any]) -> None:
     source = checkpoint(run, 20)
     first, mirror = to_nodes(run, 20, "n0", "n1")
@@ -242,6 +244,7 @@ def test_verify_of_a_damaged_places_file(run: Path) -> None:
     assert "__0_0.distcp: missing" in out
 
 
+@pytest.mark.slow
 def test_verify_reads_a_store(run: Path, as_json: Callable[..., Any]) -> None:
     store = upload(run, *STEPS)
     url = f"file://{store}"
@@ -274,6 +277,7 @@ def test_verify_of_a_store_looks_into_the_metadata(run: Path) -> None:
     assert "step_00000007/.metadata: blocks.1." in out
 
 
+@pytest.mark.slow
 def test_verify_of_a_store_that_cannot_be_reached(unreachable: str) -> None:
     assert "cannot be reached" in invoke("verify", unreachable, code=1).stderr
     result = invoke("verify", f"{unreachable}/step_00000010", code=1)
@@ -284,6 +288,7 @@ def test_verify_of_a_store_that_cannot_be_reached(unreachable: str) -> None:
 # ---- what needs all files in one folder
 
 
+@pytest.mark.slow
 def test_what_needs_the_tensors_says_where_they_are(run: Path, tmp_path: Path) -> None:
     to_nodes(run, 40, "n0")
     source, other = checkpoint(run, 40), checkpoint(run, 30)
@@ -315,6 +320,7 @@ def test_prune_of_what_is_on_nodes(run: Path) -> None:
     assert "step_00000040/.metadata: expected SHA-256" in result.stderr.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_prune_of_the_store(run: Path, as_json: Callable[..., Any]) -> None:
     store = upload(run, *STEPS)
     for step in (5, 6, 15, 50):
@@ -346,6 +352,7 @@ def test_prune_without_store_leaves_the_store(run: Path) -> None:
     assert steps(store) == list(STEPS)
 
 
+@pytest.mark.slow
 def test_a_store_is_not_pruned_by_a_run_that_is_not_whole_or_not_its_own(run: Path, unreachable: str) -> None:
     store = upload(run, *STEPS)
     options = ("prune", run, "--store", "--keep-last", 1, "--keep-every", 0, "--yes")

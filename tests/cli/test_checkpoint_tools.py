@@ -154,6 +154,7 @@ def test_what_cannot_be_compared_exits_with_2(run: Path, tmp_path: Path) -> None
 # ---- reshard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "count"), [((), 1), (("--files", 5), 5), (("--file-size", "64KiB"), 1), (("--file-size", "1 GB"), 1)]
 )

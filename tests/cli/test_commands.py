@@ -126,6 +126,7 @@ def test_every_training_recipe_is_valid_and_prints_back_to_itself(recipe: Path) 
     assert len(TRAININGS) + len(RECIPES) == len(CONFIGS)
 
 
+@pytest.mark.slow
 def test_a_dry_run_as_json_is_the_config_and_the_plan(tmp_path: Path, good: str) -> None:
     (tmp_path / "c.yaml").write_text(good)
     done = quern("data", "run", str(tmp_path / "c.yaml"), "workers=3", "--dry-run", "--json")

@@ -144,6 +144,7 @@ def test_numbers_are_short_enough_to_read(number: int, text: str) -> None:
     assert _short(number) == text
 
 
+@pytest.mark.slow
 def test_with_json_stdout_is_one_document_and_no_torch_is_loaded(config: Path) -> None:
     code = "import sys; from quern.cli.mix import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "show", str(config), "--json"]

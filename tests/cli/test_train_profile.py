@@ -31,6 +31,7 @@ def refused(*arguments: object) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_what_cannot_be_profiled_is_refused_in_one_line(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "CONFIG: expected the YAML file of a training run, or --trace FILE" in refused()

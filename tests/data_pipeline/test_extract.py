@@ -186,6 +186,7 @@ SHAPES: dict[str, Callable[[int], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_counting_takes_linear_time() -> None:
     """Sixteen times the text; quadratic would be 256."""
 

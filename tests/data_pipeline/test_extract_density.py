@@ -112,6 +112,7 @@ def test_what_was_deleted_changes_what_is_dense(page: str, num_left: int) -> Non
     assert markup(density.prune_sections(tree)) == markup(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trees, st.booleans())
 def test_what_is_dense_is_what_trafilatura_deletes(drawn: tuple[int, int], precision: bool) -> None:

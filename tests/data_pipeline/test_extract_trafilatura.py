@@ -103,6 +103,7 @@ def test_every_regex_expression_is_a_walk_that_agrees_with_its_xpath_on_its_own_
             assert walk(tree) == (expected[:1] if walk.first else expected)
 
 
+@pytest.mark.slow
 def test_walks_agree_with_xpaths_on_random_pages_made_of_their_words() -> None:
     words = sorted({word for xpath in expressions() for word in fast._samples(xpath.path) if "\n" not in word})
     words += ["a", "content", "entry", "post", "link", "bottom", "comment", "hidden", "Nav", "teaser"]
@@ -122,6 +123,7 @@ def test_walks_agree_with_xpaths_on_random_pages_made_of_their_words() -> None:
                 assert walk(root) == (expected[:1] if walk.first else expected)
 
 
+@pytest.mark.slow
 def test_text_is_that_of_stock_on_built_in_pages_in_every_mode() -> None:
     for page in fast._PAGES:
         for favor in get_args(fast.Favor):
@@ -198,6 +200,7 @@ def test_invalid_characters_are_removed_as_by_the_regex() -> None:
         assert quick.sub("", text) == pattern.sub("", text)
 
 
+@pytest.mark.slow
 def test_skipped_readability_could_not_have_been_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound itself: readability's text is never longer than what is counted on the tree it is given."""
     pages = [
@@ -255,6 +258,7 @@ def test_threads_that_extract_at_once_have_stock_text_and_leave_trafilatura_as_i
 SENTENCES = "<p>" + "The miller sets the stone, pours the grain, and waits until noon. " * 4 + "</p>"
 
 
+@pytest.mark.slow
 def test_a_character_that_lxml_refuses_ends_the_pages_that_it_ends_in_stock() -> None:
     def check(favor: fast.Favor, character: str, page: str) -> None:
         html = page.format(SENTENCES, character)

@@ -272,6 +272,36 @@ def test_a_run_on_a_store_leaves_no_markers_on_the_machines_of_its_workers(
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.parametrize("gone", ["markers", "markers/s"])
+def test_a_marker_begins_while_another_takes_the_folders_of_its_last_away(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two folders the outer may go before the inner is made, and both before the marker is."""
+    markers = marker_folder(str(tmp_path))
+    first, second = (f"{markers}/s/{name}" for name in "ab")
+    Marker(first).close()
+    real, times = os.mkdir if gone == "markers" else open, []
+
+    def meanwhile(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if path == (f"{markers}/s" if gone == "markers" else second) and not times:
+            times.append(path)
+            Marker.remove(first)
+            if gone == "markers":
+                os.rmdir(markers)
+        return real(path, *args, **kwargs)
+
+    if gone == "markers":
+        os.unlink(first)
+        os.rmdir(f"{markers}/s")
+        monkeypatch.setattr(os, "mkdir", meanwhile)
+    else:
+        monkeypatch.setattr("builtins.open", meanwhile)
+    Marker(second).close()
+    monkeypatch.undo()
+    assert times
+    assert os.listdir(f"{markers}/s") == ["b"]
+
+
 def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after 13 of 20 pages with parts of 4: 12 are not judged again, and the files are those of one go."""
     source = write_source(tmp_path, 20, {})

@@ -98,6 +98,7 @@ def test_an_answer_without_labels_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
     assert stage(page(text=ENGLISH)).failures == [("language", "language.unknown")]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from((0.0, 0.1, 0.2, 0.3, 0.5, 0.9)), min_size=4, max_size=4),
     st.sets(st.sampled_from("abcd")),
@@ -145,6 +146,7 @@ def test_lone_surrogates_and_control_characters_do_no_harm() -> None:
     assert identify("\x00\x0b\x85\u2028" + ENGLISH)
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_in_another_process() -> None:
     code = (
         "import sys, json; from quern.data_pipeline.language import identify; print(json.dumps(identify(sys.argv[1])))"

@@ -156,6 +156,7 @@ ISSUERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_card_numbers_are_of_the_ranges_and_lengths_in_use() -> None:
     for four, length in itertools.product(map(str, range(1000, 10_000)), range(12, 20)):
         expected = any(first <= four[: len(first)] <= last and length in lengths for first, last, lengths in ISSUERS)
@@ -351,12 +352,14 @@ def test_overlapping_finds_leave_no_half_behind() -> None:
     assert scrub("+49 30 9018 4111 1111 1111 1111 x")[0] == "|||PHONE_NUMBER||| x"
 
 
+@pytest.mark.slow
 def test_a_table_of_signed_numbers_is_no_phone_book() -> None:
     # nobody in North America has a number of six digits
     text = "".join(f"+1.{number * 7919 % 10**6:06d}\n" for number in range(20_000))
     assert find(text, ("phone",)) == []
 
 
+@pytest.mark.slow
 def test_numbers_past_the_bound_of_lookups_are_masked() -> None:
     numbers = [f"+1 415 555 {number:04d}\n" for number in range(9_999)]
     assert len(find("".join(numbers), ("phone",))) == len(numbers)

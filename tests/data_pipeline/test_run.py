@@ -73,6 +73,7 @@ def digests(settings: DataRun) -> dict[str, str]:
     return {name.split("/tokens/", 1)[1]: hashlib.sha256(storage.read_bytes(name)).hexdigest() for name in names}
 
 
+@pytest.mark.slow
 def test_an_object_store_holds_the_same_run(tmp_path: Path) -> None:
     bases = (str(tmp_path), f"memory:///{uuid.uuid4().hex}")
     found = []

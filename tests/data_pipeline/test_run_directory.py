@@ -165,6 +165,7 @@ def test_a_module_fasttext_of_somebody_else_is_refused(tmp_path: Path, monkeypat
         pass
 
 
+@pytest.mark.slow
 def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     code = (
         "import json, sys, time\n"

@@ -248,6 +248,7 @@ def test_unwritable_cache_changes_no_result(tmp_path: Path) -> None:
     assert in_memory.tolist() == load_hashes([path], "domain", str(tmp_path / "cache")).tolist()
 
 
+@pytest.mark.slow
 def test_workers_starting_together_agree(tmp_path: Path) -> None:
     path = write(tmp_path / "list", *(f"a{i}.com" for i in range(2000)))
     code = (

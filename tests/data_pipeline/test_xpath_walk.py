@@ -117,6 +117,7 @@ def pruned(root: html.HtmlElement, expressions: list[Any]) -> str:
     return html.tostring(root, encoding="unicode")
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(nodes)
 def test_walks_together_leave_the_tree_that_xpaths_leave_one_after_the_other(

@@ -263,6 +263,7 @@ def alone(folder: str, layouts: list, tied: bool) -> None:
         stored_sizes(f"{folder}/{number}", layout, tied)
 
 
+@pytest.mark.slow
 def test_one_process_reads_what_stages_and_split_tensors_wrote(kept_ranks, tmp_path):
     """As exporters do: names, sizes and values of whole tensors; checksums and sizes hold."""
     layouts = [layout for layout in BY_HAND if layout.world == 2]
@@ -303,6 +304,7 @@ def refused_of_stages(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_make_a_model_are_not_saved(kept_ranks, tmp_path):
     for updates, layer, shape in kept_ranks(refused_of_stages, 2, str(tmp_path)):
         assert updates == "optimizer: rank 1 has made 2 updates, rank 0 1"

@@ -147,6 +147,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [*(p.detach() for p in model.parameters()), *(state for state in states if state is not None)]
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_rank_skips_the_step_on_all(kept_ranks: Any) -> None:
     for nan, same, steps in kept_ranks(skip_on_all_ranks, 3, 1):
         assert nan

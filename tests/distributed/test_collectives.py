@@ -74,6 +74,7 @@ def in_two_passes(case: Case, layers: range) -> dict[str, Any]:
     return {"worst": worst, "work": work, "collectives": (forth.collectives, once.collectives, first.collectives)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_no_split_backward() is not None, reason="this torch cannot split a backward pass")
 def test_a_backward_pass_in_two_computes_every_product_once(run_ranks: Any) -> None:
     kinds = (True,) if collectives.JOINED else (False, True)  # torch that needs it can do no other
@@ -130,6 +131,7 @@ def kept_and_repeated(rows: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_selective_recomputation_keeps_no_parts_of_sums_and_repeats_no_product(run_ranks: Any, rows: int) -> None:
     # columns of a block on one of two ranks: q, k, v, attention, w1, w3, and half of the stream after each sum

@@ -327,6 +327,7 @@ def dtypes_of_a_step(case: Case) -> tuple[int, set[str]]:
     return watch.seen, watch.other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -159,6 +159,7 @@ def looked_at(case: Case) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_half_the_bytes_travel_and_the_masters_stay_plain(kept_ranks: Any) -> None:
     for found in kept_ranks(looked_at, 2, Case(Recipe("tensorwise"), MeshPlan(dp_shard=2))):
         assert issubclass(found["type"], Float8Weight)

@@ -205,6 +205,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.long) for world in (4, 8))])
 def test_gradients_are_those_of_whole_tensors(kept_ranks: Any, world: int) -> None:
     for case, by_rank in zip(CASES[world], zip(*kept_ranks(run_all, world, CASES[world]), strict=True), strict=True):

@@ -171,6 +171,7 @@ def reference_of(data: Data) -> Callable[[Case], Outcome]:
     return find
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_a_layout_trains_as_one_plain_process_does(
     case: Case, outcomes_of: Callable[[Case], list[Outcome]], reference_of: Callable[[Case], Outcome]

@@ -280,6 +280,7 @@ def takes(schedule: str, pp: int) -> Case:
     return Case(schedule, pp, micro_batches=(least, 2 * pp + 2, least))
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_process(kept_ranks: Any) -> None:
     cases = [Case("1f1b", micro_batches=(3, 2), tied=True), Case("zbv_zero_bubble", micro_batches=(4,))]
     check(kept_ranks, cases)
@@ -365,6 +366,7 @@ def float64_only(schedule: str) -> tuple[int, set[str]]:
     return watch.seen, watch.other
 
 
+@pytest.mark.slow
 def test_a_float64_step_holds_no_float32_tensor(kept_ranks: Any) -> None:
     for seen, other in kept_ranks(float64_only, 2, "1f1b"):
         assert seen > 1000

@@ -61,6 +61,7 @@ def messages(pp: int, schedules: list[tuple[str, int | None]], count: int) -> li
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_ranks_ask_for_their_messages_in_one_order(kept_ranks: Any, pp: int) -> None:
     """NCCL has one queue for two ranks, for both ways: a send that stands before the receive on one side and behind it

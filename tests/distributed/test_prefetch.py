@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,7 @@ def order_of_a_step(activation: str) -> list[str]:
     return watch.order
 
 
+@pytest.mark.slow
 def test_backward_gathers_one_block_ahead(run_ranks: Any) -> None:
     """Forward: each block's gather is queued behind the kernels of the block before it, which a device is far from
     having computed then. Backward: the host waits in the engine, so the next gather is asked for before a block
@@ -73,6 +75,7 @@ def test_backward_gathers_one_block_ahead(run_ranks: Any) -> None:
     assert run_ranks(order_of_a_step, 2, "none") == [forward + backward] * 2
 
 
+@pytest.mark.slow
 def test_recomputation_gathers_no_more(run_ranks: Any) -> None:
     plain, again = (run_ranks(order_of_a_step, 2, how)[0] for how in ("none", "full"))
     assert again.count("gather") == plain.count("gather") == 1 + 2 * BLOCKS

@@ -179,6 +179,7 @@ def test_a_hang_ends_at_the_time_out_and_shows_where(tmp_path: Path, here: dict[
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_done_waits_for_the_others(run_ranks: Any) -> None:
     assert run_ranks(leave_at_once_on, 3, 0) == [3.0] * 3
 

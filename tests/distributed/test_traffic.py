@@ -193,6 +193,7 @@ def compare(run_ranks: Any, cases: list[Case]) -> None:
             assert sent == told(case, rank), f"{case}: rank {rank}"
 
 
+@pytest.mark.slow
 def test_one_rank_sends_nothing(run_ranks: Any) -> None:
     compare(run_ranks, [Case(MeshPlan())])
     assert traffic(Case(MeshPlan()).step) == []

@@ -6,6 +6,7 @@ import itertools
 import random
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,6 +145,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_answered_small() -> None:
     def check(name: str) -> None:
         found = difference(*HOSTILE[name])

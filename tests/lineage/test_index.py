@@ -65,6 +65,7 @@ def test_without_leave_to_build_a_missing_or_old_index_is_refused(run: Path) -> 
         Lineage(str(run), build=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["verdicts/web/part-001.warc.gz.parquet", "duplicates/decisions.parquet"])
 def test_a_file_that_was_touched_makes_the_index_stale(run: Path, expected: dict[str, Any], what: str) -> None:
     open_run(run)
@@ -82,6 +83,7 @@ def test_a_file_that_was_touched_makes_the_index_stale(run: Path, expected: dict
     assert answers(lineage) == expected
 
 
+@pytest.mark.slow
 def test_a_new_partition_leaves_the_old_segments(run: Path) -> None:
     old = runs.listing(seed=4, documents=240, files=6)
     more = runs.listing(seed=5, documents=90, files=2, sources=("news",))
@@ -104,6 +106,7 @@ def test_a_new_partition_leaves_the_old_segments(run: Path) -> None:
     assert answers(open_run(run)) == found
 
 
+@pytest.mark.slow
 def test_answers_after_an_addition_are_those_of_a_new_index(run: Path) -> None:
     hidden = run / "verdicts" / "web" / "part-003.warc.gz.parquet"
     found = runs.listing(seed=4, documents=240, files=6)

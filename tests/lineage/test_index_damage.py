@@ -217,6 +217,7 @@ def test_two_builders_at_once_do_not_harm_each_other(run: Path, expected: dict[s
     assert answers(Lineage(str(run), build=False)) == expected
 
 
+@pytest.mark.slow
 def test_a_reader_outlives_a_new_build(run: Path, expected: dict[str, Any]) -> None:
     reader = open_run(run)
     for path in (run / "verdicts").rglob("*.parquet"):

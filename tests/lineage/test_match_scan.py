@@ -162,6 +162,7 @@ SHOWN = [IDS[token] for token in dict.fromkeys(STRANGE)]
 tokens = st.lists(st.sampled_from(SHOWN), max_size=60)
 
 
+@pytest.mark.slow
 @given(st.lists(tokens, min_size=1, max_size=3))
 def test_words_of_any_tokens_are_those_of_their_bytes(documents: list[list[int]]) -> None:
     pieces = Pieces([*VOCABULARY, b""])
@@ -188,6 +189,7 @@ def test_words_of_a_text_are_the_definitions(text: str) -> None:
     assert normalised(text) == [word for word, _, _ in plain_words(text.encode("utf-8", "replace"))] or "\ufffd" in text
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),

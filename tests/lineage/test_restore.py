@@ -185,6 +185,7 @@ def pick(rng: random.Random, corpus: Corpus) -> set[bytes]:
     return corpus.closed([*wanted, *rng.sample(others, min(len(others), rng.randrange(3)))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])
 def test_what_comes_back_is_what_a_fresh_run_keeps(tmp_path, seed):
     rng = random.Random(seed)
@@ -195,6 +196,7 @@ def test_what_comes_back_is_what_a_fresh_run_keeps(tmp_path, seed):
             corpus.purge(pick(rng, corpus))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_after_a_restore_duplicates_go_with_those_for_which_they_are_removed_now(tmp_path, seed):
     rng = random.Random(seed)

@@ -85,6 +85,7 @@ def case(tmp_path: Path) -> Case:
     return found
 
 
+@pytest.mark.slow
 def test_a_restored_document_is_kept_and_a_displaced_one_a_duplicate(case: Case) -> None:
     lineage = Lineage(str(case.run))
     numbers = {name: case.number(lineage, getattr(case, name)) for name in ("gone", "restored", "displaced", "still")}
@@ -119,6 +120,7 @@ def test_a_restored_document_is_kept_and_a_displaced_one_a_duplicate(case: Case)
     assert listed["outcome"] == "kept"
 
 
+@pytest.mark.slow
 def test_the_views_say_so_too(case: Case) -> None:
     def rows(sql: str) -> list[tuple[Any, ...]]:
         return query(str(case.run), sql).rows
@@ -140,6 +142,7 @@ def test_the_views_say_so_too(case: Case) -> None:
     assert rows("SELECT count(*) - count(DISTINCT doc_id) FROM duplicates") == [(0,)]
 
 
+@pytest.mark.slow
 def test_a_restored_document_is_purged_and_a_displaced_one_restored(case: Case) -> None:
     case.write(3, {case.restored: "purged", case.displaced: "restored"}, [])
     lineage = Lineage(str(case.run))
@@ -163,6 +166,7 @@ def test_a_version_that_is_being_written_changes_nothing(case: Case) -> None:
     assert trace(lineage, case.number(lineage, case.displaced))["outcome"] == "duplicate: near"
 
 
+@pytest.mark.slow
 def test_it_is_shown(case: Case) -> None:
     shown = CliRunner().invoke(app, ["lineage", "show", str(case.run), "--doc", case.restored.hex()])
     assert shown.exit_code == 0

@@ -49,6 +49,7 @@ def saved(run: Path) -> Matches:
     return Matches.load(path)
 
 
+@pytest.mark.slow
 def test_it_says_what_looking_again_says(run: Path) -> None:
     """Also with the index cut otherwise, so that every document has another number."""
     kept = saved(run)
@@ -101,6 +102,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
         Matches.is_saved(str(tmp_path / "none"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -61,6 +61,7 @@ def joined(found: Listing) -> dict[str, dict[str, Any]]:
 # ---- the views
 
 
+@pytest.mark.slow
 def test_verdicts_show_every_page_and_what_removed_it(run: str, found: Listing) -> None:
     got = rows(run, "SELECT * FROM verdicts")
     expected = joined(found)
@@ -191,6 +192,7 @@ def test_a_run_that_has_written_nothing_yet_has_empty_views(tmp_path: Path, run:
     assert "not complete" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_run_without_duplicates_or_with_a_source_of_which_nothing_is_kept(tmp_path: Path, found: Listing) -> None:
     found = listing(**ARGUMENTS)
     for name, part in found.verdicts.items():

@@ -42,6 +42,7 @@ def life_of(lineage: Lineage, doc_id: bytes, chars: int | None = None) -> dict[s
     return trace(lineage, find_document(lineage, doc_id.hex()), chars)
 
 
+@pytest.mark.slow
 def test_every_document_s_record_and_measures_are_those_of_its_row(lives: Lives, found: Listing) -> None:
     for row in found.rows:
         life = lives[row["doc_id"]]
@@ -91,6 +92,7 @@ def test_a_stored_text_is_found_wherever_it_is_in_its_row_group(
         assert life_of(lineage, doc_id)["text"]["text"] == found.texts[doc_id]
 
 
+@pytest.mark.slow
 def test_a_long_text_is_cut_and_said_and_asked_for_whole(lineage: Lineage, found: Listing) -> None:
     spans = places(found)
     longest = sorted(found.texts, key=lambda doc_id: len(found.texts[doc_id]))[-12:]
@@ -168,6 +170,7 @@ def test_duplicates_are_the_decisions_both_ways(lives: Lives, found: Listing) ->
             assert duplicates["cluster"] is None
 
 
+@pytest.mark.slow
 def test_of_many_removed_documents_a_few_are_shown(tmp_path: Path) -> None:
     many = listing(seed=2, documents=120, files=1, sources=("web",))
     kept = [row for row in many.rows if row["stage"] is None]

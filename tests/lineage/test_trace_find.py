@@ -39,6 +39,7 @@ def test_any_spelling_of_a_url_finds_its_documents(lineage: Lineage, found: List
             assert by_url[row["canonical_url"]] <= set(lineage.documents(numbers).doc_ids)
 
 
+@pytest.mark.slow
 def test_several_documents_of_a_url_come_newest_first(lineage: Lineage, found: Listing) -> None:
     rows = [row for row in found.rows if row["url"] is not None]
     for row in rows[:40]:
@@ -98,6 +99,7 @@ def test_a_doc_id_in_capitals_is_the_same(lineage: Lineage, found: Listing) -> N
     assert find_document(lineage, doc_id.hex().upper()) == find_document(lineage, doc_id.hex())
 
 
+@pytest.mark.slow
 def test_every_token_of_a_shard_is_of_the_document_that_holds_it(lineage: Lineage, found: Listing) -> None:
     spans = places(found)
     checked = 0

@@ -94,6 +94,7 @@ def test_the_runs_cover_what_they_should():
     assert sum(any(0 in phase.weights for phase in run.order.phases) for run in runs()) > 15
 
 
+@pytest.mark.slow
 def test_equals_the_plain_order():
     for run in runs()[:20]:
         plain = reference.Reference(run.windows, run.seed, run.rows, run.ids)
@@ -237,6 +238,7 @@ def test_consumed_counts_what_was_given():
             assert run.order.consumed(end) == tuple(counts[s] for s in range(len(run.windows)))
 
 
+@pytest.mark.slow
 def test_steps_and_batches_follow_the_ramp():
     for run in runs():
         order, g, step = run.order, 0, 0
@@ -373,6 +375,7 @@ def test_what_does_not_exist_is_never_given():
     assert not order.locate_many(0, 0, np.array([10, 11, 2**64 - 1], np.uint64))[1].any()
 
 
+@pytest.mark.slow
 def test_memory_beside_the_result_does_not_grow():
     order = Order([3, 2, 1], [10**4, 10**6, 10**9], 0, [Phase(100, (1, 1, 1))])
 

@@ -88,6 +88,7 @@ def test_an_order_travels_between_processes():
     assert again.sample(77) == order.sample(77)
 
 
+@pytest.mark.slow
 def test_orders_agree_before_the_first_step_that_differs():
     def check(change, agree_before):
         order, other = Order(**BASE), Order(**{**BASE, **change})

@@ -64,6 +64,7 @@ def test_base_keys_of_neighbours_differ():
     assert base_key(1, "src", "11") != base_key(11, "src", "1")
 
 
+@pytest.mark.slow
 def test_every_value_of_the_range_comes_once():
     def check(n):
         every = np.arange(n, dtype=np.uint64)
@@ -148,6 +149,7 @@ def scores(tables):
     return found
 
 
+@pytest.mark.slow
 def test_all_orders_of_a_tiny_range_are_equally_frequent():
     def check(n):
         tables = drawn(n, 40_000)
@@ -174,6 +176,7 @@ def test_the_check_tells_too_few_rounds(fewer_rounds, n, rounds):
     assert max(scores(drawn(n, 100_000))) > 6
 
 
+@pytest.mark.slow
 def test_consecutive_epochs_agree_as_often_as_chance():
     n, num_keys = 1000, 2000
     every = np.arange(n, dtype=np.uint64)

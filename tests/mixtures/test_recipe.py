@@ -48,6 +48,7 @@ def random_recipe(rng: random.Random) -> tuple[list[Source], list[Phase], dict[s
     return sources, phases, {"global_batch": rng.randint(1, 8), "steps": rng.randint(1, 30), "seed": rng.randint(0, 99)}
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_the_order_gives() -> None:
     rng = random.Random(4)
     seen: Counter[str] = Counter()

@@ -47,6 +47,7 @@ def test_weights_become_the_integers_that_they_write():
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=70)
 @given(st.lists(st.one_of(st.floats(1e-3, 1), st.integers(1, 10**30)), min_size=1, max_size=20))
 def test_weights_too_fine_are_rounded_by_largest_remainder(weights):
@@ -136,6 +137,7 @@ def check_inverse(weights, positions):
         assert [b - a for a, b in zip(before, turned, strict=True)] == list(weights)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(RECIPES, st.lists(st.integers(0, 2**62), min_size=1, max_size=6))
 def test_letter_rank_and_select_undo_each_other(weights, positions):

@@ -76,6 +76,7 @@ OUTLIERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outlier", OUTLIERS)
 @every_recipe
 def test_errors_are_those_of_the_formats(recipe, outlier):

@@ -135,6 +135,7 @@ def fake_world():
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh_shape", "placements"), LAYOUTS)
 def test_every_rank_of_every_layout_holds_its_part_of_the_same_weights(fake_world, mesh_shape, placements):
     shape = ModelConfig(num_layers=1, dim=20, num_heads=2, ffn_dim=37).shape(vocab_size=101)
@@ -171,6 +172,7 @@ TWO_DIMENSIONAL = [
 """Sizes of (dp_shard, tp) or (dp_replicate, dp_shard, tp), and key/value heads."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "kv_heads"), TWO_DIMENSIONAL)
 def test_every_rank_of_fsdp_over_split_tensors_holds_its_part(fake_world, sizes, kv_heads):
     """First weights to the bit, cut here by hand: tp first, and what is left of that by rows over dp_shard. Of many

@@ -49,6 +49,7 @@ def test_equals_cross_entropy_on_all_logits(chunk):
     assert torch.equal(nll[targets == IGNORE], torch.zeros(4, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_gradcheck():
     h, weight, targets = case()
     assert torch.autograd.gradcheck(lambda *inputs: loss(*inputs, targets)[0].sin(), (h, weight))

@@ -66,6 +66,7 @@ def changed(name: str, folder: Path) -> dict[Path, str]:
     return applied([Change.of(change) for change in INDEX[name]["changes"]], folder / "quern")
 
 
+@pytest.mark.slow
 def test_every_fault_can_still_be_made(tmp_path: Path) -> None:
     for name in INDEX:
         for path, text in changed(name, ROOT).items():

@@ -133,6 +133,7 @@ def test_a_plan_has_as_many_ranks_as_were_started(
     assert plan.dp_shard == world // rest
 
 
+@pytest.mark.slow
 @given(sizes, sizes, sizes, sizes, sizes)
 def test_coordinates_count_the_ranks(pp: int, replicate: int, shard: int, cp: int, tp: int) -> None:
     """The last axis fastest, so that ranks beside each other share tensors."""

@@ -37,6 +37,7 @@ def sums(values: list[int], counts: tuple[int, ...]) -> list[int]:
     return [sum(itertools.islice(left, count)) for count in counts]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_cut_is_the_best_of_all_cuts(data: st.DataObject) -> None:

@@ -314,6 +314,7 @@ def test_each_token_after_its_documents_first_is_a_target_once(lengths: list[int
             assert target in (IGNORE, row.tokens[at] + 1)  # the next token of the stream
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", ["gqa", "tied", "qk_norm", "llama3"])
 def test_fast_loop_takes_the_same_steps(case: str, masked: bool) -> None:

@@ -30,6 +30,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         yield web
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["cut", "503", "429", "hang up", "slow"])
 def test_a_file_is_read_whatever_happens_on_the_way(web: Web, what: str) -> None:
     web.faults = [Fault(what, "GET", "big", 4), Fault(what, "HEAD", "big", 1)]

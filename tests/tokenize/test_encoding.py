@@ -106,6 +106,7 @@ def test_long_texts_get_the_ids_of_plain_tiktoken(
     assert list(encode_ordinary(core, text)) == core.encode_ordinary(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -237,6 +238,7 @@ def huggingface_gpt2(ranks_path: Path):  # type: ignore[no-untyped-def]
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_gpt2_by_name_and_from_its_ranks_is_one_encoding(gpt2_ranks: Path) -> None:
     named, local = load_encoding("gpt2"), load_encoding("gpt2", str(gpt2_ranks))

@@ -83,6 +83,7 @@ def assert_same(encoding: Encoding, tokenizer: Tokenizer, text: str) -> None:
         raise AssertionError(f"token {at}: {around[0]!r}, expected {around[1]!r}")
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_ranks_merge_as_tiktoken_merges_them(data: st.DataObject) -> None:
@@ -98,6 +99,7 @@ def test_any_ranks_merge_as_tiktoken_merges_them(data: st.DataObject) -> None:
         assert_same(encoding, tokenizer, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 @settings(max_examples=60)
 @given(
@@ -115,6 +117,7 @@ def test_pieces_end_where_tiktokens_end(pairs: Any, name: str, parts: list[str])
     assert_same(*pairs(name), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 def test_every_kind_of_character_is_classed_as_tiktoken_classes_it(pairs: Any, name: str) -> None:
     """All assigned characters but the insides of long alphabets, each in several neighbourhoods."""

@@ -26,6 +26,7 @@ def corpus(make_run: Callable, make_doc: type, tmp_path: Path, tiny_ranks: str) 
     return tmp_path, docs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["web", "web.val"])
 def test_every_position_names_its_document_and_its_page(
     corpus: tuple[Path, list], tiny_ranks: str, stream: str

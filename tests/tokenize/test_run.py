@@ -121,6 +121,7 @@ def test_streams_are_those_of_a_walk_over_all_documents(
         }
 
 
+@pytest.mark.slow
 def test_partitions_and_workers_leave_no_mark_on_the_bytes(
     tokenize: Callable,
     small: Callable,

@@ -304,6 +304,7 @@ def test_a_later_version_writes_beside_the_first(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_reading_shards_needs_nothing_heavy(corpus: Callable[..., object]) -> None:
     program = (
         "import sys; from quern.tokenize.shards import ShardReader; "

@@ -74,6 +74,7 @@ def test_ids_on_real_text_are_those_of_the_trained_tokenizer(shared: Path, tmp_p
         assert ours.encode(text).tolist() == theirs.encode(text).ids
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_bytes() -> None:
     program = (
         "import sys, random, hashlib\n"

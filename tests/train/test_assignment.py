@@ -62,6 +62,7 @@ def heavy_tailed(rng: np.random.Generator, num: int, seq_len: int = 2048) -> NDA
     return np.bincount(edges[:-1] // seq_len, pieces.astype(np.float64) ** 2, num).astype(np.int64)
 
 
+@pytest.mark.slow
 @given(shape=SHAPES, data=st.data())
 def test_every_sample_has_one_place_and_every_rank_as_many(shape: tuple[int, int, int], data: st.DataObject) -> None:
     world, steps, micro_batch = shape
@@ -97,6 +98,7 @@ def test_micro_batches_are_close_to_the_best_of_all_assignments(world: int, step
     assert np.mean(ratios) < 1.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "steps", "micro_batch"), [(8, 8, 1), (8, 8, 4), (64, 4, 2), (256, 8, 1)])
 def test_balance_is_far_better_than_chance(world: int, steps: int, micro_batch: int) -> None:
     rng = np.random.default_rng(6)

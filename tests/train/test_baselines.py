@@ -142,6 +142,7 @@ def test_one_long_document_gives_its_end() -> None:
     assert tuning.tokens.tolist() == list(range(95, 100))
 
 
+@pytest.mark.slow
 def test_higher_orders_learn_what_lower_ones_cannot() -> None:
     """A source of known entropy: 9 tokens, each the sum of the two before it with chance 0.7 + 0.3/9."""
     rng = np.random.default_rng(4)

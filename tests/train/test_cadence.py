@@ -622,6 +622,7 @@ def replay(cadence: Cadence, actions: list[tuple[str, float]]) -> list[Decision]
     return answers
 
 
+@pytest.mark.slow
 @given(events, events)
 def test_a_restored_cadence_answers_as_the_one_before(before, after):
     """Through JSON; and the same inputs give the same answers."""
@@ -671,6 +672,7 @@ def test_bad_measurements_are_named(value):
     assert cadence.state() == {}
 
 
+@pytest.mark.slow
 def test_the_module_imports_no_torch():
     code = "import sys, quern.train.checkpoint.cadence; assert 'torch' not in sys.modules, 'torch'"
     root = Path(__file__).parents[2]

@@ -58,6 +58,7 @@ def changed(place: str, value) -> dict:
     return signed(data)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.floats()),
     st.integers(min_value=0),
@@ -201,6 +202,7 @@ def test_files_are_compared_by_presence_size_and_hash(tmp_path):
     assert str(check_files(folder, this, hashes=True)[2]) == f"{folder}/c: not a file"
 
 
+@pytest.mark.slow
 def test_reading_manifests_needs_no_torch():
     code = "import sys, quern.train.checkpoint.manifest; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -51,6 +51,7 @@ def test_all_runs_of_up_to_four_checkpoints(keep_last, keep_every, protected):
             assert kept(reversed(checkpoints), keep_last, keep_every, protected) == expected
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.integers(0, 60), st.tuples(st.booleans(), st.booleans())),
     st.integers(1, 12),
@@ -95,6 +96,7 @@ def run(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "keep_last", "keep_every"),
     [((), 1, None), ((), 2, None), ((4,), 1, None), ((4, 3), 1, 5), ((1, 2, 3, 4), 1, None), ((6, 5), 3, 3)],

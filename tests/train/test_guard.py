@@ -82,6 +82,7 @@ def run_of_steps(seed: int, steps: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("non_finite", "spike", "window", "min_history"),
     [("continue", "continue", 16, 8), ("continue", "skip", 9, 9), ("skip", "continue", 21, 4), ("skip", "skip", 16, 8)],
@@ -207,6 +208,7 @@ def test_a_lasting_new_level_becomes_normal_within_the_window() -> None:
     assert not flags[9]
 
 
+@pytest.mark.slow
 def test_a_resumed_guard_decides_as_the_uninterrupted_one() -> None:
     config = settings(spike="skip", loss_z=3.0)
     steps = run_of_steps(5, 150)

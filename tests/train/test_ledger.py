@@ -87,6 +87,7 @@ def random_run(rng: random.Random) -> Iterator[Run]:
         yield run
 
 
+@pytest.mark.slow
 def test_ledger_tells_what_the_simulation_kept() -> None:
     rng = random.Random(1)
     seen: Counter[str] = Counter()

@@ -187,6 +187,7 @@ with Ledger(sys.argv[1]) as ledger:
 """
 
 
+@pytest.mark.slow
 def test_another_process_reads_while_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.touch()

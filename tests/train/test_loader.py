@@ -126,6 +126,7 @@ def test_every_window_is_what_reading_token_by_token_gives(
                 setup.check(batch, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [True, False])
 def test_chosen_layouts_of_documents_and_shards(tmp_path: Path, mask: bool) -> None:
     rng = random.Random(1)
@@ -151,6 +152,7 @@ def test_chosen_layouts_of_documents_and_shards(tmp_path: Path, mask: bool) -> N
     assert set(seen) == {(s, w) for s, windows in enumerate(setup.corpus.windows) for w in range(windows)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "micro_batch", "mask"),
     [(1, 1, True), (1, 12, False), (2, 3, True), (3, 2, False), (4, 1, True), (12, 1, False), (6, 2, True)],
@@ -266,6 +268,7 @@ def test_more_shards_than_open_files_are_allowed(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.slow
 def test_costs_spread_evenly_over_ranks(mixed: Setup) -> None:
     """With document masks each rank's share costs about as much; round-robin without."""
     world = 4

@@ -109,6 +109,7 @@ KERNELS = {
 SPAN = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair)))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(KERNELS)), SPAN, st.integers(1, 4)), min_size=1, max_size=8),
     st.lists(SPAN, max_size=3),

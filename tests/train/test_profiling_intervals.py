@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def inside(spans: list[tuple[int, int]], instant: int) -> bool:
     return any(start <= instant < stop for start, stop in spans)
 
 
+@pytest.mark.slow
 @given(st.fixed_dictionaries({"first": LISTS, "second": LISTS, "third": LISTS}), WINDOWS)
 def test_each_instant_is_the_first_layers_that_covers_it(layers, windows):
     expected = dict.fromkeys([*layers, None], 0)

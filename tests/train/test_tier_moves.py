@@ -136,6 +136,7 @@ def layouts(draw):
     return node_of, {name: draw(st.sets(st.integers(0, nodes - 1))) for name in names}
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(layouts())
 def test_one_node_that_has_a_file_moves_it_and_its_writer_s_if_it_can(layout):

@@ -124,6 +124,7 @@ def worlds(draw):
     return site_of, sizes, copies, fetches, draw(st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(worlds())
 def test_by_brute_force(case):

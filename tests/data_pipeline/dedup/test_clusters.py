@@ -74,6 +74,7 @@ _SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", _SHAPES)
 @pytest.mark.parametrize("max_records", [120, 10**6])
 def test_edges_in_many_tasks_are_joined_as_in_one(tmp_path, shape, max_records):

@@ -137,6 +137,7 @@ def test_tasks_run_in_other_processes(plain):
     assert there.report == here.report
 
 
+@pytest.mark.slow
 def test_the_bands_of_partitions_read_together_fit_a_file(plain, tmp_path):
     docs = [plain.Doc(changed(sentence(place)), partition=f"p{place:03d}", position=place) for place in range(64)]
     partitions = plain.write_run(tmp_path, docs, DuplicatesConfig())

@@ -31,6 +31,7 @@ def written(folder: str, buckets: int, writers: list[list[tuple[int, int]]], max
     return Exchange(folder, tuple(each.files for each in left), sum(each.counts for each in left))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["", "memory://scratch"])
 def test_a_range_of_buckets_is_read_back_and_nothing_else(tmp_path, store):
     rows = [[((value * 5) % 6, value) for value in range(start, start + 130)] for start in (0, 1000)]

@@ -13,6 +13,7 @@ from quern.errors import QuernError
 _IDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), unique=True, max_size=20)
 
 
+@pytest.mark.slow
 @given(_IDS, _IDS)
 def test_ids_are_found_also_when_their_first_halves_repeat(known, wanted):
     rows = Ids(np.array(known, dtype=np.uint64).reshape(-1, 2)).rows(np.array(wanted, dtype=np.uint64).reshape(-1, 2))
@@ -30,6 +31,7 @@ def test_a_null_id_is_refused():
         id_words(pa.array([b"0" * 16, None], pa.binary(16)), "here")
 
 
+@pytest.mark.slow
 def test_batches_of_large_documents_have_few_rows(tmp_path):
     """80 books of 100,000 shingles are 64 MB; of short pages as many come at once as are asked for."""
     path = str(tmp_path / "table.parquet")

@@ -132,6 +132,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_length_of_a_hostile_text_only():
     """Four times the text takes less than eleven times as long; a quadratic step takes sixteen."""
     each(

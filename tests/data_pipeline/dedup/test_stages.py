@@ -78,6 +78,7 @@ def test_a_phase_that_ended_anywhere_goes_on_behind_its_last_whole_stage(tmp_pat
     assert R.tables(tmp_path) == tables
 
 
+@pytest.mark.slow
 def test_what_another_run_left_is_not_gone_on_with(tmp_path):
     partitions = prepared(tmp_path, num_docs=20)
     scratch = str(tmp_path / "work")

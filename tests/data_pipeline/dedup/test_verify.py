@@ -44,6 +44,7 @@ def verified(ends: list[tuple[int, int, int]], sets: dict[int, set[int]], thresh
     return verify(as_pairs(ends, sets), ranks, starts, sizes, shingles, threshold).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.sampled_from([1, 20, 1 << 20]),
@@ -120,6 +121,7 @@ def test_a_document_counts_as_duplicate_of_the_most_similar_that_is_kept():
     assert survivors(as_verified({(1, 2): 0.9, (0, 2): 0.9}))["low"].tolist() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 1 << 16])
 @given(_EDGES)
 def test_survivors_are_those_of_the_plain_rule(batch, edges):

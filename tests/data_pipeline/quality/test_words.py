@@ -52,11 +52,13 @@ def test_a_chunk_has_the_words_spacy_gives_it_alone(chunk: str) -> None:
     check_words(chunk)
 
 
+@pytest.mark.slow
 def test_thousands_of_chunks_have_the_words_spacy_gives_them_alone() -> None:
     draw = random.Random(1)
     each(("".join(draw.choices(CHUNK_CHARS, k=draw.randint(1, 12))) for _ in range(2000)), check_words)
 
 
+@pytest.mark.slow
 def test_common_shapes_split_as_spacy_splits_them() -> None:
     shapes = itertools.product(
         ["", '"', "“", "("],
@@ -147,6 +149,7 @@ def test_sentence_counts() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(5)
     texts = [
@@ -165,6 +168,7 @@ def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     under_test._spaced.cache_clear()
 
 
+@pytest.mark.slow
 def test_hostile_chunks_are_split_without_spacy() -> None:
     """spaCy would want from minutes to days for each of these."""
 
@@ -228,6 +232,7 @@ def test_special_cases_and_urls_are_split_as_in_the_whole_pipeline() -> None:
     assert [t.text for t in under_test._tokenizer("en")(text)] == [t.text for t in spacy_blank("en").tokenizer(text)]
 
 
+@pytest.mark.slow
 def test_spacy_is_imported_without_its_command_line_and_torch() -> None:
     code = (
         "import sys; from quern.data_pipeline.quality import words; words.splitter('en')\n"

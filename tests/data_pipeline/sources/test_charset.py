@@ -198,6 +198,7 @@ def test_detection_of_a_page_of_short_lines_costs_little_memory() -> None:
     assert peak < 1 << 20
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([b"a", b" ", b"\n", b"\xe4", b"\xff", b"x" * 300, b"y" * 70_000]), max_size=20))
 def test_detection_reads_the_lines_that_are_not_ascii(parts: list[bytes]) -> None:
     expected, payload = b"", b"".join(parts)
@@ -278,6 +279,7 @@ def test_a_wide_page_cut_inside_a_unit_is_read_to_the_cut(bom: bytes, codec: str
     assert decoded[0] == RUSSIAN[:-1]
 
 
+@pytest.mark.slow
 def test_any_bytes_under_any_label_are_text_or_none() -> None:
     def check(label: str) -> None:
         # A label that is wrong, over bytes that fit it nearly, cut anywhere: a codec may raise what it likes.

@@ -101,6 +101,7 @@ def test_all_files_are_planned_by_few_requests_at_a_time(web: Web) -> None:
     assert web.most_under_way <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["", "cut", "503", "429", "hang up", "slow"])
 def test_pages_and_their_ids_are_those_of_a_copy_in_a_folder(
     web: Web, files: list[bytes], tmp_path: Path, what: str
@@ -153,6 +154,7 @@ def test_a_file_that_changes_just_before_its_first_byte_is_read_is_an_error(
         list(read(settings, partition, ReadLog()))
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_one_error(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUERN_STORE_PATIENCE_S", "1")
     settings = source(web.url, files="3")
@@ -172,6 +174,7 @@ def test_a_crawl_that_is_not_there_and_numbers_beyond_its_files(web: Web) -> Non
         plan(source(web.url))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -227,6 +227,7 @@ def test_an_endless_header_is_passed_over(tmp_path: Path) -> None:
     assert [page.url for page in read_bytes(tmp_path, one_line, name="x.warc")] == URLS[:2]
 
 
+@pytest.mark.slow
 def test_the_list_of_damage_is_bounded(tmp_path: Path) -> None:
     log = ReadLog()
     members = many(1)
@@ -246,6 +247,7 @@ def test_records_with_false_lengths_cost_linear_time(tmp_path: Path) -> None:
     assert_grows_tamely(read_many, 500, 8_000, 60)  # linear: 16, quadratic: 256
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_any_damage_ends_and_loses_no_untouched_record(

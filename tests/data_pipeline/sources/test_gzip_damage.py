@@ -46,6 +46,7 @@ def untouched(folder: Path, content: bytes, wanted: list[tuple[str, int]]) -> No
     assert len({page.doc_id for page in found}) == len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [FIXED, CODED, STORED], ids=["fixed codes", "own codes", "stored"])
 def test_any_flipped_bit_of_a_member_leaves_those_behind_it(tmp_path: Path, how: dict[str, int]) -> None:
     members = [small(number, **how) for number in range(3)]
@@ -226,6 +227,7 @@ def false_magics() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(false_magics()))
 def test_false_magics_cost_no_more_than_their_bytes(tmp_path: Path, kind: str) -> None:
     """What is read of the file grows with the file, not with the number of magics in it."""
@@ -243,6 +245,7 @@ def test_false_magics_cost_no_more_than_their_bytes(tmp_path: Path, kind: str) -
     assert counts[1] < 8 * counts[0]
 
 
+@pytest.mark.slow
 def test_a_member_that_unpacks_to_much_is_not_held(tmp_path: Path) -> None:
     head = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 120000000\r\n\r\n"
     deflate = zlib.compressobj(9, zlib.DEFLATED, 31)
@@ -284,6 +287,7 @@ def test_the_budget_of_rereading_ends_in_one_pass(tmp_path: Path, monkeypatch: p
     assert last == len(one) + len(content) + 1, "the sound member at the end is found all the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_reader_that_passes_over_much_says_that_it_is_at_work(tmp_path: Path, compress: bool) -> None:
     # The clock of a page counts from the last sign of work: passing over 12 MB on a slow store is no page's fault.

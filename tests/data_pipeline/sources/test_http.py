@@ -67,6 +67,7 @@ def test_a_payload_that_is_stored_decoded_is_taken_as_it_is(coding: str) -> None
     assert decoded_payload(TEXT, {"content-encoding": coding}, LIMIT) == TEXT
 
 
+@pytest.mark.slow
 def test_a_cut_payload_gives_its_beginning() -> None:
     def check(coding: str) -> None:
         body = random.Random(1).randbytes(300_000).hex().encode()
@@ -120,6 +121,7 @@ def bomb(coding: str, size: int) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd"])
 def test_a_bomb_costs_bounded_memory(coding: str) -> None:
     body = bomb(coding, 64 << 20)
@@ -132,6 +134,7 @@ def test_a_bomb_costs_bounded_memory(coding: str) -> None:
     assert peak < 8 * LIMIT
 
 
+@pytest.mark.slow
 def test_a_bomb_in_a_bomb_costs_bounded_memory() -> None:
     inner = gzip.compress(bomb("gzip", 64 << 20))
     with pytest.raises(TooLarge):

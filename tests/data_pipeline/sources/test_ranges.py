@@ -49,6 +49,7 @@ def nested(compress: bool, inside_compressed: bool) -> list[bytes]:
     return [*before, gzip.compress(outer, compresslevel=0, mtime=0) if compress else outer, *behind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [True, False])
 @pytest.mark.parametrize("split_bytes", [1, 17, 300, 1000, 3000, 20_000])
 def test_ranges_of_a_sound_file_are_what_warcio_reads(tmp_path: Path, compress: bool, split_bytes: int) -> None:
@@ -195,6 +196,7 @@ def crawls(draw: st.DrawFn) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(crawls(), st.integers(40, 4000))
 def test_any_file_is_its_ranges(tmp_path_factory: pytest.TempPathFactory, content: bytes, split_bytes: int) -> None:

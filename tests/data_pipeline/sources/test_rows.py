@@ -66,6 +66,7 @@ def test_lines_are_pages_whatever_the_compression(tmp_path: Path, compression: s
     assert log.damage == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["gz", "bz2", "xz", "zst"])
 def test_a_cut_compressed_file_gives_its_lines_up_to_the_cut_and_is_noted(tmp_path: Path, compression: str) -> None:
     num_rows = 1500 if compression == "xz" else 4000  # the others' blocks are larger

@@ -160,6 +160,7 @@ def test_chunked_and_compressed_payloads_are_undone(tmp_path: Path) -> None:
     assert only(tmp_path, record(chunked, http=http)).raw == HTML.decode()
 
 
+@pytest.mark.slow
 def test_a_gzip_bomb_is_too_large(tmp_path: Path) -> None:
     http = {"Content-Type": "text/html", "Content-Encoding": "gzip"}
     assert only(tmp_path, record(gzip.compress(bytes(64 << 20)), http=http)).fault == "read.too_large"

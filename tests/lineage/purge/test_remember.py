@@ -115,6 +115,7 @@ def test_a_purge_that_was_cut_off_while_it_wrote_leaves_nothing(run: Path, tmp_p
     assert list((tmp_path / "list").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_other_purges_never_take_the_same_name(run: Path, tmp_path: Path) -> None:
     """Of two copies of one run, of the same version, at the same time; also when both were given the same name."""
     tables = [some(run, seed) for seed in range(6)]

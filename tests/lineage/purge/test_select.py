@@ -160,6 +160,7 @@ def test_bad_lines_of_a_file_are_numbered(tmp_path: Path) -> None:
 # ---- what matches, what a query finds
 
 
+@pytest.mark.slow
 def test_a_query_selects(run: str, found: runs.Listing) -> None:
     sql = "SELECT url, doc_id FROM verdicts WHERE language = 'de' AND source = 'web'"
     expected = {row["doc_id"] for row in found.rows if row["language"] == "de" and row["source"] == "web"}
@@ -168,6 +169,7 @@ def test_a_query_selects(run: str, found: runs.Listing) -> None:
     assert selected(run, select(run, {"sql": [sql, one]})) == expected | {min(row["doc_id"] for row in found.rows)}
 
 
+@pytest.mark.slow
 def test_a_benchmark_selects_what_holds_text_of_it(
     run: str, found: runs.Listing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

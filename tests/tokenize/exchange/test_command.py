@@ -45,6 +45,7 @@ def imported(asked: Callable[..., Any], ranks: str, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_what_is_shown_of_an_imported_document(imported: Path, asked: Callable[..., Any], tmp_path: Path) -> None:
     """The second document, by one of its tokens: 15 tokens of 2 bytes stand before it."""
     shard = "imported/shard_00000"
@@ -63,6 +64,7 @@ def test_what_is_shown_of_an_imported_document(imported: Path, asked: Callable[.
     assert asked("data", "status", imported)["status"] == "complete"
 
 
+@pytest.mark.slow
 def test_out_and_in_on_the_terminal(imported: Path, tmp_path: Path) -> None:
     done = quern(
         "tokens", "export", imported, "--format", "datatrove", "--out", tmp_path / "out", "--no-eot", "--merge"
@@ -80,6 +82,7 @@ def test_out_and_in_on_the_terminal(imported: Path, tmp_path: Path) -> None:
     assert [doc_id for doc_id, _ in plain.read_run(tmp_path / "back", "imported")] == offsets
 
 
+@pytest.mark.slow
 def test_a_wrong_input_is_one_line_and_exit_code_2(imported: Path, tmp_path: Path) -> None:
     for arguments in (
         ("tokens", "export", imported, "--format", "tar", "--out", tmp_path / "x"),
@@ -96,6 +99,7 @@ def test_a_wrong_input_is_one_line_and_exit_code_2(imported: Path, tmp_path: Pat
         assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_nothing_is_left(ranks: str, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(plain.pack("uint16", [*[65] * 999, EOT] * 1000))
     code = (  # a limit of a file's size stands for the disk's

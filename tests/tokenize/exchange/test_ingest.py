@@ -21,6 +21,7 @@ from support.exchange import plain_formats as plain
 from support.exchange.import_case import EOT, FORMATS, draw, options, verdicts, write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "shard_tokens"), [*((name, 200) for name in FORMATS), (FORMATS[0], 2**30)])
 def test_every_document_is_known_by_its_file_and_byte(
     ranks: str, tmp_path: Path, format: Any, shard_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -54,6 +55,7 @@ def test_every_document_is_known_by_its_file_and_byte(
     assert all(reader.locate_document(doc_id) is not None for doc_id, _ in found)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_cut_behind_each_eot(ranks: str, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:

@@ -19,6 +19,7 @@ from support.exchange import plain_formats as plain
 from support.exchange.import_case import FORMATS, options, refused, verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("merge", "eot", "format"),
     [
@@ -111,6 +112,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "format"),
     [
@@ -129,6 +131,7 @@ def test_a_table_that_does_not_fit_is_refused(run_dir: Path, tmp_path: Path, for
         ingest([str(data)], str(tmp_path / "run"), options(ranks, format, sidecars=False))
 
 
+@pytest.mark.slow
 def test_twins_are_found_among_more_documents_than_memory_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
