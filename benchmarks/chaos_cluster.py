@@ -14,6 +14,7 @@ import ctypes
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ HEALTH = {
 }
 STORE_BYTES = 100 << 20
 START_ATTEMPTS = 3
+LOG_CHARACTERS = 4000
 HEAD_ADDRESS, OTHER_ADDRESS = "10.213.77.1", "10.213.77.2"
 
 
@@ -119,7 +121,7 @@ class Cluster:
                 self.others.append(machine)
                 return machine
             machine.end()
-        raise SystemExit(f"no Ray came up; see {self.folder / 'ray.log'}")
+        raise SystemExit(_no_ray(self.folder))
 
     def workers(self) -> list[psutil.Process]:
         return [worker for machine in (self.head, *self.others) for worker in machine.workers()]
@@ -182,6 +184,22 @@ def _ray_start(
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, preexec_fn=_ends_with_its_parent)
 
 
+def _head(folder: Path, host: str, session: Path, environment: dict[str, str], cable: Cable | None) -> Cluster:
+    """A cluster of its head alone; Ray is asked again, at another port, when it gives up on a busy computer."""
+    for attempt in range(START_ATTEMPTS):
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]  # another process may take it before Ray does
+        own = ["--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false",
+               f"--temp-dir={session}-{attempt}"]  # fmt: skip
+        up = _num_up(folder)
+        head = Machine(_ray_start(folder, own, environment))
+        if _has_come_up(folder, up, head):
+            return Cluster(folder, f"{host}:{port}", environment, head, cable)
+        head.end()
+    raise SystemExit(_no_ray(folder))
+
+
 @contextmanager
 def machines(
     folder: Path, *, namespace: bool = False, environment: Mapping[str, str] | None = None
@@ -192,24 +210,17 @@ def machines(
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     full = {**os.environ, **HEALTH, **secret, **(environment or {})}
     full.pop("RAY_ADDRESS", None)
-    cluster = None
     with _cable() if namespace else _nothing() as cable:
         host = HEAD_ADDRESS if cable is not None else get_node_ip_address()  # a driver takes 127.0.0.1 for this
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        own = ["--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false",
-               f"--temp-dir={session}"]  # fmt: skip
-        cluster = Cluster(folder, f"{host}:{port}", full, Machine(_ray_start(folder, own, full)), cable)
+        cluster = _head(folder, host, session, full, cable)
         try:
-            if not _has_come_up(folder, 0, cluster.head):
-                raise SystemExit(f"no Ray came up; see {folder / 'ray.log'}")
             cluster.add_machine()
             yield cluster
         finally:
             for machine in (*cluster.others, cluster.head):
                 machine.end()
-            subprocess.run(["rm", "-rf", str(session)], check=False)
+            for attempt in range(START_ATTEMPTS):
+                shutil.rmtree(f"{session}-{attempt}", ignore_errors=True)
 
 
 @contextmanager
@@ -221,6 +232,11 @@ def _num_up(folder: Path) -> int:
     """Machines of which Ray has said that they are up."""
     log = folder / "ray.log"
     return log.read_bytes().count(b"Ray runtime started") if log.exists() else 0
+
+
+def _no_ray(folder: Path) -> str:
+    said = (folder / "ray.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+    return f"no Ray came up in {START_ATTEMPTS} attempts; it said last:\n{said}"
 
 
 def _has_come_up(folder: Path, before: int, machine: Machine, patience_s: float = 90) -> bool:
