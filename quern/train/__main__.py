@@ -1,6 +1,7 @@
 """``torchrun … -m quern.train CONFIG [key=value …]``, and ``python -m quern.train`` for one process.
 
-Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved.
+Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved. A rank
+ends when its launcher, torchrun or quern train, has ended.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from quern.config import load_config
 from quern.errors import QuernError
+from quern.train import launch
 from quern.train.config import TrainConfig
 
 __all__ = ["STOPPED", "leave", "main", "train"]
@@ -43,7 +46,8 @@ def train(config: TrainConfig) -> int:
         trainer.fit()
         if trainer.stopped_by is None or trainer.complete:
             return 0
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's word to the others, once the first has left
+        for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun's word to the others, once the first has left
+            signal.signal(number, signal.SIG_IGN)
         return STOPPED
 
 
@@ -63,12 +67,14 @@ def leave(code: int) -> NoReturn:
     """End the process without ending the interpreter first. gloo's threads let go of the last collective's tensors when
     they get to it, and ask for the interpreter then; one that is ending would end the process with SIGABRT."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its reader may be gone, and the code is what counts
+            stream.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
+    launch.end_with_launcher()
     code = main(sys.argv[1:])
     if "RANK" in os.environ:
         leave(code)

@@ -5,6 +5,7 @@ Imports no torch."""
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,12 +16,56 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-__all__ = ["GRACE_S", "Worker", "environments", "free_port", "leaving", "send", "started", "wait"]
+__all__ = [
+    "GRACE_S", "Worker", "end_with_launcher", "ending_signals", "environments", "free_port", "leave_lost_terminal",
+    "leaving", "send", "started", "wait",
+]  # fmt: skip
 
 GRACE_S = 20.0
 """After one process has failed, the others have this long to notice before they are killed."""
 
 Worker = subprocess.Popen[bytes]
+
+_PIPE = "QUERN_LAUNCHER_PIPE"
+"""In a worker's environment: the descriptor of a pipe whose other end only its launcher holds."""
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that ask a run to end: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hang_up]
+
+
+def leave_lost_terminal() -> None:
+    """Write to /dev/null in place of a terminal or pipe that nobody reads any more: each write would be an error."""
+    streams = select.poll()
+    for descriptor in (1, 2):
+        streams.register(descriptor, 0)
+    for descriptor, event in streams.poll(0):
+        if event & (select.POLLERR | select.POLLHUP):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), descriptor)
+
+
+def end_with_launcher() -> None:
+    """From now on SIGKILL ends this process and its process group when its launcher, ours or torchrun, has ended.
+
+    Without a launcher nothing happens. What a rank has started in sessions of their own, writers and servers of
+    checkpoints, ends with the rank's end of their input.
+    """
+    pipe, parent = os.environ.get(_PIPE), os.getppid()
+    if pipe is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+
+    def watch() -> None:
+        if pipe is None:
+            while os.getppid() == parent:
+                time.sleep(1.0)
+        else:
+            os.read(int(pipe), 1)  # nobody writes: it returns when the launcher's end is closed
+        os.kill(0 if os.getpgrp() == os.getpid() else os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with launcher", daemon=True).start()
 
 
 def free_port() -> int:
@@ -47,22 +92,27 @@ def started(
     options: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[list[Worker]]:
     """``command`` once for every environment, each in a session of its own: Ctrl-C at the terminal reaches a worker
-    once, through us. Whatever happens in the block, no process is left over after it.
+    once, through us. Whatever happens in the block, no process is left over after it; if this process is killed, those
+    end that have called :func:`end_with_launcher`.
 
-    ``on_signal``: what is done with a SIGTERM or SIGINT to this process; a SIGUSR1 goes on to the workers.
+    ``on_signal``: what is done with one of :func:`ending_signals` to this process; a SIGUSR1 goes on to the workers.
     ``options``: Popen's, by rank.
     """
     workers: list[Worker] = []
 
     def heard(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_lost_terminal()
         on_signal(workers, number)
 
-    before: dict[int, Any] = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    pipe, ours = os.pipe()
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in ending_signals()}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: send(workers, number))
     try:
         for number, environment in enumerate(environments):
             how = options[number] if options else {}
-            workers.append(subprocess.Popen([*command], env=dict(environment), start_new_session=True, **how))
+            own = {**environment, _PIPE: str(pipe)}
+            workers.append(subprocess.Popen([*command], env=own, start_new_session=True, pass_fds=[pipe], **how))
         yield workers
     finally:
         for number, handler in before.items():
@@ -72,11 +122,13 @@ def started(
                 with suppress(ProcessLookupError):
                     os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
             worker.wait()
+        os.close(pipe)
+        os.close(ours)
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """A SIGTERM in the block unwinds it, so that what it has made for a while goes with it."""
+    """A SIGTERM or SIGHUP in the block unwinds it, so that what it has made for a while goes with it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,29 +136,32 @@ def leaving() -> Iterator[None]:
     def heard(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, heard)
+    numbers = [number for number in ending_signals() if number != signal.SIGINT]
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -> int | None:
     """Until all have left, or :data:`GRACE_S` after one has failed. Returns the first exit code that is not 0, else 0;
-    None where none here has failed and some still run.
+    None where none here has failed and some still run. Of those seen at once a death by signal, negative, comes first:
+    it is what the others failed of.
 
     ``has_failed``: given whether one here has failed, whether one has anywhere; for ranks on several machines.
     """
     failed: int | None = None
     since: float | None = None
     while any(worker.poll() is None for worker in workers):
-        failed = failed or next((code for worker in workers if (code := worker.poll())), None)
+        failed = failed or min((code for worker in workers if (code := worker.poll())), default=None)
         if since is None and has_failed(failed is not None):
             since = time.monotonic()
         if since is not None and time.monotonic() - since > GRACE_S:
             return failed
         time.sleep(0.1)
-    return failed or next((worker.returncode for worker in workers if worker.returncode), 0)
+    return failed or min((worker.returncode for worker in workers if worker.returncode), default=0)
 
 
 def send(workers: Sequence[Worker], number: int) -> None:

@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,7 @@ class Metrics:
         if self._live:
             self._clear()
             loss = f"{losses['loss']:.4f}" if losses["loss"] is not None else "not finite"
-            print(f"step {step:,}  held-out loss {loss} over {losses['tokens']:,} tokens", file=sys.stderr)
+            _tell(f"step {step:,}  held-out loss {loss} over {losses['tokens']:,} tokens\n")
 
     def close(self) -> None:
         """Nothing is written afterwards."""
@@ -174,11 +175,16 @@ class Metrics:
             f"step {step + 1:,}/{self._steps:,}  loss {loss}  norm {norm}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_s']:,.0f} tokens/s{mfu}  {timedelta(seconds=round(left))} to go"
         )
-        print("\r\x1b[K" + text if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        _tell("\r\x1b[K" + text if terminal else text + "\n")
 
     def _clear(self) -> None:
         if self._live and sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            _tell("\r\x1b[K")
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # the terminal may have been closed, and the run is to be saved all the same
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _plain(value: Any) -> Any:

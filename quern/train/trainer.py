@@ -16,6 +16,7 @@ from torch import nn
 
 from quern.errors import QuernError
 from quern.parallel.apply import Parallel
+from quern.train import launch
 from quern.train.begin import Start
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import Position
@@ -338,17 +339,20 @@ class Trainer:
 
 @contextmanager
 def _listening(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for forensics of
-    a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is replaced)."""
+    """SIGTERM, SIGHUP and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for
+    forensics of a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is replaced).
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def heard(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            launch.leave_lost_terminal()
         trainer.asked_to_stop(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before: dict[int, Any] = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    before: dict[int, Any] = {number: signal.signal(number, heard) for number in launch.ending_signals()}
     if trainer.config.forensics.window and signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: trainer.forensics.request())
     try:

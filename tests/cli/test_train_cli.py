@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,11 +18,13 @@ import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from quern.errors import QuernError
 from quern.parallel import schedules
+from quern.train.checkpoint.folder import FolderLock
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.metadata import read_metadata
 from quern.train.ledger import read_ledger
-from support.programs import python
+from support.programs import kill, python
 from support.train import corpora
 
 
@@ -224,25 +227,55 @@ def test_two_processes_train_what_one_does(config: Path, capfd: pytest.CaptureFi
     assert planned == {"bytes": sum(sizes), "copy_gib_per_rank": sum(sizes) / 2 / 2**30}
 
 
-@pytest.mark.slow
-def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Path) -> None:
-    run = config.parent / "run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def started(config: Path, **how: object) -> subprocess.Popen[bytes]:
+    """Two ranks that have made some steps of many."""
     process = subprocess.Popen(
         [python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
-         "data.0.max_epochs=100000", "checkpoint.interval=0"], env=environment, stderr=subprocess.PIPE, text=True,
+         "data.0.max_epochs=100000", "checkpoint.interval=0"], env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
     )  # fmt: skip
-    metrics = run / "metrics.jsonl"
+    metrics = config.parent / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 3, errors
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Path, number: signal.Signals) -> None:
+    """The second as a terminal is closed: nothing can be written to it any more."""
+    run = config.parent / "run"
+    ours, terminal = os.openpty()
+    process = started(config, stderr=terminal)
+    os.close(terminal)
+    if number == signal.SIGHUP:
+        os.close(ours)
+    process.send_signal(number)
+    code = process.wait(timeout=120)
+    if number != signal.SIGHUP:
+        os.close(ours)
+    assert code == 3
     last = read_ledger(run / "ledger.jsonl")[-2:]
     assert [entry["kind"] for entry in last] == ["checkpoint", "stopped"]
     assert last[0]["step"] == last[1]["step"]
     assert (run / "checkpoints" / last[0]["name"] / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_command_that_is_killed(config: Path) -> None:
+    process = started(config)
+    folder = config.parent / "run" / "checkpoints"
+    rank = json.loads((folder / ".lock").read_text())["pid"]
+    assert kill(process) == -signal.SIGKILL
+    deadline, free = time.monotonic() + 120, False
+    while time.monotonic() < deadline and not free:
+        with contextlib.suppress(QuernError):
+            FolderLock(str(folder)).close()
+            free = True
+        time.sleep(0.02)
+    if not free:
+        os.kill(rank, signal.SIGKILL)
+    assert free, "rank 0 goes on"
 
 
 @pytest.mark.long
@@ -259,5 +292,5 @@ def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(int(children[1]), signal.SIGKILL)
-    assert process.wait(timeout=120) not in (0, 2, 3)
+    assert process.wait(timeout=120) == 128 + signal.SIGKILL
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)

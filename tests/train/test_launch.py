@@ -67,24 +67,46 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
     assert not _alive(pid)
 
 
-def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
+def test_a_death_by_signal_is_told_before_what_failed_of_it() -> None:
+    class Ended:
+        def __init__(self, code: int) -> None:
+            self.returncode = code
+
+        def poll(self) -> int:
+            return self.returncode
+
+    assert launch.wait([Ended(1), Ended(-9), Ended(0)]) == -9  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_workers(tmp_path: Path, number: signal.Signals) -> None:
     program = (
         "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(3))\n"
         "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').close(); time.sleep(600)"
     )
 
     def send() -> None:
         while not all((tmp_path / str(rank)).exists() for rank in range(2)):
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     thread = threading.Thread(target=send)
     thread.start()
     assert started(program, 2, tmp_path) == 3
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launch.started([sys.executable, "-c", ""], launch.environments(1), launch.send):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_request_goes_on_to_the_workers_and_ends_nobody(tmp_path: Path) -> None:
@@ -107,17 +129,53 @@ def test_a_request_goes_on_to_the_workers_and_ends_nobody(tmp_path: Path) -> Non
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_rank_of_a_benchmark_ends_with_its_input(tmp_path: Path) -> None:
-    """So that none outlives a parent that was killed."""
+RANK = (
+    "import os, subprocess, sys, time; from quern.train import launch; launch.end_with_launcher()\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "with open(os.path.join(sys.argv[1], os.environ['RANK'] + '.part'), 'w') as file:\n"
+    "    file.write(f'{os.getpid()} {child.pid}')\n"
+    "os.rename(file.name, file.name[:-5]); time.sleep(600)"
+)
+OF_A_BENCHMARK = (
+    "import os, sys, time; from quern.train.bench import worker\n"
+    "def run(spec):\n"
+    "    with open(os.path.join(sys.argv[1], os.environ['RANK'] + '.part'), 'w') as file:\n"
+    "        file.write(f'{os.getpid()}')\n"
+    "    os.rename(file.name, file.name[:-5]); time.sleep(600)\n"
+    "worker._run = run; worker.main(sys.argv[1])"
+)
+OURS = (
+    "import sys; from quern.train import launch\n"
+    "with launch.started([sys.executable, '-c', *sys.argv[1:]], launch.environments(2), launch.send) as workers:\n"
+    "    launch.wait(workers)"
+)
+TORCHRUN = (
+    "import os, subprocess, sys, time\n"
+    "for rank in '01': subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True,\n"
+    "                                   env={**os.environ, 'RANK': rank, 'TORCHELASTIC_RUN_ID': 'x'})\n"
+    "time.sleep(600)"
+)
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [(OURS, RANK), (TORCHRUN, RANK), (OURS, OF_A_BENCHMARK)])
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: str, rank: str) -> None:
+    """And so does what they have started."""
     (tmp_path / "spec.json").write_text("{}")
-    program = (
-        "import sys, time; from quern.train.bench import worker\n"
-        "worker._run = lambda spec: time.sleep(600)\nworker.main(sys.argv[1])"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE)
-    assert worker.stdin is not None
-    worker.stdin.close()
-    assert worker.wait(60) == 1
+    process = subprocess.Popen([sys.executable, "-c", launcher, rank, str(tmp_path)])
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not all((tmp_path / str(number)).exists() for number in range(2)):
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    left = [int(pid) for number in range(2) for pid in (tmp_path / str(number)).read_text().split()]
+    assert len(left) >= 2
+    try:
+        while time.monotonic() < deadline and any(map(_alive, left)):
+            time.sleep(0.02)
+        assert not any(map(_alive, left))
+    finally:
+        for pid in filter(_alive, left):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _alive(pid: int) -> bool:

@@ -54,7 +54,7 @@ class Crew:
         command = [sys.executable, "-m", "quern.train.bench.worker", folder]
         with ExitStack() as opened:
             logs = [opened.enter_context(open(_log(folder, place), "wb")) for place in places]
-            how = [{"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT} for log in logs]
+            how = [{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT} for log in logs]
             with launch.started(command, places, _leave, how) as workers:
                 launch.wait(workers, lambda failed: self.failure(folder, failed))
                 codes = [worker.poll() for worker in workers]

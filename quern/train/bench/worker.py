@@ -1,7 +1,7 @@
 """A rank of one row: ``python -m quern.train.bench.worker ROW``, started by :mod:`.run`.
 
 ROW is a folder with ``spec.json``; ``result.<rank>.json`` is what this rank has to say. The process ends with its
-standard input: nothing of a benchmark outlives it.
+launcher: nothing of a benchmark outlives it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from quern import storage
 from quern.errors import InputError
+from quern.train import launch
 from quern.train.__main__ import leave
 from quern.train.agree import describe
 from quern.train.config import TrainConfig
@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 def main(folder: str) -> int:
     """Runs the row; returns the exit code."""
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    launch.end_with_launcher()
     result = _run(json.loads(Path(folder, "spec.json").read_text()))
     storage.write_json(os.path.join(folder, f"result.{os.environ.get('RANK', '0')}.json"), result)
     return 1 if "error" in result else 0
@@ -44,11 +44,6 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         if "out of memory" in text.lower():
             kind = "out_of_memory"
         return {"error": text, "kind": kind, "time": time.time()}
-
-
-def _end_with_input() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
 
 
 if __name__ == "__main__":

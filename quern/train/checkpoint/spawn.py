@@ -9,12 +9,13 @@ from typing import Any
 
 __all__ = ["spawn"]
 
-_TRAINERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_TRAINERS = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start ``command`` in a session of its own, with SIGINT, SIGTERM and SIGUSR1 blocked from its first instruction
-    on; they are the trainer's to handle. It ends when its standard input does, or by SIGKILL. ``options`` are Popen's.
+    """Start ``command`` in a session of its own, with SIGHUP, SIGINT, SIGTERM and SIGUSR1 blocked from its first
+    instruction on; they are the trainer's to handle. It ends when its standard input does, or by SIGKILL. ``options``
+    are Popen's.
 
     Raises:
         OSError: it could not be started.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from quern.config import load_config
 from quern.errors import QuernError
+from quern.train import launch
 from quern.train.__main__ import leave
 from quern.train.config import TrainConfig
 
@@ -54,6 +55,7 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    launch.end_with_launcher()
     code = main(sys.argv[1:])
     if "RANK" in os.environ:
         leave(code)
