@@ -91,6 +91,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     print(dump_yaml(config), end="")
     console = err_console()
     parameters, memory, order = summary["parameters"], summary["state_memory_gib"], summary["order"]
+    rate = summary["learning_rate"]
     layout, checkpoint = summary["layout"], summary["checkpoint"]
     axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
     rows = [
@@ -105,6 +106,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         ("reads", f"{order['samples']:,} sequences, {order['planned_tokens']:,} tokens in {order['steps']:,} steps"),
         *((f"  {row['name']}", f"{row['share']:.2%}, {row['epochs']:.2f} epochs of {row['tokens']:,} tokens")
           for row in order["sources"]),
+        ("learning rate", f"{rate['peak']:.4g}, {config.schedule.kind}; {rate['last_step']:.4g} in the last step"),
         ("order", order["order"]),
     ]  # fmt: skip
     if (fp8 := summary["float8"]) is not None:

@@ -67,7 +67,7 @@ class ScheduleConfig(Section):
     warmup: NonNegative = 2000
     """Steps; at most ``steps``."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of ``lr`` at the end."""
+    """Share of ``lr`` at the end, in the step after the last."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.1
     """``wsd``: share of all steps that decay linearly at the end."""
 

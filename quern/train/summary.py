@@ -16,6 +16,7 @@ from quern.parallel.traffic import Step, buffer_elements, elements_held, traffic
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
+from quern.train.schedule import learning_rate
 
 __all__ = ["checkpoint_size", "communication", "float8", "layout", "pipeline", "state_memory", "step_of", "summarise"]
 
@@ -176,6 +177,10 @@ def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, 
         "flops_per_token": {
             "full": shape.flops_per_token(config.seq_len, causal=False),
             "causal": shape.flops_per_token(config.seq_len, causal=True),
+        },
+        "learning_rate": {
+            "peak": config.optimizer.lr,
+            "last_step": learning_rate(config.steps - 1, config.steps, config.optimizer.lr, config.schedule),
         },
         "order": mixture.to_dict(),
         "corpus": {"versions": dict(zip(corpus.ids, corpus.versions, strict=True)), "fingerprint": corpus.fingerprint},

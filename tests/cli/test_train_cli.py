@@ -159,6 +159,16 @@ def planned(config: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -
     return result.stderr
 
 
+def test_the_rate_of_the_last_step_is_told(
+    config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("steps=48", "optimizer.lr=3.0e-3", "schedule={kind: wsd, warmup: 2, decay: 0.5, final: 0.1}")
+    rate = json.loads(said(capfd, "train", config, *keys, "--dry-run", "--json"))["learning_rate"]
+    # a straight line from 3e-3 at step 24 to 3e-4 at step 48; the last step is 47
+    assert rate == {"peak": 3e-3, "last_step": pytest.approx(3e-3 - 23 * (3e-3 - 3e-4) / 24)}
+    assert "learning rate  0.003, wsd; 0.0004125 in the last step" in planned(config, monkeypatch, *keys)
+
+
 BIG = ("model={preset: llama3-70b}", "precision=bf16", "data.0.max_epochs=1e9", "global_batch=512", "device=cuda")
 
 
