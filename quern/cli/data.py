@@ -48,6 +48,7 @@ def run(
         emit(stats)
         if not json:
             _print_summary(resolved.run_dir, stats)
+        report.check_sources(stats, resolved.sources)
 
 
 def run_data(config: DataRun) -> dict[str, Any]:
@@ -96,9 +97,12 @@ def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -
 def _finish(
     directory: RunDirectory, result: pages.PagesResult, tokens: dict[str, Any], inputs: str, seed: int
 ) -> dict[str, Any]:
-    stats = report.build_stats(directory.path, result.duplicates, tokens, result.partitions)
+    files: dict[tuple[str, str], report.FileCounts] = {}
+    stats = report.build_stats(directory.path, result.duplicates, tokens, result.partitions, files)
+    found = report.survey_run(directory.path, seed=seed, partitions=result.partitions)
+    stats["alarms"] = report.find_losses(stats, files, found)
     report.write_stats(directory.path, stats)
-    report.write_report(directory.path, stats, seed=seed, partitions=result.partitions)
+    report.write_report(directory.path, stats, found=found)
     directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
     return stats
 

@@ -20,8 +20,8 @@ __all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "is_complete", "open_run
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
-#: Keys of a source that say where its files are and how they are cut, and no more.
-_WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes")
+#: Keys of a source that say where its files are, how they are cut and whether it may be empty, and no more.
+_WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes", "allow_empty")
 
 _VERSIONED = ("trafilatura", "lxml", "warcio", "datasketch", "spacy", "tiktoken", "tokenizers", "pyarrow", "numpy",
               "ray")  # fmt: skip
@@ -165,7 +165,8 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in config.items() if key not in NOT_DECIDING}
     if isinstance(found.get("sources"), list):
         found["sources"] = [
-            {key: value for key, value in source.items() if key != "split_bytes"} for source in found["sources"]
+            {key: value for key, value in source.items() if key not in ("split_bytes", "allow_empty")}
+            for source in found["sources"]
         ]
     return found
 

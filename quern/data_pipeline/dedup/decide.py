@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from quern.data_pipeline.dedup.clusters import EDGE, star_edges
 from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank, read_records
 from quern.data_pipeline.dedup.near import LENGTH, PLANS, SHINGLE
 from quern.data_pipeline.dedup.order import read_documents
-from quern.data_pipeline.dedup.records import KINDS, REMOVED, kind_code
+from quern.data_pipeline.dedup.records import REMOVED, kind_code
 from quern.data_pipeline.dedup.verify import VERIFIED, Removed, survivors, survivors_after, verify
 from quern.data_pipeline.dedup.work import Done, Work
 
@@ -30,8 +31,8 @@ __all__ = [
 
 _MEMBER = np.dtype([("node", "<i8"), ("root", "<i8")])
 _NAMED = np.dtype([("root", "<i8"), ("high", "<u8"), ("low", "<u8"), ("count", "<i8")])
-#: A removed document, the id of the one it is a duplicate of beside it.
-_HALF = np.dtype([*REMOVED.descr, ("by_high", "<u8"), ("by_low", "<u8")])
+#: A removed document, the id and the source of the one it is a duplicate of beside it.
+_HALF = np.dtype([*REMOVED.descr, ("by_high", "<u8"), ("by_low", "<u8"), ("by_source", "<i4")])
 #: The row of a removed document.
 DECISION = np.dtype(
     [
@@ -133,14 +134,16 @@ def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
 
 def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:
     """Task: removals for the documents of one range of ranks → with the ids of these, by range of who is removed."""
-    ids = read_documents(work, index, "id")["id"]
+    documents = read_documents(work, index, "id", "source")
     writer = work.writer("halves", index, work.ranges, _HALF)
     for part in parts:
         for block in part.blocks(REMOVED, work.max_records // 2 + 1):
             rows = np.empty(len(block), dtype=_HALF)
             for name in REMOVED.names or ():
                 rows[name] = block[name]
-            rows["by_high"], rows["by_low"] = ids[block["by"] - work.first_ranks[index]].T
+            place = block["by"] - work.first_ranks[index]
+            rows["by_high"], rows["by_low"] = documents["id"][place].T
+            rows["by_source"] = documents["source"][place]
             writer.add(rows, work.range_of(rows["rank"]))
     return Done((), {"halves": writer.close()})
 
@@ -148,11 +151,11 @@ def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:
 def identify_members(work: Work, index: int, removed: Slice, members: Slice, nodes: int, buckets: int) -> Done:
     """Task: one range of ranks → its removed documents by id, and its members of clusters by cluster.
 
-    Gives back how many were removed, of each source by each kind.
+    Gives back how many were removed: (source, source of the one that is kept, kind, number) of each combination.
     """
     documents = read_documents(work, index, "id", "source")
     first = work.first_ranks[index]
-    counts = np.zeros(len(work.sources) * len(KINDS), dtype=np.int64)
+    counts: Counter[tuple[int, ...]] = Counter()
     decisions = work.writer("decisions", index, buckets, DECISION)
     for block in removed.blocks(_HALF, work.max_records // 2 + 1):
         place = block["rank"] - first
@@ -161,14 +164,17 @@ def identify_members(work: Work, index: int, removed: Slice, members: Slice, nod
             rows[name] = block[name]
         rows["high"], rows["low"] = documents["id"][place].T
         decisions.add(rows, bucket_of_key(rows["high"], buckets))
-        counts += np.bincount(documents["source"][place] * len(KINDS) + block["kind"], minlength=len(counts))
+        of_block = np.stack([documents["source"][place], block["by_source"], block["kind"]], axis=1)
+        for key, count in zip(*np.unique(of_block, axis=0, return_counts=True), strict=True):
+            counts[tuple(key.tolist())] += int(count)
     named = work.writer("named", index, nodes, _NAMED)
     for block in members.blocks(_MEMBER, work.max_records // 2 + 1):
         rows = np.empty(len(block), dtype=_NAMED)
         rows["root"], rows["count"] = block["root"], 1
         rows["high"], rows["low"] = documents["id"][block["node"] - first].T
         named.add(rows, bucket_of_rank(rows["root"], nodes))
-    return Done(tuple(counts.tolist()), {"decisions": decisions.close(), "named": named.close()})
+    numbers = tuple(number for key, count in sorted(counts.items()) for number in (*key, count))
+    return Done(numbers, {"decisions": decisions.close(), "named": named.close()})
 
 
 def name_clusters(work: Work, index: int, part: Slice, buckets: int) -> Done:

@@ -41,7 +41,6 @@ from quern.data_pipeline.dedup.order import (
     sort_range,
     split_documents,
 )
-from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.stages import Stages
 from quern.data_pipeline.dedup.tables import sort_rows, write_tables
 from quern.data_pipeline.dedup.work import Shard, Work
@@ -196,8 +195,11 @@ def _star_tasks(work: Work, into: str, edges: Sequence[Exchange]) -> list[tuple[
 
 
 def write_rows(stages: Stages, work: Work, members: Exchange | None, found: Found) -> tuple[np.ndarray, int, int]:
-    """Both tables; removed documents int64[sources, kinds], the number of clusters, the documents in the largest."""
-    removed = np.zeros((len(work.sources), len(KINDS)), dtype=np.int64)
+    """Both tables; the removed documents, the number of clusters, the documents in the largest.
+
+    Of the removed int64[combinations, 4]: source, source of the document that is kept, kind, number.
+    """
+    removed = np.empty((0, 4), dtype=np.int64)
     if members is None:
         stages.run(write_tables, [(work, [])], "tables")
         return removed, 0, 0
@@ -212,7 +214,7 @@ def write_rows(stages: Stages, work: Work, members: Exchange | None, found: Foun
         halves,
         members,
     )
-    removed += np.sum(stage.numbers, axis=0).reshape(removed.shape)
+    removed = np.concatenate([removed, *(np.array(own, np.int64).reshape(-1, 4) for own in stage.numbers)])
     decisions, named = stage["decisions"], stage["named"]
     parts = named.slices(max(work.max_records // 3, 1))
     names = stages.run(name_clusters, [(work, i, part, buckets) for i, part in enumerate(parts)], "names", named)

@@ -30,7 +30,7 @@ FORMAT = 1
 RECORDS_PER_TASK = 1 << 21
 
 #: Raised whenever scratch files or stages change, so that none of another version is taken up.
-SCRATCH_FORMAT = 2
+SCRATCH_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def run(
     counts = [count for (count,) in stages.run(read_facts, [(work, place) for place in places], "read").numbers]
     documents = sum(counts)
     found = Found()
-    removed, clusters, largest = np.zeros((len(sources), len(KINDS)), dtype=np.int64), 0, 0
+    removed, clusters, largest = np.empty((0, 4), dtype=np.int64), 0, 0
     if documents:
         band_rows = records_per_task * RECORD_BYTES // MEMBER.itemsize  # a file of them
         shards = _shards(places, counts, max(band_rows // config.bands, 1))
@@ -115,7 +115,7 @@ def run(
     return DuplicatesReport(
         documents=dict(sorted(per_source.items())),
         removed=by_source,
-        alarms=tuple(_alarms(per_source, by_source, config.alarm_share)),
+        alarms=tuple(_alarms(per_source, by_source, _kept_in(sources, removed), config.alarm_share)),
         notes=tuple(_notes(found.bands.capped, config.max_band_members)),
         recall=recall_curve(config),
         candidate_pairs=found.candidate_pairs,
@@ -147,15 +147,29 @@ def _shards(places: Sequence[Place], counts: Sequence[int], most: int) -> list[S
 
 
 def _removed_by_source(sources: Sequence[str], removed: np.ndarray) -> dict[str, dict[str, int]]:
+    counts = np.zeros((len(sources), len(KINDS)), dtype=np.int64)
+    np.add.at(counts, (removed[:, 0], removed[:, 2]), removed[:, 3])
     found = {
         source: {kind: count for kind, count in zip(KINDS, row, strict=True) if count}
-        for source, row in zip(sources, removed.tolist(), strict=True)
+        for source, row in zip(sources, counts.tolist(), strict=True)
     }
     return {source: kinds for source, kinds in found.items() if kinds}
 
 
+def _kept_in(sources: Sequence[str], removed: np.ndarray) -> dict[str, Counter[str]]:
+    """Source → other source → documents that were removed for one of the other."""
+    found: dict[str, Counter[str]] = {source: Counter() for source in sources}
+    for source, other, _, count in removed.tolist():
+        if source != other:
+            found[sources[source]][sources[other]] += count
+    return found
+
+
 def _alarms(
-    documents: Mapping[str, int], removed: Mapping[str, Mapping[str, int]], alarm_share: float
+    documents: Mapping[str, int],
+    removed: Mapping[str, Mapping[str, int]],
+    kept_in: Mapping[str, Counter[str]],
+    alarm_share: float,
 ) -> Iterable[str]:
     for source, kinds in sorted(removed.items()):
         lost = sum(kinds.values())
@@ -163,8 +177,13 @@ def _alarms(
             details = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
             yield (
                 f"source {source} loses {lost} of {documents[source]} documents "
-                f"({lost / documents[source]:.0%}) as duplicates: {details}"
+                f"({lost / documents[source]:.0%}) as duplicates: {details}{_elsewhere(kept_in[source])}"
             )
+
+
+def _elsewhere(kept_in: Counter[str]) -> str:
+    most = sorted(kept_in.items(), key=lambda item: (-item[1], item[0]))[:3]
+    return "; " + ", ".join(f"{count} of documents of source {other}" for other, count in most) if most else ""
 
 
 def _notes(capped: int, max_members: int) -> Iterable[str]:

@@ -19,12 +19,13 @@ from quern.data_pipeline.report.stats import committed, funnel
 from quern.data_pipeline.report.survey import CHAR_EDGES, OUTCOMES, WORD_EDGES, Budget, Survey, survey
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
 
-__all__ = ["render", "write_report"]
+__all__ = ["render", "survey_run", "write_report"]
 
 NUM_REASONS = 30
 NUM_LANGUAGES = 20
 NUM_HOSTS = 20
 NUM_DAMAGE = 100
+NUM_ALARMS = 100
 #: Width of the first row of the funnel in a drawing 1,000 wide; the rest is for what flows out.
 FLOW = 800.0
 
@@ -42,6 +43,7 @@ def write_report(
     seed: int = 0,
     partitions: Collection[tuple[str, str]] | None = None,
     budget: Budget | None = None,
+    found: Survey | None = None,
 ) -> str:
     """Write ``report.html`` into the run, atomically, and return its path; equal runs and stats give equal bytes.
 
@@ -52,12 +54,13 @@ def write_report(
         seed: keys the choice of samples.
         partitions: (source, partition) of the run; None takes every commit.
         budget: how much of the tables may be read; beyond it the page says what share it has seen.
+        found: what :func:`survey_run` has read already; the arguments but ``run_dir`` and ``stats`` are its then.
 
     Raises:
         QuernError: a table is missing, or disagrees with its commit.
     """
-    pages = {(source, name): counts["pages"] for source, name, counts in committed(run_dir, partitions)}
-    found = survey(run_dir, pages, max_samples=max_samples, seed=seed, budget=budget)
+    if found is None:
+        found = survey_run(run_dir, max_samples=max_samples, seed=seed, partitions=partitions, budget=budget)
     path = storage.join(run_dir, "run.json")
     run = storage.read_json(path) if storage.exists(path) else {}
     out = storage.join(run_dir, "report.html")
@@ -65,10 +68,24 @@ def write_report(
     return out
 
 
+def survey_run(
+    run_dir: str,
+    *,
+    max_samples: int = 60,
+    seed: int = 0,
+    partitions: Collection[tuple[str, str]] | None = None,
+    budget: Budget | None = None,
+) -> Survey:
+    """The survey that :func:`write_report` shows; it has the same arguments, and raises the same errors."""
+    pages = {(source, name): entry["counts"]["pages"] for source, name, entry in committed(run_dir, partitions)}
+    return survey(run_dir, pages, max_samples=max_samples, seed=seed, budget=budget)
+
+
 def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[str, Any]) -> str:
     """The page as HTML; ``run`` is the content of ``run.json``."""
     config = run.get("config", {})
     sections = [
+        ("alarms", "Alarms", _alarms(stats)),
         ("funnel", "Funnel", _funnel(stats)),
         ("reasons", "Reasons", _reasons(stats)),
         ("sources", "Sources and tokens", _sources(stats, found)),
@@ -120,6 +137,13 @@ def _tiles(stats: Mapping[str, Any]) -> str:
         tiles.append(("tokens", _count(tokens["tokens"]), f"{num(tokens['shards'])} shards"))
     cells = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
     return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def _alarms(stats: Mapping[str, Any]) -> str:
+    alarms = stats.get("alarms", ())
+    shown = "".join(f'<p class="alarm">{show(alarm["text"], 600)}</p>' for alarm in alarms[:NUM_ALARMS])
+    more = len(alarms) - NUM_ALARMS
+    return shown + (f'<p class="muted">and {num(more)} more, in stats.json</p>' if more > 0 else "")
 
 
 def _funnel(stats: Mapping[str, Any]) -> str:

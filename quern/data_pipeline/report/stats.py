@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow.compute as pc
@@ -22,10 +22,12 @@ from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.document import STAGES
 from quern.errors import QuernError
 
-__all__ = ["FunnelRow", "build_stats", "committed", "funnel", "print_funnel", "write_stats"]
+__all__ = ["FileCounts", "FunnelRow", "build_stats", "committed", "funnel", "print_funnel", "write_stats"]
 
 STATS_FORMAT = 1
 MAX_DAMAGE = 1000
+#: Alarms that the terminal shows.
+MAX_SHOWN = 20
 PRE_SKIP = "language:language.pre_skip"
 DECISIONS = "duplicates/decisions.parquet"
 
@@ -63,10 +65,22 @@ class FunnelRow:
     """The most frequent reasons with their counts, largest first."""
 
 
+@dataclass
+class FileCounts:
+    """What the commits tell of one input file, its ranges together."""
+
+    partitions: list[str] = field(default_factory=list)
+    pages: int = 0
+    by_reason: Counter[str] = field(default_factory=Counter)
+    """``stage:reason`` → pages that were dropped so."""
+    damage: str | None = None
+    """Why its first damaged place could not be read."""
+
+
 def committed(
     run_dir: str, partitions: Collection[tuple[str, str]] | None = None
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(source, partition, counts) of every committed partition of the pages phase, sorted.
+    """(source, partition, commit) of every committed partition of the pages phase, sorted.
 
     ``partitions`` limits them to those of the run; a folder can hold commits of inputs it no longer has.
 
@@ -87,7 +101,7 @@ def committed(
         if (entry.get("source"), entry.get("partition")) != (source, name):
             raise QuernError(f"{path}: this commit is of {entry.get('source')}/{entry.get('partition')}")
         seen.add((source, name))
-        yield source, name, entry["counts"]
+        yield source, name, entry
     missing = sorted((wanted or set()) - seen)
     if missing:
         raise QuernError(f"{folder}: no commit of {'/'.join(missing[0])} ({len(missing)} missing)")
@@ -98,6 +112,7 @@ def build_stats(
     duplicates: Mapping[str, Any],
     tokens: Mapping[str, Any] | None,
     partitions: Collection[tuple[str, str]] | None = None,
+    files: dict[tuple[str, str], FileCounts] | None = None,
 ) -> dict[str, Any]:
     """The counts of a run as plain data, summed from committed partitions; the same for the same bytes in the run.
 
@@ -110,6 +125,7 @@ def build_stats(
         tokens: the ``sources`` of the tokens report as plain data: source → ``{"train": {"documents", "tokens",
             "shards"}, "val": {…}}``; None before tokenization.
         partitions: (source, partition) of the run; None takes every commit.
+        files: is filled, if given: (source, relative path) → counts, of the files that have partitions of their own.
 
     Raises:
         QuernError: something does not add up; the message names what and where.
@@ -120,12 +136,15 @@ def build_stats(
     damaged = Damage()
     seconds: Counter[str] = Counter()
     cpu_seconds = 0.0
-    for source, name, counts in committed(run_dir, partitions):
+    for source, name, entry in committed(run_dir, partitions):
+        counts = entry["counts"]
         _check_partition(f"{source}/{name}", counts)
         for table in (totals, sources.setdefault(source, _blank())):
             _add(table, counts)
         found = damaged.add(counts, source)
         damage.extend({"source": source, **dict(item)} for item in found[: MAX_DAMAGE - len(damage)])
+        if files is not None and len(entry["inputs"]) == 1:
+            _add_file(files.setdefault((source, *entry["inputs"]), FileCounts()), name, counts)
         seconds.update(counts.get("stage_seconds", {}))
         cpu_seconds += counts.get("cpu_seconds", 0.0)
     removed = _removed(duplicates, sources)
@@ -171,6 +190,14 @@ def _add(table: dict[str, Any], counts: Mapping[str, Any]) -> None:
         table[name] += counts.get(name, 0)
     for name in _TABLES:
         table[name].update(counts.get(name, {}))
+
+
+def _add_file(file: FileCounts, name: str, counts: Mapping[str, Any]) -> None:
+    file.partitions.append(name)
+    file.pages += counts["pages"]
+    file.by_reason.update(counts.get("by_reason", {}))
+    if file.damage is None and counts.get("damage"):
+        file.damage = counts["damage"][0]["why"]
 
 
 def _sorted_tables(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,9 +343,13 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
     if stats["duplicates"].get("recall"):
         shown = [(j, share) for j, share in stats["duplicates"]["recall"] if round(20 * j) % 2 == 0]
         yield "near duplicates proposed, by similarity: " + ", ".join(f"{j:.1f} {share:.1%}" for j, share in shown)
-    for name in ("alarms", "notes"):
-        for sentence in stats["duplicates"].get(name, ()):
-            yield f"{name[:-1]}: {sentence}"
+    alarms = [*(alarm["text"] for alarm in stats.get("alarms", ())), *stats["duplicates"].get("alarms", ())]
+    for sentence in alarms[:MAX_SHOWN]:
+        yield f"alarm: {sentence}"
+    if len(alarms) > MAX_SHOWN:
+        yield f"alarm: and {len(alarms) - MAX_SHOWN:,} more, in stats.json and in the report"
+    for sentence in stats["duplicates"].get("notes", ()):
+        yield f"note: {sentence}"
     if stats["damage"]["count"]:
         yield f"{stats['damage']['count']:,} places of damage in the input were read around"
     if stats["timing"]["pages_per_cpu_second"] is not None:

@@ -107,6 +107,10 @@ class Survey:
     rows_read: int = 0
     languages: dict[str, list[int]] = field(default_factory=dict)
     """Language → pages by outcome."""
+    losses: dict[str, Counter[str]] = field(default_factory=dict)
+    """Language → ``stage:reason`` → pages that were dropped so, removed duplicates as ``duplicates:removed``."""
+    duplicates: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(source, partition) → removed duplicates, of the partitions that were read."""
     hosts: TopCounter = field(default_factory=lambda: TopCounter(1, len(OUTCOMES)))
     chars: np.ndarray = field(default_factory=lambda: np.zeros((len(OUTCOMES), len(CHAR_EDGES)), np.int64))
     """int64[outcome, bin] documents by number of characters; outcome "dropped" is at the quality gate."""
@@ -221,13 +225,19 @@ class _Scan:
             if rows_there != num_pages:
                 raise QuernError(f"{path}: holds {rows_there} verdicts, its commit counts {num_pages} pages")
             first = 0
+            self.found.duplicates[source, name] = 0
             for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=_COLUMNS):
                 keys = id_keys(batch.column("doc_id"))
                 dropped = np.asarray(pc.is_valid(batch.column("stage")))
                 outcome = np.where(dropped, 2, _in(keys, self.removed).astype(np.int64))
-                for language, index, count in _groups(batch.column("language"), outcome):
+                columns = [batch.column(name) for name in ("language", "stage", "reason")]
+                for language, stage, reason, index, count in _groups(*columns, outcome):
                     by_outcome = self.found.languages.setdefault(language or NO_LANGUAGE, [0] * len(OUTCOMES))
                     by_outcome[index] += count
+                    if OUTCOMES[index] != "kept" and language:
+                        why = "duplicates:removed" if stage is None else f"{stage}:{reason}"
+                        self.found.losses.setdefault(language, Counter())[why] += count
+                self.found.duplicates[source, name] += int(np.count_nonzero(outcome == 1))
                 for host, index, count in _groups(batch.column("host"), outcome):
                     self.found.hosts.add(host or NO_HOST, index, count)
                 for row in np.flatnonzero(_in(keys, self.wanted)):
@@ -289,10 +299,12 @@ def _in(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.asarray(table[at] == keys)
 
 
-def _groups(column: pa.Array, outcome: np.ndarray) -> Iterator[tuple[str | None, int, int]]:
-    grouped = pa.table({"key": column, "outcome": outcome}).group_by(["key", "outcome"], use_threads=False)
+def _groups(*columns: pa.Array | np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """Every combination of the columns' values, with its number of rows."""
+    names = [str(number) for number in range(len(columns))]
+    grouped = pa.table(dict(zip(names, columns, strict=True))).group_by(names, use_threads=False)
     counts = grouped.aggregate([([], "count_all")])
-    yield from zip(*(counts.column(name).to_pylist() for name in ("key", "outcome", "count_all")), strict=True)
+    yield from zip(*(counts.column(name).to_pylist() for name in (*names, "count_all")), strict=True)
 
 
 def _strata(batch: pa.RecordBatch, outcome: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

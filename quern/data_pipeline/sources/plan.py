@@ -14,10 +14,10 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from quern import storage
 from quern.config import Section
@@ -36,7 +36,7 @@ RECORD_KINDS = ("jsonl", "parquet")
 CRAWL_KIND = ("commoncrawl",)
 RANGE_KINDS = ("warc", "wet", *CRAWL_KIND)
 #: Fields that change no row of a source's pages, wherever and in whatever pieces its files are read.
-NOT_DECIDING = ("paths", "root", "priority", "split_bytes", "crawl", "files", "base", "format")
+NOT_DECIDING = ("paths", "root", "priority", "split_bytes", "crawl", "files", "base", "format", "allow_empty")
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -63,6 +63,9 @@ class SourceConfig(Section):
     """A larger payload, line or file (bytes, decoded) is not read; its page fails with ``read.too_large``."""
     split_bytes: int = Field(default=256 << 20, ge=1024)
     """WARC and WET: a larger file (bytes as stored) is read in ranges of this size, each a partition of its own."""
+
+    allow_empty: bool = False
+    """Whether a run ends well though not one record of this source could be read."""
 
     text_field: str = Field(default="text", min_length=1)
     """JSONL and Parquet: the field that holds the text."""
@@ -120,6 +123,12 @@ class SourceConfig(Section):
         elif self.paths == "":
             raise ValueError("paths: expected at least one path, got nothing")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A key that runs of earlier versions do not have is left out where it says what they did."""
+        plain: dict[str, Any] = handler(self)
+        return {key: value for key, value in plain.items() if key != "allow_empty" or value}
 
     @property
     def entries(self) -> tuple[str, ...]:
