@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quern.errors import InputError, QuernError
 from quern.lineage.forensics_advice import commands
+from quern.lineage.forensics_cause import OUT, Cause, Key, Part, find_cause, findings
 from quern.lineage.forensics_file import StepRecord, read_record
 from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
@@ -30,16 +31,12 @@ NUM_DOCUMENTS, NUM_SEQUENCES = 10, 20
 """That are named; the file has all sequences."""
 TEXT_CHARS = 500
 
-_OUT = 3.0
-"""A sequence or document stands out from this many spreads on."""
 _MIN_KNOWN = 8
 """Sequences by which a source's usual loss can be told."""
 _SIGMA_PER_MAD = 1.482602218505602
 _RELATIVE_FLOOR = 1e-3
 
 F64 = NDArray[np.float64]
-Key = tuple[str, int]
-"""Data run and number of a document."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,11 @@ class _Document:
     def key(self) -> Key:
         return self.lineage.run, self.number
 
+    @property
+    def named(self) -> tuple[str, str]:
+        """Data run and doc_id."""
+        return self.lineage.run, self.lineage.documents([self.number]).doc_ids[0].hex()
+
 
 def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str, Any]:
     """What the trainer wrote down of a step, with its documents: plain data, for a terminal, a page or a program.
@@ -89,9 +91,11 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
     reads = [_read(run, own, record.attempt, record.path) for own in steps]
     usual = _usual(steps)
     z_S, excess_S = _outlying(last, usual)
-    broad = bool(len(z_S)) and float(np.mean(z_S > _OUT)) >= 0.5
     held = [_documents(own, read) for own, read in zip(steps, reads, strict=True)]
     ranked = _ranked(held[-1], usual)
+    cause = _cause(last, reads[-1], ranked, usual, z_S, excess_S)
+    shown = [item for place, item in enumerate(ranked) if place < NUM_DOCUMENTS or item[1].key in cause.keys]
+    broad = cause.kind in ("step", "unclear")
     before = _ranked(held[-2], usual) if broad and len(held) > 1 else []
     unknown = {read.identities[source]: why for read in reads for source, why in read.unknown.items()}
     found = {
@@ -103,13 +107,16 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
         "parameters": dict(sorted(record.parameters.items(), key=lambda item: -_sortable(item[1]))[:10]),
         "sources": _sources(last, usual, excess_S, record.sources),
         "sequences": _sequences(last, z_S, excess_S, ranked, record.sources),
-        "documents": [_document_row(z, own, usual, held, steps, excess_S) for z, own in ranked[:NUM_DOCUMENTS]],
+        "documents": [_document_row(z, own, usual, held, steps, cause) for z, own in shown],
         "documents_before": [_document_row(z, own, usual, held[:-1], steps[:-1], None) for z, own in before[:5]],
         "broad": broad,
+        "cause": {"kind": cause.kind, "share": cause.share, "rest": cause.rest},
         "unknown": unknown,
-        "commands": commands(run, record, last, reads[-1]),
+        "commands": commands(
+            run, record, last, reads[-1], [own.named for _, own in ranked if own.key in cause.keys], cause.kind
+        ),
     }  # fmt: skip
-    found["findings"] = list(_findings(found, z_S, excess_S))
+    found["findings"] = list(findings(found, z_S, excess_S))
     return found
 
 
@@ -176,6 +183,23 @@ def _outlying(step: StepRecord, usual: Mapping[int, Usual]) -> tuple[F64, F64]:
     return z_S, excess_S
 
 
+def _cause(
+    last: StepRecord,
+    read: StepRead,
+    ranked: Sequence[tuple[float, _Document]],
+    usual: Mapping[int, Usual],
+    z_S: F64,
+    excess_S: F64,
+) -> Cause:
+    out = z_S > OUT
+    if not out.any():
+        return Cause("", float(np.maximum(excess_S, 0).sum()))
+    parts = [Part(own.key, own.nats - own.targets * usual[own.source].loss, own.targets, z) for z, own in ranked]
+    other = np.isin(last.column("source"), list(read.unknown))
+    targets = int(last.column("targets")[other].sum())
+    return find_cause(parts, float(excess_S[other].sum()), targets, float(out.mean()) >= 0.5)
+
+
 # ---- documents
 
 
@@ -222,18 +246,20 @@ def _document_row(
     usual: Mapping[int, Usual],
     held: Sequence[Mapping[Key, _Document]],
     steps: Sequence[StepRecord],
-    excess_S: F64 | None,
+    cause: Cause | None,
 ) -> dict[str, Any]:
     who = own.lineage.documents([own.number])
     normal = usual.get(own.source)
     excess = own.nats - own.targets * normal.loss if normal else None
-    total = float(excess_S[np.isfinite(excess_S) & (excess_S > 0)].sum()) if excess_S is not None else 0.0
+    total = 0.0 if cause is None else cause.total
     text, whole = _text(own)
     return {
         "url": who.urls[0], "doc_id": who.doc_ids[0].hex(), "run": own.lineage.run, "stream": own.stream.name,
         "z": _finite(z), "loss": _finite(own.nats / own.targets), "usual": normal.loss if normal else None,
         "targets": own.targets, "tokens": own.length, "start": own.start, "excess_nats": _finite(excess),
         "share": _finite(excess / total) if excess is not None and total > 0 else None,
+        "targets_share": own.targets / int(steps[-1].column("targets").sum()),
+        "cause": cause is not None and own.key in cause.keys,
         "by": "its own targets" if own.along else "its sequences", "places": own.places, "epochs": own.epochs,
         "repeats": list(_repeats(own, held, steps)), "text": text, "text_is_whole": whole,
     }  # fmt: skip
@@ -279,7 +305,7 @@ def _text(own: _Document) -> tuple[str | None, bool]:
 
 def _step_row(step: StepRecord, usual: Mapping[int, Usual]) -> dict[str, Any]:
     z_S, _ = _outlying(step, usual)
-    return {**step.figures, "sequences": len(z_S), "out": int((z_S > _OUT).sum())}
+    return {**step.figures, "sequences": len(z_S), "out": int((z_S > OUT).sum())}
 
 
 def _layers(steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
@@ -342,51 +368,6 @@ def _sequences(
             }
         )  # fmt: skip
     return rows
-
-
-def _findings(found: Mapping[str, Any], z_S: F64, excess_S: F64) -> Iterator[str]:
-    """What stands out, in sentences."""
-    out = int((z_S > _OUT).sum())
-    broken = int(np.isinf(z_S).sum())
-    if broken:
-        yield f"{broken} of {len(z_S)} sequences have a loss that is not finite."
-    if found["broad"]:
-        yield (
-            f"{out} of {len(z_S)} sequences are {_OUT:g} spreads or more above what is usual: that is the weights, or "
-            "all of the data at once, rather than one document. Look at what the steps before read."
-        )
-    elif out:
-        positive = np.where(np.isfinite(excess_S), np.maximum(excess_S, 0), 0)
-        share = positive[z_S > _OUT].sum() / positive.sum() if positive.sum() > 0 else 1.0
-        yield (
-            f"{out} of {len(z_S)} sequences {'is' if out == 1 else 'are'} {_OUT:g} spreads or more above what is "
-            f"usual, with {share:.0%} of the loss above it."
-        )
-    else:
-        yield "No sequence's loss stands out; what the step has is in its gradients, or in the steps before."
-    first = found["documents"][0] if found["documents"] else None
-    if first is not None and not found["broad"] and (first["z"] is None or first["z"] > _OUT):
-        of = f", {first['share']:.0%} of the loss above the usual" if first["share"] is not None else ""
-        loss = "not finite" if first["loss"] is None else f"{first['loss']:.3f} nats a target"
-        yield (
-            f"The document that stands out most: {first['url'] or first['doc_id']} ({loss}, usual "
-            f"{first['usual']:.3f}{of})."
-        )
-    ratios = [row for row in found["layers"] if row["ratio"] is not None]
-    if ratios:
-        top = max(ratios, key=lambda row: row["ratio"])
-        if top["ratio"] > 1:
-            grown = f"has grown most in {top['name']}: {top['ratio']:.1f}"
-        else:
-            grown = f"has grown in no layer: the largest, of {top['name']}, is {top['ratio']:.2g}"
-        yield f"The gradient {grown} times its median of the steps before."
-    if found["decision"] == "skipped":
-        yield "The update was skipped: weights, moments and AdamW's step count are those of before."
-    for row in found["documents"][:3]:
-        for repeat in row["repeats"][:3]:
-            yield f"{row['url'] or row['doc_id']}: step {repeat['step']} had read {repeat['what']} already."
-        if any(row["epochs"]):
-            yield f"{row['url'] or row['doc_id']}: was read in epoch {max(row['epochs'])}, so not for the first time."
 
 
 def _finite(value: float | None) -> float | None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from quern.errors import InputError
 from quern.lineage.forensics_file import Record, StepRecord
 from quern.lineage.steps import StepRead
 from quern.lineage.training import TrainingRun
 from quern.train.checkpoint.manifest import read_manifest
+from quern.train.resilience.good import last_good
 
 __all__ = ["commands"]
 
 
-def commands(run: TrainingRun, record: Record, last: StepRecord, read: StepRead) -> list[dict[str, str]]:
-    """What can be done about it."""
+def commands(
+    run: TrainingRun, record: Record, last: StepRecord, read: StepRead, named: Sequence[tuple[str, str]], kind: str
+) -> list[dict[str, str]]:
+    """What can be done about it. ``named``: data run and doc_id of the documents that are, or may be, its cause;
+    ``kind``: of the cause."""
     found = []
     config = shlex.quote(f"{run.path}/config.yaml")
     usable = [seen for seen in run.checkpoints() if seen.abandoned is None and seen.step <= last.step]
@@ -32,6 +37,28 @@ def commands(run: TrainingRun, record: Record, last: StepRecord, read: StepRead)
                     "command": f"quern train {config} resume.step={newest.step} data_skip={skip}",
                 }
             )
+    good = last_good(run.entries, [seen.step for seen in usable], _health_window(run)) if read.surviving else None
+    if good is not None and good != usable[-1].step:
+        found.append(
+            {
+                "what": f"go back to the last good checkpoint, after {good} steps, where the newest may be spoilt too",
+                "command": f"quern train {config} resume.step={good}",
+            }
+        )
+    runs = dict.fromkeys(data for data, _ in named)
+    for data in runs:
+        ids = [doc_id for own, doc_id in named if own == data]
+        whom = "document" if len(ids) == 1 else f"{len(ids)} documents"
+        condition = ", if it is the cause" if kind == "unclear" else ""
+        docs = " ".join(f"--doc {doc_id}" for doc_id in ids)
+        found.append(
+            {
+                "what": f"take the {whom} out of the data for good{condition}; the report has "
+                "the command by which this run goes on from its last clean checkpoint",
+                "command": f"quern lineage purge {shlex.quote(data)} --mode mask {docs} --train-run "
+                f"{shlex.quote(run.path)}",
+            }
+        )
     if record.decision == "continued":
         advice = [
             ("where the loss or the gradient norm spikes", "spike", {"loss_spike", "grad_norm_spike"}),
@@ -49,3 +76,12 @@ def commands(run: TrainingRun, record: Record, last: StepRecord, read: StepRead)
         }
     )
     return found
+
+
+def _health_window(run: TrainingRun) -> int:
+    from quern.train.config import GuardConfig
+
+    try:
+        return run.config.guard.health_window
+    except InputError:
+        return GuardConfig().health_window

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
+from quern.cli.main import app as cli_app
 from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
-from quern.lineage.forensics import _findings, explain
+from quern.lineage.forensics import explain
+from quern.lineage.forensics_cause import Part, find_cause, findings
 from quern.lineage.forensics_file import StepRecord
 from quern.lineage.forensics_page import render
 from quern.lineage.purge.pages import clean_forensics
+from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.parallel.local import LocalRanks
 from support.lineage import poison_case, versions
@@ -233,6 +238,131 @@ def test_losses_of_a_part_of_a_sequence_add_up() -> None:
 )
 def test_a_gradient_that_shrank_has_not_grown(ratios: dict[str, float], said: str) -> None:
     layers = [{"name": name, "ratio": ratio} for name, ratio in ratios.items()]
-    found = {"broad": False, "documents": [], "layers": layers, "decision": None}
-    sentences = list(_findings(found, np.zeros(4), np.zeros(4)))
+    found = {"cause": {"kind": ""}, "documents": [], "layers": layers, "decision": None}
+    sentences = list(findings(found, np.zeros(4), np.zeros(4)))
     assert f"The gradient {said} its median of the steps before." in sentences
+
+
+USUAL, FAR = 2.0, 10.0
+
+
+def rewritten(run: Path, step: int, far: Any) -> dict[str, Any]:
+    """What is said of the step when every target lost :data:`USUAL`, but in the step itself :data:`FAR` those for which
+    ``far(place, number of the document)`` holds."""
+    path = run / "forensics" / f"step_{step:08d}.json"
+    good = path.read_text()
+    record = json.loads(good)
+    for own in record["steps"]:
+        rows, parts = own["sequences"], read_step(TrainingRun(str(run)), own["step"]).documents
+        length, places = record["layout"]["seq_len"], rows["place"]
+        nats, counted = {place: [0.0] * length for place in places}, {place: [0] * length for place in places}
+        columns = (parts.sequences, parts.numbers, parts.target_starts, parts.target_stops)
+        for place, number, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+            loss = FAR if own is record["steps"][-1] and far(place, number) else USUAL
+            nats[place][start:stop], counted[place][start:stop] = [loss] * (stop - start), [1] * (stop - start)
+        rows["loss"] = [sum(nats[place]) / max(1, sum(counted[place])) for place in places]
+        assert rows["targets"] == [sum(counted[place]) for place in places]
+        own["within"] = {"tokens": 1, "place": places, "loss": [nats[p] for p in places],
+                         "targets": [counted[p] for p in places]}  # fmt: skip
+    try:
+        path.write_text(json.dumps(record))
+        return explain(TrainingRun(str(run)), step)
+    finally:
+        path.write_text(good)
+
+
+def test_documents_are_named_though_half_of_the_sequences_stand_out(data: tuple[Path, int], trained: Path) -> None:
+    """Two documents, each in a sequence of its own of four; every other target is as usual."""
+    parts = read_step(TrainingRun(str(trained)), data[1]).documents
+    sizes: dict[int, dict[int, int]] = {}
+    for place, number, start, stop in zip(
+        parts.sequences.tolist(), parts.numbers.tolist(), parts.target_starts.tolist(), parts.target_stops.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        sizes.setdefault(number, {})[place] = sizes.get(number, {}).get(place, 0) + stop - start
+    alone = {next(iter(held)): number for number, held in sizes.items() if len(held) == 1 and sum(held.values()) > 10}
+    guilty = {place: alone[place] for place in sorted(alone)[:2]}
+    targets = {number: sum(sizes[number].values()) for number in guilty.values()}
+    found = rewritten(trained, data[1], lambda place, number: number in targets)
+    assert found["steps"][-1]["out"] == 2
+    assert not found["broad"]
+    assert found["cause"] == {"kind": "documents", "share": pytest.approx(1.0), "rest": pytest.approx(0.0, abs=1e-9)}
+    named = {row["doc_id"]: row["share"] for row in found["documents"] if row["cause"]}
+    assert sorted(named.values()) == pytest.approx(sorted(n / sum(targets.values()) for n in targets.values()))
+    said = next(line for line in found["findings"] if "of the excess loss" in line)
+    assert said.startswith("2 documents hold 100% of the excess loss, in 2 of 4 sequences: ")
+    assert "it is the data, not the weights" in said
+    assert not any("that is the weights" in line for line in found["findings"])
+    purge = next(own["command"] for own in found["commands"] if "lineage purge" in own["command"])
+    assert purge.startswith(f"quern lineage purge {data[0]} --mode mask --doc ")
+    assert all(f"--doc {doc_id}" in purge for doc_id in named)
+    assert accepted(purge)
+    assert any("data_skip=" in own["command"] for own in found["commands"])
+
+
+def accepted(command: str) -> bool:
+    """Whether the command line has this command with these options, and what it is given can be carried out."""
+    result = CliRunner().invoke(cli_app, [*shlex.split(command)[1:], "--dry-run"])
+    assert result.exit_code == 0, result.output
+    return "nothing was done" in result.output
+
+
+def test_everything_raised_alike_is_no_document_s_doing(data: tuple[Path, int], trained: Path) -> None:
+    found = rewritten(trained, data[1], lambda place, number: True)
+    assert found["steps"][-1]["out"] == found["steps"][-1]["sequences"] == 4
+    assert found["broad"]
+    assert found["cause"]["kind"] == "step"
+    assert not any(row["cause"] for row in found["documents"])
+    assert any("that is the weights, or all of the data at once" in line for line in found["findings"])
+    assert not any("lineage purge" in own["command"] for own in found["commands"])
+
+
+def parts(*rows: tuple[float, int, float]) -> list[Part]:
+    """Of excess, targets and z; the n-th is document n."""
+    return [Part(("run", number), excess, targets, z) for number, (excess, targets, z) in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "named", "share", "rest"),
+    [
+        # one document, 98 % of the excess, two of four sequences
+        ([(98.0, 200, 50.0), (1.0, 100, 1.0), (1.0, 100, 1.0)], "documents", [0], 0.98, 2 / 200),
+        # it has nearly the whole batch, but what is left is as usual
+        ([(95.0, 370, 50.0), (0.0, 30, 0.0)], "documents", [0], 1.0, 0.0),
+        # the excess shared by two
+        ([(60.0, 100, 30.0), (38.0, 100, 20.0), (2.0, 200, 1.0)], "documents", [0, 1], 0.98, 2 / 200),
+        # what others lose less than usual takes nothing away from the share, and adds nothing
+        ([(100.0, 100, 30.0), (-90.0, 150, -20.0), (0.0, 150, 0.0)], "documents", [0], 1.0, -90 / 300),
+        # all raised, by their targets: one is half of the step and has half of the excess
+        ([(50.0, 200, 30.0), (25.0, 100, 20.0), (25.0, 100, 20.0)], "step", [], None, None),
+        # all raised, not quite alike
+        ([(30.0, 100, 30.0), (20.0, 100, 20.0), (25.0, 100, 25.0), (15.0, 100, 15.0)], "step", [], None, None),
+        # nobody else is in the batch
+        ([(100.0, 400, 30.0)], "unclear", [0], None, None),
+        # two fill the batch, and one of them has it
+        ([(90.0, 200, 30.0), (10.0, 200, 5.0)], "documents", [0], 0.9, 10 / 200),
+        # one is not finite, or all
+        ([(math.inf, 100, math.inf), (0.0, 300, 0.0)], "documents", [0], None, None),
+        ([(math.inf, 200, math.inf), (math.inf, 200, math.inf)], "step", [], None, None),
+    ],
+)
+def test_the_share_of_the_excess_decides(
+    rows: list[tuple[float, int, float]], kind: str, named: list[int], share: float | None, rest: float | None
+) -> None:
+    found = find_cause(parts(*rows), 0.0, 0, broad=True)
+    assert (found.kind, [number for _, number in found.keys]) == (kind, named)
+    assert (found.share, found.rest) == (pytest.approx(share), pytest.approx(rest))
+
+
+def test_sequences_of_unknown_documents_may_hold_the_excess() -> None:
+    known = parts((40.0, 100, 20.0), (0.0, 100, 0.0))
+    assert find_cause(known, 200.0, 200, broad=True).kind == "step"
+    assert find_cause(known, 0.0, 200, broad=True).share == pytest.approx(1.0)
+
+
+def test_a_document_that_is_the_whole_step_is_told_so() -> None:
+    row = {"url": "https://a.example/", "doc_id": "ab", "targets_share": 1.0, "share": 1.0, "cause": True, "z": 9.0,
+           "repeats": [], "epochs": []}  # fmt: skip
+    found = {"cause": {"kind": "unclear"}, "documents": [row], "layers": [], "decision": None}
+    said = " ".join(findings(found, np.full(4, 9.0), np.ones(4)))
+    assert "https://a.example/ has 100% of the step's targets: from this step it cannot be told" in said
