@@ -87,10 +87,10 @@ def _matches(
 ) -> Iterator[tuple[Lineage, tuple[Any, ...]]]:
     """Document, stream, start and stop of every match. A saved result is of one data run: sources of others, of which
     it says nothing, become ``unknown``."""
-    from quern.lineage.match import Matches, match, read_benchmark
+    from quern.lineage.match import Matches, match, read_index
 
     if not Matches.is_saved(path):
-        read_benchmark(path)  # a wrong one is an error at once
+        read_index(path)  # a wrong one is an error at once
         for lineage in lineages:
             found = match(lineage, path)
             yield lineage, (found.numbers, found.streams, found.starts, found.stops)

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
-from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_benchmark
+from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
 
 #: Documents and items that the terminal is shown; --json and --out have all.
@@ -39,7 +39,7 @@ def match(
     from quern.lineage.store import Lineage
 
     fields = tuple(field or (AUTO,))
-    read_benchmark(benchmark, fields)  # a wrong one is an error now, not after a lineage index is built
+    read_index(benchmark, fields, n)  # a wrong one is an error now, not after a lineage index is built
     with json_stdout(json) as emit:
         found = find_matches(
             Lineage(run), benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()

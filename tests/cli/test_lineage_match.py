@@ -84,7 +84,7 @@ def test_table_json_and_file_say_the_same(
 
 def test_options_reach_the_search(planted: dict[str, Any], command: Command) -> None:
     assert "1 documents hold text of 1 of 2 items (30 words in a row)" in command("-n", "30", "--workers", "1").output
-    assert "0 documents hold text of 0 of 2 items" in command("--field", "id", "--workers", "1").output
+    assert "none of its 2 items can be looked for" in command("--field", "id", "--workers", "1").output
     assert "1 documents hold" in command("--min-coverage", "1", "--workers", "1").output
     result = command("--field", "answer", "--workers", "1")
     assert result.exit_code == 2
@@ -93,10 +93,16 @@ def test_options_reach_the_search(planted: dict[str, Any], command: Command) -> 
 
 def test_wrong_inputs_end_in_one_line(tmp_path: Path, planted: dict[str, Any], command: Command) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"question": "x"}\n{"question": \n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    (tmp_path / "short.jsonl").write_text('{"id": "a", "question": "Why is it so?"}\n{"id": "b", "answer": 4}\n')
     for arguments, message in (
         ({"items": "none.jsonl"}, "none.jsonl: no such file"),
         ({"items": "wrong.jsonl"}, "wrong.jsonl: line 2: not valid JSON"),
         ({"run": "nowhere"}, "nowhere"),
+        ({"items": "empty.jsonl"}, "empty.jsonl: holds no item: expected an object a line, got an empty file"),
+        ({"items": "blank.jsonl"}, "blank.jsonl: holds no item: expected an object a line, got 2 blank lines"),
+        ({"items": "short.jsonl"}, "short.jsonl: none of its 2 items can be looked for: expected text of 8 words"),
     ):
         result = command("--workers", "1", **arguments)
         assert result.exit_code == 2, result.output

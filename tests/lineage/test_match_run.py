@@ -106,9 +106,9 @@ def test_least_coverage_fields_and_n(tmp_path: Path) -> None:
         match(run, path, n=0)
     with pytest.raises(InputError, match=r"--min-coverage: expected a share from 0 to 1, got nan"):
         match(run, path, min_coverage=float("nan"))
-    (tmp_path / "empty.jsonl").write_text("\n \n")
-    empty = match(run, str(tmp_path / "empty.jsonl"))
-    assert (len(empty), empty.items, empty.num_documents) == (0, (), 0)
+    (tmp_path / "none.jsonl").write_text(json.dumps({"text": " ".join(f"nowhere{i}" for i in range(20))}))
+    empty = match(run, str(tmp_path / "none.jsonl"))
+    assert (len(empty), len(empty.items), empty.num_documents) == (0, 1, 0)
     empty.save(str(tmp_path / "empty.parquet"))
     assert len(Matches.load(str(tmp_path / "empty.parquet"))) == 0
 

@@ -20,9 +20,27 @@ if TYPE_CHECKING:
     from quern.lineage.store import Lineage
 
 __all__ = [
-    "AUTO", "DEFAULT_N", "MIN_WORDS", "Index", "Item", "Matched", "Matches", "match", "read_benchmark",
+    "AUTO", "DEFAULT_N", "MIN_WORDS", "Index", "Item", "Matched", "Matches", "match", "read_benchmark", "read_index",
     "scan_streams",
 ]  # fmt: skip
+
+
+def read_index(benchmark: str, fields: Sequence[str] = (AUTO,), n: int = DEFAULT_N) -> tuple[list[Item], Index]:
+    """The items of a JSON-lines file and the index of their n-grams.
+
+    Raises:
+        InputError: the file cannot be read, or no item has words enough.
+    """
+    if n < 1:
+        raise InputError(f"-n: expected a number of words ≥ 1, got {n}")
+    items = read_benchmark(benchmark, fields)
+    index = Index(items, n)
+    if not index.num_grams.any():
+        raise InputError(
+            f"{benchmark}: none of its {len(items):,} items can be looked for: expected text of {min(n, MIN_WORDS)} "
+            f"words or more; the first item is {items[0].id} (line {items[0].line})"
+        )
+    return items, index
 
 
 def match(
@@ -41,14 +59,11 @@ def match(
     item's n-grams that a document must hold to be listed. ``workers``: processes; the result is the same for any.
 
     Raises:
-        InputError: the benchmark or a shard cannot be read.
+        InputError: the benchmark or a shard cannot be read, or no item has words enough.
     """
-    if n < 1:
-        raise InputError(f"-n: expected a number of words ≥ 1, got {n}")
     if not 0 <= min_coverage <= 1:
         raise InputError(f"--min-coverage: expected a share from 0 to 1, got {min_coverage}")
-    items = read_benchmark(benchmark, fields)
-    index = Index(items, n)
+    items, index = read_index(benchmark, fields, n)
     found = scan_streams([stream.path for stream in run.streams], index, workers=workers, chunk_tokens=chunk_tokens)
     coverage = found.grams / np.maximum(1, index.num_grams[found.items])
     kept = coverage >= min_coverage

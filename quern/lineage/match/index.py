@@ -51,7 +51,8 @@ def read_benchmark(path: str, fields: Sequence[str] = (AUTO,)) -> list[Item]:
     id.
 
     Raises:
-        InputError: the file cannot be read, or a line is no object or lacks a field; the line and field are named.
+        InputError: the file cannot be read or has no item, or a line is no object or lacks a field; the line and field
+            are named.
     """
     try:
         content = storage.read_bytes(path)
@@ -66,6 +67,9 @@ def read_benchmark(path: str, fields: Sequence[str] = (AUTO,)) -> list[Item]:
         if line.strip():
             value = _object(f"{path}: line {number}", line)
             found.append(Item(_id(value, number), number, tuple(_texts(f"{path}: line {number}", value, fields))))
+    if not found:
+        got = f"{len(content.splitlines()):,} blank lines" if content else "an empty file"
+        raise InputError(f"{path}: holds no item: expected an object a line, got {got}")
     return found
 
 

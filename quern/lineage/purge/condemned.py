@@ -39,7 +39,7 @@ from quern.lineage.purge.columns import read_columns
 from quern.lineage.purge.select import Wanted
 from quern.lineage.purge.verdict_rows import Rows, below, joined, read_verdicts, rows_of
 
-__all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared"]
+__all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared", "standing_decisions"]
 
 #: Why a document is condemned: it was asked for itself, or it has the canonical URL, or the text, of one that is, or
 #: was removed as a duplicate of one that is.
@@ -102,6 +102,16 @@ def not_compared(run: str) -> int:
     without the condemned may compare pairs that were never compared, and decide otherwise."""
     entry = storage.read_json(commit_path(run, "duplicates", "all", "decisions"))
     return int(entry["counts"].get("capped_bands", 0))
+
+
+def standing_decisions(
+    run: str, again: pa.Table, columns: Sequence[str], rows_at_once: int = _ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Of the decisions that hold: the run's own, but where a later version decided anew (``again``)."""
+    for table in read_columns(storage.join(run, DECISIONS), columns, rows_at_once):
+        stand = pc.invert(pc.is_in(table["doc_id"], value_set=again["doc_id"].combine_chunks()))
+        yield from table.filter(stand).combine_chunks().to_batches()
+    yield from again.filter(pc.is_valid(again["kind"])).select(columns).combine_chunks().to_batches()
 
 
 def _rest(url: str) -> str:
@@ -319,12 +329,7 @@ class _Closure:
             self.followed = count
 
     def _decisions(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Of the decisions that hold: the run's own, but where a later version decided anew."""
-        path, again = storage.join(self.run, DECISIONS), self.redecided
-        for table in read_columns(path, columns, self.rows_at_once):
-            stand = pc.invert(pc.is_in(table["doc_id"], value_set=again["doc_id"].combine_chunks()))
-            yield from table.filter(stand).combine_chunks().to_batches()
-        yield from again.filter(pc.is_valid(again["kind"])).select(columns).combine_chunks().to_batches()
+        return standing_decisions(self.run, self.redecided, columns, self.rows_at_once)
 
     # ---- the end
 

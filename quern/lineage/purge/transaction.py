@@ -23,10 +23,12 @@ from quern import storage
 from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.run_directory import BusyError, is_complete, remove_torn, sole_driver
 from quern.errors import InputError, QuernError
+from quern.lineage.index.changes import Purges
 from quern.lineage.purge import journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
 from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, holds_sketches, is_remembered
 from quern.lineage.purge.journal import Intent
+from quern.lineage.purge.kept_copies import kept_copies, told
 from quern.lineage.purge.remember import Signatures, purge_list_of, tombstones_name
 from quern.lineage.purge.restore import Restored, reconsider
 from quern.lineage.purge.restored_tokens import write_tokens
@@ -99,9 +101,11 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
         tainted = _taint(request, intent, condemned)
         intent = replace(intent, train_runs=_readers(tainted))
         clock.lap("taint")
+        copies = kept_copies(run, condemned, Purges(corpus.tokens, corpus.version))
         report = {
             "run": run, "dry_run": dry_run, "recovered": recovered, **_told(intent), "purge_list_why": why,
-            "warnings": _warnings(run, request), "taint": tainted, "seconds": clock.seconds,
+            "near_copies_kept": copies, "warnings": [*_warnings(run, request), *told(run, request.mode, copies)],
+            "taint": tainted, "seconds": clock.seconds,
         }  # fmt: skip
         if dry_run:
             return report

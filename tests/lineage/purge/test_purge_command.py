@@ -35,12 +35,12 @@ def run(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def call(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """What a command prints, on stderr where it fails."""
+def call(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0, both: bool = False) -> str:
+    """What a command prints, on stderr where it fails; on ``both`` if asked."""
     capfd.readouterr()
     assert (app([*arguments], standalone_mode=False) or 0) == code
     out, err = capfd.readouterr()
-    return err if code else out
+    return out + err if both else err if code else out
 
 
 @pytest.fixture
@@ -110,6 +110,26 @@ def test_data_run_leaves_a_purged_run_as_it_is(run: Path, made: Path, purge: Cal
     assert C.tree(run) == files
     assert again == json.loads((run / "stats.json").read_text())
     assert again["pages"] == stats["pages"]
+
+
+def test_a_near_copy_that_stays_is_named_with_the_command_that_purges_it(
+    run: Path, purge: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    urls = {row["doc_id"]: row["canonical_url"] for row in C.verdicts(run, ["doc_id", "canonical_url"])}
+    decided = [row for row in C.rows(run / "duplicates/decisions.parquet") if row["kind"] == "near"]
+    survivors = {row["duplicate_of"] for row in C.rows(run / "duplicates/decisions.parquet")}
+    pair = next(row for row in decided if row["doc_id"] not in survivors)
+    gone, stays = urls[pair["doc_id"]], urls[pair["duplicate_of"]]
+    text = " ".join(call(capfd, "purge", str(run), "--url", gone, "--mode", "mask", "--dry-run", both=True).split())
+    doc_id = pair["duplicate_of"].hex()
+    assert f"{gone} was removed as a near duplicate of {stays} ({doc_id}), which stays: " in text
+    assert f"to purge it too: quern lineage purge {run} --mode mask --doc {doc_id}" in text
+    told = purge("--url", gone, "--mode", "mask")["near_copies_kept"]
+    assert [(row["doc_id"], row["url"], row["removed_url"]) for row in told] == [(doc_id, stays, gone)]
+    assert pair["duplicate_of"] in in_tokens(run)
+    assert purge("--doc", doc_id, "--mode", "mask")["near_copies_kept"] == []  # the copy goes, nothing of it stays
+    assert pair["duplicate_of"] not in in_tokens(run)
+    assert purge("--url", gone, "--mode", "mask")["near_copies_kept"] == []  # purged before
 
 
 class Dead(BaseException):
