@@ -41,16 +41,17 @@ def show(
 
 
 def _print(plan: Plan, console: Console) -> None:
-    table = _table("source", "tokens", "weight", "share", "samples", "reads", "epochs", "at most", "left", "tail")
+    weight = ["weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares, below
+    table = _table("source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail")
     for row in plan.sources:
         cells = [
-            plain(row.name), _short(row.tokens), f"{row.weight:g}", f"{row.share:.2%}", _short(row.samples),
-            _short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
+            plain(row.name), _short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
+            _short(row.samples), _short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
             f"{row.windows_left / row.windows:.1%}" if row.windows else "–", _short(row.tail_tokens),
         ]  # fmt: skip
         table.add_row(*map(Text, cells), style="" if row.samples else "dim")
     tokens = sum(row.tokens for row in plan.sources)
-    totals = ["total", _short(tokens), "", "", _short(plan.samples), _short(plan.planned_tokens)]
+    totals = ["total", _short(tokens), *("" for _ in weight), "", _short(plan.samples), _short(plan.planned_tokens)]
     table.add_row(*map(Text, totals), style="bold")
     console.print(table)
     console.print()

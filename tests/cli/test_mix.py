@@ -85,6 +85,8 @@ def test_overrides_and_phases(config: Path, shown: Shown) -> None:
     assert rows == [(0, 5, 8, [30, 10]), (5, 15, 8, [0, 80]), (15, 20, 2, [0, 10])]
     printed = show(config, *arguments).stdout
     lines = [re.sub(r"\s+", " ", line).strip() for line in printed.splitlines()]
+    assert lines[0] == "source tokens share samples reads epochs at most left tail"  # a weight is one phase's
+    assert "web 1,007 23.08% 30 300 0.30 4 70.0% 6" in lines  # 30 of 5·8 + 10·8 + 5·2 samples
     assert "0 0 5 8 40 web 75.00%, books 25.00%" in lines
     assert "1 5 15 8 80 books 100.00%" in lines
     assert "2 15 20 2 10 books 100.00%" in lines
