@@ -76,6 +76,7 @@ def test_json_is_one_document(run: str, capfd: pytest.CaptureFixture[str]) -> No
     assert got["columns"][0]["type"] == "INTEGER"
 
 
+@pytest.mark.slow
 def test_the_limit_is_said_and_can_be_lifted(run: str, capfd: pytest.CaptureFixture[str]) -> None:
     result = call(run, "SELECT doc_id FROM verdicts", "--limit", "3")
     assert len(result.stdout.splitlines()) == 4

@@ -201,6 +201,7 @@ def test_a_layout_of_any_size_is_planned_by_one_process(config: Path, capfd: pyt
     assert summary["state_memory_gib"]["rank"] == pytest.approx(16 * middle / 2**30, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = "parallel={tp: 2, pp: 2, schedule: zbv_zero_bubble, dp_shard: 2}"
     said = planned(config, monkeypatch, keys, "model.num_layers=5", "global_batch=16", "--nproc", 8)

@@ -56,6 +56,7 @@ def test_text_does_not_depend_on_pages_before_it(extract: Extract) -> None:
     assert None not in texts
 
 
+@pytest.mark.slow
 def test_favor_and_tables_reach_the_extractor() -> None:
     html = (
         f"<html><body><article><header>By the miller</header><p>{WORDS}</p><table><tr><td>sacks</td>"

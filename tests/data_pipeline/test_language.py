@@ -310,6 +310,7 @@ def test_visible_text_is_what_a_look_at_each_character_leaves(raw: str) -> None:
     assert visible_text(raw) == spelled_out(raw)
 
 
+@pytest.mark.slow
 def test_visible_text_takes_linear_time() -> None:
     """Sixteen times the text; quadratic would be 256."""
     units = ["<script>", "<script", "<!--", "<", "<p ", "<svg><style>", "</script>", "<script></style>"]

@@ -246,6 +246,7 @@ def test_a_word_with_a_row_of_marks_is_one_word(tmp_path: Path) -> None:
     assert lexicon(tmp_path, "bad").count("b" + "\u0301" * 100 + "ad, bad") == (1, 2)
 
 
+@pytest.mark.slow
 @given(st.text("aß’'1٣一́ ゙\u00a0\u2003\x1c\x85\u200b\n-_²Ⅷe", max_size=30))
 def test_words_are_counted_as_in_the_text_as_a_whole(text: str) -> None:
     lexicon = Toxicity(ToxicityConfig())._lexicons["en"]

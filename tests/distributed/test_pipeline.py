@@ -344,6 +344,7 @@ def fail_in_a_stage(schedule: str) -> None:
     parallel.run.forward_backward(micro_batches(Case(schedule), 0, 0, 4), lambda objective: objective)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "stage"), [("1f1b", "stage 1 (layers 3 to 3)"), ("zbv_zero_bubble", "stage 1 (layers 2 to 2)")]
 )

@@ -50,6 +50,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(folder / "run", corpus, Lineage(str(folder / "run")))
 
 
+@pytest.mark.slow
 def test_every_token_leads_to_its_document(case: Case) -> None:
     """All tokens at once, each as a range of its own; then the whole stream as one range."""
     lineage = case.lineage
@@ -115,6 +116,7 @@ def test_every_document_leads_to_its_tokens_or_to_none(case: Case) -> None:
     assert backwards.numbers.tolist() == spans.numbers.tolist()[::-1]
 
 
+@pytest.mark.slow
 def test_every_document_is_the_row_and_the_record_it_says(case: Case) -> None:
     """The record at the offset in the file is read by warcio (a line of JSONL by Python), dropped pages too."""
     lineage = case.lineage

@@ -145,6 +145,7 @@ def same(told: Counter[Any], recorded: Counter[Any]) -> None:
 # ---- step
 
 
+@pytest.mark.slow
 def test_every_step_of_every_attempt_is_what_was_recorded(case: Case) -> None:
     """Sequence by sequence: rank, micro-batch, row, documents, parts; those too that nothing proves to be taken."""
     for moment in case.moments:
@@ -310,6 +311,7 @@ class Rows:
         ]
 
 
+@pytest.mark.slow
 def test_one_document_at_a_time_is_the_same(case: Case) -> None:
     run, lineage, found = everything(case.moments[-1], case)
     for number in range(lineage.num_documents):
@@ -358,6 +360,7 @@ def command(*arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_commands_say_the_same(case: Case) -> None:
     moment = case.moments[-1]
     _, lineage, found = everything(moment, case)

@@ -121,6 +121,7 @@ def test_a_flipped_bit_is_mended_or_said_and_never_answers_wrongly(run: Path, ex
     assert said > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["segment", "spans", "duplicates"])
 def test_a_flipped_bit_of_any_file_is_found_by_the_check(run: Path, kind: str) -> None:
     draw = random.Random(3)

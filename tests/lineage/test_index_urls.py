@@ -64,6 +64,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 def test_what_is_not_held_any_more_is_closed_at_once(tmp_path: Path) -> None:
     """Not when somebody next collects cycles; what was given out stays readable."""

@@ -89,6 +89,7 @@ def rows_of(found: Matches) -> list[tuple[Any, ...]]:
     return list(zip(found.numbers.tolist(), found.doc_ids, names, *(c.tolist() for c in columns), strict=True))
 
 
+@pytest.mark.slow
 def test_least_coverage_fields_and_n(tmp_path: Path) -> None:
     planted, _ = planted_run(tmp_path / "run")
     whole = sum("Apples" in text for _, text in planted.values())

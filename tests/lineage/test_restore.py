@@ -249,6 +249,7 @@ def test_who_is_first_of_a_full_band_changes_with_those_that_go(tmp_path, most):
     assert ids(found.displaced) == ({b.doc_id} if most == 1 else set())
 
 
+@pytest.mark.slow
 def test_what_was_displaced_is_restored_when_it_goes_for_which_it_was(tmp_path):
     """Of the chain C ~ B ~ A, C and A are kept; without C it is B, and without B, A again."""
     c, b, a = (

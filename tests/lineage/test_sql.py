@@ -248,6 +248,7 @@ def test_the_bytes_of_a_result_are_bounded(run: str, monkeypatch: pytest.MonkeyP
     ]
 
 
+@pytest.mark.slow
 def test_large_rows_behind_small_ones_are_refused_before_many_are_taken(
     run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

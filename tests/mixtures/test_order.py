@@ -307,6 +307,7 @@ def test_every_prefix_holds_each_source_to_two_samples(weights):
             assert abs((count - before) * total - (step - 5) * 1024 * weight) <= 3.36 * total
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(1e-6, 1), st.integers(1, 10**12)), min_size=1, max_size=20),

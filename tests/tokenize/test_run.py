@@ -179,6 +179,7 @@ def test_a_cluster_is_never_on_both_sides(
     assert {stream for side in sides.values() for stream in side} == {"web", "web.val"}
 
 
+@pytest.mark.slow
 def test_ids_beyond_uint16_are_stored_in_four_bytes(
     tokenize: Callable, make_run: Callable, make_doc: type, read_stream: Callable, wide_ranks: str, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_every_answer_is_that_of_plain_lists(corpus: tuple[Path, list[Documents]
     assert reader.locate_document(b"\xff" * 16) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), data=st.data())
 def test_spans_between_are_the_documents_that_overlap(

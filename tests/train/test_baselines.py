@@ -85,6 +85,7 @@ def test_probabilities_sum_to_one(order: int) -> None:
         assert np.exp(-nll[len(before) :: len(before) + 1]).sum() == pytest.approx(1.0, rel=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1))
 def test_no_token_is_impossible(seed: int) -> None:

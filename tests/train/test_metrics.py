@@ -149,6 +149,7 @@ def test_peaks_by_the_names_that_devices_give_themselves(name, half, single, mon
     assert peak_flops(CUDA, "fp64", None) is None
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_process():
     before = memory_gib(CPU)
     resident = next(

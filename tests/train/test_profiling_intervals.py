@@ -47,6 +47,7 @@ def test_an_interval_is_clipped_to_the_windows(span, windows):
     assert clipped(span, windows) == sum(inside([span], n) and inside(windows, n) for n in range(END))
 
 
+@pytest.mark.slow
 @given(LISTS)
 def test_the_innermost_is_the_last_to_begin_that_has_not_ended(spans):
     events = sorted((Span(*span) for span in spans), key=lambda span: (span.start, -span.stop))

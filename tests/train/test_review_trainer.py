@@ -86,6 +86,7 @@ def test_a_compiler_that_torch_does_not_have(tmp_path, paths):
     check(case.settings(tmp_path / "run", paths, compile={"enabled": False, "backend": "inducter"}), 1)
 
 
+@pytest.mark.slow
 def test_saving_and_measuring_are_no_steps_time(tmp_path, paths, monkeypatch):
     """By a clock that only stands still: a step takes 1 s, a save and a held-out loss 1000 s."""
     clock = types.SimpleNamespace(now=0.0, perf_counter=lambda: clock.now, monotonic=time.monotonic)

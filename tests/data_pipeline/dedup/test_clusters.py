@@ -16,6 +16,7 @@ from quern.data_pipeline.dedup.work import Work
 from quern.data_pipeline.engine import InProcess
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=60))
 def test_components_are_what_a_walk_reaches(edges):
     neighbours: dict[int, set[int]] = {}

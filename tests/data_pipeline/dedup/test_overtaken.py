@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
@@ -14,6 +15,7 @@ from quern.data_pipeline.dedup.verify import VERIFIED
 from quern.data_pipeline.dedup.work import Work
 
 
+@pytest.mark.slow
 def test_pieces_that_one_attempt_removes_are_not_those_of_another(tmp_path: Path) -> None:
     pairs = np.zeros(400, dtype=VERIFIED)
     pairs["high"] = np.arange(1, 401)  # each document is like the one before it

@@ -57,6 +57,7 @@ def alarms(tmp_path: Path) -> list[dict[str, Any]]:
     return list(json.loads((tmp_path / "run" / "stats.json").read_text())["alarms"])
 
 
+@pytest.mark.slow
 def test_a_source_without_a_readable_record_is_an_error_after_all_else_is_written(tmp_path: Path) -> None:
     lost = {"name": "lost", "paths": rows(tmp_path / "l.jsonl", english(3), "content"), "text_field": "body"}
     good = {"name": "good", "paths": rows(tmp_path / "g.jsonl", english(5))}

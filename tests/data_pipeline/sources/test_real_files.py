@@ -94,6 +94,7 @@ def records_of(path: Path, log: ReadLog) -> int:
     return len(found) + sum(log.other_records.values())
 
 
+@pytest.mark.slow
 def test_every_record_a_damage_leaves_is_found(shared: Path) -> None:
     folder = shared / "data" / "warc_broken_derived"
     good = {page.record_id: page.raw for page in pages(folder / "00-good.warc.gz")}

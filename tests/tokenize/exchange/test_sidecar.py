@@ -56,6 +56,7 @@ def test_what_comes_back_goes_out_as_the_same_bytes(
                 assert (again / name).read_bytes() == whole[name], name
 
 
+@pytest.mark.slow
 def test_documents_get_their_ids_and_records_back(run_dir: Path, listing: Any, tmp_path: Path) -> None:
     export(str(run_dir), "megatron", str(tmp_path / "out"), sources=["web"], eot=False)
     ranks = str(run_dir / "tokens" / "encoding.tiktoken")
