@@ -21,6 +21,7 @@ from quern.train.checkpoint.folder import FolderLock, remove_folder
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoints_folder, read_manifest
 from quern.train.checkpoint.retention import Candidate, kept_in_store, survey
 from quern.train.checkpoint.stored import check_owner, store_of
+from quern.train.checkpoint.tiers.owner import check_owner_folder
 from quern.train.checkpoint.tiers.store import prune_store
 from quern.train.config import GuardConfig, TrainConfig
 
@@ -232,7 +233,10 @@ class _StoredPruning:
 
     def __init__(self, run: str, found: list[Candidate], keep_every: int | None) -> None:
         self.store = store_of(run)
-        check_owner(self.store, _manifests(found))
+        manifests = list(_manifests(found))
+        check_owner(self.store, manifests)
+        for ident in {manifest.run for manifest in manifests} - {""}:
+            check_owner_folder(self.store, ident, run)
         whole, begun = set(self.store.checkpoints()), self.store.begun()
         self.keep = kept_in_store(found, begun, keep_every) | {step for step in begun if step >= max(whole, default=0)}
         self.steps = {step: step in whole for step in begun}

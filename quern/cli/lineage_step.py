@@ -12,6 +12,7 @@ from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, re
 
 if TYPE_CHECKING:
     from quern.lineage.steps import StepRead
+    from quern.lineage.training import TrainingRun
 
 __all__ = ["step"]
 
@@ -44,17 +45,18 @@ def step(
         read = read if rank is None else read.of_rank(rank)
         sequences = _sequences(read, losses)
         if json:
-            emit(_about(read, run.path) | {"sequences": list(sequences)})
+            emit(_about(read, run) | {"sequences": list(sequences)})
         else:
-            _print(read, run.path, sequences)
+            _print(read, run, sequences)
         for reason in read.unknown.values():
             err_console().print(plain(reason), markup=False, soft_wrap=True)
 
 
-def _about(read: StepRead, path: str) -> Row:
+def _about(read: StepRead, run: TrainingRun) -> Row:
     attempt = read.attempt
     return {
-        "train_run": path, "step": read.step, "data_step": read.data_step, "attempt": attempt.number,
+        "train_run": run.path, "trained_in": run.folder_of(attempt),
+        "step": read.step, "data_step": read.data_step, "attempt": attempt.number,
         "kind": attempt.kind, "state": _state(read), "applied": read.applied, "order": attempt.order,
         "seq_len": read.seq_len, "document_mask": attempt.document_mask, "dp": attempt.dp,
         "micro_batch_size": attempt.micro_batch, "global_batch": read.global_batch,
@@ -111,13 +113,15 @@ def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] |
     return [start, stop] if stop > start else None
 
 
-def _print(read: StepRead, path: str, sequences: Iterator[Row]) -> None:
+def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:
     attempt = read.attempt
     state = {"unproven": "nobody knows whether it got that far", "abandoned": "abandoned"}.get(
         _state(read), "surviving"
     )
     skipped = "" if read.applied else ", its update skipped"
-    print(f"{plain(path)}: step {read.step}, attempt {attempt.number} ({attempt.kind}, {state}{skipped})")
+    print(f"{plain(run.path)}: step {read.step}, attempt {attempt.number} ({attempt.kind}, {state}{skipped})")
+    if (trunk := run.folder_of(attempt)) != run.path:
+        print(f"trained in {plain(trunk)}, from which this run was forked later")
     print(f"data step {read.data_step}, {read.global_batch} sequences of {read.seq_len} tokens; positions count from 0")
     for row in sequences:
         who = "" if row["rank"] is None else f"  rank {row['rank']}, micro-batch {row['micro_batch']}"

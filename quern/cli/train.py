@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quern.cli.output import JSON, err_console, json_stdout, reports_errors
+from quern.cli.train_fork import fork
 from quern.config import dump_yaml, load_config
 from quern.errors import InputError
 from quern.train import launch
@@ -69,6 +70,9 @@ def train(
     code = _here(resolved) if nproc == 1 else _ranks(config, overrides or (), nproc)
     if code:
         raise typer.Exit(code)
+
+
+app.command("fork")(fork)
 
 
 def _here(config: TrainConfig) -> int:

@@ -158,7 +158,7 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
 def losses_of(run: TrainingRun, read: StepRead) -> dict[int, float | None]:
     """Place in the global batch → loss of the sequence in nats a target (None: not finite, or no targets), where a
     file ``forensics/step_*.json`` has them for this step of this attempt; empty where nobody looked."""
-    folder = os.path.join(run.path, "forensics")
+    folder = os.path.join(run.folder_of(read.attempt), "forensics")
     try:
         names = sorted(name for name in os.listdir(folder) if _FORENSICS.fullmatch(name))
     except OSError:

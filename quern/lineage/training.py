@@ -182,6 +182,11 @@ class TrainingRun:
             stops[stretch.attempt.number] = stretch.stop
         return stops
 
+    def folder_of(self, attempt: Attempt) -> str:
+        """The folder of the run that made the attempt: a fork's ledger begins with the attempts of its trunk."""
+        forks = (entry["path"] for entry in self.entries[attempt.line :] if entry["kind"] == "fork")
+        return next(forks, self.path)
+
     def order_of(self, attempt: Attempt) -> Order:
         """The order an attempt read from.
 
@@ -198,7 +203,7 @@ class TrainingRun:
         lines = [line for line, entry in enumerate(self.entries) if entry["kind"] in MOVES]
         for number, (line, end) in enumerate(zip(lines, [*lines[1:], len(self.entries)], strict=True)):
             entry, facts = self.entries[line], self.entries[line + 1 : end]
-            ended = any(fact["kind"] in ("end", "stopped") for fact in facts)
+            ended = any(fact["kind"] in ("end", "stopped", "fork") for fact in facts)
             stop = reached(self.entries[line:end])
             if end == len(self.entries) and not ended:
                 stop = max(stop, self._told(number))

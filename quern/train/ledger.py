@@ -20,8 +20,9 @@ gradient norm was NaN or infinite and whose update was applied all the same; ``c
 appended before the checkpoint is published, so that what can be resumed is always known to be reached;
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
 name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.resilience.good`); ``end {step}``;
-``stopped {step, signal}``. Facts of an attempt stand before the line that opens the next one. A healthy step leaves no
-line.
+``stopped {step, signal}``; ``fork {step, data_step, run, path}``: the lines before it are those of the run ``run`` in
+the folder ``path``, up to its checkpoint after ``step`` steps, from which this run goes on. Facts of an attempt stand
+before the line that opens the next one. A healthy step leaves no line.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ MOVES = ("start", "resume", "rollback")
 UNHEALTHY = ("skipped", "spike", "non_finite")
 
 #: The kinds of line that prove progress, and how many steps beyond ``step`` are complete by them.
-_PROGRESS = {"checkpoint": 0, "end": 0, "stopped": 0} | dict.fromkeys(UNHEALTHY, 1)
+_PROGRESS = {"checkpoint": 0, "end": 0, "stopped": 0, "fork": 0} | dict.fromkeys(UNHEALTHY, 1)
 
 
 @dataclass(frozen=True)
@@ -280,11 +281,12 @@ def _parse(path: str, data: bytes) -> tuple[list[dict[str, Any]], int]:
 _LIMIT = 1 << 40
 """Beyond all steps: a line that says more is damaged."""
 _NUMBERS = {
-    **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint"), ("step", "data_step")),
+    **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint", "fork"), ("step", "data_step")),
     **dict.fromkeys(("spike", "checkpoint_failed", "good", "end", "stopped"), ("step",)),
 }
 _TEXTS = {
-    **dict.fromkeys(MOVES, ("order",)), "order": ("hash",), **dict.fromkeys(("checkpoint", "good"), ("name",))
+    **dict.fromkeys(MOVES, ("order",)), **dict.fromkeys(("checkpoint", "good"), ("name",)), "order": ("hash",),
+    "fork": ("run", "path"),
 }  # fmt: skip
 
 

@@ -14,13 +14,13 @@ from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
 from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.manifest import HISTORY_FILE, Manifest, list_checkpoints
+from quern.train.checkpoint.tiers.owner import RUN_ID_FILE, Owner, check_owner_folder, read_owner, write_owner
 from quern.train.checkpoint.tiers.store import Store
 
 __all__ = ["Identity", "identify"]
 
 log = logging.getLogger(__name__)
 
-_FILE = "run_id"
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -40,18 +40,20 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
 
     Raises:
         InputError: the store holds another run's checkpoints, or the run's folder has none and nobody said that it may
-            go on from the store's.
+            go on from the store's, or another folder has the store.
         StoreError: a run that has not begun yet cannot reach its store.
     """
-    run, steps, theirs = _read_id(run_dir), [], None
+    run, steps, theirs, owner = _read_id(run_dir), [], None, None
+    reached = store is not None
     if store is not None:
         try:
             steps = store.checkpoints()
             theirs = _run_of(store, steps)
+            owner = read_owner(store)
         except StoreError as error:
             if run is None or not _begun(run_dir):  # nobody knows whose it is, or that there is nothing to go on from
                 raise
-            steps = []
+            steps, reached = [], False
             log.warning("%s; the run goes on without what is there", error)
     if run is None and steps:
         if not from_store or _begun(run_dir):
@@ -67,11 +69,31 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
             f"checkpoint.store: {_url(store)} holds checkpoints of another run ({theirs or 'without an id'}; this one "
             f"is {run}); give each run a store of its own"
         )
-    with storage.publish(os.path.join(run_dir, _FILE)) as file:  # first: a ledger without it would be another run's
+    if store is not None and reached:
+        _take(store, owner, run, run_dir)
+    # first: a ledger without it would be another run's
+    with storage.publish(os.path.join(run_dir, RUN_ID_FILE)) as file:
         file.write(f"{run}\n".encode())
     if store is not None and steps and not os.path.exists(os.path.join(run_dir, LEDGER_FILE)):
         _restore_ledger(run_dir, store, steps)
     return Identity(run, tuple(steps))
+
+
+def _take(store: Store, owner: Owner | None, run: str, run_dir: str) -> None:
+    """Write down that the store is this folder's, if nobody else's run stands who has it."""
+    check_owner_folder(store, run, run_dir)
+    mine = Owner.of(run, run_dir)
+    if owner is not None and owner.is_same(mine):
+        return
+    try:
+        write_owner(store, mine)
+    except StoreError as error:
+        if not _begun(run_dir):
+            raise
+        log.warning("%s; it is written with the next upload", error)
+        return
+    if owner is not None:
+        log.warning("%s: was the store of %s:%s; it is that of %s now", store.url, owner.host, owner.folder, run_dir)
 
 
 def _url(store: Store | None) -> str:
@@ -79,7 +101,7 @@ def _url(store: Store | None) -> str:
 
 
 def _read_id(run_dir: str) -> str | None:
-    path = os.path.join(run_dir, _FILE)
+    path = os.path.join(run_dir, RUN_ID_FILE)
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             found = file.read(64).strip()

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -42,8 +43,10 @@ from quern.errors import InputError, QuernError
 from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
+from quern.train.checkpoint.tiers.owner import Owner, hold
 from quern.train.checkpoint.tiers.pieces import Rate
 from quern.train.checkpoint.tiers.rate import RateLimit
+from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_target
 
 __all__ = ["Mover", "main"]
@@ -115,6 +118,7 @@ class Mover:
         limit: makes the limit of bytes per second, given how to wait.
         reply: takes an answer.
         retry_after_s: seconds until what failed is tried again.
+        allow: called with where the files go before each try; an error it raises is the try's.
     """
 
     def __init__(
@@ -124,8 +128,10 @@ class Mover:
         *,
         limit: Callable[[Callable[[float], None]], Rate] | None = None,
         retry_after_s: float = 60.0,
+        allow: Callable[[Target], object] = lambda target: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._allow = allow
         self._reply, self._retry_after_s, self._clock = reply, retry_after_s, clock
         self._told = threading.Condition()
         self._waiting: list[_Job] = []
@@ -224,6 +230,7 @@ class Mover:
         """Moves what is not there; returns the answer."""
         if job.last and not self._target.takes_manifests:
             raise InputError(f"step {job.step}: another node's disk keeps no manifests")
+        self._allow(self._target)
         start = self._clock()
         sent = done = of_file = 0
         said = start
@@ -278,6 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout-s", type=float, default=120.0)
     parser.add_argument("--budget-s", type=float, default=300.0)
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--owner", nargs=2, metavar=("RUN", "FOLDER"), help="Whose the store must be.")
     asked = parser.parse_args(arguments)
     token = os.environ.pop(TOKEN_VARIABLE, "")
     speaking = threading.Lock()
@@ -294,9 +302,14 @@ def main(arguments: list[str] | None = None) -> None:
         backoff = Backoff(budget_s=asked.budget_s, sleep=pause)
         return open_target(asked.url, token=token, backoff=backoff, timeout_s=asked.timeout_s)
 
+    def allow(target: Target) -> None:
+        if asked.owner is not None and isinstance(target, Store):
+            hold(target, Owner(asked.owner[0], asked.owner[1], socket.gethostname()))
+
     mover = Mover(
         connect,
         reply,
+        allow=allow,
         limit=lambda pause: RateLimit(asked.bytes_per_s, sleep=pause),
         retry_after_s=asked.retry_after_s,
     )

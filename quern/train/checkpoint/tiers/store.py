@@ -96,6 +96,24 @@ class Store:
     def _read_manifest(self, step: int, url: str) -> Manifest:
         return _parse_manifest(self._link.ask(url, "cat_file", self._path(step, MANIFEST_FILE)), step, url)
 
+    def note(self, name: str) -> bytes | None:
+        """The small file ``name`` beside the checkpoints; None if it is not there."""
+        try:
+            return bytes(self._link.ask(f"{self.url}/{name}", "cat_file", self._beside(name)))
+        except FileNotFoundError:
+            return None
+
+    def put_note(self, name: str, data: bytes) -> None:
+        """Write, or replace, the small file ``name`` beside the checkpoints."""
+        url = f"{self.url}/{name}"
+        if self._link.is_s3:
+            put_object(self._link, url, self._beside(name), data)
+        else:
+            self.backoff.run(lambda: self._write(url, [data]))
+
+    def _beside(self, name: str) -> str:
+        return f"{self._link.root.rstrip('/')}/{name}"
+
     def has(self, step: int, name: str, record: FileRecord) -> bool:
         """Whether the file is there with the size and SHA-256 of ``record``; the bytes are not read."""
         found = self._stat(step, name)

@@ -36,8 +36,9 @@ from quern.train.checkpoint.manifest import (
 from quern.train.checkpoint.places import PLACES_FILE, Place, elsewhere, places_to_bytes
 from quern.train.checkpoint.tiers.behind import Behind
 from quern.train.checkpoint.tiers.disk import Disk
-from quern.train.checkpoint.tiers.identity import identify
+from quern.train.checkpoint.tiers.identity import Identity, identify
 from quern.train.checkpoint.tiers.nodes import find_nodes, reachable_address
+from quern.train.checkpoint.tiers.owner import Owner
 from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
@@ -78,7 +79,7 @@ class Tiers:
         self._peers: dict[int, Peer] = {}
         self._holders: dict[str, int] | None = None
         """Node with a whole copy by tensor file, of the checkpoint that was found last, if they are on nodes' disks."""
-        identity = agreement.first(lambda: identify(run_dir, self._store if config.store else None, from_store))
+        identity, self._owner = agreement.first(lambda: self._identify(from_store))
         self.run, self._stored = identity.run, set(identity.stored)
         everyone = (tuple(range(agreement.world)),)
         self._shared = self._sites = Sites(everyone, 0)
@@ -87,6 +88,11 @@ class Tiers:
         except BaseException:
             self.close()
             raise
+
+    def _identify(self, from_store: bool) -> tuple[Identity, Owner]:
+        """With the run's folder as rank 0 sees it: all nodes upload for the same one."""
+        found = identify(self.run_dir, self._store if self.config.store else None, from_store)
+        return found, Owner.of(found.run, self.run_dir)
 
     @cached_property
     def _store(self) -> Store:
@@ -148,7 +154,7 @@ class Tiers:
         behind = Behind(self._writes, self.nodes.mine == 0, disk, None, None, serve if several else None)
         self._behind = behind  # closed with this, whatever comes
         if config.store is not None:
-            behind.store_in(Uploader(config.store, bytes_per_s=config.store_bytes_per_s))
+            behind.store_in(Uploader(config.store, bytes_per_s=config.store_bytes_per_s, owner=self._owner))
 
     def _writes(self, name: str) -> bool:
         """Whether a rank of this node writes files of this name."""

@@ -19,6 +19,7 @@ from typing import IO
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.spawn import spawn
+from quern.train.checkpoint.tiers.owner import Owner
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
 
 __all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
@@ -107,6 +108,7 @@ class Uploader:
         budget_s: seconds for which a request to the store is repeated before the try counts as failed.
         restarts_per_minute: how often a process that died is started again.
         environment: variables of the process besides the trainer's.
+        owner: whose the store must be; an upload into another's fails.
 
     Raises:
         InputError: there is no such kind of store, or no node or token of this form.
@@ -123,6 +125,7 @@ class Uploader:
         budget_s: float = 300.0,
         restarts_per_minute: int = 3,
         environment: Mapping[str, str] | None = None,
+        owner: Owner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._environment = {**os.environ, **(environment or {})}
@@ -133,6 +136,8 @@ class Uploader:
         self._command += ["--budget-s", str(budget_s), "--parent", str(os.getpid())]
         if bytes_per_s is not None:
             self._command += ["--bytes-per-s", str(bytes_per_s)]
+        if owner is not None:
+            self._command += ["--owner", owner.run, owner.folder]
         self._restarts, self._clock = restarts_per_minute, clock
         self._starts: deque[float] = deque(maxlen=restarts_per_minute)
         self._unfinished: list[_Request] = []

@@ -1,0 +1,177 @@
+"""A run of its own from a checkpoint of another one: with its weights, moments, data order and ledger."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from quern import storage
+from quern.config import dump_yaml, load_config
+from quern.errors import InputError, QuernError
+from quern.train.branch import LEDGER_FILE
+from quern.train.checkpoint.folder import write_file
+from quern.train.checkpoint.manifest import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    checkpoint_name,
+    checkpoints_folder,
+    list_checkpoints,
+    read_manifest,
+)
+from quern.train.checkpoint.places import check_together
+from quern.train.checkpoint.tiers.owner import RUN_ID_FILE
+from quern.train.config import TrainConfig
+from quern.train.consumers import announce
+from quern.train.ledger import MOVES, read_ledger
+
+__all__ = ["Forked", "fork"]
+
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Forked:
+    """What a fork made."""
+
+    folder: str
+    run: str
+    """Its id."""
+    step: int
+    trunk: str
+    """Folder of the run it comes from."""
+    trunk_run: str
+    """That run's id; empty in a checkpoint that does not know."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> Forked:
+    """Make the folder ``to`` a training run that goes on from the checkpoint of ``run_dir`` after ``step`` steps.
+
+    It gets a copy of the checkpoint, whose checksums are compared, the ledger up to it and a line ``fork``, the config
+    of ``run_dir`` with ``overrides`` (and without what asked that run to go back), and an id of its own. ``to`` appears
+    whole or not at all, and ``run_dir`` stays as it is. A checkpoint of a branch that the run has left may be taken.
+
+    Raises:
+        InputError: there is no such run or checkpoint, ``to`` is taken, or the config does not fit.
+        QuernError: the checkpoint or the ledger is damaged, or a file cannot be copied.
+    """
+    trunk, to = os.path.abspath(run_dir), os.path.abspath(to)
+    manifest, source = _checkpoint(run_dir, step)
+    config = _config(run_dir, to, manifest, overrides)
+    if os.path.lexists(to) and not (os.path.isdir(to) and not os.listdir(to)):
+        raise InputError(f"{to}: is already there; expected a path that is free, or an empty folder")
+    run = uuid.uuid4().hex
+    staged = os.path.join(os.path.dirname(to), f".{os.path.basename(to)}.{run}.tmp")
+    try:
+        os.makedirs(staged)
+        folder = os.path.join(checkpoints_folder(staged), checkpoint_name(step))
+        os.makedirs(folder)
+        for name, record in manifest.files.items():
+            _copy(os.path.join(source, name), os.path.join(folder, name), record.sha256)
+        write_file(os.path.join(folder, MANIFEST_FILE), replace(manifest, run=run).to_bytes())
+        line = {
+            "kind": "fork", "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step,
+            "data_step": manifest.data_step, "run": manifest.run, "path": trunk,
+        }  # fmt: skip
+        history = _history(run_dir, manifest)
+        write_file(os.path.join(staged, LEDGER_FILE), history + json.dumps(line).encode() + b"\n")
+        write_file(os.path.join(staged, CONFIG_FILE), dump_yaml(config).encode())
+        write_file(os.path.join(staged, RUN_ID_FILE), f"{run}\n".encode())
+        for path in (folder, checkpoints_folder(staged), staged):
+            storage.sync(path)
+        os.rename(staged, to)
+        storage.sync(os.path.dirname(to))
+    except BaseException as error:
+        with suppress(OSError):
+            shutil.rmtree(staged)
+        if isinstance(error, OSError):
+            raise QuernError(f"{to}: not made: {error.filename or ''}: {error.strerror or error}") from None
+        raise
+    _announce(to)
+    return Forked(to, run, step, trunk, manifest.run)
+
+
+def _checkpoint(run_dir: str, step: int) -> tuple[Manifest, str]:
+    """The manifest of the checkpoint, and its folder, in which all files are."""
+    if not os.path.isfile(os.path.join(run_dir, LEDGER_FILE)):
+        raise InputError(f"{run_dir}: expected a training run: it has no {LEDGER_FILE}")
+    found = {checkpoint.step: checkpoint.path for checkpoint in list_checkpoints(run_dir)}
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise InputError(f"{run_dir}: has no checkpoint after step {step}; those that are there: {there}")
+    check_together(found[step])
+    manifest = read_manifest(found[step])
+    if not manifest.optimizer:
+        raise InputError(f"{found[step]}: holds weights alone; a fork goes on with the optimizer's moments")
+    return manifest, found[step]
+
+
+def _config(run_dir: str, to: str, manifest: Manifest, overrides: Sequence[str]) -> TrainConfig:
+    from quern.train.checkpoint.state import check_shape
+
+    file = os.path.join(run_dir, CONFIG_FILE)
+    before = load_config(file, TrainConfig)
+    config = load_config(file, TrainConfig, ["resume={}", "data_skip=0", *overrides])
+    if config.run_dir != before.run_dir:
+        raise InputError("run_dir: is given by --to")
+    config = config.model_copy(update={"run_dir": to})
+    store = config.checkpoint.store
+    if store is not None and store == before.checkpoint.store:
+        raise InputError(
+            f"checkpoint.store: {store} belongs to {run_dir}, and a store belongs to one run; give the fork another, "
+            f"checkpoint.store=URL, or none, checkpoint.store=null"
+        )
+    if config.steps < manifest.step:
+        raise InputError(f"steps: expected at least {manifest.step}, the checkpoint's, got {config.steps}")
+    check_shape(file, manifest.model, config.model.shape(_vocab_size(manifest)))
+    return config
+
+
+def _vocab_size(manifest: Manifest) -> int:
+    return manifest.model.vocab_size if manifest.encoding is None else manifest.encoding.vocab_size
+
+
+def _history(run_dir: str, manifest: Manifest) -> bytes:
+    """The ledger's bytes up to the checkpoint.
+
+    Raises:
+        QuernError: it is shorter, or damaged.
+    """
+    path = os.path.join(run_dir, LEDGER_FILE)
+    read_ledger(path, stop=manifest.ledger_offset)
+    with open(path, "rb") as file:
+        return file.read(manifest.ledger_offset)
+
+
+def _copy(source: str, to: str, sha256: str) -> None:
+    """Copy a file, synced, and compare what was read with its checksum."""
+    state = hashlib.sha256()
+    with open(source, "rb") as read, open(to, "xb") as write:
+        while data := read.read(_PIECE_BYTES):
+            state.update(data)
+            write.write(data)
+        write.flush()
+        os.fsync(write.fileno())
+    if state.hexdigest() != sha256:
+        raise QuernError(f"{source}: expected SHA-256 {sha256}, has {state.hexdigest()}; the checkpoint is damaged")
+
+
+def _announce(to: str) -> None:
+    """Tell the data runs whose tokens are in the weights: a purge finds the fork before its first step too."""
+    moves: list[Mapping[str, Any]] = [
+        entry for entry in read_ledger(os.path.join(to, LEDGER_FILE)) if entry["kind"] in MOVES
+    ]
+    if moves and isinstance(moves[-1].get("paths"), dict):
+        announce(to, moves[-1]["order"], moves[-1]["paths"])
