@@ -15,7 +15,7 @@ from quern.cli.output import JSON, err_console, json_stdout, reports_errors
 from quern.cli.train_fork import fork
 from quern.config import dump_yaml, load_config
 from quern.errors import InputError
-from quern.train import launch
+from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
 
 __all__ = ["app", "train"]
@@ -67,7 +67,7 @@ def train(
             if not json:
                 _print_summary(resolved, summary)
         return
-    code = _here(resolved) if nproc == 1 else _ranks(config, overrides or (), nproc)
+    code = _here(resolved) if nproc == 1 else _ranks(resolved.run_dir, config, overrides or (), nproc)
     if code:
         raise typer.Exit(code)
 
@@ -81,13 +81,17 @@ def _here(config: TrainConfig) -> int:
     return run(config)
 
 
-def _ranks(config: str, overrides: Sequence[str], nproc: int) -> int:
-    """``nproc`` processes on this machine with torchrun's environment. One that fails ends the others; a signal to us
-    goes to all. Returns the first code that is not 0.
+def _ranks(run_dir: str, config: str, overrides: Sequence[str], nproc: int) -> int:
+    """``nproc`` processes on this machine with torchrun's environment. One that fails ends the others, and a line says
+    which; a signal to us goes to all. Returns the first code that is not 0.
     """
+    tracebacks.clear(run_dir)
     command = [sys.executable, "-m", "quern.train", config, *overrides]
     with launch.started(command, launch.environments(nproc), launch.send) as workers:
         code = launch.wait(workers) or 0
+        said = tracebacks.verdict(run_dir, [worker.poll() for worker in workers]) if code else None
+        if said is not None:
+            print(f"error: {said}", file=sys.stderr)
     return code if code >= 0 else 128 - code  # as a shell shows a death by signal
 
 

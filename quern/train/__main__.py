@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from quern.config import load_config
 from quern.errors import QuernError
-from quern.train import launch
+from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
 
 __all__ = ["STOPPED", "leave", "main", "train"]
@@ -57,10 +57,28 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     try:
-        return train(load_config(arguments[0], TrainConfig, arguments[1:]))
+        config = load_config(arguments[0], TrainConfig, arguments[1:])
+        return _told(config) if "RANK" in os.environ else train(config)
     except QuernError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _told(config: TrainConfig) -> int:
+    """As :func:`train`, for one of several ranks: a traceback goes to a file. What the one that failed first has to say
+    would be lost among those of the others, which fail of its connections."""
+    try:
+        return train(config)
+    except QuernError:
+        raise
+    except Exception as error:
+        rank = int(os.environ["RANK"])
+        file = tracebacks.keep(config.run_dir, rank, error)
+        if file is None:
+            raise
+        if not launch.launched():
+            print(f"error: rank {rank}: {tracebacks.one_line(error)}; its traceback: {file}", file=sys.stderr)
+        return 1
 
 
 def leave(code: int) -> NoReturn:

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GRACE_S", "Worker", "end_with_launcher", "ending_signals", "environments", "free_port", "leave_lost_terminal",
-    "leaving", "send", "started", "wait",
+    "GRACE_S", "Worker", "end_with_launcher", "ending_signals", "environments", "free_port", "launched",
+    "leave_lost_terminal", "leaving", "send", "started", "wait",
 ]  # fmt: skip
 
 GRACE_S = 20.0
@@ -45,6 +45,11 @@ def leave_lost_terminal() -> None:
         if event & (select.POLLERR | select.POLLHUP):
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), descriptor)
+
+
+def launched() -> bool:
+    """Whether this process is a worker that :func:`started` has started."""
+    return _PIPE in os.environ
 
 
 def end_with_launcher() -> None:

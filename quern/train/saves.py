@@ -193,6 +193,7 @@ class Saves:
         if error is None:
             self._observe()
         if self.ledger is not None and error is None:
+            log.info("checkpoint after step %d saved", step)
             self.watch.published(step, outcome.checkpoint.name)
             self._note_good()
         elif self.ledger is not None:

@@ -13,8 +13,8 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from quern import __version__, storage
-from quern.config import digest, dump_yaml
+from quern import storage
+from quern.config import digest
 from quern.errors import InputError
 from quern.model.config import ModelShape
 from quern.model.float8.delayed import Amaxes
@@ -26,6 +26,7 @@ from quern.model.transformer import Transformer
 from quern.parallel.apply import Layout, Parallel, parallelize
 from quern.parallel.checks import Task, check_layout
 from quern.parallel.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
+from quern.train import run_record
 from quern.train.agree import Agreement
 from quern.train.assignment import check_divides
 from quern.train.begin import LEDGER_FILE, Start, begin
@@ -47,13 +48,11 @@ from quern.train.ranks import Ranks
 from quern.train.resilience.forensics import Facts, Forensics
 from quern.train.resilience.guard import Guard
 from quern.train.schedule import check_schedule
-from quern.train.summary import float8
 from quern.train.trainer import Trainer
 from quern.train.validation import Validator, open_held_out
 
 __all__ = ["Checked", "check", "open_trainer"]
 
-RUN_FILE = "run.json"
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def _check_run_dir(path: str) -> None:
         raise InputError(f"run_dir: expected a folder, got {path!r}, and {above} is none")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"run_dir: expected a folder that can be written to, got {path!r}")
-    described = os.path.join(path, RUN_FILE)
+    described = os.path.join(path, run_record.RUN_FILE)
     if os.path.exists(described):
         run = storage.read_json(described)
         if not isinstance(run, dict) or run.get("kind") != "train":
@@ -211,7 +210,8 @@ def open_trainer(
         def written_once() -> Metrics | None:
             if not ranks.first:
                 return None
-            _describe(config, corpus, shape, plan, utilisation, start)
+            run_record.tell(config, shape, plan)
+            run_record.describe(config, corpus, shape, plan, utilisation, start)
             return Metrics(config.run_dir, config.metrics, config.steps)
 
         metrics = together.own(written_once)
@@ -359,27 +359,3 @@ def _same_config(config: TrainConfig, together: Agreement) -> None:
     if len(set(digests)) > 1:
         odd = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise InputError(f"rank {odd} was given another config than rank 0; start all ranks with the same")
-
-
-def _describe(
-    config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan, utilisation: Utilisation, start: Start
-) -> None:
-    in_float8 = float8(config, shape, plan)
-    if in_float8 is not None and in_float8["left_out"]:
-        log.info("in %s, not in FP8: %s of every block", config.precision, ", ".join(in_float8["left_out"]))
-    storage.publish_bytes(os.path.join(config.run_dir, "config.yaml"), dump_yaml(config).encode())
-    storage.write_json(
-        os.path.join(config.run_dir, RUN_FILE),
-        {
-            "kind": "train",
-            "config_digest": digest(config),
-            "model": shape.model_dump(mode="json"),
-            "parameters": shape.num_parameters,
-            "layout": plan.sizes(),
-            "float8": in_float8,
-            "order": start.mixture.order.hash,
-            "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
-            "mfu": utilisation.describe(),
-            "versions": {"quern": __version__, "torch": torch.__version__},
-        },
-    )

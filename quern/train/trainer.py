@@ -225,6 +225,8 @@ class Trainer:
         norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale = figures[6:]
         if stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
+            if self.ledger is not None:
+                log.info("%s: the step in work is finished and saved; the same command goes on", self.stopped_by)
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
         self._skips = self._skips + 1 if skipped else 0
         where = {"step": pending.step, "data_step": pending.data_step}
@@ -238,7 +240,10 @@ class Trainer:
         if self.ledger is None or self.metrics is None:
             return seen
         if skipped:
-            self.ledger.append("skipped", **where, reason="non_finite" if non_finite else "spike")
+            reason = "non_finite" if non_finite else "spike"
+            most = self.config.guard.max_skips
+            log.warning("step %d skipped (%s), %d in a row of %d", pending.step, reason, self._skips, most)
+            self.ledger.append("skipped", **where, reason=reason)
         elif non_finite:
             self.ledger.append("non_finite", **where, loss=loss, grad_norm=norm)
         if loss_spike or norm_spike:

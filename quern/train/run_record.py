@@ -1,0 +1,102 @@
+"""What the folder of a training run says of it: ``config.yaml`` and ``run.json``, and what is told at a start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from typing import Any
+
+import torch
+
+from quern import __version__, storage
+from quern.config import digest, dump_yaml, load_config
+from quern.errors import InputError
+from quern.model.config import ModelShape
+from quern.parallel.mesh import MeshPlan
+from quern.train.begin import Start
+from quern.train.checkpoint.manifest import CONFIG_FILE
+from quern.train.config import TrainConfig
+from quern.train.corpus import Corpus
+from quern.train.metrics import Utilisation
+from quern.train.summary import checkpoint_size, float8, step_of
+
+__all__ = ["RUN_FILE", "changes", "describe", "tell"]
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+
+
+def tell(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> None:
+    """Log what changed in the config since the last start, a line a key, and whether the disk may become full. Before
+    :func:`describe`."""
+    for line in changes(config):
+        log.info("%s", line)
+    size, free = checkpoint_size(step_of(config, shape, plan), config)["bytes"], shutil.disk_usage(config.run_dir).free
+    if config.checkpoint.local is None and free < 2 * size:
+        log.warning(
+            "%s: %.1f GB are free, and a checkpoint has %.1f GB, of which one is written before another is removed: "
+            "saves may fail; free some, or lower checkpoint.keep_last",
+            config.run_dir, free / 1e9, size / 1e9,
+        )  # fmt: skip
+
+
+def changes(config: TrainConfig) -> list[str]:
+    """``key: before → after`` of each key in which the config in the run's folder differs; none where there is none."""
+    file = os.path.join(config.run_dir, CONFIG_FILE)
+    try:
+        before = load_config(file, TrainConfig).model_dump(mode="json")
+    except InputError:  # none yet, or of a version with other keys
+        return []
+    return list(_changes("", before, config.model_dump(mode="json")))
+
+
+def _changes(name: str, before: Any, after: Any) -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [key for key in after if name or key != "run_dir"]  # it may be the same folder by another path
+        return [
+            line for key in keys for line in _changes(f"{name}.{key}" if name else key, before.get(key), after[key])
+        ]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = enumerate(zip(before, after, strict=True))
+        return [line for place, pair in pairs for line in _changes(f"{name}.{place}", *pair)]
+    return [] if before == after else [f"config: {name}: {_plain(before)} → {_plain(after)}"]
+
+
+def _plain(value: Any) -> str:
+    """As YAML on one line, cut where it is long."""
+    text = " ".join(_dumped(value).split())
+    return text if len(text) <= 100 else text[:99].rsplit(" ", 1)[0] + " …"
+
+
+def _dumped(value: Any) -> str:
+    """A config's value as it would stand in its file."""
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n")
+
+
+def describe(
+    config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPlan, utilisation: Utilisation, start: Start
+) -> None:
+    """Write ``config.yaml`` and ``run.json``; for rank 0."""
+    in_float8 = float8(config, shape, plan)
+    if in_float8 is not None and in_float8["left_out"]:
+        log.info("in %s, not in FP8: %s of every block", config.precision, ", ".join(in_float8["left_out"]))
+    storage.publish_bytes(os.path.join(config.run_dir, CONFIG_FILE), dump_yaml(config).encode())
+    storage.write_json(
+        os.path.join(config.run_dir, RUN_FILE),
+        {
+            "kind": "train",
+            "config_digest": digest(config),
+            "model": shape.model_dump(mode="json"),
+            "parameters": shape.num_parameters,
+            "layout": plan.sizes(),
+            "float8": in_float8,
+            "order": start.mixture.order.hash,
+            "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
+            "mfu": utilisation.describe(),
+            "versions": {"quern": __version__, "torch": torch.__version__},
+        },
+    )
