@@ -36,7 +36,7 @@ def tokens(run: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(run.glob("tokens/**/*.bin"))]
 
 
-class OfRay(OSError):
+class OfRayError(OSError):
     """As Ray raises a worker's error: its class, without its fields, and the error itself in ``cause``."""
 
     def __init__(self, cause: OSError) -> None:
@@ -49,7 +49,7 @@ def test_a_full_disk_is_named(tmp_path):
     for error, start in (
         (OSError(errno.ENOSPC, "No space left on device", there), f"{there}: no space is left ("),
         (OSError(errno.EDQUOT, "Disk quota exceeded", there), f"{there}: the quota of its disk is used up ("),
-        (OfRay(OSError(errno.ENOSPC, "No space left on device", there)), f"{there}: no space is left ("),
+        (OfRayError(OSError(errno.ENOSPC, "No space left on device", there)), f"{there}: no space is left ("),
         (OSError(errno.ENOSPC, "No space left on device"), f"{run}: no space is left ("),
     ):
         with pytest.raises(QuernError) as told, full_disk_named(run):
@@ -57,8 +57,8 @@ def test_a_full_disk_is_named(tmp_path):
         assert str(told.value).startswith(start)
         assert str(told.value).endswith(" MB are free there); free some, then the same command goes on, or give a "
                                         "run_dir elsewhere")  # fmt: skip
-    with pytest.raises(OfRay), full_disk_named(run):
-        raise OfRay(OSError(errno.EIO, "Input/output error", there))
+    with pytest.raises(OfRayError), full_disk_named(run):
+        raise OfRayError(OSError(errno.EIO, "Input/output error", there))
 
 
 @pytest.mark.slow
