@@ -62,10 +62,10 @@ def ends_by_signal(run_dir: str) -> Iterator[None]:
 
 @contextmanager
 def keeps_handlers() -> Iterator[None]:
-    """What the block makes of SIGTERM's handler is undone: Ray's own ends the process amid everything."""
+    """Who handles SIGTERM before the block does so after it; Ray's handler stays where nobody did."""
     before = signal.getsignal(signal.SIGTERM)
     yield
-    if _main_thread() and before is not None:
+    if _main_thread() and callable(before):
         signal.signal(signal.SIGTERM, before)
 
 
