@@ -168,7 +168,11 @@ def test_a_copy_of_a_run_is_refused_its_store_and_a_moved_run_goes_on(data, tmp_
     shutil.rmtree(tmp_path / "run")
     assert case.live(case.settings(tmp_path / "copy", data[1], **settings)).complete
     store = Store(url, backoff=Backoff(budget_s=0.0))
-    assert read_owner(store) == Owner.of(ident, str(tmp_path / "copy"))
+    found = read_owner(store)
+    assert found is not None
+    assert found.is_same(Owner.of(ident, str(tmp_path / "copy")))
+    shutil.copytree(tmp_path / "store", tmp_path / "copied")  # with the run's folder, onto another disk, perhaps
+    assert read_owner(Store(f"file://{tmp_path}/copied")) is None
     hold(store, Owner.of(ident, str(tmp_path / "copy")))
     with pytest.raises(StoreError, match=r"in .*/copy now, not to \w+ in .*/run; nothing is uploaded"):
         hold(store, Owner.of(ident, str(tmp_path / "run")))
@@ -183,7 +187,7 @@ def test_a_copy_of_a_run_is_refused_its_store_and_a_moved_run_goes_on(data, tmp_
     assert [(event.permanent, event.dropped) for event in events if isinstance(event, Failed)] == [(True, False)]
     assert not (tmp_path / "store" / NAME(6) / "file").exists()
     (tmp_path / "store" / "owner.json").write_text('{"run": 1}')
-    with pytest.raises(InputError, match=r"owner\.json: expected run, folder and host"):
+    with pytest.raises(InputError, match=r"owner\.json: expected run, folder, host and store"):
         case.live(case.settings(tmp_path / "copy", data[1], **{**settings, "steps": 8}))
 
 

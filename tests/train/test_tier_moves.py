@@ -21,7 +21,9 @@ from quern.train.checkpoint.manifest import Checkpoint, FileRecord, check_file, 
 from quern.train.checkpoint.tiers import tiers as module
 from quern.train.checkpoint.tiers import whole
 from quern.train.checkpoint.tiers.nodes import Nodes
+from quern.train.checkpoint.tiers.owner import read_owner
 from quern.train.checkpoint.tiers.peers import PeerError
+from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.config import CheckpointConfig
 from support.train.rank_threads import results, run_all
@@ -261,9 +263,12 @@ def test_the_mirror_is_on_another_machine_where_there_is_one(tmp_path, caplog, h
 def test_each_node_has_an_uploader_of_its_own(tmp_path):
     config = CheckpointConfig(store=f"file://{tmp_path}/store", store_bytes_per_s=5e6)
     made = on_nodes(tmp_path, [0, 1, 1], config, lambda tiers, behind: behind and behind.store)
+    owners = [store.options.pop("owner") for store in made[:2]]
     assert [store and (store.arguments, store.options) for store in made] == [
         ((config.store,), {"bytes_per_s": 5e6}), ((config.store,), {"bytes_per_s": 5e6}), None,
     ]  # fmt: skip
+    assert owners[0] == owners[1]  # one folder, whichever node uploads
+    assert owners[0].is_same(read_owner(Store(config.store)))
 
 
 def test_what_was_started_is_closed_when_the_store_is_refused(tmp_path, monkeypatch):

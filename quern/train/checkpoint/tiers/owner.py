@@ -32,6 +32,8 @@ class Owner:
     """Absolute, without symbolic links."""
     host: str = ""
     """The machine that wrote it; says nothing about who else sees the folder."""
+    store: str = ""
+    """The store's address, as it was written: a store that was copied has no owner."""
 
     @classmethod
     def of(cls, run: str, run_dir: str) -> Owner:
@@ -52,7 +54,7 @@ class Owner:
 
 
 def read_owner(store: Store) -> Owner | None:
-    """Whose ``store`` is; None where nobody has said so.
+    """Whose ``store`` is; None where nobody has said so, or of the store that this one is a copy of.
 
     Raises:
         InputError: the file is damaged.
@@ -63,20 +65,20 @@ def read_owner(store: Store) -> Owner | None:
         return None
     try:
         plain = json.loads(data)
-        owner = Owner(plain["run"], plain["folder"], plain["host"])
+        owner = Owner(plain["run"], plain["folder"], plain["host"], plain["store"])
         if not all(isinstance(value, str) for value in vars(owner).values()) or "\0" in owner.folder:
-            raise ValueError("not three texts")
+            raise ValueError("not texts")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(
-            f"{store.url}/{OWNER_FILE}: expected run, folder and host, got {data[:80]!r}; remove the file if the "
+            f"{store.url}/{OWNER_FILE}: expected run, folder, host and store, got {data[:80]!r}; remove the file if the "
             f"store is this run's"
         ) from None
-    return owner
+    return owner if owner.store == store.url else None
 
 
 def write_owner(store: Store, owner: Owner) -> None:
     """Say that ``store`` is ``owner``'s."""
-    store.put_note(OWNER_FILE, (json.dumps(asdict(owner), ensure_ascii=False) + "\n").encode())
+    store.put_note(OWNER_FILE, (json.dumps(asdict(owner) | {"store": store.url}, ensure_ascii=False) + "\n").encode())
 
 
 def hold(store: Store, mine: Owner) -> None:
