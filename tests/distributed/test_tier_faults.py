@@ -198,7 +198,7 @@ def strike(path: Path, how: str) -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file but those that a start writes anew, by path."""
-    skipped = ("run/run_id", "run/checkpoints/.lock")
+    skipped = ("run/run_id", "run/checkpoints/.lock", "store/owner.json")
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in found.items() if name not in skipped}
 

@@ -70,8 +70,8 @@ def read_owner(store: Store) -> Owner | None:
             raise ValueError("not texts")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(
-            f"{store.url}/{OWNER_FILE}: expected run, folder, host and store, got {data[:80]!r}; remove the file if the "
-            f"store is this run's"
+            f"{store.url}/{OWNER_FILE}: expected run, folder, host and store, got {data[:80]!r}; remove the file if "
+            f"the store is this run's"
         ) from None
     return owner if owner.store == store.url else None
 
