@@ -13,7 +13,6 @@ from quern.cli.output import JSON, err_console, json_stdout, one_line, out_conso
 from quern.config import dump_yaml, load_config
 from quern.data_pipeline import report, run_status
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.ending import ends_by_signal, full_disk_named
 from quern.data_pipeline.engine import open_engine
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.heartbeat import Heartbeat
@@ -45,8 +44,7 @@ def run(
         if dry_run:
             _print_plan(resolved, emit, json)
             return
-        with ends_by_signal(resolved.run_dir):
-            stats = run_data(resolved)
+        stats = run_data(resolved)
         emit(stats)
         if not json:
             _print_summary(resolved.run_dir, stats)
@@ -60,10 +58,7 @@ def run_data(config: DataRun) -> dict[str, Any]:
     if not is_complete(config.run_dir):
         check(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
     plain = config.model_dump(mode="json")
-    with (
-        full_disk_named(config.run_dir),
-        open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory,
-    ):
+    with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
         if directory.complete:
             _take_up_purge(config.run_dir)
             pages.check_unchanged(directory.record, partitions, config.run_dir)
@@ -72,8 +67,7 @@ def run_data(config: DataRun) -> dict[str, Any]:
             workers: list[Callable[[], dict[str, int]]] = []
             with Heartbeat(config.run_dir, lambda: _told(progress, workers)):
                 fence = Fence.claim(storage.join(directory.scratch, "driver.json"))
-                told = ends_by_signal(config.run_dir), full_disk_named(config.run_dir)  # the heartbeat says so too
-                with told[0], told[1], open_engine(config.workers, config.ray.address, fence) as engine:
+                with open_engine(config.workers, config.ray.address, fence) as engine:
                     workers.append(engine.counts)
                     result = pages.run(config, partitions, engine, progress)
                     progress.start_phase("tokens", len(result.partitions), None)

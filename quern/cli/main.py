@@ -85,12 +85,7 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     """The console script."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    try:
-        app = _build([asked]) if asked in _COMMANDS else _whole()
-    except KeyboardInterrupt:  # the imports take a second; from then on commands answer for themselves
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    app()
+    (_build([asked]) if asked in _COMMANDS else _whole())()
 
 
 if __name__ == "__main__":

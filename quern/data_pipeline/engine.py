@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from quern import storage
-from quern.data_pipeline.ending import keeps_handlers
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.tasks import MAX_DEATHS, Death, Engine, InProcess, OnDeath
 from quern.errors import InputError, QuernError
@@ -85,14 +84,10 @@ class RayPool:
     Args:
         num_workers: the size; None follows the CPUs of the cluster, as they come and go.
         autoscaled: ask the cluster's autoscaler for as many CPUs as there is work for, while there is.
-        local: the cluster is this machine alone and was started for this pool: when its node dies, none comes instead.
         fence: what a worker checks before each task and each file.
     """
 
-    def __init__(
-        self, num_workers: int | None, *, autoscaled: bool = False, local: bool = False, fence: Fence | None = None
-    ) -> None:
-        self._local = local
+    def __init__(self, num_workers: int | None, *, autoscaled: bool = False, fence: Fence | None = None) -> None:
         self._follows = num_workers is None
         self.num_workers = num_workers or _cluster_cpus()
         self._autoscaled = autoscaled
@@ -267,8 +262,6 @@ class RayPool:
         self._waited = self._waited + pause if alone and not ready else 0.0
         if self._waited >= PATIENCE_S:
             self._waited = 0.0
-            if self._local and not any(node["Alive"] for node in ray.nodes()):
-                raise QuernError(f"{label}: the Ray on this machine has ended; the same command starts it and goes on")
             free = ray.available_resources().get("CPU", 0)
             log.warning("%s: waiting for a worker; the Ray cluster has %g free CPUs", label, free)
         return ready[0] if ready else None
@@ -349,29 +342,25 @@ def open_engine(workers: int | None, address: str | None = None, fence: Fence | 
             # "local": never a cluster that RAY_ADDRESS or an earlier `ray start` names. Without workers, Ray counts the
             # CPUs, and those of a container's share only.
             try:
-                with keeps_handlers():
-                    ray.init(
-                        "local",
-                        num_cpus=workers,
-                        object_store_memory=OBJECT_STORE_BYTES,
-                        include_dashboard=False,
-                        **quiet,
-                    )
+                ray.init(
+                    "local",
+                    num_cpus=workers,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    **quiet,
+                )
             except Exception as error:  # Ray raises no class of its own when a machine is too busy for it to start
                 raise QuernError(f"no Ray could be started on this machine ({_line(error)})") from None
         else:
             try:
-                with keeps_handlers():
-                    ray.init(address=address, **quiet)
+                ray.init(address=address, **quiet)
             except ValueError as error:
                 raise InputError(
                     f'ray.address: expected "auto" or host:port, got {address!r} ({_line(error)})'
                 ) from None
             except (ConnectionError, RuntimeError, RayError) as error:
                 raise QuernError(f"ray.address: no Ray cluster at {address!r} ({_line(error)})") from None
-    pool = RayPool(
-        workers, autoscaled=address is not None and workers is not None, local=mine and address is None, fence=fence
-    )
+    pool = RayPool(workers, autoscaled=address is not None and workers is not None, fence=fence)
     try:
         yield pool
     finally:

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from quern import storage
-from quern.data_pipeline.ending import EndedBySignalError
 from quern.errors import QuernError
 
 __all__ = ["STATUS_FILE", "Heartbeat", "process_lives", "this_process"]
@@ -61,8 +60,8 @@ class Heartbeat:
         self._thread.join()
         if error is None:
             self._write("complete")
-        elif isinstance(error, KeyboardInterrupt | EndedBySignalError):
-            self._write("interrupted", str(error) or None)
+        elif isinstance(error, KeyboardInterrupt):
+            self._write("interrupted")
         else:
             told = str(error) if isinstance(error, QuernError) else f"{type(error).__name__}: {error}"
             self._write("failed", told[:2000])

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from quern import __version__, storage
-from quern.config import canonical_json, digest
+from quern.config import digest
 from quern.errors import InputError, QuernError
 
 __all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
@@ -85,12 +85,13 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
             record = storage.read_json(file)
             if not isinstance(record, dict) or not {"config", "status"} <= record.keys():
                 raise InputError(f"{file}: is not of a data run; give another run_dir")
-            differences = list(_differences(record["config"], config))
-            if differences:
-                told = "; ".join(
-                    f"{key} is {_plain(old)} there and {_plain(new)} here" for key, old, new in differences
+            difference = _difference(record["config"], config)
+            if difference is not None:
+                key, old, new = difference
+                raise InputError(
+                    f"{path}: holds a run with another config: {key} is {old!r} there and {new!r} here; "
+                    "give another run_dir"
                 )
-                raise InputError(f"{path}: holds a run with another config: {told}; give another run_dir")
             if record["status"] != "complete":
                 _same_libraries(path, record.get("versions", {}))
         else:
@@ -170,14 +171,8 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> str:
-    """A config's value as JSON, cut where it is long."""
-    text = canonical_json(value) if not isinstance(value, str) else repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys (dotted) in which two configs differ, leaving out those that decide nothing, and input paths.
+def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """The first key (dotted) in which two configs differ, leaving out those that decide nothing, and input paths.
 
     Which files a source has is compared by content when work is resumed, not by how their paths were written.
     """
@@ -185,12 +180,17 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
         for name in sorted({*old, *new}):
             if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in _WHERE):
                 continue
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            if found:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, pair in enumerate(zip(old, new, strict=True)):
-            yield from _differences(*pair, f"{key}.{index}")
-    elif old != new:
-        yield key, old, new
+            found = _difference(*pair, f"{key}.{index}")
+            if found:
+                return found
+        return None
+    return None if old == new else (key, old, new)
 
 
 @contextmanager

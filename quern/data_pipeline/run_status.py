@@ -165,5 +165,4 @@ def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
     if status["errors"]["num"]:
         yield f"  errors      {status['errors']['num']:,}, the last: {status['errors']['last'][-1]}"
     if status["error"]:
-        label = "interrupted" if status["driver"]["state"] == "interrupted" else "failed     "
-        yield f"  {label} {status['error']}"
+        yield f"  failed      {status['error']}"
