@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quern.errors import InputError
 
-__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides"]
+__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "show"]
 
 
 class Section(BaseModel):
@@ -188,19 +188,19 @@ def _explain(error: ValidationError, model: type[BaseModel], name: str, overridd
     elif kind == "missing":
         message = f"{where}: {field}: missing; this key is required"
     elif kind == "literal_error":
-        message = f"{where}: {field}: expected one of {ctx['expected']}, got {_show(value)}"
+        message = f"{where}: {field}: expected one of {ctx['expected']}, got {show(value)}"
     elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         sign = {"greater_than": ">", "greater_than_equal": "≥", "less_than": "<", "less_than_equal": "≤"}[kind]
         limit = f"{next(iter(ctx.values())):g}"
-        message = f"{where}: {field}: expected a number {sign} {limit}, got {_show(value)}"
+        message = f"{where}: {field}: expected a number {sign} {limit}, got {show(value)}"
     elif kind in _EXPECTED:
-        message = f"{where}: {field}: expected {_EXPECTED[kind]}, got {_show(value)}"
+        message = f"{where}: {field}: expected {_EXPECTED[kind]}, got {show(value)}"
     elif kind in ("value_error", "assertion_error"):
         message = f"{where}: {field}: {ctx['error']}"
     elif kind == "string_pattern_mismatch":
-        message = f"{where}: {field}: expected text matching {ctx['pattern']}, got {_show(value)}"
+        message = f"{where}: {field}: expected text matching {ctx['pattern']}, got {show(value)}"
     else:
-        message = f"{where}: {field}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {_show(value)}"
+        message = f"{where}: {field}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {show(value)}"
     more = len({".".join(map(str, d["loc"])) for d in details} - {".".join(map(str, detail["loc"]))})
     return message + (f" (and {more} more)" if more and not _same_union(details, detail) else "")
 
@@ -217,7 +217,8 @@ def _is_union_tag(part: int | str) -> bool:
     )
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as JSON, cut to what a line of a message has room for."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,5 +1,8 @@
 """The two errors a person meets: what they gave us was wrong, or the run could not go on."""
 
+#: "SIGTERM" or "SIGHUP" while a KeyboardInterrupt ends this process for it; a library may raise one of its own.
+ended_by: list[str] = []
+
 
 class QuernError(Exception):
     """The run failed; the message says what, where and what to do. Exit code 1."""

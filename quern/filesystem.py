@@ -12,11 +12,45 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-__all__ = ["create", "is_temporary", "publish", "remove_tree", "sync"]
+from quern.errors import QuernError
+
+__all__ = ["FullError", "create", "is_temporary", "needs_room", "publish", "remove_tree", "sync"]
 
 _ATTEMPTS = 6
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+
+
+class FullError(QuernError, OSError):
+    """No room is left for ``filename``, on its file system or in a quota; ``strerror`` says how much there is."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}; make room and the same command goes on, or give another folder"
+
+
+@contextmanager
+def needs_room(path: str) -> Iterator[None]:
+    """What in the block fails for want of room, in a library too, is a :class:`FullError` of ``path``."""
+    try:
+        yield
+    except Exception as error:
+        known = (n for n in _FULL if getattr(error, "errno", None) == n or os.strerror(n) in str(error))
+        number = next(known, None)
+        if number is None or isinstance(error, QuernError):
+            raise
+        raise FullError(number, f"{os.strerror(number)} ({_room(path)})", path) from error
+
+
+def _room(path: str) -> str:
+    place = os.path.realpath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    found = os.statvfs(place)
+    while not os.path.ismount(place):
+        place = os.path.dirname(place)
+    free, total = (blocks * found.f_frsize / 2**20 for blocks in (found.f_bavail, found.f_blocks))
+    return f"{free:,.1f} of {total:,.1f} MiB are free on {place}"
 
 
 def is_temporary(path: str) -> bool:
@@ -62,11 +96,12 @@ def create(path: str, data: bytes) -> None:
 def _beside(path: str) -> Iterator[IO[bytes]]:
     """A new file in the folder of ``path``, which is made too; gone afterwards, unless it got another name."""
     parent = os.path.dirname(path)
-    os.makedirs(parent, exist_ok=True)
     temporary = os.path.join(parent, f".{os.path.basename(path)}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            yield file
+        with needs_room(path):
+            os.makedirs(parent, exist_ok=True)
+            with open(temporary, "wb") as file:
+                yield file
     finally:
         if os.path.lexists(temporary):
             os.unlink(temporary)

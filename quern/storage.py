@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from quern import filesystem
 from quern.errors import InputError
-from quern.filesystem import is_temporary, sync
+from quern.filesystem import FullError, is_temporary, needs_room, sync
 from quern.remote import ChangedError, Info, Objects, around_waits, hold, objects, takes_leases
 from quern.remote.concurrency import in_order
 from quern.remote.patterns import matching
@@ -29,6 +29,7 @@ from quern.remote.reader import open_object
 
 __all__ = [
     "ChangedError",
+    "FullError",
     "around_waits",
     "check_guards",
     "create_bytes",
@@ -46,6 +47,7 @@ __all__ = [
     "join",
     "lease",
     "list_files",
+    "needs_room",
     "open_read",
     "publish",
     "publish_bytes",
@@ -228,7 +230,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
         with filesystem.publish(split(path)[1], check_guards) as file:
             yield file
         return
-    with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+    with needs_room(tempfile.gettempdir()), tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
         yield spool
         size, state = spool.seek(0, os.SEEK_END), hashlib.sha256()
         spool.seek(0)

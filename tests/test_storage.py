@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import os
+import pickle
 import shutil
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import pyarrow as pa
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from quern import filesystem, storage
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -192,3 +195,55 @@ def test_a_folder_in_which_somebody_goes_on_writing_is_an_error_after_some_tries
     monkeypatch.setattr(filesystem.shutil, "rmtree", lambda path: tries.append(path) if tries else rmtree(path))
     filesystem.remove_tree(str(tmp_path))
     assert len(tries) == 2
+
+
+def room(path: Path) -> str:
+    """The size of the file system of ``path``, as the system tells it elsewhere."""
+    return f"of {shutil.disk_usage(path).total / 2**20:,.1f} MiB are free"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("write", [storage.publish_bytes, storage.create_bytes])
+def test_a_full_disk_is_told_with_the_path_and_its_room_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, number: int
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = str(tmp_path / "new" / "a.bin")
+    with pytest.raises(storage.FullError) as caught:
+        write(path, b"grain")
+    error = pickle.loads(pickle.dumps(caught.value))  # errors travel between processes
+    assert isinstance(error, QuernError)
+    assert isinstance(error, OSError)
+    assert (error.errno, error.filename) == (number, path)
+    assert str(error).startswith(f"{path}: {os.strerror(number)} (")
+    assert room(tmp_path) in str(error)
+    assert str(error).endswith("; make room and the same command goes on, or give another folder")
+    assert os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device is always full")
+def test_a_full_disk_is_known_by_the_error_of_whatever_wrote(tmp_path: Path) -> None:
+    def by_arrow() -> None:
+        with pa.OSFile("/dev/full", "wb") as file:
+            file.write(b"grain")
+
+    def by_python() -> None:
+        with open("/dev/full", "wb") as file:
+            file.write(b"grain")
+
+    def by_another() -> None:
+        raise RuntimeError("IOError: [Errno 28] No space left on device")
+
+    path = str(tmp_path / "a.bin")
+    for write in (by_arrow, by_python, by_another):
+        with pytest.raises(storage.FullError) as caught, storage.publish(path):
+            write()
+        assert caught.value.filename == path
+        assert os.listdir(tmp_path) == []
+    for other in (OSError(errno.EACCES, "no"), RuntimeError("no"), QuernError("a page says: No space left on device")):
+        with pytest.raises(type(other)) as caught_other, storage.publish(path):
+            raise other
+        assert caught_other.value is other

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
 
 from quern import storage
-from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, reports_errors
+from quern.cli.output import JSON, ended_by_signals, err_console, json_stdout, one_line, out_console, reports_errors
 from quern.config import dump_yaml, load_config
 from quern.data_pipeline import report, run_status
 from quern.data_pipeline import run as pages
@@ -17,7 +18,7 @@ from quern.data_pipeline.engine import open_engine
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.heartbeat import Heartbeat
 from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run
+from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run, remove_torn
 from quern.tokenize import run as tokenize
 from quern.tokenize.config import DataRun, check
 
@@ -29,6 +30,7 @@ RunDir = Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")]
 
 
 @app.command()
+@ended_by_signals()
 @reports_errors
 def run(
     config: Config,
@@ -65,7 +67,8 @@ def run_data(config: DataRun) -> dict[str, Any]:
             return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))
         with Progress() as progress:
             workers: list[Callable[[], dict[str, int]]] = []
-            with Heartbeat(config.run_dir, lambda: _told(progress, workers)):
+            with Heartbeat(config.run_dir, lambda: _told(progress, workers)), ExitStack() as stack:
+                stack.push(lambda kind, error, trace: _give_room_back(config.run_dir, error))
                 fence = Fence.claim(storage.join(directory.scratch, "driver.json"))
                 with open_engine(config.workers, config.ray.address, fence) as engine:
                     workers.append(engine.counts)
@@ -78,6 +81,11 @@ def run_data(config: DataRun) -> dict[str, Any]:
                     progress.end_phase()
                 inputs = pages.inputs_digest(partitions)
                 return _finish(directory, result, tokens.to_dict()["sources"], inputs, config.seed)
+
+
+def _give_room_back(run_dir: str, error: BaseException | None) -> None:
+    if isinstance(error, storage.FullError):
+        remove_torn(run_dir)  # by workers that ended with the one that had no room
 
 
 def _take_up_purge(run: str) -> None:

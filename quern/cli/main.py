@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from quern import __version__
+
+if TYPE_CHECKING:
+    import typer
 
 __all__ = ["main"]
 
@@ -47,16 +48,17 @@ _COMMANDS: dict[str, Callable[[typer.Typer, str], None]] = {
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"quern {__version__}")
-        raise typer.Exit()
-
-
-def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-) -> None:
-    pass
+        sys.exit()
 
 
 def _build(names: Iterable[str]) -> typer.Typer:
+    import typer  # takes a moment, in which Ctrl-C is one line already
+
+    told = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")
+
+    def root(version: bool = told) -> None:
+        pass
+
     app = typer.Typer(
         name="quern",
         help="Grinds a web crawl into tokens in which every token knows its URL, and tokens into a language model.",
@@ -64,7 +66,7 @@ def _build(names: Iterable[str]) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_root)
+    app.callback()(root)
     for name in names:
         _COMMANDS[name](app, name)
     return app
@@ -85,7 +87,11 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     """The console script."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    (_build([asked]) if asked in _COMMANDS else _whole())()
+    try:
+        (_build([asked]) if asked in _COMMANDS else _whole())()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, ended_by
+from quern.train.launch import ending_signals, leave_lost_terminal
 
-__all__ = ["JSON", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors"]
+__all__ = [
+    "JSON", "ended_by_signals", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors",
+]  # fmt: skip
 
 #: Controls but tab and newline, and what turns the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -63,10 +69,59 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             print(f"error: {one_line(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
             raise typer.Exit(QuernError.exit_code) from None
         except KeyboardInterrupt:
-            print("interrupted; run the same command again to go on", file=sys.stderr)
-            raise typer.Exit(130) from None
+            how, code = (f"ended by {ended_by[0]}", 3) if ended_by else ("interrupted", 130)  # 3: as of training
+            print(f"{how}; run the same command again to go on", file=sys.stderr)
+            raise typer.Exit(code) from None
 
     return wrapped
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the block as Ctrl-C does, and stand in ``ended_by``. Then another Ctrl-C ends the
+    process at once, also out of native code, and the others change nothing: what they ask for is being done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, (lambda *_: None) if other == signal.SIGINT else signal.SIG_IGN)
+        if number == signal.SIGHUP:
+            leave_lost_terminal()
+        if number != signal.SIGINT:
+            ended_by.append(signal.Signals(number).name)
+        raise KeyboardInterrupt
+
+    before = {n: signal.getsignal(n) for n in ending_signals() if signal.getsignal(n) != signal.SIG_IGN}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    listener = threading.Thread(target=_end_at_once, args=(reader, before.keys()), name="signals", daemon=True)
+    listener.start()
+    others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        for number in before:
+            signal.signal(number, heard)
+        yield
+    finally:
+        ended_by.clear()
+        signal.set_wakeup_fd(others)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)
+        listener.join()
+        os.close(reader)
+
+
+def _end_at_once(pipe: int, ending: Collection[int]) -> None:
+    """At a SIGINT behind another signal; Python tells their numbers here at once, its handlers wait for native code."""
+    begun = False
+    while numbers := os.read(pipe, 1):
+        if begun and numbers[0] == signal.SIGINT:
+            cursor = b"\x1b[?25h" if os.isatty(2) else b""
+            os.write(2, cursor + b"interrupted again, ended at once; run the same command again to go on\n")
+            os._exit(130)
+        begun |= numbers[0] in ending
 
 
 @contextmanager

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from quern import storage
 from quern.data_pipeline.fence import Fence
+from quern.data_pipeline.ray_life import Pulse, pulse_of, start
 from quern.data_pipeline.tasks import MAX_DEATHS, Death, Engine, InProcess, OnDeath
-from quern.errors import InputError, QuernError
+from quern.errors import QuernError
 
 __all__ = ["Death", "Engine", "InProcess", "RayPool", "open_engine"]
 
@@ -30,7 +32,6 @@ R = TypeVar("R")
 
 #: Machines that one task may lose before it is taken for what takes them down.
 MAX_LOST_MACHINES = 10
-OBJECT_STORE_BYTES = 256 << 20
 #: Seconds without any worker after which a line says what is waited for.
 PATIENCE_S = 30.0
 #: Seconds between two looks at whether the pool can have more workers.
@@ -54,7 +55,8 @@ class _Worker:
         try:
             if self.fence is not None:
                 self.fence.check()
-            with nullcontext() if self.fence is None else storage.guarded(self.fence.check):
+            guard = nullcontext() if self.fence is None else storage.guarded(self.fence.check)
+            with storage.needs_room(tempfile.gettempdir()), guard:  # else: whatever libraries write, they write there
                 return function(*task)
         except QuernError as error:
             return error  # a value: Ray would wrap it and lose its type
@@ -88,6 +90,8 @@ class RayPool:
     """
 
     def __init__(self, num_workers: int | None, *, autoscaled: bool = False, fence: Fence | None = None) -> None:
+        self.pulse = Pulse([], 0.0, "")
+        """Whether Ray is there. Without it nothing is asked of Ray: no answer would come."""
         self._follows = num_workers is None
         self.num_workers = num_workers or _cluster_cpus()
         self._autoscaled = autoscaled
@@ -121,7 +125,7 @@ class RayPool:
 
     def _ask_for(self, cpus: int) -> None:
         """Tell the autoscaler how many CPUs there is work for; it keeps to the last figure until it is told another."""
-        if not self._autoscaled or cpus == self._asked:
+        if not self._autoscaled or cpus == self._asked or not self.pulse.beats:
             return
         from ray.autoscaler.sdk import request_resources
 
@@ -164,8 +168,9 @@ class RayPool:
 
         with suppress(ValueError):
             self._hands.remove(hand)
-        with suppress(Exception):
-            ray.kill(hand.actor)
+        if self.pulse.beats:
+            with suppress(Exception):
+                ray.kill(hand.actor)
 
     def map(
         self,
@@ -206,7 +211,8 @@ class RayPool:
         self._grow(len(tasks), now=True)
         try:
             while waiting or running or doubtful:
-                self._grow(len(waiting) + len(running) + len(doubtful))
+                if self.pulse.check():
+                    self._grow(len(waiting) + len(running) + len(doubtful))
                 while waiting and idle:
                     index, hand = waiting.pop(), idle.pop()
                     running[hand.actor.call.remote(function, current[index])] = (index, hand)
@@ -260,7 +266,7 @@ class RayPool:
         pause = min(PATIENCE_S, REGROW_S)
         ready, _ = ray.wait(references, num_returns=1, timeout=pause)
         self._waited = self._waited + pause if alone and not ready else 0.0
-        if self._waited >= PATIENCE_S:
+        if self._waited >= PATIENCE_S and self.pulse.check():
             self._waited = 0.0
             free = ray.available_resources().get("CPU", 0)
             log.warning("%s: waiting for a worker; the Ray cluster has %g free CPUs", label, free)
@@ -304,7 +310,11 @@ def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any,
     try:
         return ray.get(task, timeout=PATIENCE_S)
     except (GetTimeoutError, RayError) as error:
-        log.warning("machine %s does not say what its worker died of: %s", machine[:8], _line(error))
+        log.warning(
+            "machine %s does not say what its worker died of: %s",
+            machine[:8],
+            (str(error).splitlines() or [type(error).__name__])[0],
+        )
         return None
 
 
@@ -332,42 +342,13 @@ def open_engine(workers: int | None, address: str | None = None, fence: Fence | 
         QuernError: no cluster answers there.
     """
     import ray
-    from ray.exceptions import RayError
 
-    mine = not ray.is_initialized()
-    if mine:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        quiet: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-        if address is None:
-            # "local": never a cluster that RAY_ADDRESS or an earlier `ray start` names. Without workers, Ray counts the
-            # CPUs, and those of a container's share only.
-            try:
-                ray.init(
-                    "local",
-                    num_cpus=workers,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    **quiet,
-                )
-            except Exception as error:  # Ray raises no class of its own when a machine is too busy for it to start
-                raise QuernError(f"no Ray could be started on this machine ({_line(error)})") from None
-        else:
-            try:
-                ray.init(address=address, **quiet)
-            except ValueError as error:
-                raise InputError(
-                    f'ray.address: expected "auto" or host:port, got {address!r} ({_line(error)})'
-                ) from None
-            except (ConnectionError, RuntimeError, RayError) as error:
-                raise QuernError(f"ray.address: no Ray cluster at {address!r} ({_line(error)})") from None
-    pool = RayPool(workers, autoscaled=address is not None and workers is not None, fence=fence)
-    try:
-        yield pool
-    finally:
-        pool.close()
+    with ExitStack() as stack:
+        mine = not ray.is_initialized()
         if mine:
-            ray.shutdown()
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+            stack.callback(ray.shutdown)
+            start(workers, address)
+        pool = RayPool(workers, autoscaled=address is not None and workers is not None, fence=fence)
+        stack.callback(pool.close)
+        pool.pulse = pulse_of(mine and address is None)
+        yield pool

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from quern import storage
-from quern.errors import QuernError
+from quern.errors import QuernError, ended_by
 
 __all__ = ["STATUS_FILE", "Heartbeat", "process_lives", "this_process"]
 
@@ -61,7 +61,7 @@ class Heartbeat:
         if error is None:
             self._write("complete")
         elif isinstance(error, KeyboardInterrupt):
-            self._write("interrupted")
+            self._write(f"ended by {ended_by[0]}" if ended_by else "interrupted")
         else:
             told = str(error) if isinstance(error, QuernError) else f"{type(error).__name__}: {error}"
             self._write("failed", told[:2000])

@@ -69,7 +69,8 @@ class Marker:
     """The ordinal of the page in work, in a file that outlives the process."""
 
     def __init__(self, path: str) -> None:
-        _begin(path)
+        with storage.needs_room(path):
+            _begin(path)
         self._file = open(path, "r+b")  # noqa: SIM115 (lives as long as the marker)
         self._map = mmap.mmap(self._file.fileno(), _LAYOUT.size)
 
@@ -177,7 +178,7 @@ class Watchdog:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        with ExitStack() as undo:
+        with storage.needs_room(self._stack_path), ExitStack() as undo:
             file = undo.enter_context(open(self._stack_path, "wb"))
             for timer, number in self._CLOCKS:
                 timers, handler = signal.setitimer(timer, 0), signal.getsignal(number)

@@ -13,13 +13,15 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from quern import __version__, storage
-from quern.config import digest
+from quern.config import digest, show
 from quern.errors import InputError, QuernError
 
 __all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
+#: Differing keys that an error names.
+MAX_TOLD = 8
 #: Keys of a source that say where its files are, how they are cut and whether it may be empty, and no more.
 _WHERE = ("paths", "root", "crawl", "files", "base", "format", "split_bytes", "allow_empty")
 
@@ -75,8 +77,8 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
     one recipe are two runs wherever their tokens meet.
 
     Raises:
-        InputError: the folder holds another run (its config differs in a key that decides bytes; the key is named),
-            an unfinished one begun with other libraries, or something else.
+        InputError: the folder holds another run (its config differs in keys that decide bytes; they are named), an
+            unfinished one begun with other libraries, or something else.
         QuernError: another driver is at work there.
     """
     with sole_driver(path):
@@ -85,13 +87,12 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
             record = storage.read_json(file)
             if not isinstance(record, dict) or not {"config", "status"} <= record.keys():
                 raise InputError(f"{file}: is not of a data run; give another run_dir")
-            difference = _difference(record["config"], config)
-            if difference is not None:
-                key, old, new = difference
-                raise InputError(
-                    f"{path}: holds a run with another config: {key} is {old!r} there and {new!r} here; "
-                    "give another run_dir"
+            told = [f"{key} is {old} there and {new} here" for key, old, new in _differences(record["config"], config)]
+            if told:
+                named = ", ".join(told[:MAX_TOLD]) + (
+                    f", and {len(told) - MAX_TOLD} more keys" * (len(told) > MAX_TOLD)
                 )
+                raise InputError(f"{path}: holds a run with another config: {named}; give another run_dir")
             if record["status"] != "complete":
                 _same_libraries(path, record.get("versions", {}))
         else:
@@ -171,26 +172,24 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
-    """The first key (dotted) in which two configs differ, leaving out those that decide nothing, and input paths.
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
+    """The keys (dotted) in which two configs differ, and both values, but those that decide nothing, and input paths.
 
     Which files a source has is compared by content when work is resumed, not by how their paths were written.
     """
+    old, new = _by_number(old), _by_number(new)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for name in sorted({*old, *new}):
+        for name in sorted({*old, *new}, key=str):
             if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in _WHERE):
                 continue
-            found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-            if found:
-                return found
-        return None
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, pair in enumerate(zip(old, new, strict=True)):
-            found = _difference(*pair, f"{key}.{index}")
-            if found:
-                return found
-        return None
-    return None if old == new else (key, old, new)
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+    elif old != new:
+        yield key, show(old), show(new)
+
+
+def _by_number(value: Any) -> Any:
+    """A list of mappings, such as that of the sources, as a mapping."""
+    return dict(enumerate(value)) if isinstance(value, list) and any(isinstance(v, Mapping) for v in value) else value
 
 
 @contextmanager
@@ -207,8 +206,9 @@ def sole_driver(path: str) -> Iterator[None]:
         return
     inner = storage.split(path)[1]
     try:
-        os.makedirs(inner, exist_ok=True)
-        lock = open(os.path.join(inner, ".lock"), "w")  # noqa: SIM115
+        with storage.needs_room(path):
+            os.makedirs(inner, exist_ok=True)
+            lock = open(os.path.join(inner, ".lock"), "w")  # noqa: SIM115
     except OSError as error:
         raise InputError(f"run_dir: {path}: cannot be written ({error.strerror})") from None
     with lock:

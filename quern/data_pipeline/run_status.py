@@ -166,3 +166,5 @@ def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
         yield f"  errors      {status['errors']['num']:,}, the last: {status['errors']['last'][-1]}"
     if status["error"]:
         yield f"  failed      {status['error']}"
+    elif status["status"] == "stopped" and driver["state"] not in ("silent", "never heard of"):
+        yield "  to go on    give the same command again"

@@ -1,14 +1,22 @@
-"""What a terminal is shown of errors that quote a file."""
+"""What a terminal is shown of errors that quote a file, and of a command that a signal ends."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
 
-from quern.cli.output import reports_errors
-from quern.errors import InputError, QuernError
+from quern.cli import main as main_module
+from quern.cli.output import ended_by_signals, reports_errors
+from quern.errors import InputError, QuernError, ended_by
+from support.programs import python
 
 TEXT = "pages/é ü.jsonl: got '\x1b]0;owned\x07\x1b[2J\u202e'"
 SHOWN = r"pages/é ü.jsonl: got '\x1b]0;owned\x07\x1b[2J\u202e'"
@@ -32,3 +40,104 @@ def test_text_of_files_in_errors_moves_no_cursor(
     with pytest.raises(typer.Exit):
         command()
     assert capsys.readouterr().err == f"{shown}\n"
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def listeners() -> Iterator[dict[int, Any]]:
+    """By signal; whatever a test does, they are there again after it."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "shown"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 3, "ended by SIGTERM"),
+        (signal.SIGHUP, 3, "ended by SIGHUP"),
+    ],
+)
+def test_a_signal_unwinds_a_command_and_is_one_line(
+    number: int, code: int, shown: str, listeners: dict[int, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    unwound = []
+
+    @ended_by_signals()
+    @reports_errors
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            unwound.append("went on")
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # as native code does, which has asked Python in between
+        finally:
+            for again in (signal.SIGTERM, signal.SIGHUP):  # what they ask for is being done
+                os.kill(os.getpid(), again)
+            unwound.append("unwound")
+
+    with pytest.raises(typer.Exit) as caught:
+        command()
+    assert (caught.value.exit_code, unwound, ended_by) == (code, ["unwound"], [])
+    assert capsys.readouterr().err == f"{shown}; run the same command again to go on\n"
+    assert {number: signal.getsignal(number) for number in ENDING} == listeners
+
+
+def test_a_signal_that_is_ignored_stays_so(listeners: dict[int, Any]) -> None:
+    """As SIGINT of what a shell runs in the background, and SIGHUP under nohup."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    with ended_by_signals():
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+    assert {signal.getsignal(number) for number in ENDING} == {signal.SIG_IGN}
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_another_ctrl_c_ends_the_process_at_once(first: int) -> None:
+    program = f"""
+import os, signal, threading
+from quern.cli.output import ended_by_signals, reports_errors
+
+@ended_by_signals()
+@reports_errors
+def command():
+    try:
+        os.kill(os.getpid(), {int(first)})
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()  # for ever, and no handler is run in native code
+
+command()
+"""
+    done = subprocess.run([python(), "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted again, ended at once; run the same command again to go on\n"
+
+
+def test_ctrl_c_before_the_command_has_begun_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        assert name == "quern.cli.data"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "import_module", interrupted)
+    monkeypatch.setattr(sys, "argv", ["quern", "data", "run", "c.yaml"])
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_hardly_anything_is_imported_before_ctrl_c_is_one_line() -> None:
+    """Python itself tells of one that comes earlier."""
+    program = (
+        "import sys, quern.cli.main; print({'typer', 'click', 'rich', 'pydantic', 'yaml', 'fsspec'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quern import storage
 from quern.data_pipeline import engine as engine_module
-from quern.data_pipeline.engine import Death, Engine, InProcess, open_engine
+from quern.data_pipeline import ray_life
+from quern.data_pipeline.engine import Death, Engine, InProcess, RayPool, open_engine
+from quern.data_pipeline.ray_life import Pulse
 from quern.errors import InputError, QuernError
 
 
@@ -28,6 +35,16 @@ def refuse(x: int) -> int:
 
 def stumble(x: int) -> int:
     return 1 // x
+
+
+def fill(path: str) -> None:
+    with storage.publish(path) as file:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fill_elsewhere() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def die_once(folder: str, x: int) -> int:
@@ -88,6 +105,15 @@ def test_an_error_keeps_its_type_and_words(engine: Engine) -> None:
     with pytest.raises(ZeroDivisionError):
         collected(engine, stumble, [(0,)])
     assert collected(engine, square, [(2,)]) == {0: 4}, "the pool goes on after an error"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_with_its_path_whoever_wrote(engine: Engine, pool: Engine, tmp_path: Path) -> None:
+    with pytest.raises(storage.FullError, match=rf"^{tmp_path}/a: No space left on device \(.* MiB are free on /"):
+        collected(engine, fill, [(str(tmp_path / "a"),)])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(storage.FullError, match=rf"^{tempfile.gettempdir()}: No space left"):
+        collected(pool, fill_elsewhere, [()])
 
 
 @pytest.mark.slow
@@ -157,3 +183,55 @@ def test_a_ray_that_was_there_is_left_running(pool: Engine) -> None:
         assert collected(second, square, [(3,)]) == {0: 9}
     assert ray.is_initialized()
     assert collected(pool, square, [(4,)]) == {0: 16}
+
+
+@pytest.mark.slow
+def test_a_ray_that_is_gone_ends_the_map_and_is_asked_nothing(pool: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert isinstance(pool, RayPool)
+    collected(pool, square, [(1,)])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "pulse", Pulse([address], 0.0, "it has died"))
+        patch.setattr(pool, "_grow", lambda tasks, now=False: None if now else pytest.fail("Ray was asked"))
+        with pytest.raises(QuernError, match="it has died"):
+            collected(pool, square, [(1,)])
+    assert collected(pool, square, [(4,)]) == {0: 16}
+
+
+@pytest.mark.slow
+def test_the_pulse_is_of_ray_s_own_ports(pool: Engine) -> None:
+    """Both of a local Ray are seen to be there; of a cluster it is the control store alone."""
+    import ray
+
+    (node,) = ray.nodes()
+    raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    store = ray.get_runtime_context().gcs_address
+    for local, expected in ((True, [store, raylet]), (False, [store])):
+        pulse = ray_life.pulse_of(local)
+        assert pulse._addresses == expected
+        assert pulse.check()
+
+
+@pytest.mark.slow
+def test_a_sigterm_that_ray_hears_first_ends_the_run_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def init(*_: Any, **__: Any) -> None:  # what ray.init does first
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if kill:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def listens(number: int, frame: Any) -> None: ...
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.signal(signal.SIGTERM, listens)
+    try:
+        for kill in (True, False):
+            with pytest.raises(KeyboardInterrupt) if kill else nullcontext():
+                ray_life.start(1, None)
+            assert ray_life.ended_by == ["SIGTERM"] * kill
+            ray_life.ended_by.clear()
+            assert signal.getsignal(signal.SIGTERM) is listens
+    finally:
+        signal.signal(signal.SIGTERM, before)

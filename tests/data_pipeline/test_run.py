@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from quern import storage
+from quern import filesystem, storage
+from quern.cli.main import app
+from quern.config import dump_yaml
 from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.engine import InProcess
@@ -21,6 +25,7 @@ from quern.data_pipeline.toxicity import Toxicity
 from quern.errors import InputError
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
+from support.data_pipeline import in_process
 
 NOUNS = [
     *("river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper"),
@@ -239,3 +244,42 @@ def test_duplicates_of_other_pages_are_not_taken_for_these(tmp_path: Path, monke
     os.utime(file, ns=(first[1], first[1]))
     run(config(base))
     assert pq.read_table(f"{base}/run/duplicates/decisions.parquet").equals(expected)
+
+
+@pytest.mark.slow
+def test_a_run_without_room_says_so_leaves_nothing_half_written_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each phase; a worker that was killed at its work has left a file, too."""
+    for part in range(2):
+        write_jsonl(str(tmp_path / "in" / f"{part}.jsonl"), range(part * 10, part * 10 + 10))
+    settings = config(str(tmp_path))
+    (tmp_path / "c.yaml").write_text(dump_yaml(settings))
+    run_dir, write_out = Path(settings.run_dir), filesystem._write_out
+
+    def command(*arguments: str) -> Any:
+        with in_process.engine():
+            return CliRunner().invoke(app, ["data", *arguments])
+
+    for place in ("documents/s", "duplicates", "tokens/s"):
+
+        def full(file: IO[bytes], place: str = place) -> None:
+            if os.path.dirname(file.name) == str(run_dir / place):
+                Path(f"{run_dir}/{place}/.killed.{'0' * 32}.tmp").touch()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write_out(file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(filesystem, "_write_out", full)
+            ended = command("run", str(tmp_path / "c.yaml"))
+        assert ended.exit_code == 1, ended.output
+        *_, last = ended.stderr.splitlines()
+        assert last.startswith(f"error: {run_dir}/{place}/"), ended.stderr
+        assert ": No space left on device (" in last
+        assert "Traceback" not in ended.stderr
+        assert not list(run_dir.rglob("*.tmp"))
+        assert last.removeprefix("error: ") in command("status", str(run_dir)).output
+    assert command("run", str(tmp_path / "c.yaml")).exit_code == 0
+    expected = config(str(tmp_path), run_dir=str(tmp_path / "undisturbed"))
+    run(expected)
+    assert digests(settings) == digests(expected)

@@ -75,8 +75,21 @@ def test_what_decides_no_byte_may_change(tmp_path: Path, same: dict[str, Any]) -
     [
         ({"seed": 1}, "seed is 0 there and 1 here"),
         ({"language": {"keep": ["en"], "threshold": 0.5}}, "language.threshold is 0.65 there and 0.5 here"),
-        ({"language": {"keep": ["en", "de"], "threshold": 0.65}}, "language.keep is ['en'] there"),
-        ({"sources": [{"name": "t", "paths": "a", "kind": "warc"}]}, "sources.0.name is 's' there and 't' here"),
+        (
+            {"language": {"keep": ["en", "de"], "threshold": 0.65}},
+            'language.keep is ["en"] there and ["en", "de"] here',
+        ),
+        ({"sources": [{"name": "t", "paths": "a", "kind": "warc"}]}, 'sources.0.name is "s" there and "t" here'),
+        ({"language": None}, 'language is {"keep": ["en"], "threshold": 0.65} there and null here'),
+        (
+            {"sources": [{"name": "s", "paths": "b", "kind": "wet"}, {"name": "t"}], "seed": 2},
+            'seed is 0 there and 2 here, sources.0.kind is "warc" there and "wet" here, '
+            'sources.1 is null there and {"name": "t"} here; give',
+        ),
+        (
+            {f"k{n}": n for n in range(10)},
+            ", ".join(f"k{n} is null there and {n} here" for n in range(8)) + ", and 2 more keys; give another run_dir",
+        ),
     ],
 )
 def test_another_config_is_refused_by_its_key(tmp_path: Path, other: dict[str, Any], key: str) -> None:
@@ -84,7 +97,7 @@ def test_another_config_is_refused_by_its_key(tmp_path: Path, other: dict[str, A
         pass
     with pytest.raises(InputError) as caught, open_run(str(tmp_path), changed(**other)):
         pass
-    assert key in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}: holds a run with another config: {key}")
 
 
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:

@@ -88,6 +88,22 @@ def test_of_a_run_without_a_driver_the_commits_are_counted(run_dir: str) -> None
     assert (found["quarantined"], found["damage"]) == (3, 6)
 
 
+@pytest.mark.parametrize(("signals", "state"), [(["SIGTERM"], "ended by SIGTERM"), ([], "interrupted")])
+def test_of_a_run_that_a_signal_ended_it_is_said_and_how_to_go_on(
+    run_dir: str, signals: list[str], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "ended_by", signals)
+    with pytest.raises(KeyboardInterrupt), Heartbeat(run_dir, lambda: {"phase": None, "past": []}):
+        raise KeyboardInterrupt
+    found = read_status(run_dir)
+    assert (found["status"], found["driver"]["state"], found["error"]) == ("stopped", state, None)
+    told = list(describe(run_dir, found))
+    assert f" pid {os.getpid()}, {state}, heard of " in told[1]
+    assert told[-1] == "  to go on    give the same command again"
+    with Heartbeat(run_dir, lambda: {"phase": None, "past": []}):
+        assert "to go on" not in "\n".join(describe(run_dir, read_status(run_dir)))
+
+
 def test_a_complete_run_is_complete_whatever_its_driver_said_last(run_dir: str) -> None:
     heart = Heartbeat(run_dir, lambda: {"phase": {"name": "tokens", "partitions": 1, "done": 0}, "past": []})
     heart._write("failed", "s/3: no such file")  # of an earlier start; killed between the run's end and its own

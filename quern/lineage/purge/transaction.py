@@ -227,9 +227,8 @@ def _failed(run: str, error: Exception) -> QuernError:
     if isinstance(error, InputError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return QuernError(
-            f"{run}: no space left on the device ({_line(error)}); the purge was undone, nothing is changed"
-        )
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, storage.FullError) else _line(error)
+        return QuernError(f"{run}: no space left on the device ({told}); the purge was undone, nothing is changed")
     return QuernError(f"{run}: the purge failed ({_line(error)}); it was undone, nothing is changed")
 
 

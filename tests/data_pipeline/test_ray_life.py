@@ -1,0 +1,60 @@
+"""Whether Ray is there is told by who listens: gone at once, gone for good, back again."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from quern.data_pipeline import ray_life
+from quern.data_pipeline.ray_life import Pulse
+from quern.errors import QuernError
+
+
+def listening(port: int = 0) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_who_does_not_listen_is_gone_when_patience_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(ray_life, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with listening() as first, listening() as second:
+        ports = [server.getsockname()[1] for server in (first, second)]
+        pulse = Pulse([f"127.0.0.1:{port}" for port in ports], 30.0, "it has gone")
+        assert pulse.check()
+        second.close()
+        assert pulse.check(), "it is not looked at again within a second"
+        now[0] = 10.0
+        assert not pulse.check()
+        assert not pulse.beats
+        now[0] = 39.0
+        assert not pulse.check()
+        with listening(ports[1]):
+            now[0] = 41.0
+            assert pulse.check(), "it is back"
+        now[0] = 50.0
+        assert not pulse.check()
+        now[0] = 79.0
+        assert not pulse.check(), "it was back in between"
+        now[0] = 80.0
+        with pytest.raises(QuernError, match="it has gone"):
+            pulse.check()
+
+
+def test_without_patience_it_is_gone_at_the_first_look_and_stays_so() -> None:
+    with listening() as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    pulse = Pulse([address], 0.0, "it has gone")
+    for _ in range(2):
+        with pytest.raises(QuernError, match="it has gone"):
+            pulse.check()
+    assert not pulse.beats
+
+
+def test_that_no_answer_comes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", busy)
+    assert Pulse(["127.0.0.1:1"], 0.0, "it has gone").check()
