@@ -271,7 +271,7 @@ def check_tidy(folder: Path) -> tuple[dict[int, int], dict[int, int]]:
         for name in names
     }
     theirs = {
-        int(path.name[5:]): check_whole(folder, path / "manifest.json", path) for path in store.iterdir()
+        int(path.name[5:]): check_whole(folder, path / "manifest.json", path) for path in store.glob("step_*")
     }  # fmt: skip
     for place in (root, store):
         assert [path for path in place.rglob("*") if path.name.endswith((".tmp", ".part", ".replaced"))] == []
