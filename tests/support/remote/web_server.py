@@ -19,7 +19,8 @@ class Fault:
     """What happens to requests of ``method`` for paths with ``text`` in them, the next ``times`` times.
 
     ``what``: a status (``503``, ``429``, ``403``…), with ``retry_after`` if that is set; ``cut`` ends the connection at
-    a random byte of the body; ``slow`` sends about 1.5 MB/s; ``hang up`` answers nothing at all.
+    a random byte of the body; ``slow`` sends about 1.5 MB/s; ``hang up`` answers nothing at all; ``hold`` answers when
+    ``Web.let_go`` is set.
     """
 
     what: str
@@ -40,6 +41,7 @@ class Web(ThreadingHTTPServer):
         self.ranges = self.etags = self.lengths = True
         self.modified = ""
         self.lock = threading.Lock()
+        self.let_go = threading.Event()
         self.under_way = self.most_under_way = 0
         self.draw = random.Random(3)
 
@@ -86,6 +88,8 @@ class Handler(BaseHTTPRequestHandler):
         if what == "hang up":
             self.close_connection = True
             return
+        if what == "hold":
+            self.server.let_go.wait()
         if hit is not None and what.isdecimal():
             self.start(int(what), {"Retry-After": hit.retry_after} if hit.retry_after else {}, 0)
             return
