@@ -45,10 +45,10 @@ class BruteForce:
         self.num_candidates = self.num_verified = 0
         self.band_sizes: list[int] = []
         if config.exact:
-            self._equal("exact", lambda d: d.text, lambda d: 0, 1.0)
+            self._equal("exact", lambda d: d.text, lambda d: 0)
         if config.url:
             latest = config.url_keep == "latest"
-            self._equal("url", lambda d: d.url, lambda d: (d.fetched is None, -(d.fetched or 0)) if latest else 0, None)
+            self._equal("url", lambda d: d.url, lambda d: (d.fetched is None, -(d.fetched or 0)) if latest else 0)
         if config.near:
             self._near()
         named = ((min(members), members) for members in {id(m): m for m in self._together.values()}.values())
@@ -64,7 +64,13 @@ class BruteForce:
     def _scope(self, doc: Doc) -> str:
         return doc.source if self.config.scope == "source" else ""
 
-    def _equal(self, kind: str, key: Any, first: Any, similarity: float | None) -> None:
+    def _similarity(self, kind: str, a: Doc, b: Doc) -> float | None:
+        if kind == "exact":
+            return 1.0
+        one, other = set(a.shingles), set(b.shingles)
+        return len(one & other) / len(one | other) if self.config.near and one | other else None
+
+    def _equal(self, kind: str, key: Any, first: Any) -> None:
         groups: dict[Any, list[Doc]] = defaultdict(list)
         for doc in self.order:
             if doc.doc_id not in self.rows and key(doc) is not None:
@@ -73,6 +79,9 @@ class BruteForce:
             kept = min(group, key=first)  # of equals the first, and groups are in survivor order
             for doc in group:
                 if doc is not kept:
+                    similarity = self._similarity(kind, doc, kept)
+                    if kind == "url" and 0 < self.config.url_threshold > (similarity or 0.0):
+                        continue
                     self.rows[doc.doc_id] = (kind, kept.doc_id, similarity, None)
                     self._join(doc.doc_id, kept.doc_id)
 

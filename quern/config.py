@@ -11,10 +11,10 @@ import json
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from quern.errors import InputError
 
@@ -28,6 +28,15 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    later: ClassVar[Mapping[str, Any]] = {}
+    """Keys that runs of earlier versions do not have, with their defaults: at its default such a key is left out of
+    what is written and hashed, so that these runs are known by the same digests as before."""
+
+    @model_serializer(mode="wrap")
+    def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        plain: dict[str, Any] = handler(self)
+        return {key: value for key, value in plain.items() if key not in self.later or value != self.later[key]}
 
 
 Model = TypeVar("Model", bound=BaseModel)

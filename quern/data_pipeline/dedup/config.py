@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from quern.config import Section
 
-__all__ = ["DuplicatesConfig", "recall", "recall_curve"]
+__all__ = ["UNLIKE", "URL_BINS", "DuplicatesConfig", "recall", "recall_curve"]
+
+#: Of documents with one URL: a Jaccard similarity below this says that it serves different texts.
+UNLIKE = 0.2
+#: Removed URL duplicates are counted by their similarity in [0, 0.2), [0.2, 0.5), [0.5, 0.8), [0.8, 1].
+URL_BINS = (UNLIKE, 0.5, 0.8)
 
 
 class DuplicatesConfig(Section):
@@ -23,6 +29,9 @@ class DuplicatesConfig(Section):
     """Remove documents whose final text is equal."""
     url: bool = True
     """Remove documents whose canonical URL is equal."""
+    url_threshold: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Remove a document with the URL of another one only if the Jaccard similarity of their shingle sets is at least
+    this; 0 removes it whatever its text. Above 0, two texts that are too short for a shingle both stay."""
     near: bool = True
     """Remove documents that are similar to one that is kept."""
     ngram: Annotated[int, Field(ge=1, le=64)] = 5
@@ -45,8 +54,12 @@ class DuplicatesConfig(Section):
     alarm_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """A source that loses more than this share of its documents is reported."""
 
+    later: ClassVar[Mapping[str, Any]] = {"url_threshold": 0.0}
+
     @model_validator(mode="after")
     def _bands_fit(self) -> Self:
+        if self.url_threshold > 0 and not (self.url and self.near):
+            raise ValueError("url_threshold: expected only with url and near, whose shingles are compared")
         if self.bands * self.rows > self.num_perm:
             raise ValueError(
                 f"expected bands × rows ≤ num_perm ({self.num_perm}), got {self.bands} × {self.rows} = "

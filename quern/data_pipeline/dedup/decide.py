@@ -12,7 +12,7 @@ from quern import storage
 from quern.data_pipeline.dedup.bands import PAIR
 from quern.data_pipeline.dedup.clusters import EDGE, star_edges
 from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, bucket_of_rank, read_records
-from quern.data_pipeline.dedup.near import LENGTH, PLANS, SHINGLE
+from quern.data_pipeline.dedup.near import LENGTH, SHINGLE, plans
 from quern.data_pipeline.dedup.order import read_documents
 from quern.data_pipeline.dedup.records import REMOVED, kind_code
 from quern.data_pipeline.dedup.verify import VERIFIED, Removed, survivors, survivors_after, verify
@@ -26,6 +26,7 @@ __all__ = [
     "identify_originals",
     "label_pairs",
     "name_clusters",
+    "verified_pairs",
     "verify_group",
 ]
 
@@ -58,18 +59,23 @@ def verify_group(
 
     ``parts`` are the group's lengths and shingles.
     """
-    pairs = read_records(work.file(PLANS, plan), PAIR, first, last)
-    lengths, shingles = parts[0].read(LENGTH), parts[1].read(SHINGLE)
-    starts = np.cumsum(lengths["size"]) - lengths["size"]
-    order = np.argsort(lengths["rank"])
-    found = verify(
-        pairs, lengths["rank"][order], starts[order], lengths["size"][order], shingles, work.config.threshold
-    )
+    found = verified_pairs(work, "near", plan, first, last, parts, work.config.threshold)
     verified, edges = work.writer("verified", group, buckets, VERIFIED), work.writer("near-edges", group, buckets, EDGE)
     verified.add(found, bucket_of_rank(found["high"], buckets))
     stars = star_edges(found["low"], found["high"])
     edges.add(stars, bucket_of_rank(stars["node"], buckets))
     return Done((len(found),), {"verified": verified.close(), "near-edges": edges.close()})
+
+
+def verified_pairs(
+    work: Work, kind: str, plan: int, first: int, last: int, parts: tuple[Slice, Slice], threshold: float
+) -> np.ndarray:
+    """Pairs ``first`` … ``last`` of a pass's plan that are similar enough (``VERIFIED``)."""
+    pairs = read_records(work.file(plans(kind), plan), PAIR, first, last)
+    lengths, shingles = parts[0].read(LENGTH), parts[1].read(SHINGLE)
+    starts = np.cumsum(lengths["size"]) - lengths["size"]
+    order = np.argsort(lengths["rank"])
+    return verify(pairs, lengths["rank"][order], starts[order], lengths["size"][order], shingles, threshold)
 
 
 def label_pairs(work: Work, index: int, stars: Slice, verified: Slice | None, buckets: int) -> Done:

@@ -30,11 +30,14 @@ from quern.data_pipeline.dedup.work import Done, Place, Shard, Work
 from quern.errors import QuernError
 
 __all__ = [
+    "ANCHORED",
     "LENGTH",
-    "PLANS",
+    "NEED",
+    "NEEDED",
     "SHINGLE",
     "locate_documents",
     "plan_verification",
+    "plans",
     "propose_pairs",
     "select_candidates",
     "write_bands",
@@ -42,19 +45,22 @@ __all__ = [
 ]
 
 #: A candidate beside its anchor: the first of all documents that its later one was proposed against.
-_ANCHORED = np.dtype([("anchor", "<u8"), *PAIR.descr])
+ANCHORED = np.dtype([("anchor", "<u8"), *PAIR.descr])
 #: A document that a group of a plan needs.
-_NEED = np.dtype([("rank", "<i8"), ("plan", "<u4"), ("group", "<u4")])
+NEED = np.dtype([("rank", "<i8"), ("plan", "<u4"), ("group", "<u4")])
 #: The same, found.
-_NEEDED = np.dtype([("rank", "<i8"), ("row", "<u4"), ("group", "<u4")])
+NEEDED = np.dtype([("rank", "<i8"), ("row", "<u4"), ("group", "<u4")])
 LENGTH = np.dtype([("rank", "<i8"), ("size", "<i8")])
 SHINGLE = np.dtype("<u8")
-#: The files of planned pairs.
-PLANS = "plans"
 _SHINGLES_PER_RECORD = 4
 _SHINGLES_PER_PAIR = 8
 #: A pair to verify is three records' worth of memory.
 _RECORDS_PER_PAIR = 3
+
+
+def plans(kind: str) -> str:
+    """The files of planned pairs of a pass ("url", "near"), whose exchanges have its name in front too."""
+    return f"{kind}-plans"
 
 
 def _ranks_of_rows(work: Work, shard: Shard, numbered: Slice) -> np.ndarray:
@@ -147,7 +153,7 @@ def select_candidates(work: Work, index: int, part: Slice, buckets: int) -> Done
     Gives back the number of different pairs. Similar documents have the same anchor, mostly, so that their shingles
     go to one place. A range with more pairs than a task can hold is read as many times as it is too large.
     """
-    writer = work.writer("candidates", index, buckets, _ANCHORED)
+    writer = work.writer("candidates", index, buckets, ANCHORED)
     different = 0
     for pairs in _by_later(work, part):
         pairs = unique_pairs(pairs)
@@ -158,7 +164,7 @@ def select_candidates(work: Work, index: int, part: Slice, buckets: int) -> Done
         starts[1:] = pairs["high"][1:] != pairs["high"][:-1]
         anchor = pairs["low"][starts][np.cumsum(starts) - 1]
         possible = could_match(low, high, work.config.threshold) | unknown
-        rows = np.empty(int(possible.sum()), dtype=_ANCHORED)
+        rows = np.empty(int(possible.sum()), dtype=ANCHORED)
         rows["anchor"] = anchor[possible]
         for name in ("low", "high", "band"):
             rows[name] = pairs[name][possible]
@@ -179,51 +185,51 @@ def _by_later(work: Work, part: Slice) -> Iterator[np.ndarray]:
         yield np.concatenate(pieces)
 
 
-def plan_verification(work: Work, index: int, part: Slice) -> Done:
+def plan_verification(work: Work, index: int, kind: str, part: Slice) -> Done:
     """Task: the candidates of one range of anchors → groups whose shingles a task can hold, and what each needs.
 
     Gives back the number of pairs of each group. A set of similar documents too large for one group is cut, and the
     documents of its anchor's neighbourhood then go to each of them.
     """
-    writer = work.writer("needs", index, work.ranges, _NEED)
+    writer = work.writer(f"{kind}-needs", index, work.ranges, NEED)
     budget = work.max_records * _SHINGLES_PER_RECORD
     groups: list[int] = []
-    with storage.publish(work.file(PLANS, index)) as file:
-        for rows in part.blocks(_ANCHORED, max(work.max_records // _RECORDS_PER_PAIR, 1)):
+    with storage.publish(work.file(plans(kind), index)) as file:
+        for rows in part.blocks(ANCHORED, max(work.max_records // _RECORDS_PER_PAIR, 1)):
             rows = rows[np.lexsort((rows["low"], rows["high"], rows["anchor"]))]
             for start, end, docs in fitting(rows["low"], rows["high"], budget, _SHINGLES_PER_PAIR):
                 pairs = np.empty(end - start, dtype=PAIR)
                 for name in PAIR.names or ():
                     pairs[name] = rows[name][start:end]
                 file.write(pairs.tobytes())
-                needs = np.empty(len(docs), dtype=_NEED)
+                needs = np.empty(len(docs), dtype=NEED)
                 needs["rank"], needs["plan"], needs["group"] = ranks_of(docs), index, len(groups)
                 writer.add(needs, work.range_of(needs["rank"]))
                 groups.append(len(pairs))
-    return Done(tuple(groups), {"needs": writer.close()})
+    return Done(tuple(groups), {f"{kind}-needs": writer.close()})
 
 
-def locate_documents(work: Work, index: int, part: Slice, first_groups: Sequence[int], shards: int) -> Done:
+def locate_documents(work: Work, index: int, kind: str, part: Slice, first_groups: Sequence[int], shards: int) -> Done:
     """Task: what groups need of one range of ranks → by the shard that has it. ``first_groups`` is of each plan."""
     documents = read_documents(work, index, "shard", "row")
-    writer = work.writer("needed", index, shards, _NEEDED)
+    writer = work.writer(f"{kind}-needed", index, shards, NEEDED)
     first = np.array(first_groups)
-    for needs in part.blocks(_NEED, work.max_records):
+    for needs in part.blocks(NEED, work.max_records):
         place = needs["rank"] - work.first_ranks[index]
-        rows = np.empty(len(needs), dtype=_NEEDED)
+        rows = np.empty(len(needs), dtype=NEEDED)
         rows["rank"], rows["row"] = needs["rank"], documents["row"][place]
         rows["group"] = first[needs["plan"]] + needs["group"]
         writer.add(rows, documents["shard"][place])
-    return Done((), {"needed": writer.close()})
+    return Done((), {f"{kind}-needed": writer.close()})
 
 
-def write_shingles(work: Work, shard: Shard, needed: Slice, groups: int) -> Done:
+def write_shingles(work: Work, shard: Shard, kind: str, needed: Slice, groups: int) -> Done:
     """Task: one shard's shingles, of the documents that are to be verified, by verification group."""
-    needs = needed.read(_NEEDED)
+    needs = needed.read(NEEDED)
     needs = needs[np.lexsort((needs["group"], needs["row"]))]
     needed_rows = needs["row"].astype(np.int64)
-    lengths = work.writer("lengths", shard.index, groups, LENGTH)
-    shingles = work.writer("shingles", shard.index, groups, SHINGLE)
+    lengths = work.writer(f"{kind}-lengths", shard.index, groups, LENGTH)
+    shingles = work.writer(f"{kind}-shingles", shard.index, groups, SHINGLE)
     before = 0
     for place, documents in zip(shard.places, shard.documents, strict=True):
         first, last = np.searchsorted(needed_rows, [before, before + documents])
@@ -245,4 +251,4 @@ def write_shingles(work: Work, shard: Shard, needed: Slice, groups: int) -> Done
             here["size"] = taken.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             lengths.add(here, wanted["group"])
             shingles.add(taken.flatten().to_numpy(zero_copy_only=False), np.repeat(wanted["group"], here["size"]))
-    return Done((), {"lengths": lengths.close(), "shingles": shingles.close()})
+    return Done((), {f"{kind}-lengths": lengths.close(), f"{kind}-shingles": shingles.close()})

@@ -5,6 +5,7 @@ How work is cut follows from counts of records alone, never from the workers; re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from quern import storage
 from quern.data_pipeline.dedup.bands import BandStats
 from quern.data_pipeline.dedup.clusters import join_at_once, large_star, small_star
 from quern.data_pipeline.dedup.decide import (
@@ -22,7 +24,7 @@ from quern.data_pipeline.dedup.decide import (
     name_clusters,
     verify_group,
 )
-from quern.data_pipeline.dedup.equal import find_removals, write_keys
+from quern.data_pipeline.dedup.equal import HOSTS, count_hosts, find_removals, find_url_pairs, measure_urls, write_keys
 from quern.data_pipeline.dedup.exchange import Exchange, Slice, cuts, num_buckets
 from quern.data_pipeline.dedup.near import (
     locate_documents,
@@ -41,11 +43,28 @@ from quern.data_pipeline.dedup.order import (
     sort_range,
     split_documents,
 )
-from quern.data_pipeline.dedup.stages import Stages
+from quern.data_pipeline.dedup.stages import Stage, Stages
 from quern.data_pipeline.dedup.tables import sort_rows, write_tables
 from quern.data_pipeline.dedup.work import Shard, Work
 
-__all__ = ["Found", "cluster", "join_edges", "near", "order_documents", "remove_equal", "write_rows"]
+__all__ = ["Found", "UrlPairs", "cluster", "join_edges", "near", "order_documents", "remove_equal", "write_rows"]
+
+
+#: Hosts that a report names.
+_SHOWN_HOSTS = 100
+
+
+@dataclass(frozen=True)
+class UrlPairs:
+    """Documents that have the URL of one before them, each compared with that one."""
+
+    compared: int = 0
+    similar: tuple[int, ...] = ()
+    """Of these removed, by the bins of their similarity (:data:`URL_BINS`)."""
+    unknown: int = 0
+    """Removed, where neither text has a shingle."""
+    hosts: dict[str, int] = field(default_factory=dict)
+    """Host → removed with a similarity below :data:`UNLIKE`."""
 
 
 @dataclass
@@ -61,6 +80,7 @@ class Found:
     verified: Exchange | None = None
     """Verified pairs, by the later node."""
     bands: BandStats = field(default_factory=lambda: BandStats(0, 0, 0))
+    urls: UrlPairs = field(default_factory=UrlPairs)
     candidate_pairs: int = 0
     verified_pairs: int = 0
 
@@ -81,7 +101,7 @@ def order_documents(stages: Stages, work: Work, shards: Sequence[Shard], documen
     return replace(work, first_ranks=(0, *np.cumsum(sizes).tolist()))
 
 
-def remove_equal(stages: Stages, work: Work, kind: str, found: Found) -> None:
+def remove_equal(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, found: Found) -> None:
     """The exact or the URL pass."""
     documents = work.first_ranks[-1]
     keys, nodes = f"{kind}-keys", _nodes(work)
@@ -89,11 +109,36 @@ def remove_equal(stages: Stages, work: Work, kind: str, found: Found) -> None:
     tasks = [(work, index, kind, _at(found.gone, index), buckets) for index in range(work.ranges)]
     written = stages.run(write_keys, tasks, f"{kind} keys")[keys]
     parts = written.slices(work.max_records // 2 + 1)
-    stage = stages.run(find_removals, [(work, i, kind, part, nodes) for i, part in enumerate(parts)], kind, written)
-    if parts:
+    stage: Stage | None
+    if kind == "url" and work.config.near:
+        pair_tasks = [(work, i, part, buckets) for i, part in enumerate(parts)]
+        pairs = stages.run(find_url_pairs, pair_tasks, "url pairs", written)
+        stage = _verify(stages, work, shards, "url", pairs["url-pairs"]) if parts else None
+        if stage is not None:
+            *bins, unknown, compared = np.sum(stage.numbers, axis=0).tolist()
+            found.urls = UrlPairs(compared, tuple(bins), unknown, _count_hosts(stages, work, shards, stage))
+    else:
+        equal_tasks = [(work, i, kind, part, nodes) for i, part in enumerate(parts)]
+        stage = stages.run(find_removals, equal_tasks, kind, written) if parts else None
+    if stage is not None:
         found.gone.append(stage[f"{kind}-gone"])
         found.removed.append(stage[f"{kind}-removed"])
         found.edges.append(stage[f"{kind}-edges"])
+
+
+def _count_hosts(stages: Stages, work: Work, shards: Sequence[Shard], measured: Stage) -> dict[str, int]:
+    """Host → documents that were removed for a URL which serves different texts; those with most of them."""
+    needs = measured["host-needs"]
+    if not needs.records:
+        return {}
+    tasks = [(work, i, "host", needs.slice(i, i + 1), [0], len(shards)) for i in range(work.ranges)]
+    needed = stages.run(locate_documents, tasks, "locate hosts", needs)["host-needed"]
+    shard_tasks = [(work, shard, needed.slice(shard.index, shard.index + 1)) for shard in shards]
+    stages.run(count_hosts, shard_tasks, "hosts", needed)
+    hosts: Counter[str] = Counter()
+    for shard in shards:
+        hosts.update(storage.read_json(work.file(HOSTS, shard.index)))
+    return dict(sorted(hosts.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN_HOSTS])
 
 
 def near(stages: Stages, work: Work, shards: Sequence[Shard], found: Found) -> None:
@@ -118,22 +163,29 @@ def near(stages: Stages, work: Work, shards: Sequence[Shard], found: Found) -> N
         select_candidates, [(work, i, part, buckets) for i, part in enumerate(parts)], "different pairs", pairs
     )
     found.candidate_pairs = sum(different for (different,) in stage.numbers)
-    _verify(stages, work, shards, stage["candidates"], found)
+    stage_or_none = _verify(stages, work, shards, "near", stage["candidates"])
+    if stage_or_none is not None:
+        found.verified_pairs = sum(count for (count,) in stage_or_none.numbers)
+        found.verified = stage_or_none["verified"]
+        found.edges.append(stage_or_none["near-edges"])
 
 
-def _verify(stages: Stages, work: Work, shards: Sequence[Shard], candidates: Exchange, found: Found) -> None:
+def _verify(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, candidates: Exchange) -> Stage | None:
+    """The candidates of a pass, compared; None without any."""
     parts = candidates.slices(max(work.max_records // 3, 1))
     if not parts:
-        return
-    stage = stages.run(plan_verification, [(work, i, part) for i, part in enumerate(parts)], "plan", candidates)
+        return None
+    suffix = "" if kind == "near" else f" {kind}"
+    tasks = [(work, i, kind, part) for i, part in enumerate(parts)]
+    stage = stages.run(plan_verification, tasks, f"plan{suffix}", candidates)
     first_groups = np.cumsum([0, *(len(sizes) for sizes in stage.numbers)]).tolist()
     groups = first_groups.pop()
-    needs = stage["needs"]
-    tasks = [(work, i, needs.slice(i, i + 1), first_groups, len(shards)) for i in range(work.ranges)]
-    needed = stages.run(locate_documents, tasks, "locate", needs)["needed"]
-    shard_tasks = [(work, shard, needed.slice(shard.index, shard.index + 1), groups) for shard in shards]
-    texts = stages.run(write_shingles, shard_tasks, "shingles", needed)
-    lengths, shingles = texts["lengths"], texts["shingles"]
+    needs = stage[f"{kind}-needs"]
+    places = [(work, i, kind, needs.slice(i, i + 1), first_groups, len(shards)) for i in range(work.ranges)]
+    needed = stages.run(locate_documents, places, f"locate{suffix}", needs)[f"{kind}-needed"]
+    shard_tasks = [(work, shard, kind, needed.slice(shard.index, shard.index + 1), groups) for shard in shards]
+    texts = stages.run(write_shingles, shard_tasks, f"shingles{suffix}", needed)
+    lengths, shingles = texts[f"{kind}-lengths"], texts[f"{kind}-shingles"]
     group_tasks: list[tuple[Any, ...]] = []
     for plan, sizes in enumerate(stage.numbers):
         ends = np.cumsum([0, *sizes]).tolist()
@@ -141,10 +193,8 @@ def _verify(stages: Stages, work: Work, shards: Sequence[Shard], candidates: Exc
             group = len(group_tasks)
             own = (lengths.slice(group, group + 1), shingles.slice(group, group + 1))
             group_tasks.append((work, group, plan, first, last, own, _nodes(work)))
-    stage = stages.run(verify_group, group_tasks, "verify", lengths, shingles)
-    found.verified_pairs = sum(count for (count,) in stage.numbers)
-    found.verified = stage["verified"]
-    found.edges.append(stage["near-edges"])
+    task = verify_group if kind == "near" else measure_urls
+    return stages.run(task, group_tasks, f"verify{suffix}", lengths, shingles)
 
 
 def cluster(stages: Stages, work: Work, found: Found) -> Exchange | None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from quern.config import digest
 from quern.data_pipeline.dedup.bands import MEMBER
-from quern.data_pipeline.dedup.config import DuplicatesConfig, recall_curve
+from quern.data_pipeline.dedup.config import UNLIKE, DuplicatesConfig, recall_curve
 from quern.data_pipeline.dedup.exchange import cuts
 from quern.data_pipeline.dedup.facts import read_facts
-from quern.data_pipeline.dedup.passes import Found, cluster, near, order_documents, remove_equal, write_rows
+from quern.data_pipeline.dedup.passes import Found, UrlPairs, cluster, near, order_documents, remove_equal, write_rows
 from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.stages import Stages
 from quern.data_pipeline.dedup.work import RECORD_BYTES, Place, Shard, Work
@@ -24,13 +24,16 @@ from quern.errors import QuernError
 __all__ = ["FORMAT", "RECORDS_PER_TASK", "DuplicatesReport", "run"]
 
 #: Raised whenever the code would write other bytes from the same pages and config.
-FORMAT = 1
+FORMAT = 2
 
 #: 16 to 32 bytes each; a task then takes about 300 MB.
 RECORDS_PER_TASK = 1 << 21
 
+#: Documents of a host that were removed for the URL of a different text, from which on it is an alarm.
+MANY_TEXTS = 10
+
 #: Raised whenever scratch files or stages change, so that none of another version is taken up.
-SCRATCH_FORMAT = 3
+SCRATCH_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,11 @@ class DuplicatesReport:
     removed: dict[str, dict[str, int]]
     """Source → kind (exact, url, near) → documents removed."""
     alarms: tuple[str, ...]
-    """Sources that lose more than ``alarm_share``, one sentence each."""
+    """Sources that lose more than ``alarm_share``, hosts with different texts under one URL; one sentence each."""
     notes: tuple[str, ...]
     """What else a reader should know, one sentence each: bands over the cap."""
+    urls: UrlPairs
+    """Documents with the URL of another one, by how similar their texts are."""
     recall: tuple[tuple[float, float], ...]
     """(Jaccard similarity, the share of such pairs that the bands propose)."""
     candidate_pairs: int
@@ -101,7 +106,7 @@ def run(
         work = order_documents(stages, work, shards, documents)
         for kind in ("exact", "url"):
             if getattr(config, kind):
-                remove_equal(stages, work, kind, found)
+                remove_equal(stages, work, shards, kind, found)
         if config.near:
             near(stages, work, shards, found)
         members = cluster(stages, work, found)
@@ -115,7 +120,11 @@ def run(
     return DuplicatesReport(
         documents=dict(sorted(per_source.items())),
         removed=by_source,
-        alarms=tuple(_alarms(per_source, by_source, _kept_in(sources, removed), config.alarm_share)),
+        alarms=(
+            *_alarms(per_source, by_source, _kept_in(sources, removed), config.alarm_share),
+            *_url_alarms(found.urls.hosts),
+        ),
+        urls=found.urls,
         notes=tuple(_notes(found.bands.capped, config.max_band_members)),
         recall=recall_curve(config),
         candidate_pairs=found.candidate_pairs,
@@ -179,6 +188,19 @@ def _alarms(
                 f"source {source} loses {lost} of {documents[source]} documents "
                 f"({lost / documents[source]:.0%}) as duplicates: {details}{_elsewhere(kept_in[source])}"
             )
+
+
+def _url_alarms(hosts: Mapping[str, int]) -> Iterable[str]:
+    """Hosts on which a URL serves different texts, the first in full, the others counted."""
+    many = [(host, count) for host, count in hosts.items() if count >= MANY_TEXTS]
+    if many:
+        host, count = many[0]
+        others = f"; so do {len(many) - 1} more" if len(many) > 1 else ""
+        yield (
+            f"host {host} serves different texts under one URL: {count} of its documents were removed for the URL of "
+            f"another one with which they have a similarity below {UNLIKE}{others}; "
+            f"duplicates.url_threshold={UNLIKE} keeps them"
+        )
 
 
 def _elsewhere(kept_in: Counter[str]) -> str:

@@ -53,19 +53,21 @@ def verify(
 ) -> np.ndarray:
     """The ``pairs`` (``bands.PAIR``) whose similarity is ≥ ``threshold``, with it (:data:`VERIFIED`), in their order.
 
+    A threshold of 0 takes all of them. Of two documents without shingles the similarity is NaN, and no threshold's.
+
     ``ranks`` (int64, ascending) are the documents at hand; those of ``ranks[i]`` are the ``sizes[i]`` values of
     ``shingles`` (uint64) from ``starts[i]`` on, sorted and unique. Pairs of the same documents should stand together.
     """
     low, high = ranks_of(pairs["low"]), ranks_of(pairs["high"])
-    similarity = np.zeros(len(pairs))
+    similarity = np.empty(len(pairs))
     for start, end, docs in fitting(pairs["low"], pairs["high"], _SHINGLES, 0):
         at = np.searchsorted(ranks, ranks_of(docs))
         size = sizes[at]
         a, b = (np.searchsorted(docs, pairs[side][start:end]) for side in ("low", "high"))
         common = _common(_sets(starts[at], size, shingles), a, b)
         union = size[a] + size[b] - common
-        similarity[start:end] = np.divide(common, union, out=np.zeros(len(union)), where=union > 0)
-    hit = similarity >= threshold
+        similarity[start:end] = np.divide(common, union, out=np.full(len(union), np.nan), where=union > 0)
+    hit = (similarity >= threshold) | (threshold <= 0)
     verified = np.empty(int(hit.sum()), dtype=VERIFIED)
     verified["low"], verified["high"], verified["band"] = low[hit], high[hit], pairs["band"][hit]
     verified["similarity"] = similarity[hit]

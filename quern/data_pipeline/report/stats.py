@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pyarrow.compute as pc
@@ -19,10 +20,20 @@ from rich.text import Text
 
 from quern import storage
 from quern.data_pipeline.damage import Damage
+from quern.data_pipeline.dedup.config import URL_BINS
 from quern.data_pipeline.document import STAGES
 from quern.errors import QuernError
 
-__all__ = ["FileCounts", "FunnelRow", "build_stats", "committed", "funnel", "print_funnel", "write_stats"]
+__all__ = [
+    "FileCounts",
+    "FunnelRow",
+    "build_stats",
+    "committed",
+    "funnel",
+    "print_funnel",
+    "url_similarities",
+    "write_stats",
+]
 
 STATS_FORMAT = 1
 MAX_DAMAGE = 1000
@@ -171,6 +182,23 @@ def build_stats(
             "pages_per_cpu_second": round(totals["pages"] / cpu_seconds, 2) if cpu_seconds else None,
         },
     }
+
+
+def url_similarities(duplicates: Mapping[str, Any]) -> str | None:
+    """How similar the documents removed for their URL were to the one that stays, in words; None without any."""
+    urls = duplicates.get("urls")
+    if not urls or not urls["compared"]:
+        return None
+    limits = [0, *URL_BINS, 1]
+    parts = [
+        f"{count:,} from {low:g} to {high:g}"
+        for (low, high), count in zip(pairwise(limits), urls["similar"], strict=True)
+        if count
+    ]
+    parts += [f"{urls['unknown']:,} too short to compare"] if urls["unknown"] else []
+    if stay := urls["compared"] - sum(urls["similar"]) - urls["unknown"]:
+        parts.append(f"{stay:,} less similar than duplicates.url_threshold stay")
+    return ", ".join(parts)
 
 
 def write_stats(run_dir: str, stats: Mapping[str, Any]) -> str:
@@ -341,8 +369,11 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
             f"({held_out:,} documents held out for validation)"
         )
     if stats["duplicates"].get("recall"):
-        shown = [(j, share) for j, share in stats["duplicates"]["recall"] if round(20 * j) % 2 == 0]
-        yield "near duplicates proposed, by similarity: " + ", ".join(f"{j:.1f} {share:.1%}" for j, share in shown)
+        shown = [(j, share) for j, share in stats["duplicates"]["recall"] if round(20 * j) in (12, 14, 16, 18)]
+        chances = ", ".join(f"{share:.1%} at similarity {j:.1f}" for j, share in shown)
+        yield f"chance that the bands find a pair of near duplicates, by formula: {chances}"
+    if (url := url_similarities(stats["duplicates"])) is not None:
+        yield f"removed for an equal URL, by similarity with the document that stays: {url}"
     alarms = [*(alarm["text"] for alarm in stats.get("alarms", ())), *stats["duplicates"].get("alarms", ())]
     for sentence in alarms[:MAX_SHOWN]:
         yield f"alarm: {sentence}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, table
+from quern.data_pipeline.report.stats import url_similarities
 from quern.data_pipeline.report.survey import Pair, Sample, Survey
 
 __all__ = ["duplicates_section", "samples_section", "shown_documents"]
@@ -39,6 +40,8 @@ def duplicates_section(stats: Mapping[str, Any], found: Survey, config: Mapping[
     ]
     parts += [f'<p class="alarm">{show(alarm, 400)}</p>' for alarm in report.get("alarms", ())]
     parts += [f"<p>{show(note, 400)}</p>" for note in report.get("notes", ())]
+    if (url := url_similarities(report)) is not None:
+        parts.append(f"<p>Removed for an equal URL, by similarity with the document that stays: {show(url)}.</p>")
     left = _kinds(stats)
     if found.clusters.sizes:
         left += f"<h3>Sizes of {num(found.clusters.sizes.total())} clusters</h3>{_sizes(found.clusters.sizes)}"

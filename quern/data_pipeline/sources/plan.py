@@ -12,12 +12,12 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quern import storage
 from quern.config import Section
@@ -64,6 +64,7 @@ class SourceConfig(Section):
     split_bytes: int = Field(default=256 << 20, ge=1024)
     """WARC and WET: a larger file (bytes as stored) is read in ranges of this size, each a partition of its own."""
 
+    later: ClassVar[Mapping[str, Any]] = {"allow_empty": False}
     allow_empty: bool = False
     """Whether a run ends well though not one record of this source could be read."""
 
@@ -123,12 +124,6 @@ class SourceConfig(Section):
         elif self.paths == "":
             raise ValueError("paths: expected at least one path, got nothing")
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A key that runs of earlier versions do not have is left out where it says what they did."""
-        plain: dict[str, Any] = handler(self)
-        return {key: value for key, value in plain.items() if key != "allow_empty" or value}
 
     @property
     def entries(self) -> tuple[str, ...]:

@@ -209,11 +209,14 @@ class Oracle:
         left = self._left()
         if kind == "url" and self.config.url_keep == "latest":
             left.sort(key=lambda d: (d.fetched is None, -(d.fetched or 0)))
+        ngram, threshold = self.config.ngram, self.config.url_threshold if kind == "url" else 0.0
         for i, doc in enumerate(left):
             for other in left[:i]:
                 if key(doc) is not None and key(doc) == key(other) and not self._apart(doc, other):
-                    self.removed[doc.doc_id] = (kind, other.doc_id)
-                    self.edges.append((doc.doc_id, other.doc_id))
+                    texts = (plain_shingles(one.text, ngram) for one in (doc, other))
+                    if threshold == 0 or plain_jaccard(*texts) >= threshold:
+                        self.removed[doc.doc_id] = (kind, other.doc_id)
+                        self.edges.append((doc.doc_id, other.doc_id))
                     break
 
     def _near(self) -> None:

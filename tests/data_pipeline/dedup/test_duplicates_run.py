@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from quern.config import canonical_json
 from quern.data_pipeline.dedup import DuplicatesConfig, run
@@ -57,11 +58,15 @@ def corpora(draw, plain):
     st.sampled_from(["run", "source"]),
     st.sampled_from(["best", "latest"]),
     st.sampled_from([0.5, 0.7, 0.8, 1.0]),
+    st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([{}, {"a": 1}, {"a": 1, "b": 2}]),
 )
-def test_a_small_corpus_is_decided_as_by_brute_force(plain, data, scope, url_keep, threshold, priorities):
+def test_a_small_corpus_is_decided_as_by_brute_force(
+    plain, data, scope, url_keep, threshold, url_threshold, priorities
+):
     docs = data.draw(corpora(plain))
-    config = SURE.model_copy(update={"scope": scope, "url_keep": url_keep, "threshold": threshold})
+    thresholds = {"threshold": threshold, "url_threshold": url_threshold}
+    config = SURE.model_copy(update={"scope": scope, "url_keep": url_keep, **thresholds})
     expected = plain.Oracle(docs, config, priorities)
     result = plain.deduplicate(docs, config, priorities)
     assert result.removed == expected.removed
@@ -110,7 +115,7 @@ def test_tables_are_the_same_bytes_however_the_work_is_divided(plain):
         assert result.files == expected.files
         assert asdict(result.report) == asdict(expected.report)
         tasks = dict(result.calls)
-        for label in ("exact", "url", "candidates", "verify"):
+        for label in ("exact", "url pairs", "candidates", "verify"):
             several = records < (1000 if label in ("candidates", "verify") else 300)
             assert (tasks[f"duplicates: {label}"] > 1) == several
 
@@ -169,7 +174,8 @@ def test_every_row_carries_its_evidence(plain):
         if row["kind"] == "exact":
             assert (texts[one], row["similarity"], row["band"]) == (texts[other], 1.0, None)
         elif row["kind"] == "url":
-            assert (urls[one], row["similarity"], row["band"]) == (urls[other], None, None)
+            similarity = plain.plain_jaccard(*(plain.plain_shingles(texts[i], 5) for i in (one, other)))
+            assert (urls[one], row["similarity"], row["band"]) == (urls[other], similarity, None)
         else:
             similarity = plain.plain_jaccard(*(plain.plain_shingles(texts[i], 5) for i in (one, other)))
             assert row["similarity"] == similarity >= 0.8
@@ -250,6 +256,48 @@ def test_the_latest_copy_of_a_url_can_be_kept(plain):
         undated.doc_id: ("url", new.doc_id),
     }
     assert new.doc_id in plain.deduplicate([old, new], SURE).removed
+
+
+def test_a_url_that_serves_different_texts_is_measured_named_and_can_be_kept(plain):
+    """Twelve unlike texts and two that share some or most of their shingles under one URL of a host, two unlike ones of
+    another, and two without a shingle of a third."""
+    first = sentence(0, 42)
+    texts = [
+        " ".join(first),
+        changed(first[:40], 20),
+        changed(first[:40], 8, 16, 24, 32),
+        *(" ".join(sentence(1 + i)) for i in range(12)),
+    ]
+    docs = [plain.Doc(text, url="https://many.example/x", position=i) for i, text in enumerate(texts)]
+    docs += [plain.Doc(" ".join(sentence(50 + i)), url="https://few.example/", position=50 + i) for i in range(2)]
+    docs += [
+        plain.Doc(text, url="https://short.example/", position=60 + i)
+        for i, text in enumerate(["to be or", "not to be"])
+    ]
+    result = plain.deduplicate(docs, SURE)
+    found = [row["similarity"] for row in result.decisions if row["kind"] == "url"]
+    shingles = [plain.plain_shingles(text, 5) for text in texts[:3]]
+    assert sorted(value for value in found if value) == sorted(
+        plain.plain_jaccard(shingles[0], s) for s in shingles[1:]
+    )
+    assert (found.count(0.0), found.count(None)) == (13, 1)
+    urls = result.report.urls
+    assert (urls.compared, sum(urls.similar), urls.similar[0], urls.unknown) == (16, 15, 13, 1)
+    assert urls.hosts == {"many.example": 12, "few.example": 1}
+    (alarm,) = (alarm for alarm in result.report.alarms if "host" in alarm)
+    assert "host many.example serves different texts under one URL: 12 of its documents" in alarm
+    assert "duplicates.url_threshold=0.2 keeps them" in alarm
+    assert "few" not in alarm
+    kept = plain.deduplicate(docs, SURE.model_copy(update={"url_threshold": 0.2}))
+    assert set(kept.removed) == {doc.doc_id for doc, text in zip(docs[1:3], texts[1:3], strict=True)}
+    assert not any("host" in alarm for alarm in kept.report.alarms)
+    with pytest.raises(ValidationError, match="url_threshold: expected only with url and near"):
+        DuplicatesConfig(url_threshold=0.2, near=False)
+
+
+def test_a_key_that_earlier_runs_do_not_have_changes_no_digest_at_its_default():
+    assert "url_threshold" not in DuplicatesConfig().model_dump(mode="json")
+    assert DuplicatesConfig(url_threshold=0.5).model_dump(mode="json")["url_threshold"] == 0.5
 
 
 def test_short_texts_are_compared_as_a_whole_only(plain):

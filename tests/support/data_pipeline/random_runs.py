@@ -24,10 +24,13 @@ NUM_PERM, BANDS, ROWS = 12, 5, 2
 
 
 def config(rng: random.Random) -> DuplicatesConfig:
+    apart = random.Random(repr(rng.getstate()))  # what is drawn here changes nothing that the callers draw
+    exact, url, near = rng.random() < 0.9, rng.random() < 0.9, rng.random() < 0.95
     return DuplicatesConfig(
-        exact=rng.random() < 0.9,
-        url=rng.random() < 0.9,
-        near=rng.random() < 0.95,
+        exact=exact,
+        url=url,
+        near=near,
+        url_threshold=apart.choice([0.0, 0.0, 0.2, 0.9]) if url and near else 0.0,
         num_perm=NUM_PERM,
         bands=BANDS,
         rows=ROWS,
