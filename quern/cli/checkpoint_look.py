@@ -32,6 +32,7 @@ from quern.train.checkpoint.stored import is_url, open_source, open_store, store
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.ledger import read_ledger
 from quern.train.resilience.good import good_steps
+from quern.words import counted
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.reader import Verified
@@ -326,4 +327,7 @@ def _print_collected(made: Collected) -> None:
         table.add_row(*cells)
     out.print(table)
     total = sum(origin.size for origin in made.files)
-    print(f"{plain(made.source)} → {plain(made.folder)}: step {made.step}, {len(made.files)} files, {_size(total)}")
+    print(
+        f"{plain(made.source)} → {plain(made.folder)}: step {made.step}, "
+        f"{counted(len(made.files), 'file')}, {_size(total)}"
+    )

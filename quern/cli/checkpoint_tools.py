@@ -24,6 +24,7 @@ from quern.train.checkpoint.stored import check_owner, store_of
 from quern.train.checkpoint.tiers.owner import check_owner_folder
 from quern.train.checkpoint.tiers.store import prune_store
 from quern.train.config import GuardConfig, TrainConfig
+from quern.words import counted
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.compare import Comparison, Fact, TensorDifference
@@ -144,7 +145,7 @@ def reshard(
         made = rewrite.reshard(find_checkpoint(source), out, files=files, file_size=limit, weights_only=weights_only)
         emit(made.to_dict())
         if not json:
-            what = f"{made.tensors} tensors of step {made.step}{'' if made.optimizer else ', weights only'}"
+            what = f"{counted(made.tensors, 'tensor')} of step {made.step}{'' if made.optimizer else ', weights only'}"
             sizes = sorted(made.files.values())
             print(f"{plain(made.source)} → {plain(made.folder)}: {what}")
             print(f"files      {len(sizes)}, of {_size(sizes[0])} to {_size(sizes[-1])}")
@@ -206,7 +207,7 @@ def prune(
         if not json and not dry_run:
             freed = sum(candidate.size for candidate in removed)
             what = f"; {len(stored.removed)} from the store" if stored else ""
-            out_console().print(f"removed {len(removed)} checkpoints, {_size(freed)}{what}", markup=False)
+            out_console().print(f"removed {counted(len(removed), 'checkpoint')}, {_size(freed)}{what}", markup=False)
     if problems:
         count = len(going) + (len(stored.going) if stored else 0)
         left = count - len(removed) - (len(stored.removed) if stored else 0)
@@ -276,7 +277,9 @@ def _confirm(going: int, stored: int, yes: bool, json: bool) -> None:
         return
     if json or not sys.stdin.isatty():
         raise InputError("--yes: expected, where nobody can be asked; --dry-run only says what would go")
-    if not typer.confirm(f"Remove {going} checkpoints{f', and {stored} from the store' if stored else ''}?", err=True):
+    if not typer.confirm(
+        f"Remove {counted(going, 'checkpoint')}{f', and {stored} from the store' if stored else ''}?", err=True
+    ):
         raise QuernError("nothing was removed")
 
 

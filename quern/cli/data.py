@@ -21,6 +21,7 @@ from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run, remove_torn
 from quern.tokenize import run as tokenize
 from quern.tokenize.config import DataRun, check
+from quern.words import counted
 
 app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args_is_help=True)
 
@@ -139,7 +140,8 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
         print(dump_yaml(config), end="")
         for name, row in per_source.items():
             err_console().print(
-                f"{name}: {row['files']:,} files in {row['partitions']:,} partitions, {row['bytes'] / 1e6:,.1f} MB"
+                f"{name}: {counted(row['files'], 'file')} in {counted(row['partitions'], 'partition')}, "
+                f"{row['bytes'] / 1e6:,.1f} MB"
             )
 
 

@@ -28,6 +28,7 @@ from quern.lineage.purge.verify import verify
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
 from quern.train.ledger import MOVES, read_ledger
+from quern.words import counted
 
 __all__ = ["purge_demo"]
 
@@ -133,12 +134,13 @@ def _print(
 ) -> None:
     console.print(f"A domain has to go: quern lineage purge … --domain {domain} --mode mask")
     steps = [own["step"] for own in row["tainted"]]
-    seen = f"{len(steps)} checkpoints, from step {steps[0]:,} on" if steps else "no checkpoint"
+    seen = f"{counted(len(steps), 'checkpoint')}, from step {steps[0]:,} on" if steps else "no checkpoint"
     clean = "none that is kept" if row["last_clean"] is None else f"step {row['last_clean']['step']:,}"
     for name, text in (
         (
             "gone",
-            f"{report['condemned']:,} pages, {report['tokens_purged']:,} tokens: version {report['version']['after']}",
+            f"{counted(report['condemned'], 'page')}, "
+            f"{report['tokens_purged']:,} tokens: version {report['version']['after']}",
         ),
         ("proved", f"by reading every token, text and table: {checks} checks hold (quern lineage verify)"),
         ("tainted", seen),

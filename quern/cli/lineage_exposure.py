@@ -9,6 +9,7 @@ import typer
 
 from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
+from quern.words import counted
 
 if TYPE_CHECKING:
     from quern.lineage.exposure import Clean, Exposures, Selection, Tally
@@ -217,7 +218,7 @@ def _init_from(run: TrainingRun) -> str | None:
 def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
     never = answer["never_read"]
     count = answer["documents"]
-    print(f"{plain(run.path)}: {_count(answer['steps_complete'], 'step')} complete")
+    print(f"{plain(run.path)}: {counted(answer['steps_complete'], 'step')} complete")
     without = answer["documents_without_tokens"]
     print(
         f"documents    {count:,}" + (f", {without:,} of them without tokens: dropped, or duplicates" if without else "")
@@ -246,19 +247,15 @@ def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
     _print_rows(answer, all_)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _steps(steps: Sequence[Row]) -> str:
     shown = [f"{row['step']:,}" + (f" ×{row['exposures']:,}" if row["exposures"] > 1 else "") for row in steps]
     more = len(shown) - _SHOWN_STEPS
-    return ", ".join(shown[:_SHOWN_STEPS]) + (f" and {_count(more, 'step')} more" if more > 0 else "")
+    return ", ".join(shown[:_SHOWN_STEPS]) + (f" and {counted(more, 'step')} more" if more > 0 else "")
 
 
 def _never(never: Row) -> list[str]:
     def count(name: str, noun: str) -> str:
-        return _count(never[name], noun)
+        return counted(never[name], noun)
 
     texts = {
         "windows_not_reached": f"{never['windows_not_reached']:,} of {count('windows', 'window')} not reached yet",
@@ -299,4 +296,4 @@ def _print_rows(answer: Row, all_: bool) -> None:
         name = one_line(row["url"]) if row["url"] is not None else row["doc_id"]
         print(f"step {row['step']:,}  sequence {row['sequence']}  epoch {row['epoch']}  {part}{told}  {name}")
     if answer["rows_left_out"]:
-        print(f"and {_count(answer['rows_left_out'], 'exposure')} more (--limit)")
+        print(f"and {counted(answer['rows_left_out'], 'exposure')} more (--limit)")

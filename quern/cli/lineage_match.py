@@ -11,6 +11,7 @@ import typer
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
+from quern.words import counted
 
 #: Documents and items that the terminal is shown; --json and --out have all.
 _SHOWN = 20
@@ -117,14 +118,16 @@ def _print(found: Matches, out: str | None) -> None:
     if len(documents) > _SHOWN:
         console.print(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
     console.print(
-        f"{len(documents):,} documents hold text of {len(np.unique(found.item_index)):,} of {len(found.items):,} items "
+        f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
+        f"{len(np.unique(found.item_index)):,} of "
+        f"{counted(len(found.items), 'item')} "
         f"({found.n} words in a row)"
     )
     if found.not_looked_for:
         shown = ", ".join(plain(item.id) for item in found.not_looked_for[:5])
         least = min(found.n, MIN_WORDS)
         err_console().print(
-            f"not looked for: {len(found.not_looked_for):,} items with no text of {least} words ({shown}"
+            f"not looked for: {counted(len(found.not_looked_for), 'item')} with no text of {least} words ({shown}"
             f"{', …' if len(found.not_looked_for) > 5 else ''})",
             markup=False,
         )

@@ -9,6 +9,7 @@ import typer
 
 from quern.cli.lineage_taint import taint_lines
 from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
+from quern.words import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,7 +112,7 @@ def _lines(report: Row) -> Iterator[str]:
         yield report["recovered"]
     would = "would be " if report["dry_run"] else ""
     whys = [f"{report[f'condemned_{why}']:,} {words}" for why, words in _WHY.items() if report[f"condemned_{why}"]]
-    yield f"condemned   {report['condemned']:,} documents: {', '.join(whys)}"
+    yield f"condemned   {counted(report['condemned'], 'document')}: {', '.join(whys)}"
     yield from _tokens(report, would)
     if not report["dry_run"]:
         yield from _done(report)
@@ -137,21 +138,22 @@ def _tokens(report: Row, would: str) -> Iterator[str]:
         yield f"tokens      none to purge ({what}); the corpus stays at version {version['before']}"
         return
     yield (
-        f"tokens      {report['tokens_purged']:,} of {report['documents_purged']:,} documents {would}purged by "
+        f"tokens      {report['tokens_purged']:,} of {counted(report['documents_purged'], 'document')} "
+        f"{would}purged by "
         f"{report['mode']}; corpus version {version['before']} → {version['after']}"
     )
     if report["duplicates"] == "restore":
         count = f"{report['tokens_restored']:,} tokens of " if "tokens_restored" in report else ""
         displaced = report["documents_displaced"]
         others = f"; {displaced:,} that are duplicates of these leave the tokens" if displaced else ""
-        yield f"restored    {count}{report['documents_restored']:,} documents{others}"
+        yield f"restored    {count}{counted(report['documents_restored'], 'document')}{others}"
     for stream, shards in sorted(report["touched"].items()):
         yield f"shards      {stream}: {len(shards):,} {would}written again"
 
 
 def _done(report: Row) -> Iterator[str]:
     texts, held = report["texts"], report["superseded"]["held"]
-    yield f"texts       of {texts['documents']:,} documents gone"
+    yield f"texts       of {counted(texts['documents'], 'document')} gone"
     if report["tombstones"] is not None:
         yield f"tombstones  {report['tombstones']} ({report['purge_list_why']})"
     else:

@@ -13,6 +13,7 @@ from rich.text import Text
 from quern.cli.lineage_sql import table_console
 from quern.cli.output import JSON, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
+from quern.words import counted
 
 __all__ = ["show"]
 
@@ -88,7 +89,7 @@ def _short(text: str) -> str:
 
 
 def _print_several(console: Console, found: int, listed: list[dict[str, Any]]) -> None:
-    console.print(Text(f"{found:,} documents; choose one with --doc:"))
+    console.print(Text(f"{counted(found, 'document')}; choose one with --doc:"))
     console.print()
     table = _table("doc_id", "fetched", "outcome", "source", "url")
     for row in listed:
@@ -195,7 +196,7 @@ def _print_duplicates(console: Console, duplicates: Row) -> None:
     if duplicates["cluster"] is not None:
         console.print()
         cluster = duplicates["cluster"]
-        console.print(Text(f"cluster {cluster['id']} of {cluster['documents']:,} documents"))
+        console.print(Text(f"cluster {cluster['id']} of {counted(cluster['documents'], 'document')}"))
     if decision is not None:
         survivor = decision["survivor"]
         console.print(Text(f"removed: {_evidence(decision)} duplicate of {survivor['doc_id']}"))

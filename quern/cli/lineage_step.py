@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
+from quern.words import counted
 
 if TYPE_CHECKING:
     from quern.lineage.steps import StepRead
@@ -122,7 +123,10 @@ def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:
     print(f"{plain(run.path)}: step {read.step}, attempt {attempt.number} ({attempt.kind}, {state}{skipped})")
     if (trunk := run.folder_of(attempt)) != run.path:
         print(f"trained in {plain(trunk)}, from which this run was forked later")
-    print(f"data step {read.data_step}, {read.global_batch} sequences of {read.seq_len} tokens; positions count from 0")
+    print(
+        f"data step {read.data_step}, {counted(read.global_batch, 'sequence')} "
+        f"of {read.seq_len:,} tokens; positions count from 0"
+    )
     for row in sequences:
         who = "" if row["rank"] is None else f"  rank {row['rank']}, micro-batch {row['micro_batch']}"
         loss = "" if row["loss"] is None else f"  loss {row['loss']:.4f}"

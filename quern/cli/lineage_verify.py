@@ -10,6 +10,7 @@ import typer
 from quern import storage
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.data_pipeline.run_directory import is_complete
+from quern.words import counted
 
 __all__ = ["verify"]
 
@@ -91,7 +92,7 @@ def _print(proof: object) -> None:
         for why in check.unknown:
             err_console().print(plain(f"not known: {check.name}: {why}"), markup=False)
     left = sum(check.num_findings for check in proof.checks)
-    what = f"{proof.documents:,} documents of {proof.purges:,} purges; corpus version {proof.version}"
+    what = f"{counted(proof.documents, 'document')} of {counted(proof.purges, 'purge')}; corpus version {proof.version}"
     if not proof.purges and not left:
         console.print(f"no purge is recorded; nothing is out of place; corpus version {proof.version}")
     else:

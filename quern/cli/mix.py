@@ -15,6 +15,7 @@ from quern.mixtures.recipe import Plan
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.mixture import plan_mixture
+from quern.words import counted
 
 app = typer.Typer(help="Which tokens come next.", no_args_is_help=True)
 
@@ -58,7 +59,8 @@ def _print(plan: Plan, console: Console) -> None:
     if len(plan.phases) > 1:
         _print_phases(plan, console)
     for line in (
-        f"{plan.steps:,} steps: {plan.samples:,} samples of {plan.seq_len:,} tokens, {plan.planned_tokens:,} tokens",
+        f"{counted(plan.steps, 'step')}: {counted(plan.samples, 'sample')} of {plan.seq_len:,} tokens, "
+        f"{plan.planned_tokens:,} tokens",
         "left: windows that no step reads; tail: tokens after the last window, in no epoch's reach",
         f"order {plan.order.hash}  seed {plan.order.seed}",
     ):

@@ -8,6 +8,7 @@ import typer
 
 from quern.cli.output import JSON, json_stdout, one_line, out_console, reports_errors
 from quern.errors import InputError
+from quern.words import counted
 
 __all__ = ["export", "import_"]
 
@@ -37,8 +38,11 @@ def export(
         if not json:
             documents, tokens = (sum(getattr(own, name) for own in report.files) for name in ("documents", "tokens"))
             _print("format", f"{report.format}, {report.dtype}, {'with' if eot else 'without'} EOT")
-            _print("files", f"{len(report.files):,} of {documents:,} documents, {tokens:,} tokens")
-            _print("purged", f"{report.purged_documents:,} documents left out" if report.purged_documents else None)
+            _print("files", f"{len(report.files):,} of {counted(documents, 'document')}, {tokens:,} tokens")
+            _print(
+                "purged",
+                f"{counted(report.purged_documents, 'document')} left out" if report.purged_documents else None,
+            )
             _print("written", f"{out}; what it holds: {EXPORT_FILE}")
 
 
@@ -74,7 +78,7 @@ def import_(
         if not json:
             restored = sum(own.documents for own in report.files if own.sidecar)
             _print("documents", f"{report.documents:,}, {restored:,} of them known by their crawl record")
-            _print("tokens", f"{report.tokens:,} in {report.shards:,} shards")
+            _print("tokens", f"{report.tokens:,} in {counted(report.shards, 'shard')}")
             for name, what in (
                 ("eots_added", "documents got an EOT"),
                 ("empty", "documents without a token left out"),

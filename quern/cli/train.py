@@ -17,6 +17,7 @@ from quern.config import dump_yaml, load_config
 from quern.errors import InputError
 from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
+from quern.words import counted
 
 __all__ = ["app", "train"]
 
@@ -104,14 +105,15 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
     rows = [
         ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
-        ("layout", "1 rank" if layout["ranks"] == 1 else f"{layout['ranks']:,} ranks: {axes}"),
+        ("layout", counted(layout["ranks"], "rank") + (f": {axes}" if layout["ranks"] > 1 else "")),
         ("model state", f"{memory['sixteen_bytes']:.2f} GiB at 16 bytes a parameter, "
                         f"{memory['sixteen_bytes_per_rank']:.2f} a rank; held here: {memory['rank']:.2f} a rank"),
         ("a checkpoint", f"{checkpoint['bytes'] / 1e9:.2f} GB; to copy it, {checkpoint['copy_gib_per_rank']:.2f} GiB "
                          "of the host's memory a rank"),
         ("a token costs", f"{summary['flops_per_token']['full']:.3g} FLOP (full attention), "
                           f"{summary['flops_per_token']['causal']:.3g} (causal half)"),
-        ("reads", f"{order['samples']:,} sequences, {order['planned_tokens']:,} tokens in {order['steps']:,} steps"),
+        ("reads", f"{counted(order['samples'], 'sequence')}, {order['planned_tokens']:,} tokens in "
+                  f"{counted(order['steps'], 'step')}"),
         *((f"  {row['name']}", f"{row['share']:.2%}, {row['epochs']:.2f} epochs of {row['tokens']:,} tokens")
           for row in order["sources"]),
         ("learning rate", f"{rate['peak']:.4g}, {config.schedule.kind}; {rate['last_step']:.4g} in the last step"),

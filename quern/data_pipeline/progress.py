@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.data_pipeline.phase import Phase, format_duration
+from quern.words import counted, shorten
 
 __all__ = ["Progress"]
 
@@ -141,8 +142,7 @@ class Progress:
         """Something went wrong and the run goes on; the last few are shown, all are counted."""
         with self._guarded():
             self._num_errors += 1
-            shown = _CONTROL.sub(" ", message).strip()
-            shown = shown if len(shown) <= MAX_MESSAGE_CHARS else shown[: MAX_MESSAGE_CHARS - 1] + "…"
+            shown = shorten(_CONTROL.sub(" ", message).strip(), MAX_MESSAGE_CHARS)
             self._errors.append(shown)
             self._changed = True
             if not self._console.is_terminal:
@@ -230,7 +230,7 @@ class Progress:
         return [f"{self._num_errors:,} error{'s' * (self._num_errors != 1)}"] if self._num_errors else []
 
     def _status(self, phase: Phase, now: float) -> str:
-        parts = [f"{phase.done:,}/{phase.total:,} partitions ({phase.share:.0%})", *phase.facts(now)]
+        parts = [f"{phase.done:,}/{counted(phase.total, 'partition')} ({phase.share:.0%})", *phase.facts(now)]
         parts += [*phase.funnel(), f"ETA {format_duration(phase.eta_s(now))}", *self._error_count()]
         return f"{phase.name}: " + ", ".join(parts)
 
@@ -245,7 +245,7 @@ class Progress:
             Text(phase.name, style="bold"),
             ProgressBar(total=1.0, completed=phase.share, width=24),
             Text(f"{phase.share:4.0%}"),
-            Text(f"{phase.done:,}/{phase.total:,} partitions"),
+            Text(f"{phase.done:,}/{counted(phase.total, 'partition')}"),
             Text(f"{format_duration(now - phase.began)} gone, ETA {format_duration(phase.eta_s(now))}"),
         )
         lines: list[Table | Text] = [head]

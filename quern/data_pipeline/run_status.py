@@ -13,6 +13,7 @@ from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.heartbeat import STATUS_FILE, process_lives
 from quern.data_pipeline.phase import format_duration
 from quern.errors import InputError
+from quern.words import counted
 
 __all__ = ["describe", "read_status"]
 
@@ -151,17 +152,17 @@ def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
         yield "  driver      never heard of"
     if phase is not None:
         left = f"{phase['done']:,}/{phase['partitions']:,} partitions ({phase['share']:.0%}), {phase['left']:,} left"
-        rate = f", {phase['pages']:,} pages ({phase['pages_per_s'] or 0:,.0f}/s)" if phase["pages"] else ""
+        rate = f", {counted(phase['pages'], 'page')} ({phase['pages_per_s'] or 0:,.0f}/s)" if phase["pages"] else ""
         took = f"{format_duration(phase['elapsed_s'])} gone, ETA {format_duration(phase['eta_s'])}"
         yield f"  now         {phase['name']}: {left}{rate}, {took}"
     if status["workers"] is not None:
         workers = status["workers"]
         yield f"  workers     {workers['busy']} busy, {workers['up']} up, {workers['wanted']} wanted"
     for name, row in status["phases"].items():
-        pages = f", {row['pages']:,} pages, {row['kept']:,} kept" if row["pages"] else ""
+        pages = f", {counted(row['pages'], 'page')}, {row['kept']:,} kept" if row["pages"] else ""
         yield f"  {name:<11} {row['commits']:,} committed{pages}"
     if status["quarantined"] or status["damage"]:
-        yield f"  trouble     {status['quarantined']:,} pages quarantined, {status['damage']:,} damaged places"
+        yield f"  trouble     {counted(status['quarantined'], 'page')} quarantined, {status['damage']:,} damaged places"
     if status["errors"]["num"]:
         yield f"  errors      {status['errors']['num']:,}, the last: {status['errors']['last'][-1]}"
     if status["error"]:

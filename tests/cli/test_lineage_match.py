@@ -65,8 +65,8 @@ def test_table_json_and_file_say_the_same(
     text = " ".join(shown.output.split())
     assert f"{planted['doc_id'].hex()} http://example.org/\\x1b[31mred" in text
     assert f"100.0% 7 n-grams of mill\\x1b[2J (line 1), tokens {start:,} to {stop:,} of web" in text
-    assert "1 documents hold text of 1 of 2 items (13 words in a row)" in text
-    assert "not looked for: 1 items with no text of 8 words (2)" in text
+    assert "1 document holds text of 1 of 2 items (13 words in a row)" in text
+    assert "not looked for: 1 item with no text of 8 words (2)" in text
     assert "\x1b" not in shown.output
     capfd.readouterr()
     assert command("--json", "--workers", "1").exit_code == 0
@@ -83,9 +83,9 @@ def test_table_json_and_file_say_the_same(
 
 
 def test_options_reach_the_search(planted: dict[str, Any], command: Command) -> None:
-    assert "1 documents hold text of 1 of 2 items (30 words in a row)" in command("-n", "30", "--workers", "1").output
+    assert "1 document holds text of 1 of 2 items (30 words in a row)" in command("-n", "30", "--workers", "1").output
     assert "none of its 2 items can be looked for" in command("--field", "id", "--workers", "1").output
-    assert "1 documents hold" in command("--min-coverage", "1", "--workers", "1").output
+    assert "1 document holds" in command("--min-coverage", "1", "--workers", "1").output
     result = command("--field", "answer", "--workers", "1")
     assert result.exit_code == 2
     assert "items.jsonl: line 1: answer: no such field (it has id, question)" in result.output

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from quern.words import shorten
+
 __all__ = ["Bar", "Tick", "bars", "link", "num", "percent", "plot", "short", "show", "steps", "table"]
 
 #: Everything that is not shown as itself: C0 and C1 controls but tab and newline, soft hyphen, invisible and
@@ -32,9 +34,7 @@ def show(text: object, limit: int | None = None) -> str:
 
     Unseen characters stand as ``⟨U+202E⟩``. With ``limit`` the text is cut to that many characters, with an ellipsis.
     """
-    plain = str(text)
-    if limit is not None and len(plain) > limit:
-        plain = plain[:limit] + "…"
+    plain = str(text) if limit is None else shorten(str(text), limit + 1)
     plain = _STACKED.sub(r"\1", plain.replace("\r\n", "\n"))
     return html.escape(_UNSEEN.sub(_name, plain), quote=True)
 

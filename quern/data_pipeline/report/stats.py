@@ -23,6 +23,7 @@ from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.dedup.config import URL_BINS
 from quern.data_pipeline.document import STAGES
 from quern.errors import QuernError
+from quern.words import counted
 
 __all__ = [
     "FileCounts",
@@ -361,12 +362,12 @@ def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
 
 def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
     share = f" ({stats['unique'] / stats['pages']:.1%})" if stats["pages"] else ""
-    yield f"{stats['pages']:,} pages → {stats['unique']:,} documents{share}"
+    yield f"{counted(stats['pages'], 'page')} → {counted(stats['unique'], 'document')}{share}"
     if stats["tokens"] is not None:
         held_out = sum(splits["val"]["documents"] for splits in stats["tokens"]["sources"].values())
         yield (
-            f"{stats['tokens']['tokens']:,} tokens in {stats['tokens']['shards']:,} shards "
-            f"({held_out:,} documents held out for validation)"
+            f"{stats['tokens']['tokens']:,} tokens in {counted(stats['tokens']['shards'], 'shard')} "
+            f"({counted(held_out, 'document')} held out for validation)"
         )
     if stats["duplicates"].get("recall"):
         shown = [(j, share) for j, share in stats["duplicates"]["recall"] if round(20 * j) in (12, 14, 16, 18)]

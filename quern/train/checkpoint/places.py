@@ -21,6 +21,7 @@ from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
 )
+from quern.words import counted
 
 __all__ = [
     "PLACES_FILE", "Place", "beside", "check_together", "elsewhere", "in_order", "places_to_bytes", "read_places",
@@ -123,7 +124,7 @@ def check_together(checkpoint: str) -> None:
     ]
     shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
     raise InputError(
-        f"{checkpoint}: {len(away)} files of tensors are on the run's nodes ({shown}); "
+        f"{checkpoint}: {counted(len(away), 'file')} of tensors are on the run's nodes ({shown}); "
         f"quern checkpoint fetch brings them together in one folder"
     )
 
