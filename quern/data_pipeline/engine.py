@@ -153,7 +153,7 @@ class RayPool:
             hand.machine = ray.get(reference)
         except _deaths() as death:
             self._dismiss(hand)
-            if not _is_loss(death, None):
+            if not self._lost(death, None):
                 self._failed_starts += 1
             if self._failed_starts > MAX_DEATHS:
                 raise QuernError(f"{label}: {self._failed_starts} worker processes did not come up: {death}") from None
@@ -161,6 +161,11 @@ class RayPool:
             return []
         self._failed_starts = 0
         return [hand]
+
+    def _lost(self, death: Exception, machine: str | None) -> bool:
+        """See :func:`_is_loss`. A Ray that has died takes its workers with it, and answers no question about them."""
+        self.pulse.check(again=True)
+        return _is_loss(death, machine)
 
     def _dismiss(self, hand: _Hand) -> None:
         """It is no worker of this pool any more; if its process lives, it is ended when it can be reached."""
@@ -232,7 +237,7 @@ class RayPool:
                     except ActorUnavailableError:
                         doubtful[hand.actor.ready.remote()] = (index, hand, since)
                     except _deaths() as death:
-                        died(index, hand, death, lost=_is_loss(death, hand.machine))
+                        died(index, hand, death, lost=self._lost(death, hand.machine))
                 elif done in running:
                     index, hand = running.pop(done)
                     try:
@@ -241,7 +246,7 @@ class RayPool:
                         doubtful[hand.actor.ready.remote()] = (index, hand, time.time())
                         continue
                     except _deaths() as death:
-                        died(index, hand, death, lost=_is_loss(death, hand.machine))
+                        died(index, hand, death, lost=self._lost(death, hand.machine))
                         continue
                     except RayTaskError as error:
                         raise error.as_instanceof_cause() from None

@@ -70,14 +70,14 @@ class Pulse:
         self._refused_since = float("inf")
         self.beats = True
 
-    def check(self) -> bool:
-        """Whether all listen.
+    def check(self, *, again: bool = False) -> bool:
+        """Whether all listen; ``again`` looks though less than a second has passed.
 
         Raises:
             QuernError: one has gone for good.
         """
         now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
+        if again or now - self._looked >= _LOOK_S:
             self._looked = now
             self.beats = not any(_refuses(address) for address in self._addresses)
             self._refused_since = float("inf") if self.beats else min(self._refused_since, now)

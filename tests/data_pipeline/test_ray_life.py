@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quern.data_pipeline import ray_life
+from quern.data_pipeline import engine, ray_life
 from quern.data_pipeline.ray_life import Pulse
 from quern.errors import QuernError
 
@@ -50,6 +50,17 @@ def test_without_patience_it_is_gone_at_the_first_look_and_stays_so() -> None:
         with pytest.raises(QuernError, match="it has gone"):
             pulse.check()
     assert not pulse.beats
+
+
+def test_what_a_worker_died_of_is_not_asked_of_a_ray_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for an answer until Ray ends this process, a minute later; the look of a moment ago says nothing."""
+    monkeypatch.setattr(engine, "_is_loss", lambda *_: pytest.fail("Ray was asked"))
+    pool = engine.RayPool(1)
+    with listening() as server:
+        pool.pulse = Pulse([f"127.0.0.1:{server.getsockname()[1]}"], 0.0, "it has gone")
+        assert pool.pulse.check()
+    with pytest.raises(QuernError, match="it has gone"):
+        pool._lost(RuntimeError(), None)
 
 
 def test_that_no_answer_comes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
