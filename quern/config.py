@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
@@ -93,8 +93,16 @@ def _value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader) if text else None
 
 
-def load_config(path: str | os.PathLike[str] | None, model: type[Model], overrides: Iterable[str] = ()) -> Model:
+def load_config(
+    path: str | os.PathLike[str] | None,
+    model: type[Model],
+    overrides: Iterable[str] = (),
+    *,
+    complete: Callable[[dict[str, Any]], None] | None = None,
+) -> Model:
     """Read ``path`` (YAML), apply ``overrides``, validate as ``model``.
+
+    ``complete`` may put keys that are not given into what has been read, before it is validated.
 
     Raises:
         InputError: one line naming file or override, field, value and expectation.
@@ -123,6 +131,11 @@ def load_config(path: str | os.PathLike[str] | None, model: type[Model], overrid
     for key, value in parse_overrides(overrides):
         _set(raw, key, value)
         overridden.append(key)
+    if complete is not None:
+        try:
+            complete(raw)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
     try:  # as JSON, whose strict rules know no "4" for 4 and no true for 1, but a list for a tuple
         return model.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:

@@ -13,6 +13,8 @@ import typer
 
 from quern.cli import checkpoint_look, checkpoint_tools
 from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
+from quern.config import dump_yaml
+from quern.train.init_from import model_section
 
 # torch is imported by the commands that need it: it takes seconds
 
@@ -79,10 +81,16 @@ def import_hf(
     with json_stdout(json) as emit:
         manifest = export.import_hf(folder, out, encoding=encoding, ranks=ranks)
         name = manifest.encoding.name if manifest.encoding else None
-        emit({"checkpoint": out, "model": manifest.model.model_dump(mode="json"), "encoding": name})
+        config = {"model": model_section(manifest.model)}
+        emit({
+            "checkpoint": out, "model": manifest.model.model_dump(mode="json"), "encoding": name,
+            "training_config": {"init_from": out, **config},
+        })  # fmt: skip
         if not json:
             parameters = manifest.model.num_parameters
             print(f"{plain(folder)} → {plain(out)}: {parameters:,} parameters, encoding {plain(str(name))}")
+            print(f"# init_from={plain(out)} takes this model by itself; in a training config it is written as")
+            print(dump_yaml(config), end="")
 
 
 @app.command()

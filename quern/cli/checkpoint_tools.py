@@ -17,6 +17,7 @@ from quern.cli.output import JSON, err_console, json_stdout, out_console, plain,
 from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
+from quern.train.branch import find_checkpoint
 from quern.train.checkpoint.folder import FolderLock, remove_folder
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoints_folder, read_manifest
 from quern.train.checkpoint.retention import Candidate, kept_in_store, survey
@@ -51,7 +52,6 @@ def diff(
     largest value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
     """
     from quern.train.checkpoint.compare import compare
-    from quern.train.export import find_checkpoint
 
     try:
         found = compare(find_checkpoint(a), find_checkpoint(b), moments=moments)
@@ -136,7 +136,6 @@ def reshard(
     """Write a checkpoint anew, bit for bit, in other files: one to carry about, many to move at once. Checksums are
     compared first. Any layout loads the result as it loads IN. Memory: one piece of a tensor, of at most 256 MiB."""
     from quern.train.checkpoint import rewrite
-    from quern.train.export import find_checkpoint
 
     limit = None if file_size is None else _bytes(file_size)
     if files is not None and limit is not None:

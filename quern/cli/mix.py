@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
-from quern.config import load_config
 from quern.mixtures.recipe import Plan
-from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
+from quern.train.init_from import load_train_config
 from quern.train.mixture import plan_mixture
 from quern.words import counted
 
@@ -33,7 +32,7 @@ def show(
     json: bool = JSON,
 ) -> None:
     """What a run of CONFIG reads of each source: shares, epochs, what is never read; and the hash of its order."""
-    resolved = load_config(config, TrainConfig, overrides or ())
+    resolved = load_train_config(config, overrides or ())
     plan = plan_mixture(resolved, Corpus([source.path for source in resolved.data], resolved.seq_len))
     with json_stdout(json) as emit:
         emit(plan.to_dict())

@@ -11,15 +11,19 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from quern.cli.output import JSON, err_console, json_stdout, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
 from quern.cli.train_fork import fork
-from quern.config import dump_yaml, load_config
+from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
+from quern.train.init_from import load_train_config
 from quern.words import counted
 
 __all__ = ["app", "train"]
+
+#: Of the model, what a summary shows in a line; the YAML above it and ``--json`` have the rest.
+_SIZES = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
 class _Group(typer.core.TyperGroup):
@@ -55,7 +59,7 @@ def train(
     """Train CONFIG, or go on with it where it was left. Exit code 3: ended by a signal, after a checkpoint."""
     if json and not dry_run:
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
-    resolved = load_config(config, TrainConfig, overrides or ())
+    resolved = load_train_config(config, overrides or ())
     from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
 
     checked = check(resolved, nproc)
@@ -99,11 +103,14 @@ def _ranks(run_dir: str, config: str, overrides: Sequence[str], nproc: int) -> i
 def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     print(dump_yaml(config), end="")
     console = err_console()
+    model, begins = summary["model"], summary["init_from"]
     parameters, memory, order = summary["parameters"], summary["state_memory_gib"], summary["order"]
     rate = summary["learning_rate"]
     layout, checkpoint = summary["layout"], summary["checkpoint"]
     axes = " × ".join(f"{axis} {size}" for axis, size in layout["axes"].items() if size > 1)
     rows = [
+        ("model", ", ".join(f"{name} {model[name]:,}" for name in _SIZES)),
+        *([] if begins is None else [("weights", f"a fresh run begins with those of {plain(begins)}")]),
         ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
         ("layout", counted(layout["ranks"], "rank") + (f": {axes}" if layout["ranks"] > 1 else "")),
         ("model state", f"{memory['sixteen_bytes']:.2f} GiB at 16 bytes a parameter, "
@@ -122,7 +129,8 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""
         by = " by torchao" if fp8["implementation"] == "torchao" else ""
-        rows.insert(2, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
+        place = next(number for number, (name, _) in enumerate(rows) if name == "model state")
+        rows.insert(place, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
     for name, text in rows:
         console.print(f"{name:<15}{text}", markup=False, soft_wrap=True)
     if layout["ranks"] > 1:

@@ -10,10 +10,9 @@ import typer
 
 from quern import storage
 from quern.cli.output import JSON, json_stdout, plain, reports_errors
-from quern.config import load_config
 from quern.errors import InputError
 from quern.train import launch
-from quern.train.config import TrainConfig
+from quern.train.init_from import load_train_config
 
 __all__ = ["profile"]
 
@@ -65,7 +64,7 @@ def _of_traces(paths: list[str]) -> dict[str, Any]:
 
 
 def _traced(config: str, overrides: list[str], steps: int, warm_up: int, nproc: int, out: str) -> dict[str, Any]:
-    resolved = load_config(config, TrainConfig, overrides)
+    resolved = load_train_config(config, overrides)
     from quern.train.profiling.run import RESULT_FILE, alone, check_steps, profile  # torch takes seconds
     from quern.train.setup import check
 

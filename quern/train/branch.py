@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quern.train.checkpoint.manifest import Manifest
+from quern.errors import InputError
+from quern.train.checkpoint.manifest import MANIFEST_FILE, Manifest, list_checkpoints, read_manifest
 from quern.train.ledger import MOVES, read_ledger
 
-__all__ = ["LEDGER_FILE", "abandoned", "abandoned_in", "left_behind"]
+__all__ = ["LEDGER_FILE", "abandoned", "abandoned_in", "find_checkpoint", "left_behind"]
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -41,3 +42,21 @@ def abandoned_in(run_dir: str, manifest: Manifest) -> str | None:
     """:func:`abandoned` for a checkpoint of the run in ``run_dir``; None where there is no ledger to tell."""
     path = os.path.join(run_dir, LEDGER_FILE)
     return abandoned(manifest, path, read_ledger(path)) if os.path.isfile(path) else None
+
+
+def find_checkpoint(path: str) -> str:
+    """``path`` where it is a checkpoint; where it is a training run, the newest checkpoint of the branch the run is on.
+
+    Raises:
+        InputError: it is neither, or a run without such a checkpoint.
+    """
+    if os.path.isfile(os.path.join(path, MANIFEST_FILE)):
+        return path
+    checkpoints = list_checkpoints(path)
+    if not checkpoints:
+        raise InputError(f"{path}: expected a checkpoint ({MANIFEST_FILE} in it) or a training run that has one")
+    for checkpoint in reversed(checkpoints):
+        left = abandoned_in(path, read_manifest(checkpoint.path))
+        if left is None:
+            return checkpoint.path
+    raise InputError(f"{checkpoint.path}: {left}, as all of the run's; give the checkpoint itself to take it")

@@ -314,7 +314,8 @@ class TrainConfig(Section):
     steps: Count
     seed: NonNegative = 0
     init_from: str | None = None
-    """A checkpoint whose weights a fresh run begins with (one of ``quern checkpoint import-hf``, for example)."""
+    """A checkpoint whose weights a fresh run begins with (one of ``quern checkpoint import-hf``, for example), or a
+    training run: its newest. Keys of ``model`` that are not given are the checkpoint's."""
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Of compute. Masters, moments and reductions are FP32 (FP64 with fp64)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -19,21 +19,19 @@ from quern.model import hf
 from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
 from quern.tokenize.encoding import Encoding, load_encoding
-from quern.train.branch import abandoned_in
+from quern.train.branch import find_checkpoint
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
     ENCODING_FILE,
-    MANIFEST_FILE,
     EncodingInfo,
     Manifest,
-    list_checkpoints,
     read_manifest,
 )
 from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 
-__all__ = ["Exported", "export_hf", "find_checkpoint", "import_hf", "load_model", "read_encoding"]
+__all__ = ["Exported", "export_hf", "import_hf", "load_model", "read_encoding"]
 
 
 @dataclass(frozen=True)
@@ -52,24 +50,6 @@ class Exported:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
         return asdict(self) | {"files": list(self.files)}
-
-
-def find_checkpoint(path: str) -> str:
-    """``path`` where it is a checkpoint; where it is a training run, the newest checkpoint of the branch the run is on.
-
-    Raises:
-        InputError: it is neither, or a run without such a checkpoint.
-    """
-    if os.path.isfile(os.path.join(path, MANIFEST_FILE)):
-        return path
-    checkpoints = list_checkpoints(path)
-    if not checkpoints:
-        raise InputError(f"{path}: expected a checkpoint ({MANIFEST_FILE} in it) or a training run that has one")
-    for checkpoint in reversed(checkpoints):
-        left = abandoned_in(path, read_manifest(checkpoint.path))
-        if left is None:
-            return checkpoint.path
-    raise InputError(f"{checkpoint.path}: {left}, as all of the run's; give the checkpoint itself to take it")
 
 
 def export_hf(

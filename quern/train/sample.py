@@ -6,9 +6,10 @@ import torch
 
 from quern.errors import InputError, QuernError
 from quern.model.generate import generate
+from quern.train.branch import find_checkpoint
 from quern.train.checkpoint.manifest import read_manifest
 from quern.train.checkpoint.reader import verify
-from quern.train.export import find_checkpoint, load_model, read_encoding
+from quern.train.export import load_model, read_encoding
 
 __all__ = ["continue_text"]
 

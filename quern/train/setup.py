@@ -37,6 +37,7 @@ from quern.train.checkpoint.state import TrainState
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.feed import Feed
+from quern.train.init_from import check_init_from, starting_checkpoint
 from quern.train.ledger import Ledger
 from quern.train.loader import Loader
 from quern.train.metrics import Metrics, Utilisation, peak_flops
@@ -85,6 +86,7 @@ def check(config: TrainConfig, world: int) -> Checked:
         Torchao.of(config.float8.products)
     _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
+    check_init_from(config, _encoding(corpus))
     _check_layout(config, corpus.vocab_size, mesh, {f"{where}global_batch": b for where, b in batches.items() if b})
     plan_mixture(config, corpus)
     return Checked(corpus, mesh, open_held_out(config))
@@ -142,6 +144,8 @@ def open_trainer(
     checked = together.own(lambda: check(config, ranks.world))
     corpus, plan, held_out = checked.corpus, checked.mesh, checked.held_out
     _same_config(config, together)
+    # rank 0's, for all: a run that trains while this one begins with its newest has another newest any moment
+    config = config.model_copy(update={"init_from": together.first(partial(starting_checkpoint, config))})
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
@@ -329,6 +333,8 @@ def _restore(
         if problems := checkpoints.problems(given):
             raise InputError(f"init_from: {problems[0]}")
         checkpoints.load(given.path, state)
+        if checkpoints.agreement.rank == 0:
+            log.info("the weights are those of %s", given.path)
         for slots in state.optimizer.state.values():  # a full checkpoint brings moments; a fresh run begins without
             for value in slots.values():
                 value.zero_()
@@ -342,15 +348,14 @@ def _facts(config: TrainConfig, corpus: Corpus, shape: ModelShape, plan: MeshPla
         precision=config.precision,
         corpus_versions=dict(zip(corpus.ids, corpus.versions, strict=True)),
         corpus_fingerprint=corpus.fingerprint,
-        encoding=EncodingInfo(
-            name=corpus.encoding,
-            vocab_size=corpus.vocab_size,
-            eot_id=corpus.eot_id,
-            ranks_sha256=storage.sha256(corpus.ranks_path),
-        ),
+        encoding=_encoding(corpus),
         ranks_path=corpus.ranks_path,
         config=config.model_dump(mode="json"),
     )
+
+
+def _encoding(corpus: Corpus) -> EncodingInfo:
+    return EncodingInfo(corpus.encoding, corpus.vocab_size, corpus.eot_id, storage.sha256(corpus.ranks_path))
 
 
 def _same_config(config: TrainConfig, together: Agreement) -> None:

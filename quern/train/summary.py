@@ -15,6 +15,7 @@ from quern.parallel.stages import num_stages, stage_costs, stage_layers, stage_p
 from quern.parallel.traffic import Step, buffer_elements, elements_held, traffic
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
+from quern.train.init_from import starting_checkpoint
 from quern.train.mixture import plan_mixture
 from quern.train.schedule import learning_rate
 
@@ -163,6 +164,7 @@ def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, 
     return {
         "config": config.model_dump(mode="json"),
         "model": shape.model_dump(mode="json") | {"padded_vocab_size": shape.padded_vocab_size},
+        "init_from": starting_checkpoint(config),
         "parameters": {
             "total": shape.num_parameters,
             "blocks": shape.num_block_parameters,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.tokenize.encoding import Encoding, load_encoding
 from quern.tokenize.train_encoding import train_ranks
-from quern.train.checkpoint.manifest import MANIFEST_FILE, EncodingInfo
+from quern.train.checkpoint.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
 from quern.train.checkpoint.reader import iter_weights, write_weights
 
 
@@ -181,14 +182,22 @@ def test_a_place_that_cannot_be_written_to_is_one_line(run: Path, tmp_path: Path
     assert line.endswith(": Not a directory")
 
 
-def test_export_and_import_give_the_same_weights(run: Path, tmp_path: Path, as_json: Callable[..., Any]) -> None:
+def test_export_and_import_give_the_same_weights(
+    run: Path, tmp_path: Path, as_json: Callable[..., Any], encoding: Encoding
+) -> None:
     out, back = tmp_path / "hf", tmp_path / "back"
     made = as_json("export-hf", run, out, "--max-shard-gb", 2e-5)
     assert made["step"] == 2000
     assert made["dtype"] == "float32"
     assert sorted(path.name for path in out.iterdir()) == made["files"]
     assert sum(name.endswith(".safetensors") for name in made["files"]) > 1
-    assert "encoding trained" in invoke("import-hf", out, back).stdout
+    said = invoke("import-hf", out, back).stdout
+    assert "encoding trained" in said
+    assert f"# init_from={back} takes this model by itself" in said
+    section = yaml.safe_load(said.partition("\n")[2])
+    assert ModelConfig(**section["model"]).shape(encoding.vocab_size) == read_manifest(str(back)).model
+    made = as_json("import-hf", out, tmp_path / "again")
+    assert made["training_config"] == {"init_from": str(tmp_path / "again"), **section}
     original = dict(iter_weights(str(run / "checkpoints" / "step_00002000")))
     for name, tensor in iter_weights(str(back)):
         assert torch.equal(tensor, original.pop(name))

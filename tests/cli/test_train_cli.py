@@ -14,15 +14,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.errors import QuernError
+from quern.model.config import ModelConfig
+from quern.model.hf import expected_tensors
 from quern.parallel import schedules
 from quern.train.checkpoint.folder import FolderLock
 from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.metadata import read_metadata
+from quern.train.checkpoint.reader import write_weights
 from quern.train.ledger import read_ledger
 from support.programs import kill, python
 from support.train import corpora
@@ -73,6 +77,22 @@ def refused(*arguments: object) -> str:
 
 
 @pytest.mark.slow
+def test_a_dry_run_shows_the_shape_of_the_checkpoint_it_would_begin_with(
+    config: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shape = ModelConfig(num_layers=2, dim=24, num_heads=2, ffn_dim=40).shape(300)
+    weights = {name: torch.zeros(size) for name, size in expected_tensors(shape).items()}
+    write_weights(str(tmp_path / "w"), shape, weights)
+    keys = f"init_from={tmp_path / 'w'}", "model={}"
+    summary = json.loads(said(capfd, "train", config, *keys, "--dry-run", "--json"))
+    assert {name: summary["model"][name] for name in shape.model_dump()} == shape.model_dump()
+    assert summary["init_from"] == str(tmp_path / "w")
+    printed = CliRunner().invoke(app, ["train", str(config), *keys, "--dry-run"])
+    assert yaml.safe_load(printed.stdout)["model"]["ffn_dim"] == 40
+    assert f"a fresh run begins with those of {tmp_path / 'w'}" in printed.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> None:
     done = quern("train", config, "--dry-run", "--json", "--nproc", 2)
     assert done.returncode == 0, done.stderr

@@ -53,7 +53,7 @@ def test_without_patience_it_is_gone_at_the_first_look_and_stays_so() -> None:
 
 
 def test_what_a_worker_died_of_is_not_asked_of_a_ray_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for an answer until Ray ends this process, a minute later; the look of a moment ago says nothing."""
+    """It would wait for an answer until Ray ends this process, a minute later; an earlier look says nothing."""
     monkeypatch.setattr(engine, "_is_loss", lambda *_: pytest.fail("Ray was asked"))
     pool = engine.RayPool(1)
     with listening() as server:

@@ -21,6 +21,7 @@ from quern.model.transformer import Transformer
 from quern.tokenize.encoding import ENDOFTEXT, Encoding, load_encoding
 from quern.tokenize.train_encoding import train_ranks
 from quern.train import export
+from quern.train.branch import find_checkpoint
 from quern.train.checkpoint.manifest import ENCODING_FILE, MANIFEST_FILE, EncodingInfo, read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
 from quern.train.sample import continue_text
@@ -136,13 +137,13 @@ def test_a_checkpoint_of_a_branch_that_was_left_is_not_the_runs_newest(tmp_path:
         manifest = replace(read_manifest(str(path)), ledger_offset=len(lines[0]))
         (path / MANIFEST_FILE).write_bytes(manifest.to_bytes())
     (run / "ledger.jsonl").write_text(lines[0])
-    assert export.find_checkpoint(str(run)).endswith("step_00000100")
+    assert find_checkpoint(str(run)).endswith("step_00000100")
     (run / "ledger.jsonl").write_text("".join(lines))
-    assert export.find_checkpoint(str(run)).endswith("step_00000020")
-    assert export.find_checkpoint(str(run / "checkpoints" / "step_00000100")).endswith("step_00000100")
+    assert find_checkpoint(str(run)).endswith("step_00000020")
+    assert find_checkpoint(str(run / "checkpoints" / "step_00000100")).endswith("step_00000100")
     shutil.rmtree(run / "checkpoints" / "step_00000020")
     with pytest.raises(InputError, match=r"step_00000100: lies on a branch that was left: .* to step 20, as all"):
-        export.find_checkpoint(str(run))
+        find_checkpoint(str(run))
 
 
 def _tensor(folder: Path, name: str) -> torch.Tensor:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from quern.config import dump_yaml
+from quern.config import dump_yaml, load_config
+from quern.model.config import ModelConfig
 from quern.train.__main__ import main
+from quern.train.config import TrainConfig
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
@@ -213,11 +216,38 @@ def test_another_corpus_version_on_a_resume(capsys, file, paths):
     assert "give accept_version=2 for this source" in line
 
 
-def test_weights_of_another_shape_to_begin_with(capsys, file, tmp_path):
+def test_weights_of_another_shape_to_begin_with(capsys, file, tmp_path, caplog):
     assert main([str(file)]) == 0
     given = tmp_path / "run" / "checkpoints" / "step_00000009"
-    line = refused(capsys, file, f"init_from={given}", f"run_dir={tmp_path / 'other'}", "model.num_layers=3")
-    assert "step_00000009/manifest.json: model.num_layers: expected 3, as in the config, got 1" in line
+    caplog.clear()
+    line = refused(
+        capsys, file, f"init_from={given}", f"run_dir={tmp_path / 'other'}", "model={num_layers: 3, dim: 64}"
+    )
+    assert "step_00000009/manifest.json: the checkpoint does not fit: model.num_layers is 3 in the config and 1" in line
+    assert "; model.dim is 64 in the config and 32 in the checkpoint" in line
+    assert caplog.messages == []
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_that_begins_with_another_runs_newest_weights(capsys, file, tmp_path, caplog):
+    """Without a section model; and it goes on without the source."""
+    assert main([str(file)]) == 0
+    plain = yaml.safe_load(file.read_text())
+    given = tmp_path / "run" / "checkpoints" / "step_00000009"
+    plain |= {"run_dir": str(tmp_path / "other"), "init_from": str(tmp_path / "run"), "steps": 4}
+    model = plain.pop("model")
+    file.write_text(yaml.safe_dump(plain))
+    assert main([str(file)]) == 0
+    assert f"the weights are those of {given}" in caplog.messages
+    recorded = load_config(tmp_path / "other" / "config.yaml", TrainConfig)
+    assert recorded.model.shape(300) == ModelConfig(**model).shape(300)
+    assert recorded.init_from == str(given)
+    (tmp_path / "run").rename(tmp_path / "away")
+    caplog.clear()
+    assert main([str(file), "steps=6"]) == 0
+    assert "config: steps: 4 → 6" in caplog.messages
+    assert not any("init_from" in message for message in caplog.messages)
+    assert load_config(tmp_path / "other" / "config.yaml", TrainConfig).init_from == str(given)
 
 
 def test_damaged_weights_to_begin_with(capsys, file, tmp_path):

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from quern.config import load_config
 from quern.errors import InputError
 from quern.parallel.mesh import plan_mesh
 from quern.tokenize.shards import ShardReader
 from quern.train.bench.options import PRECISIONS, Options, pairs
 from quern.train.config import TrainConfig
+from quern.train.init_from import load_train_config
 
 __all__ = ["MOST_TOKENS", "VOCABULARIES", "Row", "configure", "rows", "tokens_needed", "vocab_size_of"]
 
@@ -106,7 +106,7 @@ def vocab_size_of(row: Row, options: Options) -> int:
         return options.vocab_size
     if row.model in VOCABULARIES:
         return VOCABULARIES[row.model]
-    config = load_config(row.model, TrainConfig, options.overrides)
+    config = load_train_config(row.model, options.overrides)
     if os.path.isdir(config.data[0].path):
         return ShardReader(config.data[0].path).vocab_size
     if config.model.preset is None:
@@ -122,7 +122,8 @@ def tokens_needed(config: TrainConfig) -> int:
 def _load(row: Row, settings: list[str]) -> TrainConfig:
     preset = row.model in VOCABULARIES
     try:
-        return load_config(None if preset else row.model, TrainConfig, settings)
+        config = load_train_config(None if preset else row.model, settings)
+        return config.model_copy(update={"init_from": None})  # it gives the shape, and the weights are drawn
     except InputError as error:
         raise InputError(str(error).replace("(no file) (override)", f"--model {row.model}")) from None
 
@@ -152,7 +153,7 @@ def _fixed(options: Options, data: str, run_dir: str) -> Iterator[str]:
     steps = options.warm_up + options.steps
     yield from (
         f"run_dir={json.dumps(run_dir)}", f"data=[{{path: {json.dumps(data)}, max_epochs: 1.0e+9}}]",
-        "phases=[]", f"steps={steps}", "init_from=null", f"schedule={{kind: constant, warmup: {steps}}}", 
+        "phases=[]", f"steps={steps}", f"schedule={{kind: constant, warmup: {steps}}}", 
         "checkpoint={interval: 0}", "resume={}",
         "data_skip=0", "validation={interval: 0}", "profile={}", "verify_shards=false",
         f"metrics={{live: false, tensorboard: false{peak}}}", "global_batch=1",

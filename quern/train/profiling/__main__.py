@@ -11,11 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quern.config import load_config
 from quern.errors import QuernError
 from quern.train import launch
 from quern.train.__main__ import leave
-from quern.train.config import TrainConfig
+from quern.train.init_from import load_train_config
 
 __all__ = ["main"]
 
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        config = load_config(given.config, TrainConfig, given.overrides)
+        config = load_train_config(given.config, given.overrides)
         from quern.train.profiling.report import report
         from quern.train.profiling.run import profile  # torch takes seconds that a bad config need not wait for
 

@@ -1,0 +1,185 @@
+"""``init_from``: the checkpoint that a fresh run begins with, and the shape of the model, which it brings.
+
+Imports no torch: a config is loaded before torch is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from quern.config import load_config
+from quern.errors import InputError
+from quern.model.config import PRESETS, ModelConfig, ModelShape
+from quern.train.branch import find_checkpoint
+from quern.train.checkpoint.manifest import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    EncodingInfo,
+    list_checkpoints,
+    read_manifest,
+)
+from quern.train.config import TrainConfig
+
+__all__ = ["check_init_from", "load_train_config", "model_section", "starting_checkpoint"]
+
+Row = tuple[str, str, Any, Any]
+"""A key, where it stands, its value there and its value in the checkpoint."""
+
+
+def load_train_config(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> TrainConfig:
+    """As :func:`load_config`. With ``init_from``, every key of ``model`` that is not given is the checkpoint's; those
+    of a run that has a checkpoint of its own are the run's.
+
+    Raises:
+        InputError: as :func:`load_config`, or the checkpoint that is to give the shape cannot be read.
+    """
+    return load_config(path, TrainConfig, overrides, complete=_complete)
+
+
+def model_section(shape: ModelShape) -> dict[str, Any]:
+    """The section ``model`` of a training config whose model has this shape with an encoding of as many ids."""
+    sizes = shape.model_dump(mode="json", exclude={"vocab_size"})
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
+def starting_checkpoint(config: TrainConfig) -> str | None:
+    """The checkpoint that ``init_from`` names; of a run, its newest. A run that has begun keeps to the one its folder
+    records, although the source may have newer ones since.
+
+    Raises:
+        InputError: a fresh run is to begin with what is no checkpoint.
+    """
+    given = config.init_from
+    if given is None:
+        return None
+    if _fresh(config):
+        return _found(given)
+    before = _recorded(config.run_dir)
+    recorded = None if before is None else before.init_from
+    if recorded is not None and os.path.dirname(os.path.dirname(recorded)) == os.path.normpath(given):
+        return recorded
+    return given
+
+
+def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
+    """Whether a fresh run's model and the ids of its data are those of the checkpoint it is to begin with.
+
+    Raises:
+        InputError: ``init_from`` names no checkpoint, or one that does not fit: with every key that differs.
+    """
+    if config.init_from is None or not _fresh(config):
+        return
+    path = _found(config.init_from)
+    manifest = _read(path)
+    rows = _differences(config.model.shape(encoding.vocab_size), manifest.model)
+    theirs = manifest.encoding
+    if theirs is not None:
+        mine, their = f" ({encoding.name})", f" ({theirs.name})"
+        rows += [
+            (f"encoding.{name}", "data", f"{getattr(encoding, name)}{mine}", f"{getattr(theirs, name)}{their}")
+            for name in ("ranks_sha256", "eot_id")
+            if getattr(encoding, name) != getattr(theirs, name)
+        ]
+    if manifest.precision in ("fp64", "float64") and config.precision != "fp64":  # nothing rounds them
+        rows.append(("precision", "config", config.precision, "fp64"))
+    if rows:
+        raise _mismatch(path, rows)
+
+
+def _complete(raw: dict[str, Any]) -> None:
+    """Put the keys of ``model`` that are missing into a config that is not validated yet. Nothing is put where they
+    are the checkpoint's as they stand, so that such a config is what it would be without a checkpoint."""
+    given, section = raw.get("init_from"), raw.get("model")
+    if not isinstance(given, str) or not isinstance(section, dict | None):
+        return  # validation says what is wrong
+    begun = isinstance(raw.get("run_dir"), str) and list_checkpoints(raw["run_dir"])
+    before = _recorded(raw["run_dir"]) if begun else None
+    try:
+        path = raw["run_dir"] if before is not None else _found(given)
+        shape = before.model.shape(1) if before is not None else _read(path).model
+    except InputError:
+        if _shape(section) is None:
+            raise
+        return  # the model is whole without it; a run that needs its weights is refused by check_init_from
+    whole = _shape(section if section else TrainConfig.model_fields["model"].default.model_dump())
+    if whole is not None and not _differences(whole, shape, ids=False):
+        return
+    section = section or {}
+    preset = section.get("preset")
+    own = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
+    # null is the preset's value, but of rope_scaling, which no preset has
+    own |= {name: value for name, value in section.items() if value is not None or name == "rope_scaling"}
+    full = {**section, **{name: value for name, value in model_section(shape).items() if name not in own}}
+    if _shape(full) is None and (rows := _given_otherwise(full, own, shape)):
+        raise _mismatch(path, rows)
+    raw["model"] = full
+
+
+def _given_otherwise(full: Mapping[str, Any], own: Mapping[str, Any], shape: ModelShape) -> list[Row]:
+    """In what a model whose keys do not go together is not the checkpoint's; none if a key by itself is wrong."""
+    names = ModelShape.model_fields.keys()
+    values = shape.model_dump() | {name: value for name, value in (*full.items(), *own.items()) if name in names}
+    try:
+        return _differences(ModelShape.model_validate_json(json.dumps(values), strict=True), shape, ids=False)
+    except ValidationError:
+        return []
+
+
+def _shape(section: Mapping[str, Any] | None) -> ModelShape | None:
+    """The shape of a section by itself; None where it is not valid."""
+    try:
+        return ModelConfig.model_validate_json(json.dumps(section, default=str), strict=True).shape(1)
+    except ValidationError:
+        return None
+
+
+def _differences(ours: ModelShape, theirs: ModelShape, *, ids: bool = True) -> list[Row]:
+    """``vocab_multiple`` may differ: no checkpoint holds the padding."""
+    mine, others = ours.model_dump(mode="json"), theirs.model_dump(mode="json")
+    names = [name for name in mine if name != "vocab_multiple" and (ids or name != "vocab_size")]
+    return [
+        (f"model.{name}", "data" if name == "vocab_size" else "config", mine[name], others[name])
+        for name in names
+        if mine[name] != others[name]
+    ]
+
+
+def _mismatch(path: str, rows: Iterable[Row]) -> InputError:
+    told = "; ".join(
+        f"{name} is {ours} in the {where} and {theirs} in the checkpoint" for name, where, ours, theirs in rows
+    )
+    return InputError(
+        f"init_from: {os.path.join(path, MANIFEST_FILE)}: the checkpoint does not fit: {told}. A key of model that is "
+        f"not given is taken from the checkpoint"
+    )
+
+
+def _fresh(config: TrainConfig) -> bool:
+    """Whether the run begins with the weights of ``init_from``: it has no checkpoint, and takes none of a store."""
+    return not config.resume.from_store and not list_checkpoints(config.run_dir)
+
+
+def _recorded(run_dir: str) -> TrainConfig | None:
+    try:
+        return load_config(os.path.join(run_dir, CONFIG_FILE), TrainConfig)
+    except InputError:  # none, or of a version with other keys
+        return None
+
+
+def _found(given: str) -> str:
+    try:
+        return find_checkpoint(given)
+    except InputError as error:
+        raise InputError(f"init_from: {error}") from None
+
+
+def _read(path: str) -> Any:
+    try:
+        return read_manifest(path)
+    except InputError as error:
+        raise InputError(f"init_from: {error}") from None
