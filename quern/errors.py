@@ -1,7 +1,22 @@
 """The two errors a person meets: what they gave us was wrong, or the run could not go on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 #: "SIGTERM" or "SIGHUP" while a KeyboardInterrupt ends this process for it; a library may raise one of its own.
 ended_by: list[str] = []
+
+#: The file name of an error of standard output.
+STDOUT = "standard output"
+
+
+@contextmanager
+def of_stdout() -> Iterator[None]:
+    """An error of writing to standard output says whose it is: the system gives no name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, STDOUT) from None
 
 
 class QuernError(Exception):

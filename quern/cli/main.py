@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from quern import __version__
+from quern.errors import STDOUT, of_stdout
 
 if TYPE_CHECKING:
     import typer
@@ -84,11 +88,39 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
+class _Output(io.TextIOWrapper):
+    """Standard output whose errors say so; of those of other files without a name nothing is known."""
+
+    @classmethod
+    def instead_of(cls, stream: io.TextIOWrapper) -> Self:
+        settings = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        return cls(stream.buffer, **settings)
+
+    def write(self, text: str) -> int:
+        with of_stdout():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with of_stdout():
+            super().flush()
+
+
 def main() -> None:
     """The console script."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _Output.instead_of(sys.stdout)
     try:
-        (_build([asked]) if asked in _COMMANDS else _whole())()
+        try:
+            (_build([asked]) if asked in _COMMANDS else _whole())()
+        finally:
+            sys.stdout.flush()  # what cannot be written is an error here, and not at the interpreter's end
+    except OSError as error:
+        if error.filename != STDOUT or error.errno == errno.EPIPE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it still holds is dropped
+        print(f"error: {STDOUT}: {error.strerror}; what the command has done otherwise stands", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

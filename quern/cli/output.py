@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from quern.errors import InputError, QuernError, ended_by
+from quern.errors import STDOUT, InputError, QuernError, ended_by, of_stdout
 from quern.train.launch import ending_signals, leave_lost_terminal
 
 __all__ = [
@@ -64,7 +64,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             print(f"error: {told}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
-            if error.filename is None:
+            if error.filename in (None, STDOUT):
                 raise
             print(f"error: {one_line(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
             raise typer.Exit(QuernError.exit_code) from None
@@ -140,7 +140,8 @@ def json_stdout(active: bool) -> Iterator[Callable[[Any], None]]:
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n"
         data = text.encode("utf-8", "backslashreplace")  # half a character stands as \\udc80, which JSON knows too
         while data:
-            data = data[os.write(real, data) :]
+            with of_stdout():
+                data = data[os.write(real, data) :]
 
     try:
         yield emit

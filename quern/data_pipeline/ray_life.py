@@ -54,8 +54,10 @@ def start(workers: int | None, address: str | None) -> None:
             raise QuernError(f"ray.address: no Ray cluster at {address!r} ({why})") from None
         raise
     finally:
-        if callable(heard) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, heard)
+        if threading.current_thread() is threading.main_thread():
+            signal.alarm(0)  # Ray's handler, if it heard a signal before, has set one that aborts this process
+            if callable(heard):
+                signal.signal(signal.SIGTERM, heard)
 
 
 class Pulse:

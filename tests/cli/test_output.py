@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +143,33 @@ def test_hardly_anything_is_imported_before_ctrl_c_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_nobody_can_take_is_one_line(tmp_path: Path) -> None:
+    """Also what is short enough to be written at the very end only; a reader that has gone is no error of ours."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    source = json.dumps([{"name": "a", "kind": "jsonl", "paths": str(tmp_path / "a.jsonl")}])
+    (tmp_path / "c.yaml").write_text(f"run_dir: {tmp_path}/run\nsources: {source}\n")
+    told = "error: standard output: No space left on device; what the command has done otherwise stands\n"
+    for command in (
+        ["--version"],
+        ["mix", "show", "--help"],
+        ["data", "run", str(tmp_path / "c.yaml"), "--dry-run", "--json"],
+    ):
+        with open("/dev/full", "w") as full:
+            found = subprocess.run(
+                [python(), "-m", "quern.cli.main", *command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert (found.returncode, found.stderr) == (1, told), command
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = subprocess.run(
+        [python(), "-m", "quern.cli.main", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (gone.returncode, gone.stderr) == (1, "")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from quern.data_pipeline import engine, ray_life
 from quern.data_pipeline.ray_life import Pulse
@@ -61,6 +63,22 @@ def test_what_a_worker_died_of_is_not_asked_of_a_ray_that_has_died(monkeypatch: 
         assert pool.pulse.check()
     with pytest.raises(QuernError, match="it has gone"):
         pool._lost(RuntimeError(), None)
+
+
+def test_a_signal_that_ray_hears_while_it_starts_aborts_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """absl's handler sets an alarm of 3 s, whose handler aborts, and then calls the one before it."""
+
+    def starting(**_: object) -> None:
+        signal.alarm(3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "init", starting)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ray_life.start(1, None)
+    finally:
+        left = signal.alarm(0)
+    assert left == 0
 
 
 def test_that_no_answer_comes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
