@@ -145,6 +145,7 @@ def test_hardly_anything_is_imported_before_ctrl_c_is_one_line() -> None:
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_that_nobody_can_take_is_one_line(tmp_path: Path) -> None:
     """Also what is short enough to be written at the very end only; a reader that has gone is no error of ours."""
@@ -154,7 +155,6 @@ def test_output_that_nobody_can_take_is_one_line(tmp_path: Path) -> None:
     told = "error: standard output: No space left on device; what the command has done otherwise stands\n"
     for command in (
         ["--version"],
-        ["mix", "show", "--help"],
         ["data", "run", str(tmp_path / "c.yaml"), "--dry-run", "--json"],
     ):
         with open("/dev/full", "w") as full:
