@@ -23,6 +23,7 @@ _CODE = (
     ".yaml .yml .zig"
 )
 CODE_SUFFIXES = tuple(_CODE.split())
+_HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 
 
 def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -68,7 +69,7 @@ def _fill(page: Page, payload: bytes, max_bytes: int) -> None:
     elif b"\0" in payload and not has_wide_bom(payload):
         page.fault = "read.not_text"
     else:
-        decoded = decode(payload, None, is_html=False)
+        decoded = decode(payload, None, is_html=page.relative_path.lower().endswith(_HTML_SUFFIXES), is_file=True)
         if decoded is None:
             page.fault = "read.undecodable"
         else:

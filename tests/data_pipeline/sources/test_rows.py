@@ -324,6 +324,10 @@ def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
         "a.py": b"print('\xc3\xbc')\n",
         "latin.py": "# Grüße aus Köln, schöne Häuser über der Straße\n".encode("cp1252") * 20,
         "utf16.py": "# Grüße".encode("utf-16"),
+        "lone.c": b"double t = 21; /* 25\xb0C */\n" * 2,
+        "koi8.py": "# coding: koi8-r\nprint('Привет')\n".encode("koi8-r"),
+        "old.HTML": '<meta charset="iso-8859-5"><p>Привет'.encode("iso8859_5"),
+        "old.js": 's = \'<meta charset="iso-8859-5">\'; t = "Größe der Fläche für Köln"'.encode("cp1252"),
         "binary.py": b"\x7fELF\x00\x01",
         "empty.py": b"",
         "blank.py": b"\n \n",
@@ -331,11 +335,15 @@ def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    found = {page.relative_path: page for page in pages(tmp_path, kind="code", max_bytes=5000, groups=3)}
+    found = {
+        page.relative_path: page
+        for page in pages(tmp_path, kind="code", max_bytes=5000, groups=3, suffixes=[".py", ".c", ".js", ".HTML"])
+    }
     assert {name: page.fault for name, page in found.items()} == {
         "a.py": None,
         "latin.py": None,
         "utf16.py": None,
+        **dict.fromkeys(("lone.c", "koi8.py", "old.HTML", "old.js")),
         "binary.py": "read.not_text",
         "empty.py": "read.empty",
         "blank.py": "read.empty",
@@ -344,4 +352,8 @@ def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
     assert found["a.py"].raw == "print('ü')\n"
     assert found["latin.py"].raw == contents["latin.py"].decode("cp1252")
     assert found["utf16.py"].raw == "# Grüße"
+    assert found["lone.c"].raw == contents["lone.c"].decode("cp1252")
+    assert found["koi8.py"].raw == contents["koi8.py"].decode("koi8-r")
+    assert found["old.HTML"].raw == contents["old.HTML"].decode("iso8859_5")
+    assert found["old.js"].raw == contents["old.js"].decode("cp1252")
     assert {(page.media, page.position, page.url) for page in found.values()} == {("text", 0, None)}
