@@ -128,8 +128,9 @@ def printable(text: str) -> str:
 def decode(payload: bytes, header_charset: str | None, is_html: bool, is_file: bool = False) -> tuple[str, str] | None:
     """``(text without NUL, charset used)``, or None when no encoding fits. No codec here makes a lone surrogate.
 
-    ``is_file``: the payload is a file of a folder, and no page of the web. A character cut off at the very end (crawlers cap pages by bytes) is left out. Bytes that are no text in the
-    encoding chosen become U+FFFD, which is allowed for at most one in 20 of the characters beyond ASCII.
+    ``is_file``: the payload is a file of a folder, and no page of the web. A character cut off at the very end
+    (crawlers cap pages by bytes) is left out. Bytes that are no text in the encoding chosen become U+FFFD, which is
+    allowed for at most one in 20 of the characters beyond ASCII.
     """
     decoded = _decode(payload, header_charset, is_html, is_file)
     return decoded and (decoded[0].replace("\0", ""), decoded[1])
