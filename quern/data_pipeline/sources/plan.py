@@ -74,7 +74,7 @@ class SourceConfig(Section):
     """JSONL and Parquet: read as ``record_id`` where present; null: never."""
     url_field: str | None = "url"
     date_field: str | None = "date"
-    """ISO 8601 text, a timestamp, or seconds (or milliseconds) since 1970."""
+    """ISO 8601 or RFC 2822 text, a timestamp, or seconds (or milliseconds) since 1970, as digits in a text too."""
 
     suffixes: list[str] | None = None
     """Kinds ``text`` and ``code``: which file names are read, for example ``[".md"]``; null: the kind's own list."""

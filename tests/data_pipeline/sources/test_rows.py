@@ -142,6 +142,21 @@ def test_fields_can_be_named_or_left_out(tmp_path: Path) -> None:
         ("2024-05-06", dt.datetime(2024, 5, 6, tzinfo=dt.UTC)),
         (1714979289, dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
         (1714979289000, dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("1714979289", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        (" 1714979289.5\n", dt.datetime(2024, 5, 6, 7, 8, 9, 500_000, tzinfo=dt.UTC)),
+        ("1714979289000", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("20240506070809", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("Mon, 06 May 2024 07:08:09 GMT", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("Monday, 06-May-2024 07:08:09 UTC", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("6 May 2024 09:08 +0200", dt.datetime(2024, 5, 6, 7, 8, tzinfo=dt.UTC)),
+        ("6 May 2024 02:08:09 EST", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("6 May 2024 07:08:09 CEST", None),
+        ("36 May 2024 07:08:09", None),
+        ("Fri, 31 Dec 9999 23:59:59 -0100", None),
+        ("yesterday", None),
+        ("2024-13-45", None),
+        ("20241345", None),
+        ("171497928900", None),
         ("soon", None),
         (1e30, None),
         (True, None),
@@ -149,7 +164,21 @@ def test_fields_can_be_named_or_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_dates_of_rows(tmp_path: Path, value: object, expected: dt.datetime | None) -> None:
-    assert read_jsonl(tmp_path, jsonl({"text": "x", "date": value}))[0].fetched_at == expected
+    log = ReadLog()
+    assert read_jsonl(tmp_path, jsonl({"text": "x", "date": value}), log)[0].fetched_at == expected
+    assert log.unreadable_dates == (expected is None)
+
+
+def test_only_dates_that_are_there_are_counted_as_unreadable(tmp_path: Path) -> None:
+    log = ReadLog()
+    rows = [{"text": "x", **given} for given in ({}, {"date": None}, {"date": ""}, {"date": "soon"}, {"when": "soon"})]
+    read_jsonl(tmp_path, jsonl(*rows), log)
+    assert log.unreadable_dates == 1
+    read_jsonl(tmp_path, jsonl(*rows), log, date_field=None)
+    assert log.unreadable_dates == 1
+    pq.write_table(pa.table({"text": ["x"] * 3, "date": ["2024", "soon", None]}), tmp_path / "x.parquet")
+    pages(tmp_path / "x.parquet", log, kind="parquet")
+    assert log.unreadable_dates == 2
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
