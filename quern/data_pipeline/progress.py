@@ -219,7 +219,7 @@ class Progress:
         if phase is not None:
             elapsed = self._clock() - phase.began
             took = f"{how} {'in' if how == 'done' else 'after'} {format_duration(elapsed)}"
-            done = [f"{phase.done:,}/{phase.total:,} partitions"] if phase.done or how != "done" else []
+            done = [f"{phase.done:,}/{phase.total:,} {_partitions(phase.total)}"] if phase.done or how != "done" else []
             parts = [took, *done, *phase.facts(self._clock()), *phase.funnel()]
             self._line(f"{phase.name}: " + ", ".join([*parts, *self._error_count()]))
 
