@@ -12,7 +12,7 @@ from quern import storage
 from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, has_wide_bom
 
-__all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "list_tree", "read_file"]
+__all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "left_out", "list_tree", "read_file"]
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _CODE = (
@@ -46,6 +46,23 @@ def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
             if not name.startswith(".") and name.endswith(suffixes) and not os.path.islink(path):
                 found.append(path)
     return sorted(found)
+
+
+def left_out(folder: str, suffixes: tuple[str, ...]) -> str | None:
+    """Of a local folder that gives no file: the first hidden or linked thing that :func:`list_tree` leaves out, and
+    why; None if there is none.
+    """
+    fs, inner = storage.split(folder)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    for here, folders, names in os.walk(inner):
+        for name in sorted(folders) + sorted(name for name in names if name.endswith(suffixes)):
+            if name.startswith("."):
+                return f"{posixpath.join(here, name)} is hidden, and hidden files and folders are not read"
+            if os.path.islink(posixpath.join(here, name)):
+                return f"{posixpath.join(here, name)} is a symbolic link, and links are not followed"
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return None
 
 
 def read_file(
