@@ -114,6 +114,7 @@ def test_every_recipe_is_valid_and_prints_back_to_itself(recipe: Path, tmp_path:
         arguments.append(f"toxicity.lexicons.en={tmp_path}/lexicon.txt")
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
+    assert "1 file in 1 partition, 0 B" in result.stderr
     printed = DataRun.model_validate(yaml.safe_load(result.stdout))
     assert printed.sources[0].kind == kind
 
