@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "shorten"]
+__all__ = ["counted", "shorten", "size"]
 
 #: Characters by which a text is cut sooner so that it ends with a whole word.
 _BACK = 40
@@ -11,6 +11,15 @@ _BACK = 40
 def counted(number: int, noun: str) -> str:
     """``"1 file"``, ``"2,345 files"``: a number with its noun, given in the singular; its plural must be regular."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(num_bytes: int) -> str:
+    """``"512 B"``, ``"1.5 KiB"``, ``"9.0 MiB"``: a number of bytes in the largest unit of which there is one."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:,.0f} {units[0]}" if units[0] == "B" else f"{value:,.1f} {units[0]}"
 
 
 def shorten(text: str, limit: int) -> str:

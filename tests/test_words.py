@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quern.words import counted, shorten
+from quern.words import counted, shorten, size
 
 
 def test_a_number_agrees_with_its_noun():
@@ -20,3 +20,8 @@ def test_a_long_text_ends_with_a_whole_word_where_one_is_near():
     assert shorten("word " + "x" * 100, 80) == "word " + "x" * 74 + "…"
     for limit in range(2, 30):
         assert len(shorten("one two, three  four five six seven", limit)) <= limit
+
+
+def test_bytes_are_told_in_the_largest_unit_of_which_there_is_one():
+    told = {0: "0 B", 1023: "1,023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 9_400_000: "9.0 MiB", 5 << 60: "5,120.0 PiB"}
+    assert {number: size(number) for number in told} == told

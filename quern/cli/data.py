@@ -19,9 +19,10 @@ from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.heartbeat import Heartbeat
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run, remove_torn
+from quern.errors import InputError
 from quern.tokenize import run as tokenize
 from quern.tokenize.config import DataRun, check
-from quern.words import counted
+from quern.words import counted, size
 
 app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args_is_help=True)
 
@@ -141,7 +142,7 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
         for name, row in per_source.items():
             err_console().print(
                 f"{name}: {counted(row['files'], 'file')} in {counted(row['partitions'], 'partition')}, "
-                f"{row['bytes'] / 1e6:,.1f} MB"
+                f"{size(row['bytes'])}"
             )
 
 
@@ -172,8 +173,23 @@ def status(
 @reports_errors
 def report_command(run_dir: RunDir, json: bool = JSON) -> None:
     """The funnel of a finished run, and where its HTML report is."""
-    stats = storage.read_json(storage.join(run_dir, "stats.json"))
+    path = storage.join(run_dir, "stats.json")
+    if not storage.exists(path):
+        raise InputError(f"{run_dir}: expected a complete data run: {_why_no_stats(run_dir)}")
+    stats = storage.read_json(path)
     with json_stdout(json) as emit:
         emit(stats)
         if not json:
             _print_summary(run_dir, stats)
+
+
+def _why_no_stats(run_dir: str) -> str:
+    path = storage.join(run_dir, "run.json")
+    record = storage.read_json(path) if storage.exists(path) else None
+    if not isinstance(record, dict):
+        return "it has no run.json"
+    if isinstance(config := record.get("config"), dict) and "import" in config:
+        return "this one is of imported tokens, and of these there is no report"
+    return (
+        f"this one has not ended, and stats.json is written at the end; quern data status {run_dir} says how far it is"
+    )

@@ -38,7 +38,7 @@ def export(
         if not json:
             documents, tokens = (sum(getattr(own, name) for own in report.files) for name in ("documents", "tokens"))
             _print("format", f"{report.format}, {report.dtype}, {'with' if eot else 'without'} EOT")
-            _print("files", f"{len(report.files):,} of {counted(documents, 'document')}, {tokens:,} tokens")
+            _print("files", f"{len(report.files):,} of {counted(documents, 'document')}, {counted(tokens, 'token')}")
             _print(
                 "purged",
                 f"{counted(report.purged_documents, 'document')} left out" if report.purged_documents else None,
@@ -79,13 +79,13 @@ def import_(
             restored = sum(own.documents for own in report.files if own.sidecar)
             _print("documents", f"{report.documents:,}, {restored:,} of them known by their crawl record")
             _print("tokens", f"{report.tokens:,} in {counted(report.shards, 'shard')}")
-            for name, what in (
-                ("eots_added", "documents got an EOT"),
-                ("empty", "documents without a token left out"),
-                ("passed_over_bytes", "bytes that no document holds left out"),
+            for name, noun, what in (
+                ("eots_added", "document", "got an EOT"),
+                ("empty", "document", "without a token left out"),
+                ("passed_over_bytes", "byte", "that no document holds left out"),
             ):
                 count = sum(getattr(own, name) for own in report.files)
-                _print("", f"{count:,} {what}" if count else None)
+                _print("", f"{counted(count, noun)} {what}" if count else None)
             _print("written", f"{out}/tokens/{report.source}")
 
 

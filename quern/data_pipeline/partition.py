@@ -117,6 +117,7 @@ class _Progress:
             "other_records": dict(read_log.other_records),
             "damage": list(read_log.damage),
             "damage_left_out": read_log.damage_left_out,
+            "unreadable_dates": read_log.unreadable_dates,
             **({"range": read_log.edges.to_dict()} if read_log.edges is not None else {}),
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),

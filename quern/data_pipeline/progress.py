@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.data_pipeline.phase import Phase, format_duration
-from quern.words import counted, shorten
+from quern.words import counted, shorten, size
 
 __all__ = ["Progress"]
 
@@ -113,8 +113,8 @@ class Progress:
                 self._live.start()
                 self._draw(now)
             else:
-                size = f", {_bytes(total_bytes)}" if total_bytes else ""
-                self._line(f"{name}: {total_partitions:,} {_partitions(total_partitions)}{size}")
+                much = f", {size(total_bytes)}" if total_bytes else ""
+                self._line(f"{name}: {total_partitions:,} {_partitions(total_partitions)}{much}")
                 self._drawn = now
 
     def partition_done(
@@ -219,7 +219,7 @@ class Progress:
         if phase is not None:
             elapsed = self._clock() - phase.began
             took = f"{how} {'in' if how == 'done' else 'after'} {format_duration(elapsed)}"
-            done = [f"{phase.done:,}/{phase.total:,} partitions"] if phase.done or how != "done" else []
+            done = [f"{phase.done:,}/{phase.total:,} {_partitions(phase.total)}"] if phase.done or how != "done" else []
             parts = [took, *done, *phase.facts(self._clock()), *phase.funnel()]
             self._line(f"{phase.name}: " + ", ".join([*parts, *self._error_count()]))
 
@@ -263,11 +263,3 @@ class Progress:
 
 def _partitions(num: int) -> str:
     return "partition" if num == 1 else "partitions"
-
-
-def _bytes(num: int) -> str:
-    value, units = float(num), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:,.0f} {units[0]}" if units[0] == "B" else f"{value:,.1f} {units[0]}"

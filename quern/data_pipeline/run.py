@@ -348,6 +348,22 @@ def check_unchanged(record: Mapping[str, Any], partitions: Sequence[Partition], 
     """
     if record.get("inputs") != inputs_digest(partitions):
         raise InputError(
-            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and its input files have changed since; "
-            "give another run_dir"
+            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and its input files have changed since"
+            f"{_changes(partitions, run_dir)}; give another run_dir"
         )
+
+
+def _changes(partitions: Sequence[Partition], run_dir: str) -> str:
+    """How many files differ from those that the commits name, and the first of them; nothing if they tell of none."""
+    before: dict[tuple[str, str], str] = {}
+    paths = storage.list_files(storage.join(run_dir, "commits", "pages"))
+    for entry in storage.each(storage.read_json, paths, run_dir):
+        before |= {(entry["source"], name): fingerprint for name, fingerprint in entry["inputs"].items()}
+    now = {(part.source, file.relative_path): file.fingerprint for part in partitions for file in part.files}
+    changed = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
+    if not before or not changed:
+        return ""
+    source, name = first = changed[0]
+    how = "new" if first not in before else "missing" if first not in now else "changed"
+    others = f", and {len(changed) - 1:,} more" if changed[1:] else ""
+    return f": {name} of source {source} is {how}{others}"

@@ -87,7 +87,7 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
             record = storage.read_json(file)
             if not isinstance(record, dict) or not {"config", "status"} <= record.keys():
                 raise InputError(f"{file}: is not of a data run; give another run_dir")
-            told = [f"{key} is {old} there and {new} here" for key, old, new in _differences(record["config"], config)]
+            told = list(_differences(record["config"], config))
             if told:
                 named = ", ".join(told[:MAX_TOLD]) + (
                     f", and {len(told) - MAX_TOLD} more keys" * (len(told) > MAX_TOLD)
@@ -172,24 +172,37 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """The keys (dotted) in which two configs differ, and both values, but those that decide nothing, and input paths.
+def _differences(old: Any, new: Any, key: str = "", passed_over: tuple[str, ...] = NOT_DECIDING) -> Iterator[str]:
+    """What two configs say differently, a sentence a key (dotted), but for what decides nothing, and input paths.
 
     Which files a source has is compared by content when work is resumed, not by how their paths were written.
     """
-    old, new = _by_number(old), _by_number(new)
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for name in sorted({*old, *new}, key=str):
-            if (not key and name in NOT_DECIDING) or (key.startswith("sources.") and name in _WHERE):
-                continue
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+        for name in sorted({*old, *new} - {*passed_over}, key=str):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name), ())
+    elif key == "sources" and (before := _by_name(old)) is not None and (after := _by_name(new)) is not None:
+        yield from _source_differences(before, after)
     elif old != new:
-        yield key, show(old), show(new)
+        yield f"{key} is {show(old)} there and {show(new)} here"
 
 
-def _by_number(value: Any) -> Any:
-    """A list of mappings, such as that of the sources, as a mapping."""
-    return dict(enumerate(value)) if isinstance(value, list) and any(isinstance(v, Mapping) for v in value) else value
+def _source_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"source {name} is missing here" for name in old if name not in new)
+    yield from (f"source {name} is missing there" for name in new if name not in old)
+    common = [name for name in old if name in new]
+    for name in common:
+        yield from (f"source {name}: {told}" for told in _differences(old[name], new[name], passed_over=_WHERE))
+    order = [name for name in new if name in old]
+    if order != common:
+        yield f"the order of sources is {show(common)} there and {show(order)} here"
+
+
+def _by_name(sources: Any) -> dict[str, Any] | None:
+    """Sources by their names; None where they are no list of sources that have names of their own."""
+    if not isinstance(sources, list) or not all(isinstance(source, Mapping) for source in sources):
+        return None
+    named = {str(source.get("name"))[:100]: source for source in sources}
+    return named if len(named) == len(sources) else None
 
 
 @contextmanager

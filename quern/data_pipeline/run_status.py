@@ -20,6 +20,8 @@ __all__ = ["describe", "read_status"]
 #: Beats that may be missing before a driver on another machine is taken for gone.
 MISSED_BEATS = 4
 _READERS = 16
+#: Folders of commits in the order in which their phases run.
+_PHASES = ("pages", "duplicates", "tokens", "shards")
 
 
 def read_status(run_dir: str) -> dict[str, Any]:
@@ -31,6 +33,8 @@ def read_status(run_dir: str) -> dict[str, Any]:
     Raises:
         InputError: no run is there.
     """
+    if not storage.exists(storage.join(run_dir, "run.json")):
+        raise InputError(f"{run_dir}: expected a data run: it has no run.json")
     record = storage.read_json(storage.join(run_dir, "run.json"))
     if not isinstance(record, dict) or "status" not in record:
         raise InputError(f"{storage.join(run_dir, 'run.json')}: is not of a data run")
@@ -138,7 +142,12 @@ def _rows(run_dir: str, pages: dict[str, int]) -> dict[str, dict[str, int]]:
     for path in storage.list_files(folder):
         num[path.split("/commits/")[-1].split("/")[0]] += 1
     return {name: {"commits": count, **(pages if name == "pages" else {"pages": 0, "kept": 0})}
-            for name, count in sorted(num.items())}  # fmt: skip
+            for name, count in sorted(num.items(), key=_place)}  # fmt: skip
+
+
+def _place(row: tuple[str, int]) -> tuple[int, str]:
+    """By which phases are in the order in which they run, others behind them by name."""
+    return (_PHASES.index(row[0]) if row[0] in _PHASES else len(_PHASES), row[0])
 
 
 def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
@@ -162,7 +171,8 @@ def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
         pages = f", {counted(row['pages'], 'page')}, {row['kept']:,} kept" if row["pages"] else ""
         yield f"  {name:<11} {row['commits']:,} committed{pages}"
     if status["quarantined"] or status["damage"]:
-        yield f"  trouble     {counted(status['quarantined'], 'page')} quarantined, {status['damage']:,} damaged places"
+        damage = counted(status["damage"], "damaged place")
+        yield f"  trouble     {counted(status['quarantined'], 'page')} quarantined, {damage}"
     if status["errors"]["num"]:
         yield f"  errors      {status['errors']['num']:,}, the last: {status['errors']['last'][-1]}"
     if status["error"]:

@@ -13,7 +13,7 @@ import hashlib
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -21,11 +21,15 @@ from pydantic import Field, model_validator
 from quern import storage
 from quern.config import Section
 from quern.errors import InputError, QuernError
+from quern.words import shorten
 
 if TYPE_CHECKING:
     import tiktoken
 
-__all__ = ["ENDOFTEXT", "TRAINED", "Encoding", "TokenizeConfig", "encode_ordinary", "format_ranks", "load_encoding"]
+__all__ = [
+    "ENDOFTEXT", "OPTIONS", "TRAINED", "Encoding", "Keys", "TokenizeConfig", "encode_ordinary", "format_ranks",
+    "load_encoding",
+]  # fmt: skip
 
 ENDOFTEXT = "<|endoftext|>"
 TRAINED = "trained"
@@ -40,6 +44,18 @@ MAX_NATIVE_CHARS = 500_000
 
 #: tiktoken's download has no time-out of its own: a firewall that drops packets would hold a run for ever.
 DOWNLOAD_TIMEOUT_S = 60.0
+
+
+class Keys(NamedTuple):
+    """What the caller's user calls the name of the encoding and its ranks file."""
+
+    encoding: str = "tokenize.encoding"
+    ranks: str = "tokenize.ranks"
+    otherwise: str = f", or tokenize.encoding={TRAINED}"
+
+
+#: Of commands that have options for the two.
+OPTIONS = Keys("--encoding", "--ranks", "")
 
 
 class TokenizeConfig(Section):
@@ -144,34 +160,34 @@ def encode_ordinary(core: tiktoken.Encoding, text: str) -> list[int] | np.ndarra
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def load_encoding(name: str, ranks_path: str | None = None) -> Encoding:
+def load_encoding(name: str, ranks_path: str | None = None, keys: Keys = Keys()) -> Encoding:  # noqa: B008
     """The encoding ``name``: through tiktoken, or from the ranks file at ``ranks_path`` (local or fsspec).
 
     With ranks, a name that tiktoken knows keeps that encoding's pattern and special tokens; any other gets GPT-2's
-    pattern and one EOT whose id is the number of ranks.
+    pattern and one EOT whose id is the number of ranks. Errors name ``keys``.
 
     Raises:
         InputError: the ranks cannot be had, or do not belong to the encoding.
     """
     if ranks_path is None:
-        return _load_by_name(name)
+        return _load_by_name(name, keys)
     try:
         content = storage.read_bytes(ranks_path)
     except OSError as error:
-        raise InputError(f"tokenize.ranks: {ranks_path}: cannot be read ({error.strerror or error})") from None
-    return _load_from_ranks(name, ranks_path, content)
+        raise InputError(f"{keys.ranks}: {ranks_path}: cannot be read ({error.strerror or error})") from None
+    return _load_from_ranks(name, ranks_path, content, keys)
 
 
 @functools.lru_cache(maxsize=4)
-def _load_by_name(name: str) -> Encoding:
+def _load_by_name(name: str, keys: Keys) -> Encoding:
     if name not in known_encodings():
-        raise InputError(f"tokenize.encoding: {name!r} is not known to tiktoken; give tokenize.ranks=, a ranks file")
-    core = _get_encoding(name)
+        raise InputError(f"{keys.encoding}: {name!r} is not known to tiktoken; give {keys.ranks}, a ranks file")
+    core = _get_encoding(name, keys)
     ranks = {token: core.encode_single_token(token) for token in core.token_byte_values()}
     return Encoding(name, None, core, ranks)
 
 
-def _get_encoding(name: str) -> tiktoken.Encoding:
+def _get_encoding(name: str, keys: Keys) -> tiktoken.Encoding:
     """tiktoken's encoding in bounded time: from its cache, else from the network."""
     import tiktoken
 
@@ -188,21 +204,27 @@ def _get_encoding(name: str) -> tiktoken.Encoding:
     thread.join(DOWNLOAD_TIMEOUT_S)
     result = outcome[0] if outcome else TimeoutError(f"no answer within {DOWNLOAD_TIMEOUT_S:g} s")
     if isinstance(result, Exception):
-        why = f"{type(result).__name__}: {' '.join(str(result).split())[:160]}"
         raise InputError(
-            f"tokenize.encoding: the ranks of {name!r} are neither in tiktoken's cache nor can they be downloaded "
-            f"({why}); set TIKTOKEN_CACHE_DIR to a folder that holds them, give tokenize.ranks=, a .tiktoken file, or "
-            f"tokenize.encoding={TRAINED}. tiktoken deletes a cached file whose hash is wrong"
+            f"{keys.encoding}: the ranks of {name!r} are neither in tiktoken's cache nor can they be downloaded "
+            f"({_first_cause(result)}); set TIKTOKEN_CACHE_DIR to a folder that holds them, or give {keys.ranks}, a "
+            f".tiktoken file{keys.otherwise}. tiktoken deletes a cached file whose hash is wrong"
         )
     return result
 
 
+def _first_cause(error: BaseException) -> str:
+    """What went wrong at first: errors of downloads quote those below them at length."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 160)
+
+
 @functools.lru_cache(maxsize=4)
-def _load_from_ranks(name: str, path: str, content: bytes) -> Encoding:
+def _load_from_ranks(name: str, path: str, content: bytes, keys: Keys) -> Encoding:
     try:
         return Encoding(name, path, *_make(name, content))
     except ValueError as error:
-        raise InputError(f"tokenize.ranks: {path}: {error}") from None
+        raise InputError(f"{keys.ranks}: {path}: {error}") from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -226,8 +248,7 @@ def _make(name: str, content: bytes) -> tuple[tiktoken.Encoding, dict[bytes, int
         specials = definition["special_tokens"]
         if ids & set(specials.values()) or (expected and len(ranks) + len(specials) != expected):
             raise ValueError(
-                f"its {len(ranks)} ranks are not those of {name!r}; "
-                "give tokenize.encoding= another name for an encoding of your own"
+                f"its {len(ranks)} ranks are not those of {name!r}; give an encoding of your own another name"
             )
     else:
         if max(ids) != len(ranks) - 1:
@@ -251,7 +272,7 @@ def _known_definition(name: str, ranks: Mapping[bytes, int]) -> dict[str, Any]:
     assert constructors is not None
     constructor = constructors[name]
     if not isinstance(constructor, types.FunctionType):
-        raise InputError(f"tokenize.encoding: {name!r} cannot take tokenize.ranks=; give the encoding another name")
+        raise InputError(f"encoding {name!r} cannot take a ranks file; give it another name")
     names: dict[str, Any] = dict(constructor.__globals__)
     for key, value in constructor.__globals__.items():
         if isinstance(value, types.FunctionType) and value.__module__ == constructor.__module__:

@@ -62,11 +62,15 @@ def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:
     """What stands at token ``at`` of the shard file ``shard_path``, with ``context`` tokens on either side.
 
     Raises:
-        InputError: the shard is not on a local file system, the corpus version does not list it, or it has no such
-            position.
+        InputError: the shard is a folder or not on a local file system, the corpus version does not list it, or it has
+            no such position.
     """
     if not storage.is_local(shard_path):
         raise InputError(f"{shard_path}: shards are memory-mapped; expected a file on a local file system")
+    if os.path.isdir(storage.split(shard_path)[1]):
+        raise InputError(
+            f"{shard_path}: expected a file of a shard, such as RUN/tokens/SOURCE/shard_00000.bin, got a folder"
+        )
     folder, name = os.path.split(os.path.abspath(storage.split(shard_path)[1]))
     reader = ShardReader(folder)
     names = [info.bin for info in reader.shards]

@@ -18,7 +18,7 @@ from quern.errors import InputError, QuernError
 from quern.model import hf
 from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
-from quern.tokenize.encoding import Encoding, load_encoding
+from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding
 from quern.train.branch import find_checkpoint
 from quern.train.checkpoint.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.manifest import (
@@ -121,7 +121,7 @@ def import_hf(folder: str, out: str, *, encoding: str | None = None, ranks: str 
     _check_free(out)
     with hf.HFWeights(folder, shape) as weights, tempfile.TemporaryDirectory() as scratch:
         if encoding or ranks:
-            found = load_encoding(encoding or "imported", ranks)
+            found = load_encoding(encoding or "imported", ranks, OPTIONS)
         elif os.path.isfile(os.path.join(folder, hf_tokenizer.TOKENIZER)):
             found = hf_tokenizer.read_encoding(folder, scratch)
         else:

@@ -114,6 +114,7 @@ def test_every_recipe_is_valid_and_prints_back_to_itself(recipe: Path, tmp_path:
         arguments.append(f"toxicity.lexicons.en={tmp_path}/lexicon.txt")
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
+    assert "1 file in 1 partition, 0 B" in result.stderr
     printed = DataRun.model_validate(yaml.safe_load(result.stdout))
     assert printed.sources[0].kind == kind
 
@@ -188,7 +189,27 @@ def test_a_run_its_status_report_and_tokens_as_json(
     assert beyond.stderr.count("\n") == 1
     gone = CliRunner().invoke(app, ["data", "status", str(tmp_path / "nowhere")])
     assert gone.exit_code == 2
-    assert "nowhere/run.json: no such file" in gone.stderr
+    assert "nowhere: expected a data run: it has no run.json" in gone.stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (None, "expected a complete data run: it has no run.json"),
+        ({"config": {"import": {}}, "status": "complete"}, "this one is of imported tokens"),
+        (
+            {"config": {}, "status": "running"},
+            "this one has not ended, and stats.json is written at the end; quern data",
+        ),
+    ],
+)
+def test_a_run_without_a_report_says_why(tmp_path: Path, record: object, told: str) -> None:
+    if record is not None:
+        (tmp_path / "run.json").write_text(json.dumps(record))
+    done = CliRunner().invoke(app, ["data", "report", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {tmp_path}: expected a complete data run: ")
+    assert told in done.stderr
 
 
 def test_a_missing_encoding_founds_no_run(tmp_path: Path, good: str) -> None:

@@ -159,6 +159,10 @@ def test_a_phase_that_reports_no_partitions_does_not_claim_to_have_done_none() -
     clock.now += 10
     progress.end_phase()
     assert stream.getvalue().splitlines()[-1] == "tokens: done in 10 s"
+    progress.start_phase("tokens", 1, None)
+    progress.partition_done({}, 0)
+    progress.end_phase()
+    assert stream.getvalue().splitlines()[-1] == "tokens: done in 0 s, 1/1 partition"
 
 
 def test_terminal_shows_phase_funnel_estimate_and_last_errors() -> None:

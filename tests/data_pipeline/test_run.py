@@ -19,12 +19,14 @@ from quern.cli.main import app
 from quern.config import dump_yaml
 from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
+from quern.data_pipeline.commits import publish_commit
 from quern.data_pipeline.engine import InProcess
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.toxicity import Toxicity
 from quern.errors import InputError
 from quern.tokenize import run as tokens
 from quern.tokenize.config import DataRun
+from quern.tokenize.exchange.export import export
 from support.data_pipeline import in_process
 
 NOUNS = [
@@ -167,17 +169,45 @@ def test_a_complete_run_refuses_other_inputs(tmp_path: Path) -> None:
     record = {"inputs": pages.inputs_digest(partitions)}
     pages.check_unchanged(record, partitions, base)
     write_jsonl(f"{base}/in/1.jsonl", range(3, 6))
-    with pytest.raises(InputError, match="input files have changed since"):
+    with pytest.raises(InputError, match="input files have changed since; give another run_dir"):
         pages.check_unchanged(record, pages.plan_sources(config(base)), base)
 
 
+def test_the_first_file_that_differs_from_a_complete_run_is_named(tmp_path: Path) -> None:
+    base = str(tmp_path)
+    for name in ("a", "b", "c"):
+        write_jsonl(f"{base}/in/{name}.jsonl", range(3))
+    partitions = pages.plan_sources(config(base))
+    for part in partitions:
+        inputs = {file.relative_path: file.fingerprint for file in part.files}
+        publish_commit(base, "pages", part.source, part.name, inputs=inputs, config="", outputs={}, counts={})
+    record = {"inputs": pages.inputs_digest(partitions)}
+    pages.check_unchanged(record, partitions, base)
+
+    def refused(told: str) -> None:
+        with pytest.raises(InputError, match=rf"have changed since: {told}; give another run_dir"):
+            pages.check_unchanged(record, pages.plan_sources(config(base)), base)
+
+    write_jsonl(f"{base}/in/d.jsonl", range(3))
+    refused("d.jsonl of source s is new")
+    Path(f"{base}/in/c.jsonl").unlink()
+    refused("c.jsonl of source s is missing, and 1 more")
+    write_jsonl(f"{base}/in/b.jsonl", range(4))
+    refused("b.jsonl of source s is changed, and 2 more")
+
+
 def test_a_run_without_a_single_kept_page_ends_well(tmp_path: Path) -> None:
-    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": ""}\nnot json\n')
+    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": "", "date": "soon"}\nnot json\n')
     settings = config(str(tmp_path), tokenize={"encoding": "trained", "vocab_size": 300})
     result, report = run(settings)
     assert result.duplicates["removed"] == {} or not any(map(any, result.duplicates["removed"].values()))
     assert report.sources["s"]["train"].documents == 0
+    (entry,) = map(storage.read_json, storage.list_files(f"{settings.run_dir}/commits/pages"))
+    assert entry["counts"]["unreadable_dates"] == 1
     assert storage.exists(f"{settings.run_dir}/tokens/VERSION.json")
+    with pytest.raises(InputError, match=r"/run: has no documents to export in s$"):
+        export(settings.run_dir, "bin", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 class KilledError(BaseException):

@@ -79,12 +79,14 @@ def test_what_decides_no_byte_may_change(tmp_path: Path, same: dict[str, Any]) -
             {"language": {"keep": ["en", "de"], "threshold": 0.65}},
             'language.keep is ["en"] there and ["en", "de"] here',
         ),
-        ({"sources": [{"name": "t", "paths": "a", "kind": "warc"}]}, 'sources.0.name is "s" there and "t" here'),
+        (
+            {"sources": [{"name": "t", "paths": "a", "kind": "warc"}]},
+            "source s is missing here, source t is missing there; give",
+        ),
         ({"language": None}, 'language is {"keep": ["en"], "threshold": 0.65} there and null here'),
         (
             {"sources": [{"name": "s", "paths": "b", "kind": "wet"}, {"name": "t"}], "seed": 2},
-            'seed is 0 there and 2 here, sources.0.kind is "warc" there and "wet" here, '
-            'sources.1 is null there and {"name": "t"} here; give',
+            'seed is 0 there and 2 here, source t is missing there, source s: kind is "warc" there and "wet" here',
         ),
         (
             {f"k{n}": n for n in range(10)},
@@ -98,6 +100,21 @@ def test_another_config_is_refused_by_its_key(tmp_path: Path, other: dict[str, A
     with pytest.raises(InputError) as caught, open_run(str(tmp_path), changed(**other)):
         pass
     assert str(caught.value).startswith(f"{tmp_path}: holds a run with another config: {key}")
+
+
+def test_sources_are_compared_by_their_names(tmp_path: Path) -> None:
+    sources = [{"name": name, "paths": name, "kind": "warc"} for name in ("a", "b", "c")]
+    with open_run(str(tmp_path), changed(sources=sources)):
+        pass
+    for here, told in (
+        (sources[1:], "source a is missing here"),
+        ([sources[0], {**sources[2], "kind": "wet"}], 'source b is missing here, source c: kind is "warc" there and'),
+        (sources[::-1], 'the order of sources is ["a", "b", "c"] there and ["c", "b", "a"] here'),
+        ([{**sources[0], "paths": "elsewhere", "kind": "wet"}, *sources[1:]], 'source a: kind is "warc" there and "we'),
+    ):
+        with pytest.raises(InputError) as caught, open_run(str(tmp_path), changed(sources=here)):
+            pass
+        assert str(caught.value).startswith(f"{tmp_path}: holds a run with another config: {told}")
 
 
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:

@@ -129,8 +129,17 @@ def test_a_run_without_any_word_of_a_driver_is_told_of_too(run_dir: str) -> None
     ):
         storage.publish_bytes(storage.join(run_dir, "status.json"), stranger)
         assert read_status(run_dir) == found
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match=r"-none: expected a data run: it has no run\.json"):
         read_status(f"{run_dir}-none")
+
+
+def test_phases_are_told_in_the_order_in_which_they_run(run_dir: str) -> None:
+    for phase in ("tokens", "later", "shards", "duplicates", "pages"):
+        publish_commit(run_dir, phase, "s", "0", inputs={}, config="c", outputs={}, counts={})
+    found = read_status(run_dir)
+    assert list(found["phases"]) == ["pages", "duplicates", "tokens", "shards", "later"]
+    rows = [line.split()[0] for line in describe(run_dir, found) if "committed" in line]
+    assert rows == list(found["phases"])
 
 
 def test_a_driver_elsewhere_is_given_up_when_its_beats_stay_out(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

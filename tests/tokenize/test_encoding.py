@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from quern.errors import InputError
 from quern.tokenize import encoding as encoding_module
-from quern.tokenize.encoding import TokenizeConfig, encode_ordinary, load_encoding
+from quern.tokenize.encoding import OPTIONS, TokenizeConfig, encode_ordinary, load_encoding
 from support.named_cases import each
 
 pieces = [
@@ -130,8 +130,18 @@ def test_missing_ranks_say_how_to_provide_them(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     encoding_module._load_by_name.cache_clear()
-    with pytest.raises(InputError, match=r"TIKTOKEN_CACHE_DIR.*tokenize\.ranks="):
+    with pytest.raises(InputError) as caught:
         load_encoding("cl100k_base")
+    assert str(caught.value) == (
+        "tokenize.encoding: the ranks of 'cl100k_base' are neither in tiktoken's cache nor can they be downloaded "
+        "(OSError: no network in tests); set TIKTOKEN_CACHE_DIR to a folder that holds them, or give tokenize.ranks, a "
+        ".tiktoken file, or tokenize.encoding=trained. tiktoken deletes a cached file whose hash is wrong"
+    )
+    with pytest.raises(InputError) as caught:
+        load_encoding("cl100k_base", keys=OPTIONS)
+    assert str(caught.value).startswith("--encoding: the ranks of 'cl100k_base'")
+    assert "or give --ranks, a .tiktoken file. tiktoken" in str(caught.value)
+    assert "tokenize." not in str(caught.value)
 
 
 def test_a_download_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

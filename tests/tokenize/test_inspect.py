@@ -82,6 +82,14 @@ def test_a_file_outside_the_version_is_refused(corpus: tuple[Path, list]) -> Non
         inspect(str(path), 0)
 
 
+def test_a_folder_is_refused_as_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        inspect(str(tmp_path), 0)
+    assert str(caught.value) == (
+        f"{tmp_path}: expected a file of a shard, such as RUN/tokens/SOURCE/shard_00000.bin, got a folder"
+    )
+
+
 def test_a_shard_on_another_store_is_refused_by_its_whole_name() -> None:
     with pytest.raises(InputError, match=r"^memory://run/tokens/web/shard_00000\.bin: shards are memory-mapped"):
         inspect("memory://run/tokens/web/shard_00000.bin", 0)

@@ -121,7 +121,8 @@ def check_sources(stats: Mapping[str, Any], sources: Sequence[SourceConfig]) -> 
     if table["pages"]:
         loss = next(loss for loss in _walk(table["pages"], table["by_reason"]) if loss.gate == "read")
         why = _READ.get(loss.reason, _KIND).format(at=at, field=source.text_field)
-        cause = f"none of its {_records(table['pages'])} could be read, {loss.num_reason:,} as {loss.reason}: {why}"
+        none = f"none of its {table['pages']:,} records could be read, {loss.num_reason:,}"
+        cause = f"{none if table['pages'] > 1 else 'its only record could not be read,'} as {loss.reason}: {why}"
     else:
         cause = f"{_no_record(source.name, table, stats)}; {_KIND.format(at=at)}"
     others = f" (and {len(empty) - 1} more: {', '.join(other.name for _, other in empty[1:6])})" if empty[1:] else ""
@@ -184,7 +185,3 @@ def _no_record(name: str, table: Mapping[str, Any], stats: Mapping[str, Any]) ->
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in table["other_records"].items())
         return f"no record of its files is a page ({kinds})"
     return "its files hold no record"
-
-
-def _records(num: int) -> str:
-    return "1 record" if num == 1 else f"{num:,} records"

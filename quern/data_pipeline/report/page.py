@@ -16,8 +16,9 @@ from quern import storage
 from quern.config import dump_yaml
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
 from quern.data_pipeline.report.stats import committed, funnel
-from quern.data_pipeline.report.survey import CHAR_EDGES, OUTCOMES, WORD_EDGES, Budget, Survey, survey
+from quern.data_pipeline.report.survey import CHAR_EDGES, NO_HOST, OUTCOMES, WORD_EDGES, Budget, Survey, survey
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
+from quern.words import counted
 
 __all__ = ["render", "survey_run", "write_report"]
 
@@ -102,7 +103,7 @@ def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[s
     script = template.partition("<script>")[2].partition("</script>")[0]
     return Template(template).substitute(
         title=f"quern · {show(run_dir.rstrip('/').rpartition('/')[2], 80)}",
-        headline=f"{num(stats['pages'])} pages became {num(stats['unique'])} documents",
+        headline=f"{counted(stats['pages'], 'page')} became {counted(stats['unique'], 'document')}",
         tiles=_tiles(stats),
         nav="".join(f'<a href="#{key}">{title}</a>' for key, title, _ in present),
         sections="\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in present),
@@ -127,14 +128,14 @@ def _count(value: int) -> str:
 def _tiles(stats: Mapping[str, Any]) -> str:
     removed = stats["kept"] - stats["unique"]
     tiles = [
-        ("pages read", _count(stats["pages"]), f"{num(stats['partitions'])} partitions"),
+        ("pages read", _count(stats["pages"]), counted(stats["partitions"], "partition")),
         ("passed all gates", _count(stats["kept"]), percent(stats["kept"], stats["pages"])),
         ("duplicates removed", _count(removed), f"{percent(removed, stats['kept'])} of those"),
         ("documents", _count(stats["unique"]), percent(stats["unique"], stats["pages"])),
     ]
     if stats["tokens"] is not None:
         tokens = stats["tokens"]
-        tiles.append(("tokens", _count(tokens["tokens"]), f"{num(tokens['shards'])} shards"))
+        tiles.append(("tokens", _count(tokens["tokens"]), counted(tokens["shards"], "shard")))
     cells = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
     return f'<dl class="tiles">{"".join(cells)}</dl>'
 
@@ -249,7 +250,7 @@ def _languages_and_hosts(found: Survey) -> str:
     hosts = [
         _stacked(f'<span title="{show(name)}">{show(name, 60)}</span>', n) for name, n in found.hosts.top(NUM_HOSTS)
     ]
-    known = f"{num(len(found.hosts.counts))} hosts"
+    known = counted(len(found.hosts.counts.keys() - {NO_HOST}), "host")
     if found.hosts.lost:
         known = f"more than {known}; a host's counts may be short by up to {num(found.hosts.lost)}"
     return (
@@ -362,7 +363,7 @@ def _damage(stats: Mapping[str, Any]) -> str:
     ]
     more = damage["count"] - len(rows)
     tail = f'<p class="muted">and {num(more)} more</p>' if more > 0 else ""
-    lead = _lead(f"{num(damage['count'])} places where an input file is damaged; reading went on behind each.")
+    lead = _lead(f"{counted(damage['count'], 'place')} where an input file is damaged; reading went on behind each.")
     return lead + table(["file", "offset", "what was wrong"], rows, "texts") + tail
 
 

@@ -43,7 +43,7 @@ MAX_SHOWN = 20
 PRE_SKIP = "language:language.pre_skip"
 DECISIONS = "duplicates/decisions.parquet"
 
-_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept")
+_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept", "unreadable_dates")
 _TABLES = ("by_stage", "by_reason", "by_language", "other_records")
 
 #: Rows of the funnel in the order of the road: (key, label). The language guess comes before extraction.
@@ -366,7 +366,7 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
     if stats["tokens"] is not None:
         held_out = sum(splits["val"]["documents"] for splits in stats["tokens"]["sources"].values())
         yield (
-            f"{stats['tokens']['tokens']:,} tokens in {counted(stats['tokens']['shards'], 'shard')} "
+            f"{counted(stats['tokens']['tokens'], 'token')} in {counted(stats['tokens']['shards'], 'shard')} "
             f"({counted(held_out, 'document')} held out for validation)"
         )
     if stats["duplicates"].get("recall"):
@@ -382,8 +382,11 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
         yield f"alarm: and {len(alarms) - MAX_SHOWN:,} more, in stats.json and in the report"
     for sentence in stats["duplicates"].get("notes", ()):
         yield f"note: {sentence}"
+    for name, table in stats["sources"].items():
+        if num := table.get("unreadable_dates"):
+            yield f"note: source {name}: {counted(num, 'date')} could not be read, and fetched_at is null there"
     if stats["damage"]["count"]:
-        yield f"{stats['damage']['count']:,} places of damage in the input were read around"
+        yield f"read around in the input: {counted(stats['damage']['count'], 'damaged place')}"
     if stats["timing"]["pages_per_cpu_second"] is not None:
         yield (
             f"{stats['timing']['cpu_seconds']:,.0f} CPU-seconds in the pages phase, "

@@ -22,7 +22,18 @@ from quern.data_pipeline.document import HASH
 from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
 from quern.errors import QuernError
 
-__all__ = ["CHAR_EDGES", "OUTCOMES", "WORD_EDGES", "Budget", "Pair", "Sample", "Survey", "TopCounter", "survey"]
+__all__ = [
+    "CHAR_EDGES",
+    "NO_HOST",
+    "OUTCOMES",
+    "WORD_EDGES",
+    "Budget",
+    "Pair",
+    "Sample",
+    "Survey",
+    "TopCounter",
+    "survey",
+]
 
 OUTCOMES = ("kept", "duplicate", "dropped")
 BATCH_ROWS = 1 << 16
@@ -31,7 +42,7 @@ TEXT_BATCH_ROWS = 1024
 MAX_STRATA = 256
 PER_REASON = 12
 NO_LANGUAGE = "(not identified)"
-NO_HOST = "(none)"
+NO_HOST = "(no host)"
 _COLUMNS = ["doc_id", "host", "language", "stage", "reason"]
 
 #: Lower edges of the length histograms, eight a decade; the first bin begins at 0, the last is open.
@@ -121,8 +132,8 @@ class Survey:
     unique_chars: Counter[str] = field(default_factory=Counter)
     """Source → characters of the documents that are tokenized."""
     clusters: Clusters = field(default_factory=Clusters)
-    members: dict[bytes, str | None] = field(default_factory=dict)
-    """doc_id → URL of the members shown of the largest clusters."""
+    members: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+    """doc_id → verdict row of the members shown of the largest clusters."""
     samples: list[Sample] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 
@@ -187,7 +198,7 @@ def survey(
             pair.append(Sample(outcome, *loaded[at]) if at is not None else None)
         found.pairs.append(Pair(decision, pair[0], pair[1]))
     for member in sorted(shown & scan.places.keys()):
-        found.members[member] = loaded[scan.places[member]][0]["url"]
+        found.members[member] = loaded[scan.places[member]][0]
     return found
 
 

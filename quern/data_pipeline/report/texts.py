@@ -12,6 +12,7 @@ from typing import Any
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, table
 from quern.data_pipeline.report.stats import url_similarities
 from quern.data_pipeline.report.survey import Pair, Sample, Survey
+from quern.words import counted
 
 __all__ = ["duplicates_section", "samples_section", "shown_documents"]
 
@@ -132,12 +133,21 @@ def _largest(found: Survey) -> str:
         shown = []
         for member in cluster.members:
             known = member in found.members
-            shown.append(link(found.members[member]) if known else f'<span class="mono">{member.hex()}</span>')
+            shown.append(_origin(found.members[member]) if known else f'<span class="mono">{member.hex()}</span>')
         more = cluster.size - len(shown)
         tail = f'<br><span class="muted">and {num(more)} more</span>' if more > 0 else ""
         name = f'<span class="id" title="{cluster.cluster_id.hex()}">{cluster.cluster_id.hex()[:8]}</span>'
         rows.append([num(cluster.size), name, "<br>".join(shown) + tail])
     return table(["documents", "cluster", "some of them"], rows, "texts")
+
+
+def _origin(row: Mapping[str, Any]) -> str:
+    """The URL of a page, or the record that it was read from where it has none."""
+    if row["url"] is not None:
+        return link(row["url"])
+    place = [f"byte {row['record_offset']}"] if row["record_offset"] is not None else []
+    place += [f"record {row['record_id']}"] if row["record_id"] is not None else []
+    return f'<span class="url">{show(", ".join([row["source_file"][-160:], *place]), 300)}</span>'
 
 
 def _pair(pair: Pair) -> str:
@@ -147,7 +157,7 @@ def _pair(pair: Pair) -> str:
     facts += [f"band {decision['band']}"] if decision.get("band") is not None else []
     title = f"<h3>{show(decision['kind'])} duplicate <span>{' · '.join(facts)}</span></h3>"
     if pair.removed and pair.kept and pair.removed.text and pair.removed.text == pair.kept.text:
-        urls = f"{link(pair.removed.row['url'])} is the same text as {link(pair.kept.row['url'])}"
+        urls = f"{_origin(pair.removed.row)} is the same text as {_origin(pair.kept.row)}"
         text = _text(pair.kept, show(pair.kept.text[:PAIR_CHARS]), PAIR_CHARS, pair.removed)
         body = f'<p class="where">{urls}</p>{text}'
         return f'<article class="sample" data-kind="duplicates">{title}{body}</article>'
@@ -161,9 +171,9 @@ def _pair(pair: Pair) -> str:
         if side is None:
             body = f'<p class="where mono">{decision[key].hex()} (in a partition that was not surveyed)</p>'
         elif side.text is None:
-            body = f'<p class="where">{link(side.row["url"])}</p><p class="muted">Its text was purged.</p>'
+            body = f'<p class="where">{_origin(side.row)}</p><p class="muted">Its text was purged.</p>'
         else:
-            body = f'<p class="where">{link(side.row["url"])}</p>{_box(text, side)}'
+            body = f'<p class="where">{_origin(side.row)}</p>{_box(text, side)}'
         sides += f"<div><h3><span>{name}</span></h3>{body}</div>"
     return f'<article class="sample" data-kind="duplicates">{title}<div class="sides">{sides}</div></article>'
 
@@ -255,4 +265,6 @@ def _measures(row: Mapping[str, Any], failed: set[str]) -> str:
         f"<li{' class=failed' if name in failed else ''}><span>{show(name)}</span><span>{value:.4g}</span></li>"
         for name, value in sorted(values.items(), key=lambda item: (item[0] not in failed, item[0]))
     )
-    return f'<details><summary>{num(len(values))} measurements</summary><ul class="measures">{items}</ul></details>'
+    return (
+        f'<details><summary>{counted(len(values), "measurement")}</summary><ul class="measures">{items}</ul></details>'
+    )

@@ -3,6 +3,9 @@
 Valid UTF-8 always wins: of pages that are valid multi-byte UTF-8 and carry another label, the label is what is wrong.
 After that the order is the browsers' (WHATWG, *Encoding* and *HTML*, "determining the character encoding"): byte order
 mark, HTTP header, ``<meta>``, and detection last. Unlike a browser, a label that does not fit the bytes is passed over.
+
+Files of a folder have no HTTP header. What a program's first two lines say (PEP 263) and an XML declaration count for
+them, and bytes of which no encoding is recognised are windows-1252 where they are few.
 """
 
 from __future__ import annotations
@@ -78,6 +81,10 @@ _BOMS = (
 _HEADER = re.compile(r"charset\s{0,9}=\s{0,9}[\"']?\s{0,9}([^\s\"';,]{1,40})", re.IGNORECASE)
 _META = re.compile(rb"<meta\b[^>]{0,400}?\bcharset\s{0,9}=\s{0,9}[\"']?\s{0,9}([A-Za-z0-9_.:\-]{2,40})", re.IGNORECASE)
 _XML = re.compile(rb"^\s*<\?xml\b[^>]{0,200}?\bencoding\s{0,9}=\s{0,9}[\"']([A-Za-z0-9_.:\-]{2,40})", re.IGNORECASE)
+#: PEP 263, for one line; Emacs and Vim write the same into comments of other languages.
+_CODING = re.compile(rb"[ \t\f]*#.*?coding[:=][ \t]*([-_.a-zA-Z0-9]{1,40})")
+_NO_CODE = re.compile(rb"[ \t\f]*(?:#|\r?$)")
+_LINE_ENDS = re.compile(r"-(?:unix|dos|mac)$")
 _COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
 _PRESCAN_BYTES = 4096
 _SAMPLE_BYTES = 1 << 16
@@ -85,6 +92,9 @@ _SAMPLE_BYTES = 1 << 16
 _DIRT = 20
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _HIGH_BYTES = bytes(range(0x80, 0x100))
+#: A file in no known encoding is windows-1252 when at most one of so many bytes is not ASCII, and none is a control.
+_FEW = 20
+_CONTROLS = bytes(byte for byte in (*range(0x20), 0x7F) if byte not in b"\t\n\f\r")
 
 
 def codec_for(label: str) -> str | None:
@@ -115,17 +125,18 @@ def printable(text: str) -> str:
     return text
 
 
-def decode(payload: bytes, header_charset: str | None, is_html: bool) -> tuple[str, str] | None:
+def decode(payload: bytes, header_charset: str | None, is_html: bool, is_file: bool = False) -> tuple[str, str] | None:
     """``(text without NUL, charset used)``, or None when no encoding fits. No codec here makes a lone surrogate.
 
-    A character cut off at the very end (crawlers cap pages by bytes) is left out. Bytes that are no text in the
-    encoding chosen become U+FFFD, which is allowed for at most one in 20 of the characters beyond ASCII.
+    ``is_file``: the payload is a file of a folder, and no page of the web. A character cut off at the very end
+    (crawlers cap pages by bytes) is left out. Bytes that are no text in the encoding chosen become U+FFFD, which is
+    allowed for at most one in 20 of the characters beyond ASCII.
     """
-    decoded = _decode(payload, header_charset, is_html)
+    decoded = _decode(payload, header_charset, is_html, is_file)
     return decoded and (decoded[0].replace("\0", ""), decoded[1])
 
 
-def _decode(payload: bytes, header_charset: str | None, is_html: bool) -> tuple[str, str] | None:
+def _decode(payload: bytes, header_charset: str | None, is_html: bool, is_file: bool) -> tuple[str, str] | None:
     for bom, codec in _BOMS:
         if payload.startswith(bom):
             text = _strict(payload[len(bom) :], codec) or _with_dirt(payload[len(bom) :], codec)
@@ -135,14 +146,16 @@ def _decode(payload: bytes, header_charset: str | None, is_html: bool) -> tuple[
     text = _strict(payload, "utf-8")
     if text is not None:
         if b"\x1b" in payload and text.isascii():
-            escaped = _first_fitting(payload, _codecs([*labels, *_declared(payload, is_html)]), ("iso2022_jp",))
+            escaped = _first_fitting(
+                payload, _codecs([*labels, *_declared(payload, is_html, is_file)]), ("iso2022_jp",)
+            )
             if escaped is not None:
                 return escaped
         return text, "utf-8"
     text = _with_dirt(payload, "utf-8")
     if text is not None:
         return text, "utf-8"
-    candidates = _codecs([*labels, *_declared(payload, is_html)])
+    candidates = _codecs([*labels, *_declared(payload, is_html, is_file)])
     decoded = _first_fitting(payload, candidates)
     if decoded is not None:
         return decoded
@@ -154,7 +167,14 @@ def _decode(payload: bytes, header_charset: str | None, is_html: bool) -> tuple[
         text = _with_dirt(payload, codec)
         if text is not None:
             return text, _NAMES[codec]
+    if is_file and _has_few_strange_bytes(payload) and (text := _strict(payload, "cp1252")) is not None:
+        return text, _NAMES["cp1252"]
     return None
+
+
+def _has_few_strange_bytes(payload: bytes) -> bool:
+    high = len(payload) - len(payload.translate(None, _HIGH_BYTES))
+    return high * _FEW <= len(payload) and len(payload.translate(None, _CONTROLS)) == len(payload)
 
 
 def _first_fitting(payload: bytes, candidates: list[str], only: tuple[str, ...] = ()) -> tuple[str, str] | None:
@@ -171,13 +191,24 @@ def _codecs(labels: list[str]) -> list[str]:
     return list(dict.fromkeys(codec for codec in map(codec_for, labels) if codec is not None))
 
 
-def _declared(payload: bytes, is_html: bool) -> list[str]:
+def _declared(payload: bytes, is_html: bool, is_file: bool) -> list[str]:
     """Labels a page gives itself. One that was readable as ASCII cannot be UTF-16, whatever it says."""
-    if not is_html:
-        return []
-    head = _COMMENT.sub(b"", payload[:_PRESCAN_BYTES])
-    found = [match.group(1).decode("ascii") for match in (_META.search(head), _XML.search(head)) if match]
+    found = _program_labels(payload) if is_file else []
+    head = _COMMENT.sub(b"", payload[:_PRESCAN_BYTES]) if is_html or is_file else b""
+    matches = (_META.search(head) if is_html else None, _XML.search(head))
+    found += [match.group(1).decode("ascii") for match in matches if match]
     return [label for label in found if not (codec_for(label) or "").startswith(("utf-16", "utf-32"))]
+
+
+def _program_labels(payload: bytes) -> list[str]:
+    """The label of PEP 263 in the first two lines, as it stands and as WHATWG spells such (``latin_1-unix``)."""
+    for line in payload[:_PRESCAN_BYTES].split(b"\n")[:2]:
+        if match := _CODING.match(line):
+            label = match.group(1).decode("ascii")
+            return [label, _LINE_ENDS.sub("", label.lower().replace("_", "-"))]
+        if not _NO_CODE.match(line):
+            break
+    return []
 
 
 def _strict(payload: bytes, codec: str) -> str | None:

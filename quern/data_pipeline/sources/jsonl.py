@@ -38,13 +38,13 @@ def read_jsonl(
             else:
                 try:
                     line = b"".join(parts)
-                    _fill(page, source, line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
+                    _fill(page, source, log, line[3:] if offset == 0 and line.startswith(b"\xef\xbb\xbf") else line)
                 except MemoryError:
                     page.fault = OUT_OF_MEMORY
             yield page
 
 
-def _fill(page: Page, source: SourceConfig, line: bytes) -> None:
+def _fill(page: Page, source: SourceConfig, log: ReadLog, line: bytes) -> None:
     if _has_too_many_values(line):
         page.fault = "read.too_large"
         return
@@ -58,7 +58,7 @@ def _fill(page: Page, source: SourceConfig, line: bytes) -> None:
         page.fault = "read.too_deep"
     else:
         if isinstance(row, dict):
-            fill(page, source, row)
+            fill(page, source, row, log)
         else:
             page.fault = "read.not_an_object"
 

@@ -23,6 +23,8 @@ class ReadLog:
     """``{"file", "offset", "why"}`` of each damage met, the first thousand a log; ``offset`` is in bytes (a row in
     Parquet)."""
     damage_left_out: int = 0
+    unreadable_dates: int = 0
+    """Values of ``date_field`` that are there and are no date."""
     edges: Edges | None = None
     """Of a partition that is a range of a file, once it has been read."""
     tick: Callable[[], None] = lambda: None

@@ -54,7 +54,7 @@ def read_parquet(
                         page = Page(source.name, path, relative_path, row, media="text")
                         fields = dict(zip(others.schema.names, values, strict=True))
                         try:
-                            fill(page, source, {**fields, source.text_field: "" if text is _TOO_LARGE else text})
+                            fill(page, source, {**fields, source.text_field: "" if text is _TOO_LARGE else text}, log)
                         except MemoryError:
                             page.fault = OUT_OF_MEMORY
                         else:

@@ -23,7 +23,7 @@ from quern import storage
 from quern.config import Section
 from quern.data_pipeline.sources.commoncrawl import BASE, FORMATS, crawl_files, parse_files
 from quern.data_pipeline.sources.ranges import Range, cut
-from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, list_tree
+from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, left_out, list_tree
 from quern.errors import InputError
 
 __all__ = ["NOT_DECIDING", "TREE_KINDS", "InputFile", "Partition", "SourceConfig", "plan"]
@@ -74,7 +74,7 @@ class SourceConfig(Section):
     """JSONL and Parquet: read as ``record_id`` where present; null: never."""
     url_field: str | None = "url"
     date_field: str | None = "date"
-    """ISO 8601 text, a timestamp, or seconds (or milliseconds) since 1970."""
+    """ISO 8601 or RFC 2822 text, a timestamp, or seconds (or milliseconds) since 1970, as digits in a text too."""
 
     suffixes: list[str] | None = None
     """Kinds ``text`` and ``code``: which file names are read, for example ``[".md"]``; null: the kind's own list."""
@@ -192,7 +192,7 @@ def plan(source: SourceConfig) -> list[Partition]:
             by_path[path] = (relative, entry)
             by_relative[relative] = path
         if not found:
-            raise InputError(f"source {source.name}: {entry}: matches no file{_wanted(source)}")
+            raise InputError(f"source {source.name}: {entry}: matches no file{_wanted(source, entry)}")
     return _planned(source, by_relative)
 
 
@@ -206,11 +206,13 @@ def _planned(source: SourceConfig, by_relative: dict[str, str]) -> list[Partitio
     return sorted(_partitions(source, files), key=lambda partition: partition.name)
 
 
-def _wanted(source: SourceConfig) -> str:
+def _wanted(source: SourceConfig, entry: str) -> str:
     if source.kind not in TREE_KINDS:
         return ""
     names = suffixes_of(source)
-    return " with a suffix of " + " ".join(names[:12]) + (" …" if len(names) > 12 else "")
+    told = " with a suffix of " + " ".join(names[:12]) + (" …" if len(names) > 12 else "")
+    why = left_out(_normal(entry), names) if storage.is_folder(_normal(entry)) else None
+    return f"{told}; {why}" if why else told
 
 
 def suffixes_of(source: SourceConfig) -> tuple[str, ...]:

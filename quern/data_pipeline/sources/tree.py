@@ -12,7 +12,7 @@ from quern import storage
 from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, has_wide_bom
 
-__all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "list_tree", "read_file"]
+__all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "left_out", "list_tree", "read_file"]
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _CODE = (
@@ -23,6 +23,7 @@ _CODE = (
     ".yaml .yml .zig"
 )
 CODE_SUFFIXES = tuple(_CODE.split())
+_HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 
 
 def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -47,6 +48,23 @@ def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
+def left_out(folder: str, suffixes: tuple[str, ...]) -> str | None:
+    """Of a local folder that gives no file: the first hidden or linked thing that :func:`list_tree` leaves out, and
+    why; None if there is none.
+    """
+    fs, inner = storage.split(folder)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    for here, folders, names in os.walk(inner):
+        for name in sorted(folders) + sorted(name for name in names if name.endswith(suffixes)):
+            if name.startswith("."):
+                return f"{posixpath.join(here, name)} is hidden, and hidden files and folders are not read"
+            if os.path.islink(posixpath.join(here, name)):
+                return f"{posixpath.join(here, name)} is a symbolic link, and links are not followed"
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return None
+
+
 def read_file(
     path: str, relative_path: str, source: str, max_bytes: int, fingerprint: str | None = None
 ) -> Iterator[Page]:
@@ -68,7 +86,7 @@ def _fill(page: Page, payload: bytes, max_bytes: int) -> None:
     elif b"\0" in payload and not has_wide_bom(payload):
         page.fault = "read.not_text"
     else:
-        decoded = decode(payload, None, is_html=False)
+        decoded = decode(payload, None, is_html=page.relative_path.lower().endswith(_HTML_SUFFIXES), is_file=True)
         if decoded is None:
             page.fault = "read.undecodable"
         else:

@@ -22,6 +22,7 @@ from quern.tokenize.exchange.megatron import write_index
 from quern.tokenize.exchange.sidecar import Placed, Target, sidecar_path, write_sidecars
 from quern.tokenize.exchange.staging import staged
 from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.words import counted
 
 __all__ = ["EXPORT_FILE", "ExportReport", "Exported", "export"]
 
@@ -88,7 +89,8 @@ def export(
     shard without a document gives no file.
 
     Raises:
-        InputError: the run, a source or an option is wrong, a shard is damaged, or ``out`` is there.
+        InputError: the run, a source or an option is wrong, no document is to be exported, a shard is damaged, or
+            ``out`` is there.
     """
     if format not in FORMATS:
         raise InputError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
@@ -109,6 +111,10 @@ def export(
             vocab_size=first.vocab_size, eot_id=first.eot_id, dtype=dtype, eot=eot,
             purged_documents=job.purged, files=tuple(files),
         )  # fmt: skip
+        if not files:
+            gone = f" ({counted(job.purged, 'document')} purged)" if job.purged else ""
+            what = "held-out documents" if held_out else "documents"
+            raise InputError(f"{run}: has no {what} to export in {', '.join(r.source for r in readers)}{gone}")
         shutil.rmtree(scratch)
         storage.write_json(os.path.join(folder, EXPORT_FILE), report.to_dict())
     return report
@@ -133,6 +139,8 @@ def _readers(run: str, sources: Sequence[str], held_out: bool) -> list[ShardRead
         raise InputError(f"{run}: shards are read from a local file system; copy the run here first")
     tokens = os.path.join(os.path.abspath(storage.split(run)[1]), "tokens")
     path = os.path.join(tokens, VERSION_FILE)
+    if not os.path.exists(path):
+        raise InputError(f"{run}: expected a data run with tokens: it has no tokens/{VERSION_FILE}")
     version = storage.read_json(path)
     listed = version.get("sources") if isinstance(version, dict) else None
     if not isinstance(listed, dict):

@@ -20,13 +20,14 @@ from quern import storage
 from quern.data_pipeline.document import make_doc_id, verdict_schema
 from quern.data_pipeline.sources.plan import partition_name
 from quern.errors import InputError
-from quern.tokenize.encoding import Encoding, load_encoding
+from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding
 from quern.tokenize.exchange.columns import I64
-from quern.tokenize.exchange.foreign import FORMATS, Batch, Format, TokenFile, data_path, stem
+from quern.tokenize.exchange.foreign import FORMATS, SUFFIXES, Batch, Format, TokenFile, data_path, stem
 from quern.tokenize.exchange.new_run import Shards, write_run
 from quern.tokenize.exchange.sidecar import RECORD, Sidecar, TableWriter, find_twin, sidecar_path
 from quern.tokenize.exchange.staging import staged
 from quern.tokenize.exchange.texts import Vocabulary
+from quern.words import counted
 
 __all__ = ["ImportOptions", "ImportReport", "Imported", "ingest"]
 
@@ -92,14 +93,15 @@ class ImportReport:
 def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportReport:
     """Make the data run ``out``, which must not be there, from token files, in the order given.
 
-    A document that does not end with an EOT gets one. Ids are those of ``options.encoding``.
+    A document that does not end with an EOT gets one. Each file must hold a document. Ids are those of
+    ``options.encoding``.
 
     Raises:
         InputError: an option, a file, an index or a sidecar is wrong (file and record are named), the encoding cannot
             be had, two documents have the same doc_id, or ``out`` is there. Then nothing is left of ``out``.
     """
     _check(files, options)
-    encoding = load_encoding(options.encoding, options.ranks)
+    encoding = load_encoding(options.encoding, options.ranks, OPTIONS)
     eot = encoding.eot_id if options.eot is None else options.eot
     if not 0 <= eot < encoding.vocab_size:
         raise InputError(f"eot: expected an id of {encoding.name}, 0 to {encoding.vocab_size - 1}, got {eot}")
@@ -152,7 +154,11 @@ def _paths(files: Sequence[str], options: ImportOptions) -> list[tuple[str, str]
     for given in files:
         if not storage.is_local(given):
             raise InputError(f"{given}: expected a file on a local file system; copy it here first")
-        path = os.path.abspath(data_path(options.format, storage.split(given)[1]))
+        place = storage.split(given)[1]
+        path = os.path.abspath(data_path(options.format, place))
+        if os.path.isdir(place) and not os.path.isfile(path):
+            expected = os.path.join(given, f"x{SUFFIXES[options.format]}")
+            raise InputError(f"{given}: is a folder; expected a file of tokens, such as {expected}")
         if any("\ud800" <= character <= "\udfff" for character in path):
             name = path.encode("utf-8", "backslashreplace").decode()
             raise InputError(f"{name}: expected a file name in UTF-8; rename it")
@@ -194,6 +200,10 @@ def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
         sha256 = file.finish()
         if sidecar is not None:
             _settle(sidecar, rows, path, sha256)
+        if not counts.documents:
+            raise InputError(
+                f"{path}: expected one document or more, got none (the file has {counted(file.size, 'byte')})"
+            )
         return Imported(
             path, relative, sha256, counts.documents, counts.tokens, counts.eots_added, counts.empty,
             file.size - counts.held_bytes, sidecar is not None,

@@ -93,7 +93,7 @@ def test_a_source_without_a_readable_record_is_an_error_after_all_else_is_writte
     [
         ("a.parquet", b"PAR1" + b"x" * 100, "parquet", "no record could be read: not a readable Parquet file: "),
         ("a.jsonl", b"", "jsonl", "its files hold no record; check sources.0.kind and sources.0.paths"),
-        ("a.jsonl", b"PAR1\x15\n", "jsonl", "its 1 record could be read, 1 as read.bad_json: check"),
+        ("a.jsonl", b"PAR1\x15\n", "jsonl", "its only record could not be read, as read.bad_json: check"),
     ],
 )  # fmt: skip
 def test_files_of_another_kind_are_an_error(

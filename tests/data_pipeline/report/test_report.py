@@ -122,3 +122,16 @@ def test_printed_funnel_shows_every_stage_and_no_markup(made: Any) -> None:
     assert all(row.label in shown and f"{row.left:,}" in shown for row in report.funnel(stats))
     assert f"240 pages → {stats['unique']} documents" in shown
     assert "alarm: source wet lost 61 %" in shown
+    assert "read around in the input: 4 damaged places" in shown
+    assert "could not be read" not in shown
+
+
+def test_dates_that_could_not_be_read_are_counted_and_told(made: Any) -> None:
+    edit_commit(made, unreadable_dates=3)
+    stats = made.stats()
+    assert (stats["unreadable_dates"], stats["sources"]["crawl"]["unreadable_dates"]) == (3, 3)
+    console = Console(file=io.StringIO(), width=160, record=True)
+    report.print_funnel(stats, console)
+    shown = console.export_text()
+    assert "note: source crawl: 3 dates could not be read, and fetched_at is null there" in shown
+    assert "source wet: 0" not in shown

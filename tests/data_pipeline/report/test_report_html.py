@@ -114,6 +114,22 @@ def test_page_says_what_the_stats_say(made: Any) -> None:
     assert "threshold: 0.8" in text  # the config
 
 
+def test_documents_without_a_url_are_named_by_their_record(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row_of, nothing = make.__globals__["_row"], {"url": None, "host": None}
+    monkeypatch.setitem(make.__globals__, "_row", lambda *of: {**row_of(*of), **nothing, "record_id": f"r{of[3]}"})
+    made = make(tmp_path / "run")
+    removed = {row["doc_id"] for row in pq.read_table(made.path / "duplicates/decisions.parquet").to_pylist()}
+    places = {row["doc_id"]: f"/data/{row['part']}.warc.gz, byte {row['record_offset']}, record {row['record_id']}"
+              for row in made.rows}  # fmt: skip
+    page = Page(written(made))
+    assert "0 hosts" in page.text
+    section = page.text.partition("The largest clusters")[2].partition("A keyed choice")[0]
+    assert "no URL" not in section
+    assert sum(places[doc_id] in section for doc_id in removed) >= 10
+
+
 @pytest.mark.parametrize("name", ["text", "url", "host", "source_file", "language", "record_id"])
 def test_hostile_strings_of_a_page_are_shown_and_never_act(
     make: Callable[..., Any], plain_attributes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import io
+import tokenize
 import tracemalloc
 from itertools import product
 from unittest import mock
@@ -298,3 +300,85 @@ def test_any_bytes_under_any_label_are_text_or_none() -> None:
 
 def test_utf32_without_a_mark_is_little_endian() -> None:
     assert decode(GREEK.encode("utf-32-le")[:-2], "utf-32", is_html=False) == (GREEK[:-1], "utf-32")
+
+
+def test_a_program_is_read_in_the_encoding_that_python_reads_it_in() -> None:
+    """The oracle is the standard library's tokenizer."""
+
+    def check(line: str, codec: str) -> None:
+        source = f'{line}\nprint("Größe, Привет, こんにちは")\n'.encode(codec, "ignore")
+        found = tokenize.detect_encoding(io.BytesIO(source).readline)[0]
+        assert codecs.lookup(found) == codecs.lookup(codec)
+        with mock.patch.object(charset.cchardet, "detect", return_value={"encoding": "IBM852"}):
+            assert decode(source, None, is_html=False, is_file=True) == (source.decode(found), mock.ANY)
+
+    each(
+        [
+            ("# -*- coding: koi8-r -*-", "koi8_r"),
+            ("\n# vim: set fileencoding=euc_jp :", "euc_jp"),
+            ("#!/usr/bin/python\n \t# coding=cp1251", "cp1251"),
+            ("# encoding: iso8859_5", "iso8859_5"),
+            ("#coding:\tshift_jis", "shift_jis"),
+        ],
+        check,
+    )
+    emacs = '# -*- coding: koi8-r-unix -*-\n"Привет"\n'
+    with mock.patch.object(charset.cchardet, "detect", return_value={"encoding": "IBM852"}):
+        assert decode(emacs.encode("koi8-r"), None, is_html=False, is_file=True) == (emacs, "koi8-r")
+
+
+def test_a_coding_line_further_down_or_of_another_encoding_than_the_bytes_does_not_count() -> None:
+    german = GERMAN.encode("cp1252")
+    for head in (
+        b"x = 1\n# coding: koi8-r\n",
+        b"\n\n# coding: koi8-r\n",
+        b"# coding: shift_jis\n",
+        b"# coding: rot13\n",
+    ):
+        decoded = decode(head + german, None, is_html=False, is_file=True)
+        assert decoded is not None
+        assert decoded[0] == (head + german).decode("cp1252")
+    text = f"# coding: koi8-r\n{GERMAN}"
+    assert decode(text.encode(), None, is_html=False, is_file=True) == (text, "utf-8")
+    page = decode(b"# coding: koi8-r\n" + german, None, is_html=False)
+    assert page is not None
+    assert page[1] != "koi8-r"
+
+
+def test_an_xml_declaration_counts_for_a_file() -> None:
+    text = '<?xml version="1.0" encoding="ISO-8859-5"?>\n<a>Привет</a>\n'
+    with mock.patch.object(charset.cchardet, "detect", return_value={"encoding": "IBM852"}):
+        assert decode(text.encode("iso8859_5"), None, is_html=False, is_file=True) == (text, "iso-8859-5")
+        assert decode(text.encode("iso8859_5"), None, is_html=False) != (text, "iso-8859-5")
+
+
+def test_a_file_with_a_few_strange_bytes_is_windows_1252_and_a_page_of_the_web_is_not() -> None:
+    source = b"/* \xa9 2001 Foo Inc. */\n" + b"int main(void) { return 0; }\n" * 9
+    assert decode(source, None, is_html=False, is_file=True) == (source.decode("cp1252"), "windows-1252")
+    for is_html in (False, True):
+        assert decode(source, None, is_html=is_html) is None
+
+    def check(payload: bytes, read: bool) -> None:
+        with mock.patch.object(charset.cchardet, "detect", return_value={"encoding": None}):
+            assert (decode(payload, None, is_html=False, is_file=True) is not None) is read
+
+    each(
+        [
+            (b"\xa9" + b"a" * 19, True),
+            (b"\xa9" + b"a" * 18, False),
+            (b"\xa9\t\f\r\n" + b"a" * 19, True),
+            (b"\xa9\x01" + b"a" * 99, False),
+            (b"\xa9\x1b" + b"a" * 99, False),
+            (b"\xa9\x7f" + b"a" * 99, False),
+            (b"\xa9" + b"a" * 99 + b"\x81" + b"a" * 99, False),
+        ],
+        check,
+    )
+
+
+def test_hostile_heads_of_a_file_cost_linear_time() -> None:
+    def check(unit: bytes) -> None:
+        short, long = (b"\xff" + (unit * (size // len(unit) + 1))[:size] for size in (50_000, 800_000))
+        assert_grows_tamely(lambda payload: decode(payload, None, False, is_file=True), short, long, 100)
+
+    each([b"#coding: ", b"# ", b"#coding", b"\n", b"\f", b"<?xml encoding", b"<!--"], check)

@@ -184,6 +184,25 @@ def test_a_tree_leaves_out_what_is_hidden_linked_or_of_another_kind(tmp_path: Pa
         plan(source(tmp_path / "repo", kind="text"))
 
 
+def test_a_tree_without_a_file_names_what_was_hidden_or_linked(tmp_path: Path) -> None:
+    write(tmp_path, "out/d.py", "out/readme.rst", "hidden/a/.git/c.py", "hidden/.png", "files/b/.a.py", "none/x.png")
+    for name, target in (("link/a.py", "out/d.py"), ("folder/out", "out"), ("other/a.png", "out/d.py")):
+        (tmp_path / name).parent.mkdir()
+        os.symlink(tmp_path / target, tmp_path / name)
+    for folder, told in (
+        ("link", "link/a.py is a symbolic link, and links are not followed"),
+        ("folder", "folder/out is a symbolic link, and links are not followed"),
+        ("hidden", "hidden/a/.git is hidden, and hidden files and folders are not read"),
+        ("files", "files/b/.a.py is hidden, and hidden files and folders are not read"),
+    ):
+        with pytest.raises(InputError) as caught:
+            plan(source(tmp_path / folder, kind="code"))
+        assert str(caught.value).endswith(f" …; {tmp_path}/{told}")
+    for folder in ("none", "other"):
+        with pytest.raises(InputError, match=r"matches no file with a suffix of .* …$"):
+            plan(source(tmp_path / folder, kind="code"))
+
+
 def test_what_is_no_regular_file_is_named_and_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

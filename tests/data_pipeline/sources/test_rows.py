@@ -142,6 +142,21 @@ def test_fields_can_be_named_or_left_out(tmp_path: Path) -> None:
         ("2024-05-06", dt.datetime(2024, 5, 6, tzinfo=dt.UTC)),
         (1714979289, dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
         (1714979289000, dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("1714979289", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        (" 1714979289.5\n", dt.datetime(2024, 5, 6, 7, 8, 9, 500_000, tzinfo=dt.UTC)),
+        ("1714979289000", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("20240506070809", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("Mon, 06 May 2024 07:08:09 GMT", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("Monday, 06-May-2024 07:08:09 UTC", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("6 May 2024 09:08 +0200", dt.datetime(2024, 5, 6, 7, 8, tzinfo=dt.UTC)),
+        ("6 May 2024 02:08:09 EST", dt.datetime(2024, 5, 6, 7, 8, 9, tzinfo=dt.UTC)),
+        ("6 May 2024 07:08:09 CEST", None),
+        ("36 May 2024 07:08:09", None),
+        ("Fri, 31 Dec 9999 23:59:59 -0100", None),
+        ("yesterday", None),
+        ("2024-13-45", None),
+        ("20241345", None),
+        ("171497928900", None),
         ("soon", None),
         (1e30, None),
         (True, None),
@@ -149,7 +164,21 @@ def test_fields_can_be_named_or_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_dates_of_rows(tmp_path: Path, value: object, expected: dt.datetime | None) -> None:
-    assert read_jsonl(tmp_path, jsonl({"text": "x", "date": value}))[0].fetched_at == expected
+    log = ReadLog()
+    assert read_jsonl(tmp_path, jsonl({"text": "x", "date": value}), log)[0].fetched_at == expected
+    assert log.unreadable_dates == (expected is None)
+
+
+def test_only_dates_that_are_there_are_counted_as_unreadable(tmp_path: Path) -> None:
+    log = ReadLog()
+    rows = [{"text": "x", **given} for given in ({}, {"date": None}, {"date": ""}, {"date": "soon"}, {"when": "soon"})]
+    read_jsonl(tmp_path, jsonl(*rows), log)
+    assert log.unreadable_dates == 1
+    read_jsonl(tmp_path, jsonl(*rows), log, date_field=None)
+    assert log.unreadable_dates == 1
+    pq.write_table(pa.table({"text": ["x"] * 3, "date": ["2024", "soon", None]}), tmp_path / "x.parquet")
+    pages(tmp_path / "x.parquet", log, kind="parquet")
+    assert log.unreadable_dates == 2
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
@@ -324,6 +353,10 @@ def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
         "a.py": b"print('\xc3\xbc')\n",
         "latin.py": "# Grüße aus Köln, schöne Häuser über der Straße\n".encode("cp1252") * 20,
         "utf16.py": "# Grüße".encode("utf-16"),
+        "lone.c": b"double t = 21; /* 25\xb0C */\n" * 2,
+        "koi8.py": "# coding: koi8-r\nprint('Ж')\n".encode("koi8-r"),
+        "old.HTML": '<meta charset="iso-8859-5"><p>Ж'.encode("iso8859_5"),
+        "old.js": 's = \'<meta charset="iso-8859-5">\'; t = "Größe der Fläche für Köln"'.encode("cp1252"),
         "binary.py": b"\x7fELF\x00\x01",
         "empty.py": b"",
         "blank.py": b"\n \n",
@@ -331,11 +364,15 @@ def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    found = {page.relative_path: page for page in pages(tmp_path, kind="code", max_bytes=5000, groups=3)}
+    found = {
+        page.relative_path: page
+        for page in pages(tmp_path, kind="code", max_bytes=5000, groups=3, suffixes=[".py", ".c", ".js", ".HTML"])
+    }
     assert {name: page.fault for name, page in found.items()} == {
         "a.py": None,
         "latin.py": None,
         "utf16.py": None,
+        **dict.fromkeys(("lone.c", "koi8.py", "old.HTML", "old.js")),
         "binary.py": "read.not_text",
         "empty.py": "read.empty",
         "blank.py": "read.empty",
@@ -344,4 +381,8 @@ def test_files_of_a_tree_are_pages(tmp_path: Path) -> None:
     assert found["a.py"].raw == "print('ü')\n"
     assert found["latin.py"].raw == contents["latin.py"].decode("cp1252")
     assert found["utf16.py"].raw == "# Grüße"
+    assert found["lone.c"].raw == contents["lone.c"].decode("cp1252")
+    assert found["koi8.py"].raw == contents["koi8.py"].decode("koi8-r")
+    assert found["old.HTML"].raw == contents["old.HTML"].decode("iso8859_5")
+    assert found["old.js"].raw == contents["old.js"].decode("cp1252")
     assert {(page.media, page.position, page.url) for page in found.values()} == {("text", 0, None)}

@@ -107,6 +107,7 @@ def in_ranges(path: Path, split_bytes: int, log: ReadLog | None = None, **settin
                 log.other_records[kind] = log.other_records.get(kind, 0) + count
             log.damage += own.damage
             log.damage_left_out += own.damage_left_out
+            log.unreadable_dates += own.unreadable_dates
     return [page for found, _ in done for page in found], num_again
 
 

@@ -217,7 +217,18 @@ def test_wrong_options_are_refused(run_dir: Path, tmp_path: Path) -> None:
     refused(run_dir, tmp_path / "out", "web.val", sources=["web.val"])
     refused(run_dir, tmp_path / "out", "EOT", format="bin", eot=False)
     refused(run_dir, tmp_path / "out", "format", format="tar")
-    refused(tmp_path, tmp_path / "out", "VERSION.json: no such file")
+    refused(tmp_path, tmp_path / "out", f"{tmp_path}: expected a data run with tokens: it has no tokens/VERSION.json")
+
+
+def test_a_run_of_which_no_document_is_left_is_refused(tmp_path: Path) -> None:
+    found = runs.listing(documents=20)
+    for row in (row for rows in found.spans.values() for row in rows):
+        row["purged"] = True
+    runs.write_listing(tmp_path / "run", found, identity="run")
+    num = len(found.spans["text"]) + len(found.spans["web"])
+    told = f"{tmp_path}/run: has no documents to export in text, web ({num} documents purged)"
+    for merge in (False, True):
+        refused(tmp_path / "run", tmp_path / "out", told, merge=merge)
 
 
 @pytest.mark.parametrize("name", ["../own/tokens/web", "/etc", "web/../web", "Web"])

@@ -60,7 +60,7 @@ def test_every_document_is_known_by_its_file_and_byte(
 @given(data=st.data())
 def test_a_stream_is_cut_behind_each_eot(ranks: str, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """Whatever the size of what is read at once; the last document gets an EOT if it has none."""
-    ids = data.draw(st.lists(st.sampled_from([0, 65, 255, EOT]), max_size=30))
+    ids = data.draw(st.lists(st.sampled_from([0, 65, 255, EOT]), min_size=1, max_size=30))
     folder = tmp_path_factory.mktemp("stream")
     (folder / "a.bin").write_bytes(plain.pack("uint16", ids))
     with pytest.MonkeyPatch.context() as patch:

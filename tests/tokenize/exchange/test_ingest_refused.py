@@ -90,9 +90,31 @@ def test_other_wrong_files_are_refused_by_name(ranks: str, tmp_path: Path) -> No
     refused([tmp_path / "odd.bin"], run, options(ranks, "megatron"), "odd.idx: cannot be read")
     refused([tmp_path / "none.bin"], run, options(ranks, "bin"), "none.bin: cannot be read")
     (tmp_path / "folder.bin").mkdir()
-    refused([tmp_path / "folder.bin"], run, options(ranks, "bin"), "folder.bin: expected a file")
+    refused(
+        [tmp_path / "folder.bin"],
+        run,
+        options(ranks, "bin"),
+        "folder.bin: is a folder; expected a file of tokens, such as",
+        "folder.bin/x.bin",
+    )
+    refused([tmp_path / "folder.bin"], run, options(ranks, "datatrove"), "is a folder", "folder.bin/x.ds")
+    (tmp_path / "odd").mkdir()
+    refused([tmp_path], run, options(ranks, "megatron"), f"{tmp_path}: is a folder; expected a file of tokens")
+    refused([tmp_path / "odd"], run, options(ranks, "megatron"), "odd.idx: cannot be read")
     os.mkfifo(tmp_path / "pipe.bin")
     refused([tmp_path / "pipe.bin"], run, options(ranks, "bin"), "pipe.bin: expected a file")
+
+
+def test_a_file_without_a_document_is_refused_beside_others_too(ranks: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for format in ("megatron", "datatrove", "bin"):
+        good = write(format, tmp_path / format, "a", [[1, EOT]])
+        empty = write(format, tmp_path / format, "b", [])
+        refused([good, empty], run, options(ranks, format), f"{empty}: expected one document or more, got none (the")
+    (tmp_path / "e.bin").touch()
+    refused([tmp_path / "e.bin"], run, options(ranks, "bin"), "e.bin: expected one document or more", "has 0 bytes")
+    plain.write_megatron(tmp_path / "c", [[[]], [[]]])
+    refused([tmp_path / "c.bin"], run, options(ranks, "megatron"), "c.bin: expected one document or more")
 
 
 @pytest.mark.parametrize(("code", "wrong"), [(8, 257), (8, 65_535), (4, -1), (5, 2**40), (5, -(2**63))])
