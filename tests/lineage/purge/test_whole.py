@@ -89,12 +89,12 @@ def called(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-@pytest.mark.parametrize("fault", ["missing", "overwritten", "no decisions", "no commit either"])
+@pytest.mark.parametrize("fault", ["missing", "overwritten", "other decisions", "no commit either"])
 def test_nothing_is_purged_by_a_part_of_the_verdicts(
     run: Path, fault: str, dry: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = run / "duplicates/decisions.parquet" if fault == "no decisions" else first(run, "verdicts")
-    overwrite(path) if fault == "overwritten" else path.unlink()
+    path = run / "duplicates/decisions.parquet" if fault == "other decisions" else first(run, "verdicts")
+    overwrite(path) if fault in ("overwritten", "other decisions") else path.unlink()
     if fault == "no commit either":
         path = run / "commits/pages"
         first_commit = min(path.rglob("*.json"))
