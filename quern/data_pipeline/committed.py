@@ -43,7 +43,7 @@ def read_committed(run: str) -> Committed:
     pages = 0
     for path, entry in zip(paths, storage.each(storage.read_json, paths, run), strict=True):
         tables |= _outputs(path, entry)
-        pages += entry["counts"]["pages"]
+        pages += entry["counts"].get("pages", 0)
     if storage.is_file(path := commit_path(run, "duplicates", "all", "decisions")):
         tables |= _outputs(path, storage.read_json(path))
     counts = record.get("counts")
