@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from quern.cli.lineage import app
@@ -93,12 +94,17 @@ def called(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 def test_nothing_is_purged_by_a_part_of_the_verdicts(
     run: Path, fault: str, dry: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = run / "duplicates/decisions.parquet" if fault == "other decisions" else first(run, "verdicts")
-    overwrite(path) if fault in ("overwritten", "other decisions") else path.unlink()
+    path = first(run, "verdicts")
+    if fault == "overwritten":
+        overwrite(path)
+    elif fault == "other decisions":
+        path = run / "duplicates/decisions.parquet"
+        pq.write_table(pq.read_table(path).slice(1), path)
+    else:
+        path.unlink()
     if fault == "no commit either":
         path = run / "commits/pages"
-        first_commit = min(path.rglob("*.json"))
-        first_commit.unlink()
+        min(path.rglob("*.json")).unlink()
     files = C.tree(run)
     code, _, error = called(capfd, "purge", str(run), *PURGE, *dry)
     assert code == 2
