@@ -52,7 +52,13 @@ def test_a_complete_data_run_stays_as_it_is(old):
     assert tokens(old / "complete") == expected()["tokens"]
     assert {path: path.read_bytes() for path in before} == before
     run = CliRunner().invoke
-    for command in (["data", "status", "complete"], ["lineage", "show", "complete", "--url", "https://example.org/3"]):
+    commands = (
+        ["data", "status", "complete"],
+        ["lineage", "verify", "complete"],
+        ["lineage", "purge", "complete", "--url", "https://example.org/3", "--mode", "mask", "--dry-run"],
+        ["lineage", "show", "complete", "--url", "https://example.org/3"],
+    )
+    for command in commands:
         found = run(app, command)
         assert found.exit_code == 0, found.output
     assert "example.org/3" in found.output

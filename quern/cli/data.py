@@ -14,12 +14,13 @@ from quern.cli.output import JSON, ended_by_signals, err_console, json_stdout, o
 from quern.config import dump_yaml, load_config
 from quern.data_pipeline import report, run_status
 from quern.data_pipeline import run as pages
+from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.engine import open_engine
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.heartbeat import Heartbeat
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run, remove_torn
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.tokenize import run as tokenize
 from quern.tokenize.config import DataRun, check
 from quern.words import counted, size
@@ -66,7 +67,8 @@ def run_data(config: DataRun) -> dict[str, Any]:
         if directory.complete:
             _take_up_purge(config.run_dir)
             pages.check_unchanged(directory.record, partitions, config.run_dir)
-            return dict(storage.read_json(storage.join(config.run_dir, "stats.json")))
+            names = tuple((partition.source, partition.name) for partition in partitions)
+            return _made_anew(config, names)
         with Progress() as progress:
             workers: list[Callable[[], dict[str, int]]] = []
             with Heartbeat(config.run_dir, lambda: _told(progress, workers)), ExitStack() as stack:
@@ -107,13 +109,39 @@ def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -
 def _finish(
     directory: RunDirectory, result: pages.PagesResult, tokens: dict[str, Any], inputs: str, seed: int
 ) -> dict[str, Any]:
-    files: dict[tuple[str, str], report.FileCounts] = {}
-    stats = report.build_stats(directory.path, result.duplicates, tokens, result.partitions, files)
-    found = report.survey_run(directory.path, seed=seed, partitions=result.partitions)
-    stats["alarms"] = report.find_losses(stats, files, found)
-    report.write_stats(directory.path, stats)
-    report.write_report(directory.path, stats, found=found)
+    stats = _write_stats_and_report(directory.path, result, tokens, seed)
     directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
+    return stats
+
+
+def _write_stats_and_report(run: str, result: pages.PagesResult, tokens: dict[str, Any], seed: int) -> dict[str, Any]:
+    files: dict[tuple[str, str], report.FileCounts] = {}
+    stats = report.build_stats(run, result.duplicates, tokens, result.partitions, files)
+    found = report.survey_run(run, seed=seed, partitions=result.partitions)
+    stats["alarms"] = report.find_losses(stats, files, found)
+    report.write_stats(run, stats)
+    report.write_report(run, stats, found=found)
+    return stats
+
+
+def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """What ``stats.json`` of a complete run holds; that file and the report are made anew from commits and tables where
+    they are gone."""
+    run = config.run_dir
+    path = storage.join(run, "stats.json")
+    if not storage.is_file(path):
+        duplicates, tokens = (
+            storage.read_json(commit_path(run, phase, "all", piece))["counts"]
+            for phase, piece in (("duplicates", "decisions"), ("shards", "version"))
+        )
+        return _write_stats_and_report(run, pages.PagesResult(names, duplicates), tokens["sources"], config.seed)
+    stats = dict(storage.read_json(path))
+    if not storage.is_file(storage.join(run, "report.html")):
+        try:
+            report.write_report(run, stats, seed=config.seed, partitions=names)
+        except (QuernError, KeyError, TypeError, ValueError) as error:
+            told = one_line(f"{run}/report.html: is missing and cannot be made anew: {error}")
+            err_console().print(told, markup=False, soft_wrap=True)
     return stats
 
 
@@ -121,7 +149,9 @@ def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
     console = out_console()
     report.print_funnel(stats, console)
     console.print(f"run        {run_dir}", markup=False)
-    console.print(f"report     {storage.join(run_dir, 'report.html')}", markup=False)
+    path = storage.join(run_dir, "report.html")
+    gone = "" if storage.is_file(path) else " is missing; quern data run with the config of the run makes it anew"
+    console.print(f"report     {path}{gone}", markup=False)
     console.print(f"tokens     {storage.join(run_dir, 'tokens', 'VERSION.json')}", markup=False)
 
 
@@ -190,6 +220,8 @@ def _why_no_stats(run_dir: str) -> str:
         return "it has no run.json"
     if isinstance(config := record.get("config"), dict) and "import" in config:
         return "this one is of imported tokens, and of these there is no report"
+    if is_complete(run_dir):
+        return "its stats.json is missing; quern data run with the config of the run makes it anew"
     return (
         f"this one has not ended, and stats.json is written at the end; quern data status {run_dir} says how far it is"
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.cli.tokens_exchange import export, import_
 from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
@@ -36,6 +36,8 @@ def inspect(
         emit(found.to_dict())
         if not json:
             _print(found)
+        if found.no_page is not None:
+            err_console().print(plain(f"{found.doc_id}: {found.no_page}"), markup=False, soft_wrap=True)
 
 
 def _print(found: Inspection) -> None:

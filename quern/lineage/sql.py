@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quern import storage
+from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError, QuernError
 from quern.lineage.index.changes import Purges, written_by
@@ -40,6 +41,7 @@ from quern.lineage.sql_guard import check, first_line
 from quern.lineage.sql_steps import steps_table
 from quern.train.branch import LEDGER_FILE
 from quern.train.consumers import read_consumers
+from quern.words import counted
 
 if TYPE_CHECKING:
     import duckdb
@@ -220,6 +222,7 @@ def _define(
     if wanted & {"verdicts", "documents", "duplicates", "spans"}:
         _define_purges(connection, run)
     if wanted & {"verdicts", "documents", "duplicates"}:
+        _note_missing(run, wanted, note)
         _define_pages(connection, run, alias)
     if "spans" in wanted:
         _define_spans(connection, run, alias)
@@ -228,6 +231,14 @@ def _define(
         connection.register("ledgers", steps_table(runs, note))
         connection.execute("CREATE TABLE steps AS FROM ledgers")
         connection.unregister("ledgers")
+
+
+def _note_missing(run: str, wanted: frozenset[str], note: Note) -> None:
+    folders = {"verdicts", "duplicates"} | ({"documents"} & wanted)
+    if missing := missing_tables(run, folders):
+        note(
+            f"{run}: {counted(len(missing), 'committed table')} missing, without which the views are: {named(missing)}"
+        )
 
 
 def _define_purges(connection: duckdb.DuckDBPyConnection, run: str) -> None:

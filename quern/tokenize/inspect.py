@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.committed import missing_tables, named
 from quern.errors import InputError
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.shards import ShardReader
@@ -52,6 +53,8 @@ class Inspection:
     purged: bool
     page: Mapping[str, Any] | None
     """URL, input file and record of the page, its time as ISO 8601; None when no verdicts are beside the tokens."""
+    no_page: str | None = None
+    """Why ``page`` is None, where its verdict should be there."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -88,6 +91,8 @@ def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:
     around = reader.tokens(origin + first, origin + min(size, at + context + 1))
     here = at - first
     span = reader.locate(shard, at)
+    run, source = os.path.dirname(reader.root), reader.source.removesuffix(".val")
+    page = find_verdict(run, source, span.doc_id)
     return Inspection(
         shard=shard_path,
         at=at,
@@ -101,8 +106,16 @@ def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:
         position=at - span.start,
         is_eot=at == span.start + span.length - 1,
         purged=span.purged,
-        page=find_verdict(os.path.dirname(reader.root), reader.source.removesuffix(".val"), span.doc_id),
+        page=page,
+        no_page=_no_page(run, source) if page is None else None,
     )
+
+
+def _no_page(run: str, source: str) -> str | None:
+    missing = missing_tables(run, ("verdicts",), source)
+    if not missing:
+        return None
+    return f"its verdict, which has URL, file and record, is missing: {named(missing)} is committed and not there"
 
 
 def find_verdict(run_dir: str, source: str, doc_id: bytes) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ class Corpus:
         self.write_documents()
         commit = folder / "commits" / "duplicates" / "all" / "decisions.json"
         commit.parent.mkdir(parents=True)
-        commit.write_text(json.dumps({"counts": asdict(report)}))
+        commit.write_text(json.dumps({"outputs": {}, "counts": asdict(report)}))
         sources = [{"name": name, "priority": priorities.get(name, 0)} for name in sorted({d.source for d in docs})]
         record = {
             "duplicates": config.model_dump(mode="json"), "sources": sources, "seed": SEED,

@@ -16,6 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.committed import Committed, read_committed
+from quern.data_pipeline.rows import TABLES
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
 from quern.lineage.index.decided import decisions_file
@@ -23,6 +25,7 @@ from quern.lineage.purge import audit
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY
 from quern.lineage.purge.doc_ids import KEY, contains, key_set, keys_of
 from quern.lineage.purge.findings import Check
+from quern.lineage.purge.tables import tables_in
 
 __all__ = ["Purged", "check_audit", "check_files", "url_key"]
 
@@ -37,8 +40,6 @@ class Purged:
     """post_filter_hash."""
     urls: np.ndarray = field(default_factory=lambda: np.empty(0, KEY))
     """:func:`url_key` of canonical URLs."""
-    partitions: set[tuple[str, str]] = field(default_factory=set)
-    """(source, partition) of purged documents that had a text."""
     entries: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, str | None] = field(default_factory=dict)
     """Path → what it was after the last purge that changed it."""
@@ -74,9 +75,6 @@ def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Ch
                 ids.append(keys_of(table["doc_id"]))
                 texts.append(keys_of(table["post_filter_hash"]))
                 urls.append(np.array([url_key(url) for url in table["canonical_url"].drop_null().to_pylist()], KEY))
-                had = table.filter(pc.is_valid(table["post_filter_hash"])).group_by(["source", "partition"])
-                pairs = had.aggregate([]).select(["source", "partition"]).to_pydict()
-                purged.partitions |= set(zip(pairs["source"], pairs["partition"], strict=True))
             for path, after in _files(run, number, record, check):
                 purged.files[path] = after
             purged.entries.append(record)
@@ -166,16 +164,29 @@ def _displaced(run: str, version: int) -> np.ndarray:
 
 
 def check_files(run: str, purged: Purged) -> Check:
-    """Whether tables and tokens are still the files that the last purge left."""
-    check = Check("files", "tables and tokens are the files that the audit log names")
+    """Whether tables and tokens are still the files that were committed and that the last purge left."""
+    check = Check("files", "tables and tokens are the files that the commits and the audit log name")
     kinds = ("documents", "signatures", "tokens")  # pages are judged by what they show
-    wanted = [path for path, after in sorted(purged.files.items()) if after and path.split("/", 1)[0] in kinds]
+    left = {path: after for path, after in purged.files.items() if after and path.split("/", 1)[0] in kinds}
+    try:
+        committed = read_committed(run)
+    except InputError as error:
+        check.found("commits", str(error))
+        committed = Committed({}, None)
+    if committed.fault is not None:
+        check.found("commits/pages", committed.fault)
+    wanted = sorted({*left, *committed.tables})
     for path, now in zip(wanted, storage.each(lambda path: _checksum(run, path), wanted, run), strict=True):
         check.counts["files"] += 1
         if now is None:
             check.found(path, "is missing")
-        elif now != purged.files[path]:
+        elif path in left and now != left[path]:
             check.found(path, "is not as the purge left it: its SHA-256 is not the one in the audit log")
+        elif (told := committed.tables.get(path)) is not None and now != told:
+            check.found(path, "is not as it was committed: its SHA-256 is not the one in its commit")
+    there = {name for folder in TABLES for _, _, name in tables_in(run, folder)}
+    for path in sorted(there.difference(committed.tables) if committed.tables else ()):
+        check.found(path, "is named by no commit")
     return check
 
 

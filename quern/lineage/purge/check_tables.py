@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pyarrow as pa
 
 from quern import storage
-from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.document import content_hash
 from quern.errors import InputError
 from quern.lineage.purge.check_audit import Purged, url_key
@@ -111,9 +108,9 @@ def _same_text(check: Check, texts: pa.ChunkedArray, purged: Purged | None) -> n
     return found
 
 
-def check_signatures(run: str, purged: Purged, partitions: Sequence[tuple[str, str]]) -> Check:
-    """Whether ``signatures/`` has rows of purged documents, and the commits of touched ``partitions`` still hold."""
-    check = Check("signatures", "signatures/ has no row of a purged document; what is committed has its checksums")
+def check_signatures(run: str, purged: Purged) -> Check:
+    """Whether ``signatures/`` has rows of purged documents."""
+    check = Check("signatures", "signatures/ has no row of a purged document")
     for _, _, name in tables_in(run, "signatures"):
         first = 0
         try:
@@ -126,22 +123,4 @@ def check_signatures(run: str, purged: Purged, partitions: Sequence[tuple[str, s
                     first += len(ids)
         except InputError as error:
             check.found(name, str(error))
-    for source, partition in partitions:
-        _check_commit(run, source, partition, check)
     return check
-
-
-def _check_commit(run: str, source: str, partition: str, check: Check) -> None:
-    path = commit_path(run, "pages", source, partition)
-    if not storage.is_file(path):
-        return
-    check.counts["commits"] += 1
-    name = path.removeprefix(run).lstrip("/")
-    try:
-        outputs = storage.read_json(path)["outputs"]
-        for output in (f"{table}/{source}/{partition}.parquet" for table in ("documents", "signatures")):
-            where = storage.join(run, output)
-            if output in outputs and (not storage.is_file(where) or storage.sha256(where) != outputs[output]):
-                check.found(output, f"is not what {name} says is committed")
-    except (InputError, KeyError, TypeError) as error:
-        check.found(name, f"cannot be read ({error})")

@@ -38,6 +38,7 @@ from quern.lineage.index.hashes import halves
 from quern.lineage.purge.columns import read_columns
 from quern.lineage.purge.select import Wanted
 from quern.lineage.purge.verdict_rows import Rows, below, joined, read_verdicts, rows_of
+from quern.lineage.purge.whole import require_verdicts
 
 __all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared", "standing_decisions"]
 
@@ -84,8 +85,9 @@ def condemn(
 
     Raises:
         InputError: nothing of what is wanted is in the run, or a part of it is not and ``wanted.strict``; a table of
-            the run is damaged.
+            the run is missing or damaged.
     """
+    require_verdicts(run)
     closure = _Closure(run, wanted, rows_at_once)
     closure.sweep()
     _report_missing(run, wanted, closure, note)

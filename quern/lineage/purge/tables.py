@@ -33,7 +33,9 @@ def opened(path: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
             yield table
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (ValueError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk; pyarrow's own have no number
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 

@@ -34,6 +34,7 @@ from quern.lineage.purge.restore import Restored, reconsider
 from quern.lineage.purge.restored_tokens import write_tokens
 from quern.lineage.purge.taint import Change, taint
 from quern.lineage.purge.version import Corpus, Plan
+from quern.lineage.purge.whole import without_texts
 from quern.tokenize.corpus_version import read_version
 
 __all__ = ["Request", "purge", "recover", "recover_held", "take_up"]
@@ -104,7 +105,8 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
         copies = kept_copies(run, condemned, Purges(corpus.tokens, corpus.version))
         report = {
             "run": run, "dry_run": dry_run, "recovered": recovered, **_told(intent), "purge_list_why": why,
-            "near_copies_kept": copies, "warnings": [*_warnings(run, request), *told(run, request.mode, copies)],
+            "near_copies_kept": copies,
+            "warnings": [*_warnings(run, request), *without_texts(run, condemned), *told(run, request.mode, copies)],
             "taint": tainted, "seconds": clock.seconds,
         }  # fmt: skip
         if dry_run:

@@ -87,7 +87,7 @@ def verify(
         tokens,
         sums,
         check_documents(run, purged, relatives, deep=deep),
-        check_signatures(run, purged, sorted(purged.partitions)),
+        check_signatures(run, purged),
         verdicts,
         check_files(run, purged),
         check_left_over(run, version),

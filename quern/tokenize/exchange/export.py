@@ -102,7 +102,7 @@ def export(
     with staged(out) as folder:
         scratch = os.path.join(folder, ".work")
         os.mkdir(scratch)
-        job = _Job(format, folder, scratch, os.path.join(os.path.dirname(first.root), "verdicts"), dtype, eot)
+        job = _Job(format, folder, scratch, dtype, eot)
         files: list[Exported] = []
         for reader in readers:
             files += _write_stream(job, reader, merge)
@@ -127,7 +127,6 @@ class _Job:
     format: Format
     folder: str
     scratch: str
-    verdicts: str
     dtype: str
     eot: bool
     purged: int = 0
@@ -196,7 +195,7 @@ def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[Exported]
             files.append(written)
             told = {"file": written.file, "sha256": written.sha256, "eot": job.eot}
             targets.append(Target(os.path.join(job.folder, sidecar_path(name)), placed, told))
-    write_sidecars(targets, os.path.join(job.verdicts, reader.source.removesuffix(".val")), job.scratch)
+    write_sidecars(targets, os.path.dirname(reader.root), reader.source.removesuffix(".val"), job.scratch)
     return files
 
 

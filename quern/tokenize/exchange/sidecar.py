@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Self
@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.document import verdict_schema
 from quern.errors import InputError, QuernError
 from quern.tokenize.exchange.columns import I64
@@ -129,26 +130,33 @@ class Target:
     told: dict[str, Any]
 
 
-def write_sidecars(targets: Sequence[Target], verdicts: str, scratch: str) -> None:
+def write_sidecars(targets: Sequence[Target], run: str, source: str, scratch: str) -> None:
     """Join the documents of a source's files with their records, all at once, and write the sidecars.
 
-    ``verdicts``: the folder of the source's verdict files, which may be missing. What does not fit in memory spills to
-    ``scratch``.
+    Where the run has no verdicts of the source and knows of none, as beside tokens that were copied alone, every record
+    is null. What does not fit in memory spills to ``scratch``.
 
     Raises:
-        InputError: a verdict file cannot be read, or two rows are of one document.
+        InputError: a verdict file cannot be read, two rows are of one document, or a document has none.
         QuernError: memory or disk did not suffice.
     """
     import duckdb
 
     columns = ", ".join(f"v.{name}" for name in RECORD.names)
-    sql = f"SELECT p.*, {columns} FROM placed p LEFT JOIN verdicts v ON p.doc_id = v.doc_id ORDER BY p.row"
+    sql = (
+        f"SELECT p.*, v.doc_id IS NOT NULL AS judged, {columns} FROM placed p LEFT JOIN verdicts v "
+        "ON p.doc_id = v.doc_id ORDER BY p.row"
+    )
+    verdicts = os.path.join(run, "verdicts", source)
+    missing = missing_tables(run, ("verdicts",), source)
     read = _Verdicts(verdicts)
+    needed = bool(missing) or any(path.endswith(".parquet") for path in storage.list_files(verdicts))
     with contextlib.closing(duckdb.connect(":memory:", config=_settings(scratch))) as connection:
         try:
             connection.register("placed", pa.RecordBatchReader.from_batches(_PLACED_ROWS, _placed_batches(targets)))
             connection.register("verdicts", pa.RecordBatchReader.from_batches(_VERDICTS, read))
-            found = _in_order(connection.sql(sql).to_arrow_reader(_ROWS), verdicts)
+            rows = connection.sql(sql).to_arrow_reader(_ROWS)
+            found = _in_order(_judged(rows, run, verdicts, missing) if needed else rows, verdicts)
             held = pa.table([[]] * len(SIDECAR), schema=SIDECAR)
             for target in targets:
                 held = _write_one(target, held, found)
@@ -246,7 +254,22 @@ class _Verdicts:
         return self._failed or QuernError(f"{self._folder}: {what}: {told}")
 
 
-def _in_order(batches: pa.RecordBatchReader, verdicts: str) -> Iterator[pa.Table]:
+def _judged(
+    batches: Iterable[pa.RecordBatch], run: str, verdicts: str, missing: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """The rows of the join, each of a document that has a verdict. ``missing``: committed files that are not there."""
+    for batch in batches:
+        without = np.flatnonzero(~batch["judged"].to_numpy(zero_copy_only=False))
+        if len(without):
+            doc_id = batch["doc_id"][int(without[0])].as_py().hex()
+            where = (
+                f"{os.path.join(run, named(missing))} is committed and missing" if missing else "no file there has one"
+            )
+            raise InputError(f"{verdicts}: has no verdict of document {doc_id}: {where}")
+        yield batch
+
+
+def _in_order(batches: Iterable[pa.RecordBatch], verdicts: str) -> Iterator[pa.Table]:
     """The rows of the join with the sidecar's types; each document comes once."""
     first = 0
     for batch in batches:

@@ -114,7 +114,7 @@ def test_the_proof(server: s3_server.Server, made: P.Case, tmp_path: Path) -> No
     data[2 * span["start"]] ^= 1
     server.write(str(shard.relative_to(case.run)), bytes(data))
     failed = {check.name: check for check in verify(server.url).checks if check.num_findings}
-    assert failed.keys() == {"tokens", "checksums", "documents", "signatures", "files", "left over"}
+    assert failed.keys() == {"tokens", "checksums", "documents", "files", "left over"}
     assert [found.doc_id for found in failed["tokens"].findings] == [span["doc_id"].hex()]
     rows = pq.read_table(io.BytesIO((made.run / name).read_bytes())).to_pylist()
     assert {found.row for found in failed["documents"].findings} == {

@@ -111,3 +111,32 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(ranks: str, tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, f"error: {tmp_path / 'run'}: cannot be written (File too large)\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.slow
+def test_an_import_without_its_verdicts(ranks: str, tmp_path: Path, asked: Callable[..., Any]) -> None:
+    """It has no commits: ``run.json`` tells which files had documents."""
+    paths = [write("megatron", tmp_path, name, DOCUMENTS) for name in "ab"]
+    run = tmp_path / "run"
+    done = quern(
+        "tokens", "import", *paths, "--format", "megatron", "--out", run, "--encoding", "own", "--ranks", ranks
+    )
+    assert done.exit_code == 0, done.output
+    assert quern("lineage", "verify", run).exit_code == 0
+    shard = run / "tokens/imported/shard_00001.bin"
+    assert asked("tokens", "inspect", shard, "--at", 0)["no_page"] is None
+
+    _, second = sorted((run / "verdicts/imported").iterdir())
+    second.unlink()
+    there = sorted(tmp_path.iterdir())
+    refused = quern("tokens", "export", run, "--format", "bin", "--out", tmp_path / "out")
+    first_of_it = plain.place_id("imported", "b.bin", 0).hex()
+    assert refused.exit_code == 2
+    assert f"has no verdict of document {first_of_it}: {second} is committed and missing" in refused.stderr
+    assert sorted(tmp_path.iterdir()) == there
+    found = asked("tokens", "inspect", shard, "--at", 0)
+    assert (found["page"], f"verdicts/imported/{second.name} is" in found["no_page"]) == (None, True)
+    told = quern("tokens", "inspect", shard, "--at", 0)
+    assert (told.exit_code, told.stderr.count("\n")) == (0, 1)
+    assert f"{first_of_it}: its verdict" in told.stderr
+    assert quern("lineage", "verify", run).exit_code == 1
