@@ -139,7 +139,10 @@ class Metrics:
         losses = _plain(losses)
         self._write({"kind": "validation", "step": step, **losses})
         if self._board is not None:
-            named = {"loss": losses["loss"], **{name: value["loss"] for name, value in losses["sources"].items()}}
+            total = "loss"
+            while total in losses["sources"]:
+                total += " of all sources"
+            named = {total: losses["loss"], **{name: value["loss"] for name, value in losses["sources"].items()}}
             for name, value in named.items():
                 if value is not None:
                     self._board.add_scalar(f"validation/{name}", value, step)

@@ -170,6 +170,8 @@ def test_tensorboard_reads_the_board(tmp_path):
     for step in range(3):
         metrics.report(row(step, mfu_full=0.4 if step else None))
     metrics.validation(3, {"loss": 3.25, "tokens": 8, "sources": {"web": {"loss": 3.5, "tokens": 8}}})
+    losses = {name: {"loss": value, "tokens": 4} for name, value in (("loss", 1.5), ("web", 2.5))}
+    metrics.validation(4, {"loss": 2.0, "tokens": 8, "sources": losses})  # a source of that name
     metrics.close()
     board = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
@@ -180,8 +182,9 @@ def test_tensorboard_reads_the_board(tmp_path):
     assert values("train/loss") == [(0, 4.5), (1, 3.5), (2, 2.5)]
     assert values("train/grad_norm") == [(0, 1.25), (1, 1.25), (2, 1.25)]
     assert values("train/mfu_full") == [(1, pytest.approx(0.4)), (2, pytest.approx(0.4))]
-    assert values("validation/loss") == [(3, 3.25)]
-    assert values("validation/web") == [(3, 3.5)]
+    assert values("validation/loss") == [(3, 3.25), (4, 1.5)]
+    assert values("validation/web") == [(3, 3.5), (4, 2.5)]
+    assert values("validation/loss of all sources") == [(4, 2.0)]
 
 
 def test_no_board_when_it_is_off(tmp_path):
