@@ -149,7 +149,7 @@ class Saving:
         """
         assert self._now is None, "one save at a time"
         final = os.path.join(self._root, checkpoint_name(step))
-        token = self._agreement.first(lambda: make_staging_folder(final))
+        token = self._agreement.first(lambda: self._make_staging_folder(final))
         staged = staging_path(final, token)
         try:
             view = self._agreement.own(lambda: view_tensors(state))
@@ -164,6 +164,10 @@ class Saving:
             self._now = None
             self._discard(step, token, staged)
             raise
+
+    def _make_staging_folder(self, final: str) -> str:
+        with storage.needs_room(self._root):
+            return make_staging_folder(final)
 
     def _folder(self, step: int, token: str, staged: str) -> str:
         """Where this rank writes."""
