@@ -150,7 +150,7 @@ class Saves:
         error = None
         with self._stalls():
             try:
-                self.checkpoints.begin(done, state(), position(offset), self.checkpoints.keep(kept))
+                self.checkpoints.begin(done, state(), position(offset), self.checkpoints.keep(kept), last)
             except QuernError as failure:
                 error = failure
             if last or not self.config.overlap:

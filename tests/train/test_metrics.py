@@ -207,11 +207,7 @@ def test_a_board_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypa
         metrics._board.flush()
     metrics.report(row(1))
     metrics.validation(2, {"loss": 3.25, "tokens": 8, "sources": {}})
-    with pytest.raises(KeyError, match="of the run"):  # and not what closing meets
-        try:
-            raise KeyError("of the run")
-        finally:
-            metrics.close()
+    metrics.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(rf"metrics are missing .*: {tmp_path}/tensorboard: No space left .* are free on /.*", said)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
