@@ -366,7 +366,8 @@ def test_sequences_of_unknown_documents_may_hold_the_excess() -> None:
 
 def test_a_document_that_is_the_whole_step_is_told_so() -> None:
     row = {"url": "https://a.example/", "doc_id": "ab", "targets_share": 1.0, "share": 1.0, "cause": True, "z": 9.0,
-           "repeats": [], "epochs": []}  # fmt: skip
+           "repeats": [{"step": 31, "what": "itself"}], "epochs": []}  # fmt: skip
     found = {"cause": {"kind": "unclear"}, "documents": [row], "layers": [], "decision": None}
     said = " ".join(findings(found, np.full(4, 9.0), np.ones(4)))
     assert "https://a.example/ has 100% of the step's targets: from this step it cannot be told" in said
+    assert "https://a.example/: step 31 had read this document already." in said
