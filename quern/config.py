@@ -155,8 +155,10 @@ def _set(tree: Any, dotted: str, value: Any) -> None:
         here = ".".join(parts[: depth + 1])
         if isinstance(tree, list):
             if not part.isdecimal() or int(part) > len(tree):
+                size = len(tree)
+                known = ("", "0, or ")[size] if size < 2 else f"0 to {size - 1}, or "
                 raise InputError(
-                    f"override {dotted}: {here}: expected a list index from 0 to {len(tree)}, got {part!r}"
+                    f"override {dotted}: {here}: expected a list index, {known}{size} to append, got {part!r}"
                 )
             index = int(part)
             if index == len(tree):
@@ -206,6 +208,9 @@ def _explain(error: ValidationError, model: type[BaseModel], name: str, overridd
         known = _known_keys(model, loc[:-1])
         close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else "known keys: " + ", ".join(sorted(known))
+        name, colon, rest = str(loc[-1]).partition(":")
+        if colon and name in known:
+            hint = f"YAML wants a space after the colon, as in {name}: {rest}"
         message = f"{where}: {field}: unknown key; {hint}"
     elif kind == "missing":
         message = f"{where}: {field}: missing; this key is required"
@@ -215,6 +220,12 @@ def _explain(error: ValidationError, model: type[BaseModel], name: str, overridd
         sign = {"greater_than": ">", "greater_than_equal": "≥", "less_than": "<", "less_than_equal": "≤"}[kind]
         limit = f"{next(iter(ctx.values())):g}"
         message = f"{where}: {field}: expected a number {sign} {limit}, got {show(value)}"
+    elif kind == "too_short":
+        noun = "source" if field in ("data", "sources") else "item"
+        least = "one" if ctx["min_length"] == 1 else str(ctx["min_length"])
+        message = (
+            f"{where}: {field}: expected at least {least} {noun}{'' if least == 'one' else 's'}, got {show(value)}"
+        )
     elif kind in _EXPECTED:
         message = f"{where}: {field}: expected {_EXPECTED[kind]}, got {show(value)}"
     elif kind in ("value_error", "assertion_error"):

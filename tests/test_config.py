@@ -15,6 +15,7 @@ from quern.errors import InputError
 
 class Inner(Section):
     threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    words: Annotated[tuple[str, ...], Field(min_length=1)] = ("a",)
     min_words: Annotated[int, Field(ge=0)] | None = 50
     mode: Literal["fast", "exact"] = "fast"
 
@@ -55,6 +56,11 @@ def failure(tmp_path: Path, text: str, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (
+            "run_dir: r\ninner: {threshold:5}",
+            "x.yaml: inner.threshold:5: unknown key; YAML wants a space after the colon, as in threshold: 5",
+        ),
+        ("run_dir: r\ninner: {words: []}", "x.yaml: inner.words: expected at least one item, got []"),
         ("run_dir: r\niner: {}", "x.yaml: iner: unknown key; did you mean 'inner'?"),
         ("run_dir: r\ninner: {treshold: 1}", "x.yaml: inner.treshold: unknown key; did you mean 'threshold'?"),
         ("run_dir: r\nsources: [{name: a, path: b}]", "x.yaml: sources.0.path: unknown key; did you mean 'paths'?"),
@@ -92,13 +98,14 @@ def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
     [
         ("inner.min_words=many", 'x.yaml (override): inner.min_words: expected an integer, got "many"'),
         ("workers", "override 'workers': expected key=value, for example workers=4"),
-        ("sources.3.name=a", "override sources.3.name: sources.3: expected a list index from 0 to 0, got '3'"),
+        ("sources.3.name=a", "override sources.3.name: sources.3: expected a list index, 0 to append, got '3'"),
+        ("inner.words.5=a", "override inner.words.5: inner.words.5: expected a list index, 0, or 1 to append, got '5'"),
         ("run_dir.x=1", "override run_dir.x: run_dir is a single value ('r') and has no key 'x'"),
         ("inner.threshold=[", "override 'inner.threshold=[': the value is not YAML"),
     ],
 )
 def test_mistake_in_an_override_is_named(tmp_path: Path, override: str, expected: str) -> None:
-    assert failure(tmp_path, "run_dir: r\nsources: []", override).startswith(expected)
+    assert failure(tmp_path, "run_dir: r\nsources: []\ninner: {words: [a]}", override).startswith(expected)
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:

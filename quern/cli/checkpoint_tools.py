@@ -41,15 +41,21 @@ def _side(name: str) -> Any:
 def diff(
     a: Annotated[str, _side("A")],
     b: Annotated[str, _side("B")],
-    moments: Annotated[bool, typer.Option("--moments", help="Compare AdamW's moments too.")] = False,
+    moments: Annotated[
+        bool | None,
+        typer.Option(
+            "--moments/--no-moments", help="Compare AdamW's moments too; without either, unless one alone has any."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=0, help="Rows of the table; --json has all.")] = 20,
     json: bool = JSON,
 ) -> None:
     """Say in what two checkpoints differ. Exit code 0: one state, bit for bit; 1: they differ; 2: cannot be compared.
 
-    Part of the state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars. Layout,
-    precision, software, ledger and config are listed, and decide nothing. Differences of a tensor are relative to the
-    largest value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
+    AdamW's moments are compared unless --no-moments is given or one side alone has any, which is said. Part of the
+    state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars. Layout, precision,
+    software, ledger and config are listed, and decide nothing. Differences of a tensor are relative to the largest
+    value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
     """
     from quern.train.checkpoint.compare import compare
 
@@ -79,7 +85,7 @@ def _print_comparison(found: Comparison, top: int) -> None:
         if len(different) > top:
             out.print(f"… and {len(different) - top} more (--top, --json)", markup=False)
         out.print()
-    what = "" if found.moments else "; moments not compared (--moments)"
+    what = "" if found.moments else "; moments not compared"
     out.print(f"{found.equal_tensors} of {len(found.tensors)} tensors bitwise equal{what}", markup=False)
     out.print("equal" if found.equal else "different", markup=False)
 

@@ -104,6 +104,8 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _documents(found: Mapping[str, Any]) -> list[str]:
+    from quern.lineage.forensics_cause import said_of
+
     lines = []
     for title, name in (("documents", "documents"), ("documents of the step before", "documents_before")):
         for number, row in enumerate(found[name][:_SHOWN], 1):
@@ -119,7 +121,7 @@ def _documents(found: Mapping[str, Any]) -> list[str]:
                 + ("" if row["by"] == "its own targets" else " (by its sequences' loss)")
             )
             for repeat in row["repeats"][:3]:
-                lines.append(f"     step {repeat['step']:,} had read {repeat['what']} ({repeat['doc_id']})")
+                lines.append(f"     step {repeat['step']:,} had read {said_of(repeat)} already ({repeat['doc_id']})")
             if row["text"]:
                 lines.append(f"     “{' '.join(row['text'].split())[:_TEXT_CHARS]}”")
     return lines

@@ -52,7 +52,8 @@ def one_line(text: str, chars: int | None = None) -> str:
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A bad input or a failed run ends in one line on stderr and the right exit code, never in a traceback."""
+    """A bad input or a failed run ends in one line on stderr and the right exit code, never in a traceback. The help is
+    the docstring, whose paragraphs are as wide as the terminal and not as the source."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -73,6 +74,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             print(f"{how}; run the same command again to go on", file=sys.stderr)
             raise typer.Exit(code) from None
 
+    wrapped.__doc__ = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
     return wrapped
 
 

@@ -21,7 +21,9 @@ def fork(
     json: bool = JSON,
 ) -> None:
     """Make a run of its own that goes on from RUN's checkpoint after --at steps: weights, moments, data order and
-    ledger are RUN's, config too but for key=value. RUN stays as it is. Files are copied, and their checksums compared.
+    ledger are RUN's, and the config is that under which the checkpoint was saved, but for key=value. Each key in which
+    it differs from that of RUN's last start is printed. RUN stays as it is. Files are copied, and their checksums
+    compared.
     """
     from quern.train.fork import fork as make
 
@@ -30,4 +32,6 @@ def fork(
         emit(made.to_dict())
         if not json:
             print(f"{made.folder}: a run of its own, {made.run}, from step {made.step} of {made.trunk}")
+            for line in made.config:
+                print(line)
             print(f"quern train {shlex.quote(made.folder + '/config.yaml')}")

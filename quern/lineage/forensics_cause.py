@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["OUT", "Cause", "Part", "find_cause", "findings"]
+__all__ = ["OUT", "Cause", "Part", "find_cause", "findings", "said_of"]
 
 OUT = 3.0
 """A sequence or document stands out from this many spreads on."""
@@ -29,6 +29,9 @@ _FACTOR = 3.0
 """Times the rest's excess a target, that each of them has."""
 _WHOLE = 0.95
 """Of a step's targets: who has them leaves nothing to compare with."""
+
+_BY_LOSS = {"loss_spike", "non_finite"}
+"""Reasons to write a step down that the loss of its documents can explain."""
 
 Key = tuple[str, int]
 """Data run and number of a document."""
@@ -115,7 +118,7 @@ def findings(found: Mapping[str, Any], z_S: NDArray[np.float64], excess_S: NDArr
         yield "No sequence's loss stands out; what the step has is in its gradients, or in the steps before."
     first = found["documents"][0] if found["documents"] else None
     if cause["kind"] == "documents" and named:
-        yield _accused(cause, named, len(z_S))
+        yield _accused(cause, named, len(z_S), found["reasons"])
     elif cause["kind"] == "unclear" and named:
         yield (
             f"{_name(named[0])} has {named[0]['targets_share']:.0%} of the step's targets: from this step it cannot be "
@@ -137,12 +140,14 @@ def findings(found: Mapping[str, Any], z_S: NDArray[np.float64], excess_S: NDArr
         yield "The update was skipped: weights, moments and AdamW's step count are those of before."
     for row in found["documents"][:3]:
         for repeat in row["repeats"][:3]:
-            yield f"{_name(row)}: step {repeat['step']} had read {repeat['what']} already."
+            yield f"{_name(row)}: step {repeat['step']} had read {said_of(repeat)} already."
         if any(row["epochs"]):
             yield f"{_name(row)}: was read in epoch {max(row['epochs'])}, so not for the first time."
 
 
-def _accused(cause: Mapping[str, Any], named: Sequence[Mapping[str, Any]], num_sequences: int) -> str:
+def _accused(
+    cause: Mapping[str, Any], named: Sequence[Mapping[str, Any]], num_sequences: int, reasons: Sequence[str]
+) -> str:
     one, num = len(named) == 1, len({place for row in named for place in row["places"]})
     who = "One document holds" if one else f"{len(named)} documents hold"
     what = "every loss that is not finite" if cause["share"] is None else f"{cause['share']:.0%} of the excess loss"
@@ -158,7 +163,14 @@ def _accused(cause: Mapping[str, Any], named: Sequence[Mapping[str, Any]], num_s
         "" if rest is None else f" All others are {abs(rest):.3f} nats a target {'above' if rest > 0 else 'below'} "
     )
     ending = "" if rest is None else "the usual: it is the data, not the weights."
+    if rest is not None and not _BY_LOSS & set(reasons):
+        ending += " That follows from the loss alone, which was no spike: gradients are not known by document."
     return f"{who} {what}, in {num} of {num_sequences} sequences: {rows}.{others}{ending}"
+
+
+def said_of(repeat: Mapping[str, Any]) -> str:
+    """What an earlier step had read, beside the name of a document."""
+    return "this document" if repeat["what"] == "itself" else str(repeat["what"])
 
 
 def _name(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, steps, table
+from quern.lineage.forensics_cause import said_of
 
 __all__ = ["render"]
 
@@ -151,7 +152,7 @@ def _document(number: int, row: Mapping[str, Any], found: Mapping[str, Any]) -> 
     z = "" if row["z"] is None else f" · z {num(row['z'], 1)}"
     by = "" if row["by"] == "its own targets" else " (by its sequences’ loss: where in them is not known)"
     repeats = "".join(
-        f'<p class="rules">Step {num(own["step"])} had read <b>{show(own["what"])}</b> '
+        f'<p class="rules">Step {num(own["step"])} had read <b>{show(said_of(own))}</b> already '
         f'(<span class="id">{show(own["doc_id"])}</span>).</p>'
         for own in row["repeats"]
     )

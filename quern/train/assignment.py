@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from quern.words import counted
+
 __all__ = ["balance", "check_divides", "round_robin"]
 
 
@@ -19,8 +21,8 @@ def check_divides(global_batch: int, world: int, micro_batch: int) -> str | None
     below, above = global_batch // unit * unit, (global_batch // unit + 1) * unit
     fits = f"{below} or {above}" if below else f"{above}"
     message = (
-        f"global_batch: expected a multiple of {unit} ({world} data-parallel ranks × micro_batch {micro_batch}), "
-        f"got {global_batch}; {fits} would fit"
+        f"global_batch: expected a multiple of {unit} ({counted(world, 'data-parallel rank')} × micro_batch "
+        f"{micro_batch}), got {global_batch}; {fits} would fit"
     )
     if global_batch % world == 0:
         share = global_batch // world

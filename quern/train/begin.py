@@ -26,7 +26,7 @@ from quern.train.mixture import Mixture, carry_on, plan_mixture
 from quern.train.ranks import Ranks
 from quern.train.resilience.good import last_good, why_none
 
-__all__ = ["LEDGER_FILE", "Start", "abandoned", "begin"]
+__all__ = ["LEDGER_FILE", "Start", "abandoned", "begin", "continuation"]
 
 log = logging.getLogger(__name__)
 
@@ -150,14 +150,7 @@ def _ledger(ledger: Ledger | None) -> Ledger:
 def _append(
     config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None, asked: Any, dp: int
 ) -> Any:
-    step, data_step, tokens = _position(config, corpus, ledger, kind, checkpoint)
-    previous = latest_order(ledger.entries)
-    if previous is None:
-        if checkpoint is not None:
-            raise InputError(f"{checkpoint.path}: stands in a run whose ledger names no order; give another run_dir")
-        mixture = Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
-    else:
-        mixture = carry_on(config, corpus, previous, data_step)
+    step, data_step, tokens, mixture = continuation(config, corpus, ledger.entries, kind, checkpoint)
     ledger.move(
         kind, step, data_step, mixture.order,
         asked=asked,
@@ -172,16 +165,34 @@ def _append(
     return mixture.order.to_dict(), mixture.source_map, step, data_step, tokens
 
 
+def continuation(
+    config: TrainConfig, corpus: Corpus, entries: Sequence[Mapping[str, Any]], kind: str, checkpoint: Checkpoint | None
+) -> tuple[int, int, int, Mixture]:
+    """Step, data step, tokens and mixture with which a run goes on from ``checkpoint``; ``entries``: its ledger's.
+
+    Raises:
+        InputError: the config does not continue what the checkpoint and the ledger say.
+        QuernError: the checkpoint that the ledger tells of is gone.
+    """
+    step, data_step, tokens = _position(config, corpus, entries, kind, checkpoint)
+    previous = latest_order(entries)
+    if previous is not None:
+        return step, data_step, tokens, carry_on(config, corpus, previous, data_step)
+    if checkpoint is not None:
+        raise InputError(f"{checkpoint.path}: stands in a run whose ledger names no order; give another run_dir")
+    return step, data_step, tokens, Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+
+
 def _paths(corpus: Corpus) -> dict[str, str]:
     """Identity of each source → its folder, absolute."""
     return {ident: reader.path for ident, reader in zip(corpus.ids, corpus.readers, strict=True)}
 
 
 def _position(
-    config: TrainConfig, corpus: Corpus, ledger: Ledger, kind: str, checkpoint: Checkpoint | None
+    config: TrainConfig, corpus: Corpus, entries: Sequence[Mapping[str, Any]], kind: str, checkpoint: Checkpoint | None
 ) -> tuple[int, int, int]:
     """Step, data step and tokens at which the run goes on. What can be refused is, before the ledger changes."""
-    moves = [entry for entry in ledger.entries if entry["kind"] in MOVES]
+    moves = [entry for entry in entries if entry["kind"] in MOVES]
     if checkpoint is None:
         if moves and moves[-1]["step"]:
             raise QuernError(
@@ -206,9 +217,9 @@ def _position(
         return manifest.step, manifest.data_step + config.data_skip, manifest.tokens
     if not moves:
         return manifest.step, manifest.data_step, manifest.tokens
-    _check_skips(ledger.entries, checkpoint, manifest.data_step)
+    _check_skips(entries, checkpoint, manifest.data_step)
     # the ledger's, not the checkpoint's: the run may have gone back to this very step, beyond data it skips
-    return manifest.step, data_step_of(ledger.entries, manifest.step), manifest.tokens
+    return manifest.step, data_step_of(entries, manifest.step), manifest.tokens
 
 
 def _check_skips(entries: Sequence[Mapping[str, Any]], checkpoint: Checkpoint, own: int) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 from quern import storage
 from quern.config import dump_yaml, load_config
 from quern.errors import InputError, QuernError
+from quern.train.assignment import check_divides
 from quern.train.branch import LEDGER_FILE
 from quern.train.checkpoint.folder import write_file
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
+    Checkpoint,
     Manifest,
     checkpoint_name,
     checkpoints_folder,
@@ -31,11 +33,17 @@ from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.tiers.owner import RUN_ID_FILE
 from quern.train.config import TrainConfig
 from quern.train.consumers import announce
-from quern.train.ledger import MOVES, read_ledger
+from quern.train.corpus import Corpus
+from quern.train.ledger import MOVES, latest_order, read_ledger
+from quern.train.mixture import plan_mixture
+from quern.train.schedule import check_schedule
+from quern.train.validation import open_held_out
 
 __all__ = ["Forked", "fork"]
 
 _PIECE_BYTES = 8 << 20
+#: Overrides that take back what was asked of one start of a run alone.
+_ONCE = ("resume={}", "data_skip=0")
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Forked:
     """Folder of the run it comes from."""
     trunk_run: str
     """That run's id; empty in a checkpoint that does not know."""
+    config: tuple[str, ...]
+    """``config: key: before → after`` of each key in which its config differs from that of the trunk's last start."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -60,18 +70,21 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
     """Make the folder ``to`` a training run that goes on from the checkpoint of ``run_dir`` after ``step`` steps.
 
     It gets a copy of the checkpoint, whose checksums are compared, the ledger up to it and a line ``fork``, the config
-    of ``run_dir`` with ``overrides`` (and without what asked that run to go back), and an id of its own. ``to`` appears
+    under which the checkpoint was saved with ``overrides`` (and without what asked that run to go back), and an id of
+    its own. ``to`` appears
     whole or not at all, and ``run_dir`` stays as it is. A checkpoint of a branch that the run has left may be taken.
 
     Raises:
-        InputError: there is no such run or checkpoint, ``to`` is taken, or the config does not fit.
+        InputError: there is no such run or checkpoint, ``to`` is taken, or a start of the fork would refuse its config.
         QuernError: the checkpoint or the ledger is damaged, or a file cannot be copied.
     """
     trunk, to = os.path.abspath(run_dir), os.path.abspath(to)
     manifest, source = _checkpoint(run_dir, step)
-    config = _config(run_dir, to, manifest, overrides)
+    config, changed = _config(run_dir, source, to, manifest, overrides)
     if os.path.lexists(to) and not (os.path.isdir(to) and not os.listdir(to)):
         raise InputError(f"{to}: is already there; expected a path that is free, or an empty folder")
+    history = _history(run_dir, manifest)
+    _check(config, run_dir, Checkpoint(step, source), manifest)
     run = uuid.uuid4().hex
     staged = os.path.join(os.path.dirname(to), f".{os.path.basename(to)}.{run}.tmp")
     try:
@@ -85,7 +98,6 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
             "kind": "fork", "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step,
             "data_step": manifest.data_step, "run": manifest.run, "path": trunk,
         }  # fmt: skip
-        history = _history(run_dir, manifest)
         write_file(os.path.join(staged, LEDGER_FILE), history + json.dumps(line).encode() + b"\n")
         write_file(os.path.join(staged, CONFIG_FILE), dump_yaml(config).encode())
         write_file(os.path.join(staged, RUN_ID_FILE), f"{run}\n".encode())
@@ -100,7 +112,7 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
             raise QuernError(f"{to}: not made: {error.filename or ''}: {error.strerror or error}") from None
         raise
     _announce(to)
-    return Forked(to, run, step, trunk, manifest.run)
+    return Forked(to, run, step, trunk, manifest.run, tuple(changed))
 
 
 def _checkpoint(run_dir: str, step: int) -> tuple[Manifest, str]:
@@ -118,29 +130,62 @@ def _checkpoint(run_dir: str, step: int) -> tuple[Manifest, str]:
     return manifest, found[step]
 
 
-def _config(run_dir: str, to: str, manifest: Manifest, overrides: Sequence[str]) -> TrainConfig:
-    from quern.train.checkpoint.state import check_shape
+def _config(
+    run_dir: str, source: str, to: str, manifest: Manifest, overrides: Sequence[str]
+) -> tuple[TrainConfig, list[str]]:
+    """The fork's config, and in what it differs from that of the last start of ``run_dir``, a line a key.
 
-    file = os.path.join(run_dir, CONFIG_FILE)
-    before = load_config(file, TrainConfig)
-    config = load_config(file, TrainConfig, ["resume={}", "data_skip=0", *overrides])
-    if config.run_dir != before.run_dir:
+    The last start may have been given other keys than the checkpoint in ``source`` was saved under.
+    """
+    from quern.train.run_record import differences
+
+    last = os.path.join(run_dir, CONFIG_FILE)
+    file = os.path.join(source, CONFIG_FILE) if CONFIG_FILE in manifest.files else last
+    before, saved = load_config(last, TrainConfig, _ONCE), load_config(file, TrainConfig, _ONCE)
+    config = load_config(file, TrainConfig, [*_ONCE, *overrides])
+    if config.run_dir != saved.run_dir:
         raise InputError("run_dir: is given by --to")
     config = config.model_copy(update={"run_dir": to})
     store = config.checkpoint.store
-    if store is not None and store == before.checkpoint.store:
+    if store is not None and store in (before.checkpoint.store, saved.checkpoint.store):
         raise InputError(
             f"checkpoint.store: {store} belongs to {run_dir}, and a store belongs to one run; give the fork another, "
             f"checkpoint.store=URL, or none, checkpoint.store=null"
         )
     if config.steps < manifest.step:
         raise InputError(f"steps: expected at least {manifest.step}, the checkpoint's, got {config.steps}")
-    check_shape(file, manifest.model, config.model.shape(_vocab_size(manifest)))
-    return config
+    return config, differences(before, config)
 
 
-def _vocab_size(manifest: Manifest) -> int:
-    return manifest.model.vocab_size if manifest.encoding is None else manifest.encoding.vocab_size
+def _check(config: TrainConfig, run_dir: str, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """What every start of the fork would refuse, on whatever ranks and devices.
+
+    Raises:
+        InputError: naming the key, and what the fork may be given.
+    """
+    from quern.train.begin import continuation
+
+    check_schedule(config.steps, config.schedule)
+    if problem := check_divides(config.global_batch, 1, config.micro_batch):
+        raise InputError(problem)
+    wanted = config.resume.step
+    if wanted not in (None, checkpoint.step):
+        raise InputError(
+            f"resume.step: a fork has one checkpoint, that of step {checkpoint.step}, and got {wanted}; leave the key "
+            f"out, or give --at the step"
+        )
+    entries = read_ledger(os.path.join(run_dir, LEDGER_FILE), stop=manifest.ledger_offset)
+    order = latest_order(entries)
+    for name in ("seed", "seq_len"):
+        if order is not None and getattr(order, name) != getattr(config, name):
+            raise InputError(
+                f"{name}: {run_dir} began with {getattr(order, name)}, and a fork reads on in its order, got "
+                f"{getattr(config, name)}; leave the key out, or begin a run with init_from={checkpoint.path}"
+            )
+    corpus = Corpus([given.path for given in config.data], config.seq_len)
+    plan_mixture(config, corpus)
+    open_held_out(config)
+    continuation(config, corpus, entries, "resume" if wanted is None else "rollback", checkpoint)
 
 
 def _history(run_dir: str, manifest: Manifest) -> bytes:

@@ -382,12 +382,14 @@ class Ledger:
         line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             written = 0
-            while written < len(line):
-                written += os.write(self._file, line[written:])
-            os.fsync(self._file)
+            with storage.needs_room(self.path):
+                while written < len(line):
+                    written += os.write(self._file, line[written:])
+                os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, self.offset)  # half a line would damage the next one
-            raise QuernError(f"{self.path}: cannot be written ({error.strerror})") from None
+            told = error if isinstance(error, QuernError) else f"{self.path}: cannot be written ({error.strerror})"
+            raise QuernError(told) from None
         self.offset += len(line)
         self.entries.append(json.loads(line))
         return self.entries[-1]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quern import storage
 from quern.model.config import ModelShape
 from quern.train.config import MetricsConfig
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["Mark", "Metrics", "Utilisation", "memory_gib", "peak_flops"]
+
+log = logging.getLogger(__name__)
 
 #: Dense peaks in TFLOP/s by a part of the device's name: BF16/FP16 tensor cores, and FP32 outside them.
 #: NVIDIA data sheets (A100 2021, H100 2023, H200 2024, B200 2024), without sparsity.
@@ -115,8 +120,12 @@ class Metrics:
     """Writes what rank 0 has to say of each step. Every other rank has none of these."""
 
     def __init__(self, run_dir: str, config: MetricsConfig, steps: int) -> None:
-        self._file = open(os.path.join(run_dir, "metrics.jsonl"), "a", encoding="utf-8")  # noqa: SIM115
-        self._board = _board(os.path.join(run_dir, "tensorboard")) if config.tensorboard else None
+        self._path, self._folder = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "tensorboard")
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+        self._board = _board(self._folder) if config.tensorboard else None
+        self._hook, threading.excepthook = threading.excepthook, self._ended
+        self._told: set[str] = set()
+        """Of which it has been said that they cannot be written."""
         self._live = config.live
         self._steps = steps
         self._began = time.monotonic()
@@ -128,21 +137,19 @@ class Metrics:
         row, step = _plain(row), int(row["step"])
         self._first = step if self._first is None else self._first
         self._write({"kind": "step", **row})
-        if self._board is not None:
-            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "memory_gib", "mfu_full"):
-                if row.get(name) is not None:
-                    self._board.add_scalar(f"train/{name}", row[name], step)
+        names = ("loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "memory_gib", "mfu_full")
+        self._draw({f"train/{name}": row.get(name) for name in names}, step)
         self._show(row, step)
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
         """Held-out loss after ``step`` completed steps: ``loss``, and by source."""
         losses = _plain(losses)
         self._write({"kind": "validation", "step": step, **losses})
-        if self._board is not None:
-            named = {"loss": losses["loss"], **{name: value["loss"] for name, value in losses["sources"].items()}}
-            for name, value in named.items():
-                if value is not None:
-                    self._board.add_scalar(f"validation/{name}", value, step)
+        total = "loss"
+        while total in losses["sources"]:
+            total += " of all sources"
+        named = {total: losses["loss"], **{name: value["loss"] for name, value in losses["sources"].items()}}
+        self._draw({f"validation/{name}": value for name, value in named.items()}, step)
         if self._live:
             self._clear()
             loss = f"{losses['loss']:.4f}" if losses["loss"] is not None else "not finite"
@@ -151,14 +158,50 @@ class Metrics:
     def close(self) -> None:
         """Nothing is written afterwards."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with self._tried(self._folder):
+            if self._board is not None:
+                self._board.close()
+        threading.excepthook = self._hook
         self._clear()
+
+    def _ended(self, how: threading.ExceptHookArgs) -> None:
+        """A thread has ended with an error: the board's raises it again here, where it is one line."""
+        if not (isinstance(how.exc_value, OSError) and type(how.thread).__module__.startswith("tensorboard.")):
+            self._hook(how)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         timed = {**row, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        self._file.write(json.dumps(timed, allow_nan=False) + "\n")
-        self._file.flush()
+        line, size = json.dumps(timed, allow_nan=False).encode() + b"\n", os.fstat(self._file.fileno()).st_size
+        with self._tried(self._path):
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._file.fileno(), size)  # half a line would damage the next one
+                raise
+
+    def _draw(self, values: Mapping[str, float | None], step: int) -> None:
+        """Put numbers on the board; after an error it takes no more."""
+        if self._board is None or self._folder in self._told:
+            return
+        with self._tried(self._folder):
+            for name, value in values.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    @contextmanager
+    def _tried(self, path: str) -> Iterator[None]:
+        """What the system refuses is said once, and ends no run: checkpoints and ledger say what can go on."""
+        try:
+            with storage.needs_room(path):
+                yield
+        except OSError as error:
+            if path not in self._told:
+                why = str(error) if isinstance(error, storage.FullError) else f"{path}: {error.strerror or error}"
+                log.warning("metrics are missing from here on: %s", why)
+            self._told.add(path)
 
     def _show(self, row: Mapping[str, Any], step: int) -> None:
         now, last = time.monotonic(), step + 1 == self._steps

@@ -6,6 +6,7 @@ recipes, batch sizes and corpus versions change only by opening a phase.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from quern.mixtures.word import quantise
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 
-__all__ = ["Mixture", "carry_on", "plan_mixture"]
+__all__ = ["Mixture", "carry_on", "plan_mixture", "source_names"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,21 @@ class Mixture:
     source_map: tuple[int | None, ...]
 
 
+def source_names(config: TrainConfig) -> list[str]:
+    """What each entry of ``data`` is called: the name of its source, and its path where several have that name."""
+    names = [os.path.basename(os.path.abspath(given.path)) for given in config.data]
+    return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
+
+
 def plan_mixture(config: TrainConfig, corpus: Corpus) -> Plan:
     """The order of a config over its corpus, and what its steps read.
 
     Raises:
         InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
     """
-    names = [reader.source for reader in corpus.readers]
     sources = [
         Source(
-            name=name if names.count(name) == 1 else given.path,
+            name=name,
             ident=ident,
             path=given.path,
             tokens=reader.total_tokens,
@@ -45,7 +51,7 @@ def plan_mixture(config: TrainConfig, corpus: Corpus) -> Plan:
             max_epochs=given.max_epochs,
         )
         for given, name, ident, reader, windows in zip(
-            config.data, names, corpus.ids, corpus.readers, corpus.windows, strict=True
+            config.data, source_names(config), corpus.ids, corpus.readers, corpus.windows, strict=True
         )
     ]
     phases = [Phase(phase.first_step, phase.weights, phase.global_batch) for phase in config.phases]

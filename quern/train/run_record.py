@@ -21,7 +21,7 @@ from quern.train.corpus import Corpus
 from quern.train.metrics import Utilisation
 from quern.train.summary import checkpoint_size, float8, step_of
 
-__all__ = ["RUN_FILE", "changes", "describe", "tell"]
+__all__ = ["RUN_FILE", "changes", "describe", "differences", "tell"]
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,15 @@ def changes(config: TrainConfig) -> list[str]:
     """``key: before → after`` of each key in which the config in the run's folder differs; none where there is none."""
     file = os.path.join(config.run_dir, CONFIG_FILE)
     try:
-        before = load_config(file, TrainConfig).model_dump(mode="json")
+        before = load_config(file, TrainConfig)
     except InputError:  # none yet, or of a version with other keys
         return []
-    return list(_changes("", before, config.model_dump(mode="json")))
+    return differences(before, config)
+
+
+def differences(before: TrainConfig, after: TrainConfig) -> list[str]:
+    """``config: key: before → after`` of each key in which two configs differ, but for ``run_dir``."""
+    return _changes("", before.model_dump(mode="json"), after.model_dump(mode="json"))
 
 
 def _changes(name: str, before: Any, after: Any) -> list[str]:

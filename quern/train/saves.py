@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from quern.errors import InputError, QuernError
+from quern.train.branch import find_checkpoint
 from quern.train.checkpoint.cadence import Cadence, estimate_mtbf
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import Checkpoint, Position, checkpoint_name, list_checkpoints
@@ -149,7 +150,7 @@ class Saves:
         error = None
         with self._stalls():
             try:
-                self.checkpoints.begin(done, state(), position(offset), self.checkpoints.keep(kept))
+                self.checkpoints.begin(done, state(), position(offset), self.checkpoints.keep(kept), last)
             except QuernError as failure:
                 error = failure
             if last or not self.config.overlap:
@@ -198,10 +199,24 @@ class Saves:
             self._note_good()
         elif self.ledger is not None:
             log.warning("the checkpoint after step %d was not saved: %s", step, error)
-            self.ledger.append("checkpoint_failed", step=step, why=str(error))
+            try:
+                self.ledger.append("checkpoint_failed", step=step, why=str(error))
+            except QuernError as full:
+                raise self._final(full, step) from error
             self.watch.failed(step)
         if error is not None and (last or (counts and self._failures >= self.config.max_failures)):
-            raise error
+            raise self._final(error, step) from error
+
+    def _final(self, error: QuernError, step: int) -> QuernError:
+        """What ends the run: ``error``, how many saves have failed and what there is to go on from."""
+        try:
+            newest = f"the newest checkpoint is {find_checkpoint(self.checkpoints.run_dir)}"
+        except QuernError:
+            newest = "there is no checkpoint to go on from"
+        failed = f"the checkpoint after step {step} was not saved"
+        if self._failures > 1:
+            failed = f"{self._failures} saves in a row failed (checkpoint.max_failures {self.config.max_failures})"
+        return QuernError(f"{error}; {failed}, and {newest}")
 
     def _observe(self) -> None:
         if self._cadence is not None:

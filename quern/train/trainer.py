@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -88,6 +89,8 @@ class Trainer:
     _pending: list[_Pending] = field(default_factory=list)
     _signal: int = 0
     _tokens: int = 0
+    _held_out: float = 0.0
+    """Loss of the last validation."""
     saves: Saves = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
@@ -296,6 +299,7 @@ class Trainer:
             self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
         with self.parallel.looking():
             losses = self.validator.run(self.parallel.run)
+        self._held_out = losses["loss"]
         if self.metrics is not None:
             self.metrics.validation(done, losses)
         self._mark = Mark(self.ranks.device)
@@ -305,6 +309,11 @@ class Trainer:
         self.settle()
         if self.forensics.take_request():
             log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
+        if self.ledger is not None and self._skips:
+            which = "step was" if self._skips == 1 else f"{self._skips} steps were"
+            log.warning("the last %s skipped: the weights are those after step %d", which, self._done - self._skips)
+        if self.ledger is not None and not math.isfinite(self._held_out):
+            log.warning("the held-out loss is not finite: the weights are of no use")
         if self.ledger is not None and not self.complete:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:

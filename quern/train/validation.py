@@ -18,6 +18,7 @@ from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.feed import to_device
 from quern.train.loader import IGNORE, Loader, StepBatch
+from quern.train.mixture import source_names
 from quern.train.ranks import Ranks
 
 __all__ = ["TOGETHER", "Validator", "open_held_out"]
@@ -25,6 +26,10 @@ __all__ = ["TOGETHER", "Validator", "open_held_out"]
 TOGETHER = 8
 """Micro-batches that a runner gets at a time, so that a pipeline's ranks work side by side, and gather their weights
 once for all of them; a stage holds the hidden states of so many."""
+
+
+_HELD_OUT = ".val"
+"""How the folder of a source's held-out documents ends, beside the source's own."""
 
 
 def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
@@ -35,7 +40,7 @@ def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
     """
     found = []
     for source in config.data:
-        folder = source.path.rstrip("/") + ".val"
+        folder = source.path.rstrip("/") + _HELD_OUT
         root, name = os.path.split(os.path.abspath(folder))
         listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
         if name in listed and ShardReader(folder).num_windows(config.seq_len):
@@ -82,6 +87,8 @@ class Validator:
         self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str
     ) -> None:
         self._ranks, self._document_mask = ranks, config.document_mask
+        folders = [os.path.abspath(given.path) + _HELD_OUT for given in config.data]
+        names = dict(zip(folders, source_names(config), strict=True))
         self._sources = []
         for corpus in held_out:
             (windows,) = corpus.windows
@@ -91,14 +98,14 @@ class Validator:
                 corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
                 document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
             )  # fmt: skip
-            self._sources.append(_Source(corpus.readers[0].source.removesuffix(".val"), loader, order.steps))
+            self._sources.append(_Source(names[corpus.readers[0].path], loader, order.steps))
 
     def run(self, model: Runner) -> dict[str, Any]:
-        """``loss`` (nats a target), ``tokens`` (targets) and the same by source. Collective."""
-        rows = {source.name: self._mean(model, source) for source in self._sources}
-        tokens = sum(row["tokens"] for row in rows.values())
-        loss = sum(row["loss"] * row["tokens"] for row in rows.values()) / max(tokens, 1)
-        return {"loss": loss, "tokens": tokens, "sources": rows}
+        """``loss`` (nats a target), ``tokens`` (targets) and the same by source (:func:`source_names`). Collective."""
+        rows = [(source.name, self._mean(model, source)) for source in self._sources]
+        tokens = sum(row["tokens"] for _, row in rows)
+        loss = sum(row["loss"] * row["tokens"] for _, row in rows) / max(tokens, 1)
+        return {"loss": loss, "tokens": tokens, "sources": dict(rows)}
 
     def _mean(self, model: Runner, source: _Source) -> dict[str, Any]:
         summed = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)

@@ -121,7 +121,7 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         (("seq_len=3000",), "has 2444 tokens; seq_len 3000 needs 3001 or more"),
         (
             ("global_batch=5", "micro_batch=2"),
-            "global_batch: expected a multiple of 2 (1 data-parallel ranks × micro_batch 2), got 5",
+            "global_batch: expected a multiple of 2 (1 data-parallel rank × micro_batch 2), got 5",
         ),
         (("schedule.warmup=9",), "schedule.warmup: expected at most steps (6), got 9"),
         (("data.0.max_epochs=0.1",), "beyond max_epochs 0.1"),

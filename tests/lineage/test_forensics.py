@@ -20,7 +20,7 @@ from quern.cli.main import app as cli_app
 from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
 from quern.lineage.forensics import explain
-from quern.lineage.forensics_cause import Part, find_cause, findings
+from quern.lineage.forensics_cause import Part, _accused, find_cause, findings
 from quern.lineage.forensics_file import StepRecord
 from quern.lineage.forensics_page import render
 from quern.lineage.purge.pages import clean_forensics
@@ -292,6 +292,10 @@ def test_documents_are_named_though_half_of_the_sequences_stand_out(data: tuple[
     said = next(line for line in found["findings"] if "of the excess loss" in line)
     assert said.startswith("2 documents hold 100% of the excess loss, in 2 of 4 sequences: ")
     assert "it is the data, not the weights" in said
+    assert ("from the loss alone" in said) == (not {"loss_spike", "non_finite"} & set(found["reasons"]))
+    assert "from the loss alone" in _accused(
+        found["cause"], [row for row in found["documents"] if row["cause"]], 4, ["grad_norm_spike"]
+    )
     assert not any("that is the weights" in line for line in found["findings"])
     purge = next(own["command"] for own in found["commands"] if "lineage purge" in own["command"])
     assert purge.startswith(f"quern lineage purge {data[0]} --mode mask --doc ")
@@ -362,7 +366,8 @@ def test_sequences_of_unknown_documents_may_hold_the_excess() -> None:
 
 def test_a_document_that_is_the_whole_step_is_told_so() -> None:
     row = {"url": "https://a.example/", "doc_id": "ab", "targets_share": 1.0, "share": 1.0, "cause": True, "z": 9.0,
-           "repeats": [], "epochs": []}  # fmt: skip
+           "repeats": [{"step": 31, "what": "itself"}], "epochs": []}  # fmt: skip
     found = {"cause": {"kind": "unclear"}, "documents": [row], "layers": [], "decision": None}
     said = " ".join(findings(found, np.full(4, 9.0), np.ones(4)))
     assert "https://a.example/ has 100% of the step's targets: from this step it cannot be told" in said
+    assert "https://a.example/: step 31 had read this document already." in said

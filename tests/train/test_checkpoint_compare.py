@@ -252,18 +252,23 @@ def test_how_tensors_were_cut_does_not_matter(tmp_path):
     assert (different.name, different.differing) == ("model.embed.weight", 1)
 
 
-def test_moments_are_compared_when_asked(tmp_path):
+def test_moments_are_compared_unless_one_side_alone_has_any(tmp_path):
     a, b = save(tmp_path / "x", 3), save(tmp_path / "y", 3)
     assert compare(a, b, moments=True).equal
     c = save(tmp_path / "z", 3, key=4)
     count = len(CASE.sizes(CASE.shape()))
-    without, with_moments = compare(a, c), compare(a, c, moments=True)
+    without, with_moments = compare(a, c, moments=False), compare(a, c)
     assert {t.name for t in without.tensors if t.equal} == {"optimizer.step", "extra.losses"}
     assert len(without.tensors) == count + 2
     assert len(with_moments.tensors) == 3 * count + 2
     (moment,) = [t for t in with_moments.tensors if t.name == f"optimizer.state.{W2}.exp_avg_sq"]
     x, y = (CASE.numbers("exp_avg_sq", W2, (6, 10), key).numpy().astype(np.float64) for key in (3, 4))
     assert moment.max_abs == np.abs(x - y).max()
+    assert with_moments == compare(a, c, moments=True)
+    write_weights(str(tmp_path / "w"), CASE.shape(), weights(1))
+    alone = compare(a, str(tmp_path / "w"))
+    assert not alone.moments
+    assert not [t for t in alone.tensors if t.name.startswith("optimizer.state.")]
 
 
 def test_tensors_without_a_counterpart_come_first(tmp_path):

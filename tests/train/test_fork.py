@@ -101,7 +101,8 @@ def test_the_command(straight, tmp_path):
     arguments = ["train", "fork", str(run), "--at", "3", "--to", str(new), "optimizer.lr=0.02"]
     found = CliRunner().invoke(app, arguments)
     assert found.exit_code == 0, found.output
-    first, command = found.output.splitlines()
+    first, change, command = found.output.splitlines()
+    assert change == "config: optimizer.lr: 0.01 → 0.02"
     ident = (new / "run_id").read_text().strip()
     assert first == f"{new}: a run of its own, {ident}, from step 3 of {run}"
     assert command == f"quern train '{new}/config.yaml'"
@@ -125,11 +126,41 @@ def test_what_is_refused_leaves_nothing(straight, tmp_path):
         (run, 3, "new", ["steps=2"], r"steps: expected at least 3"),
         (run, 3, "new", ["model.dim=64"], r"dim"),
         (run, 3, "new", ["model.size=64"], r"model\.size"),
+        (run, 3, "new", ["seed=4"], rf"seed: .*/run began with 5, .* got 4; .*init_from=.*/{NAME(3)}$"),
+        (run, 3, "new", ["seq_len=16"], r"seq_len: .*/run began with 32, .* got 16"),
+        (run, 3, "new", ["resume.step=2"], r"resume\.step: a fork has one checkpoint, that of step 3, and got 2"),
+        (run, 3, "new", ["resume.step=good"], r"that of step 3, and got good"),
+        (run, 3, "new", ["phases=[{first_step: 2, weights: [1, 1]}]"], r"a change needs phases with first_step 3 or"),
+        (run, 3, "new", ["global_batch=4"], r"the run read 8 sequences a step from data step 0, the config says 4"),
+        (run, 3, "new", ["micro_batch=3"], r"global_batch: expected a multiple of 3 .* got 8"),
+        (run, 3, "new", ["schedule.warmup=10"], r"schedule\.warmup: expected at most steps"),
+        (run, 3, "new", ["data.0.max_epochs=0.01"], r"max_epochs"),
+        (run, 3, "new", ["data.0.path=/nowhere"], r"/nowhere"),
         (copy, 3, "new", [], r"__0_0\.distcp: expected SHA-256 .*; the checkpoint is damaged"),
     ):
         with pytest.raises(QuernError, match=said):
             fork(str(source), step, str(tmp_path / to), overrides)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "taken"], (said, overrides)
+
+
+def test_a_fork_has_the_config_under_which_its_checkpoint_was_saved(straight, tmp_path):
+    """Whatever the run was asked for since: the fork takes the steps that the run took from the checkpoint on."""
+    run, new = shutil.copytree(straight[0], tmp_path / "run"), tmp_path / "new"
+    later = ["optimizer.lr=0.05", "steps=11", "document_mask=false", "resume.step=6", "data_skip=2"]
+    config = load_config(run / "config.yaml", TrainConfig, [f"run_dir={run}", *later])
+    assert case.live(config).start.data_step == 8
+    assert fork(str(run), 3, str(new)).config == (
+        "config: document_mask: false → true",
+        "config: steps: 11 → 9",
+        "config: optimizer.lr: 0.05 → 0.01",
+    )
+    assert case.differences(go_on(new).state, straight[1].state) == []
+
+
+def test_a_fork_may_leave_data_out_from_its_first_step_on(straight, tmp_path):
+    fork(str(straight[0]), 3, str(tmp_path / "new"), ["resume.step=3", "data_skip=2", "steps=4"])
+    start = go_on(tmp_path / "new").start
+    assert (start.kind, start.step, start.data_step) == ("rollback", 3, 5)
 
 
 def test_of_two_forks_that_are_given_one_store_the_second_is_refused(data, tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import math
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -170,6 +174,8 @@ def test_tensorboard_reads_the_board(tmp_path):
     for step in range(3):
         metrics.report(row(step, mfu_full=0.4 if step else None))
     metrics.validation(3, {"loss": 3.25, "tokens": 8, "sources": {"web": {"loss": 3.5, "tokens": 8}}})
+    losses = {name: {"loss": value, "tokens": 4} for name, value in (("loss", 1.5), ("web", 2.5))}
+    metrics.validation(4, {"loss": 2.0, "tokens": 8, "sources": losses})  # a source of that name
     metrics.close()
     board = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
@@ -180,8 +186,58 @@ def test_tensorboard_reads_the_board(tmp_path):
     assert values("train/loss") == [(0, 4.5), (1, 3.5), (2, 2.5)]
     assert values("train/grad_norm") == [(0, 1.25), (1, 1.25), (2, 1.25)]
     assert values("train/mfu_full") == [(1, pytest.approx(0.4)), (2, pytest.approx(0.4))]
-    assert values("validation/loss") == [(3, 3.25)]
-    assert values("validation/web") == [(3, 3.5)]
+    assert values("validation/loss") == [(3, 3.25), (4, 1.5)]
+    assert values("validation/web") == [(3, 3.5), (4, 2.5)]
+    assert values("validation/loss of all sources") == [(4, 2.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_board_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    gfile = pytest.importorskip("tensorboard.compat.tensorflow_stub.io.gfile")
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    metrics = Metrics(str(tmp_path), quiet(tensorboard=True), steps=3)
+    monkeypatch.setattr(gfile.LocalFileSystem, "append", full)
+    assert metrics._board is not None
+    metrics.report(row(0))
+    with contextlib.suppress(OSError):  # its thread writes when it likes: now
+        metrics._board.flush()
+    metrics.report(row(1))
+    metrics.validation(2, {"loss": 3.25, "tokens": 8, "sources": {}})
+    metrics.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"metrics are missing .*: {tmp_path}/tensorboard: No space left .* are free on /.*", said)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch, caplog):
+    metrics = Metrics(str(tmp_path), quiet(), steps=3)
+    metrics.report(row(0))
+
+    class Half:
+        """Takes a few bytes, and then there is no room."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.fileno, self.left = file, file.fileno, 5
+
+        def write(self, data: bytes) -> int:
+            if not self.left:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken, self.left = self.file.write(data[: self.left]), 0
+            return taken
+
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics, "_file", Half(metrics._file))
+        metrics.report(row(1))
+        metrics.report(row(2))
+    metrics.report(row(3))
+    metrics.close()
+    assert [strict(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 3]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{tmp_path}/metrics.jsonl: No space left" in said
 
 
 def test_no_board_when_it_is_off(tmp_path):

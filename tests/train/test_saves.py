@@ -29,7 +29,7 @@ from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
 from quern.train import saves, trainer
 from quern.train.__main__ import main
-from quern.train.checkpoint import background, saving, snapshot
+from quern.train.checkpoint import background, saving, snapshot, work
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.checkpoint.reader import verify
@@ -260,7 +260,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, steps: set[int]) -> Non
         monkeypatch.setattr(owner, name, maybe)
 
     if where == "writing":
-        fail(Work, "write", lambda self, folder, fetch=None: folder)
+        fail(work, "write_files", lambda folder, files, fetch: folder)
     elif where == "publishing":
         fail(Work, "_publish", lambda self, asked: asked.final)
     elif where == "beginning":
@@ -328,7 +328,9 @@ def test_a_save_that_fails_costs_itself_alone(tmp_path, paths, whole, monkeypatc
     lines = [e for e in case.ledger(run) if e["kind"] == "checkpoint_failed"]
     assert [entry["step"] for entry in lines] == [4, 8]
     why = "File too large" if mode == "process" else "No space left on device"
-    assert all(entry["why"].endswith(why) for entry in lines)
+    if where != "copying":  # into memory
+        why = rf"{run}/checkpoints: {why}" + ("" if mode == "process" else r" \(.* MiB are free on /.*\); make room .*")
+    assert all(re.fullmatch(why, entry["why"]) for entry in lines)
     warnings = [r.getMessage() for r in caplog.records if r.name == saves.__name__]
     assert warnings == [f"the checkpoint after step {e['step']} was not saved: {e['why']}" for e in lines]
     assert told(run, "checkpoint") == [2, 4, 6, 8, 9]
@@ -356,7 +358,10 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypa
         failing(full, "writing", {4, 6})
         assert main(command(config, tmp_path)) == 1
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("WARNING ")]
-    assert said == ["error: No space left on device"]
+    (line,) = said
+    full = rf"error: {run}/checkpoints: No space left on device \(.* MiB are free on /.*\); make room and .*"
+    newest = f"the newest checkpoint is {run}/checkpoints/step_00000002"
+    assert re.fullmatch(rf"{full}; 2 saves in a row failed \(checkpoint\.max_failures 2\), and {newest}", line)
     assert told(run, "checkpoint_failed") == [4, 6]
     assert told(run, "end", "stopped") == []
     assert folders(run) == ["step_00000002"]
@@ -375,9 +380,11 @@ def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path, paths, monk
         config = case.settings(run, paths, checkpoint={"interval": 2, "mode": mode, "max_failures": 99})
         with monkeypatch.context() as full:
             failing(full, "a limit" if mode == "process" else "writing", {last})
-            with pytest.raises(QuernError, match=r"No space left on device$|File too large$") as caught:
+            with pytest.raises(QuernError, match=r"No space left on device|File too large") as caught:
                 case.live(config, stop_at=stop_at)
         assert not isinstance(caught.value, InputError)
+        newest = f"the newest checkpoint is {run}/checkpoints/step_{(last - 1) // 2 * 2:08d}"
+        assert str(caught.value).endswith(f"; the checkpoint after step {last} was not saved, and {newest}")
         assert told(run, "checkpoint_failed") == [last]
         assert told(run, "end", "stopped") == []
         assert steps_of(run) == list(range(2, last, 2))
@@ -431,7 +438,9 @@ def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole):
     assert [re.search(r"the checkpoint after step (\d) was not saved: .*File too large$", w)[1] for w in warnings] == [
         "1", "2",
     ]  # fmt: skip
-    assert re.fullmatch(r"error: .*File too large", error)
+    assert re.fullmatch(
+        r"error: .*/run/checkpoints: File too large; 2 saves .*, and there is no checkpoint to go on from", error
+    )
     assert folders(run) == []
 
 

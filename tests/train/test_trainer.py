@@ -43,6 +43,23 @@ def test_a_run_that_only_skips_is_ended(tmp_path, paths):
     assert case.live(config).complete  # the cause is gone
 
 
+def test_the_end_says_that_the_last_steps_were_skipped_and_that_the_loss_is_not_finite(tmp_path, caplog):
+    paths = case.write_corpus(tmp_path / "data", {"web": 40, "web.val": 20})[:1]
+
+    def warnings(run, **changes):
+        caplog.clear()
+        assert case.live(case.settings(tmp_path / run, paths, **changes), factor=nan_from(7)).complete
+        names = ("were skipped:", "was skipped:", "held-out")
+        return [text for text in caplog.messages if any(name in text for name in names)]
+
+    assert warnings("skips") == ["the last 2 steps were skipped: the weights are those after step 7"]
+    assert warnings("one", steps=8) == ["the last step was skipped: the weights are those after step 7"]
+    assert warnings("none", steps=7) == []
+    assert warnings("spoilt", guard={"non_finite": "continue"}) == [
+        "the held-out loss is not finite: the weights are of no use"
+    ]
+
+
 def test_skips_that_do_not_follow_each_other_end_nothing(tmp_path, paths):
     config = case.settings(tmp_path / "run", paths, guard={"max_skips": 1})
     left = case.live(config, factor=lambda data_step: float("nan") if data_step % 2 else 1.0)

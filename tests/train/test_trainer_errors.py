@@ -93,11 +93,11 @@ def test_a_mesh_of_another_size(capsys, file):
     [
         (
             "global_batch=7",
-            "global_batch: expected a multiple of 2 (1 data-parallel ranks × micro_batch 2), got 7; 6 or 8 would fit",
+            "global_batch: expected a multiple of 2 (1 data-parallel rank × micro_batch 2), got 7; 6 or 8 would fit",
         ),
         (
             "phases=[{first_step: 4, global_batch: 3}]",
-            "phases.0.global_batch: expected a multiple of 2 (1 data-parallel ranks × micro_batch 2), got 3; 2 or 4 "
+            "phases.0.global_batch: expected a multiple of 2 (1 data-parallel rank × micro_batch 2), got 3; 2 or 4 "
             "would fit",
         ),
         ("schedule.warmup=10", "schedule.warmup: expected at most steps (9), got 10"),

@@ -126,9 +126,10 @@ class Comparison:
         }
 
 
-def compare(a: str, b: str, *, moments: bool = False) -> Comparison:
+def compare(a: str, b: str, *, moments: bool | None = None) -> Comparison:
     """Compare the checkpoints at ``a`` and ``b``: manifests, configs, weights, ``extra`` tensors, AdamW's step count
-    and, with ``moments``, its moments. How the tensors were cut into chunks and files does not matter.
+    and, with ``moments``, its moments; None: unless one of the two alone has any. How the tensors were cut into chunks
+    and files does not matter.
 
     Raises:
         InputError: one is no checkpoint, its files of tensors are elsewhere, or its metadata or a stored tensor is
@@ -138,6 +139,9 @@ def compare(a: str, b: str, *, moments: bool = False) -> Comparison:
     for path in (a, b):
         check_together(path)
     ours, theirs = StoredTensors(a), StoredTensors(b)
+    if moments is None:
+        has = [any(name.startswith(_MOMENTS) for name in side.tensors) for side in (ours, theirs)]
+        moments = has[0] == has[1]
     names = sorted(
         name for name in ours.tensors.keys() | theirs.tensors.keys() if moments or not name.startswith(_MOMENTS)
     )

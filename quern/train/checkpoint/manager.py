@@ -167,16 +167,18 @@ class CheckpointManager:
         """Make ready for the first save, before it is due: the plan, the background's memory."""
         self._saving.prepare(state)
 
-    def begin(self, step: int, state: TrainState, position: Position, keep: Keep | None = None) -> None:
+    def begin(
+        self, step: int, state: TrainState, position: Position, keep: Keep | None = None, last: bool = False
+    ) -> None:
         """Begin to save the state after ``step`` optimizer steps, of which nothing may change before :meth:`copied`.
 
         A checkpoint of the same step that stands already belongs to a branch the run has left; it is replaced.
-        ``keep``: what is removed once this one stands.
+        ``keep``: what is removed once this one stands. ``last``: the run saves no other.
 
         Raises:
             QuernError: on every rank; nothing is in flight, and what was published before stands.
         """
-        self._saving.begin(step, state, position, keep)
+        self._saving.begin(step, state, position, keep, last)
 
     @property
     def in_flight(self) -> bool:

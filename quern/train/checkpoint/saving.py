@@ -94,6 +94,8 @@ class _InFlight:
     position: Position
     keep: Keep | None
     """What is removed when it stands."""
+    last: bool
+    """Whether no other of the run follows."""
     stage: _Stage = _Stage.WRITING
     copying: bool = False
     """Whether the background has been, or will be, asked to write."""
@@ -141,7 +143,9 @@ class Saving:
         if self._snapshot is not None:
             self._snapshot.prepare([tensor for file in plan.files for tensor in file.tensors])
 
-    def begin(self, step: int, state: TrainState, position: Position, keep: Keep | None = None) -> None:
+    def begin(
+        self, step: int, state: TrainState, position: Position, keep: Keep | None = None, last: bool = False
+    ) -> None:
         """Begin to save the state after ``step`` optimizer steps; nothing of it may change before :meth:`copied`.
 
         Raises:
@@ -149,13 +153,13 @@ class Saving:
         """
         assert self._now is None, "one save at a time"
         final = os.path.join(self._root, checkpoint_name(step))
-        token = self._agreement.first(lambda: make_staging_folder(final))
+        token = self._agreement.first(lambda: self._make_staging_folder(final))
         staged = staging_path(final, token)
         try:
             view = self._agreement.own(lambda: view_tensors(state))
             _check_steps(self._agreement.gather(view.step))
             plan = self._plan_for(view)
-            self._now = _InFlight(step, final, token, staged, state, position, keep)
+            self._now = _InFlight(step, final, token, staged, state, position, keep, last)
             self._agreement.own(lambda: self._copy(plan, self._folder(step, token, staged)))
         except Exception:
             if self._now is not None and self._now.copying:  # here it went well
@@ -164,6 +168,10 @@ class Saving:
             self._now = None
             self._discard(step, token, staged)
             raise
+
+    def _make_staging_folder(self, final: str) -> str:
+        with storage.needs_room(self._root):
+            return make_staging_folder(final)
 
     def _folder(self, step: int, token: str, staged: str) -> str:
         """Where this rank writes."""
@@ -331,7 +339,7 @@ class Saving:
         assert now is not None
         mine = self._agreement.patiently(self._background.result if self._agreement.rank == 0 else list)
         tiers = self._tiers
-        removed, stored = self._agreement.first(lambda: (mine, tiers is not None and tiers.stores(now.step)))
+        removed, stored = self._agreement.first(lambda: (mine, tiers is not None and tiers.stores(now.step, now.last)))
         self._now = None
         return Outcome(Checkpoint(now.step, now.final), None, tuple(removed), stored)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
+from quern import storage
 from quern.errors import QuernError
 from quern.train.checkpoint.files import TensorFile, Written, write_files
 from quern.train.checkpoint.folder import publish_folder, write_file
@@ -77,8 +78,12 @@ class Work:
             memory = self.memory
             assert memory is not None
             stored = [tensor for file in self._files for tensor in file.tensors]
-            return write_files(folder, self._files, lambda number: memory.tensor(stored[number]))
-        return write_files(folder, self._files, fetch)
+
+            def fetch(number: int) -> torch.Tensor:
+                return memory.tensor(stored[number])
+
+        with _named(os.path.dirname(folder)):
+            return write_files(folder, self._files, fetch)
 
     def publish(self, asked: Publication) -> list[str]:
         """Make a checkpoint of a staging folder, and remove what it makes too old. Returns the names of what went.
@@ -87,7 +92,8 @@ class Work:
             OSError, QuernError: nothing is published, what stood before stands, and the staging folder is removed.
         """
         try:
-            self._publish(asked)
+            with _named(os.path.dirname(asked.final)):
+                self._publish(asked)
         except BaseException:
             with suppress(OSError):
                 shutil.rmtree(asked.staged)
@@ -113,6 +119,17 @@ class Work:
             write_file(os.path.join(asked.staged, PLACES_FILE), asked.places.encode())
         complete_folder(asked.staged, manifest, documents, elsewhere(asked.staged))
         publish_folder(asked.staged, asked.final, asked.token, replace=True)
+
+
+@contextmanager
+def _named(folder: str) -> Iterator[None]:
+    """What the system refuses in the block names a path, ``folder`` where it names none; a full disk its room too."""
+    try:
+        with storage.needs_room(folder):
+            yield
+    except OSError as error:
+        error.filename = error.filename or folder
+        raise
 
 
 def _begin_of(path: str, size: int) -> bytes:

@@ -166,9 +166,10 @@ class Tiers:
             return None
         return Place(socket.gethostname(), os.path.abspath(self.disk.folder(step)), tuple(names))
 
-    def stores(self, step: int) -> bool:
+    def stores(self, step: int, last: bool = False) -> bool:
         """Whether the checkpoint of a step, just published, is to be uploaded; rank 0 decides for all. Without
-        ``store_every`` one upload is under way at a time, so that each becomes whole however slow the store is."""
+        ``store_every`` one upload is under way at a time, so that each becomes whole however slow the store is. The
+        ``last`` of a run that is passed over here is uploaded by :meth:`finish`."""
         if self.config.store is None or self._behind is None:
             return False
         if self.config.store_every is not None:
@@ -179,6 +180,8 @@ class Tiers:
             return True
         if self._passed_over % _PATIENCE == 0:
             return True
+        if last:
+            return False
         before = ", ".join(map(str, sorted(under_way)))
         log.warning("checkpoint after step %d is not uploaded: that of %s is still under way", step, before)
         return False
