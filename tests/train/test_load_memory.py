@@ -267,7 +267,7 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
             tracemalloc.start()
             with pytest.raises(QuernError, match=rf"{file}: a: not loaded: .*has 67,108,864 bytes"):
                 load(bomb)
-            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20  # a file is read by 8 MiB
             tracemalloc.stop()
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "locate", lambda *_: len(good) - 3)
