@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -33,11 +34,13 @@ def in_child(call: Callable[[], R], memory_bytes: int, threads: int) -> R:
     """``call()`` in a fork of this process, which may take ``2 · memory_bytes`` and 768 MiB more than this one has, and
     16 MiB for each of ``threads``. Its temporary files are gone afterwards, whatever became of it.
 
-    For commands: what other threads of this process hold, the fork never gives back.
+    For commands. A process with other threads makes the call itself: what these hold, a fork never gets.
 
     Raises:
         QuernError: of ``call``, or it took more memory, or its process died.
     """
+    if threading.active_count() > 1:
+        return call()
     limit_mib = _data_mib() + 2 * (memory_bytes >> 20) + _OVERHEAD_MIB + _STACK_MIB * threads
     reader, writer = os.pipe()
     sys.stdout.flush()
