@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, Valid
 
 from quern.errors import InputError
 
-__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "show"]
+__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "parse_yaml", "show"]
 
 
 class Section(BaseModel):
@@ -40,6 +40,10 @@ class Section(BaseModel):
 
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+#: Bounds of a config, far beyond any that a person writes: what stands in a run's folder may be anybody's.
+_MOST_CHARS, _MOST_NODES = 1 << 20, 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,10 +91,36 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
     return pairs
 
 
+def parse_yaml(text: str, what: str) -> Any:
+    """What YAML means, if it is no larger than a config may be; ``what`` names it in errors.
+
+    Raises:
+        InputError: it is too large, nested too deeply, or its aliases repeat too much.
+        YAMLError: it is no YAML.
+    """
+    if len(text) > _MOST_CHARS:
+        raise InputError(f"{what}: has {len(text):,} characters, expected at most {_MOST_CHARS:,}")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise InputError(f"{what}: is nested too deeply") from None
+    left, stack = _MOST_NODES, [value]
+    while stack and left:
+        left -= 1
+        found = stack.pop()
+        if isinstance(found, dict | list) and len(found) <= left:
+            stack += [*found, *found.values()] if isinstance(found, dict) else found
+        elif isinstance(found, dict | list):
+            left = 0
+    if not left:  # an alias costs nothing until somebody walks through it
+        raise InputError(f"{what}: holds more than {_MOST_NODES:,} keys and values, aliases counted each time")
+    return value
+
+
 def _value(text: str) -> Any:
     if text.startswith("*"):  # a glob; there is nothing in an override that a YAML alias could point to
         return text
-    return yaml.load(text, Loader=_Loader) if text else None
+    return parse_yaml(text, "override") if text else None
 
 
 def load_config(
@@ -112,7 +142,7 @@ def load_config(
     if path is not None:
         try:
             with open(path, encoding="utf-8") as file:
-                raw = yaml.load(file, Loader=_Loader)
+                raw = parse_yaml(file.read(_MOST_CHARS + 1), name)
         except FileNotFoundError:
             raise InputError(f"{name}: no such config file") from None
         except IsADirectoryError:

@@ -178,3 +178,14 @@ def test_a_number_with_an_exponent_needs_no_point_and_a_text_like_one_stays_a_te
 def test_an_override_may_be_a_glob_that_begins_with_a_star(tmp_path: Path) -> None:
     path = write(tmp_path, "run_dir: r\nsources: [{name: a}]")
     assert load_config(path, Root, ["sources.0.paths=*.warc.gz"]).sources[0].paths == "*.warc.gz"
+
+
+def test_a_config_that_costs_too_much_is_refused_before_anyone_walks_through_it(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    assert failure(tmp_path, bomb) == "x.yaml: holds more than 100,000 keys and values, aliases counted each time"
+    assert "recursive" in failure(tmp_path, "run_dir: &own [*own]")
+    assert failure(tmp_path, "a: " + "[" * 20_000) == "x.yaml: is nested too deeply"
+    assert failure(tmp_path, "run_dir: r", "inner=" + "[" * 20_000) == "override: is nested too deeply"
+    assert failure(tmp_path, "#" * (1 << 20) + "#") == "x.yaml: has 1,048,577 characters, expected at most 1,048,576"
+    shared = "run_dir: r\nsources: [&one {name: a, paths: [b]}, *one]"
+    assert load_config(write(tmp_path, shared), Root).sources == (Item(name="a", paths=("b",)),) * 2

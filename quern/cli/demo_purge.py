@@ -27,6 +27,7 @@ from quern.lineage.purge.transaction import Request, purge
 from quern.lineage.purge.verify import verify
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
+from quern.safe_path import module
 from quern.train.ledger import MOVES, read_ledger
 from quern.words import counted
 
@@ -94,7 +95,7 @@ def _go_on(resume: dict[str, Any], train_run: str) -> dict[str, Any]:
     if step is not None:  # else no checkpoint is clean, and it begins anew
         _copy(train_run, copy, step)
     before = len(_moves(copy))
-    command = [sys.executable, "-m", "quern.train", *resume["arguments"][2:], f"run_dir={json.dumps(copy)}"]
+    command = module("quern.train", *resume["arguments"][2:], f"run_dir={json.dumps(copy)}")
     process = subprocess.Popen(command, stdout=sys.stderr.fileno(), env={"OMP_NUM_THREADS": "1", **os.environ})
     last = step or 0
     try:

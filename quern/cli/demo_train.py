@@ -21,6 +21,7 @@ from quern import storage
 from quern.cli.output import plain
 from quern.config import load_config
 from quern.errors import QuernError
+from quern.safe_path import module
 from quern.tokenize.shards import ShardReader
 from quern.train.baselines import NGram, read_stream
 from quern.train.config import TrainConfig
@@ -79,7 +80,7 @@ def _say(console: Console | None, text: str) -> None:
 def _start(config: str, overrides: list[str]) -> subprocess.Popen[bytes]:
     # one thread: products this small gain little from two, and two that wait for each other lose a busy machine's time
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = [sys.executable, "-m", "quern.train", config, *overrides]
+    command = module("quern.train", config, *overrides)
     return subprocess.Popen(command, stdout=sys.stderr.fileno(), env=environment)
 
 

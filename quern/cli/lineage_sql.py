@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import os
 import sys
 from decimal import Decimal
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +17,8 @@ from rich.text import Text
 
 from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, plain, reports_errors
 from quern.errors import InputError
-from quern.lineage.sql import Result, query
+from quern.lineage.sql import Result, default_memory, query
+from quern.lineage.sql_child import in_child
 
 __all__ = ["sql", "table_console"]
 
@@ -30,16 +33,22 @@ def sql(
     run: Annotated[str, typer.Argument(help="A data run, or a training run for its steps.", metavar="RUN")],
     statement: Annotated[str, typer.Argument(help="One query.", metavar="SQL")],
     limit: Annotated[int, typer.Option(min=0, help="Rows to print; 0: all of them.")] = LIMIT,
-    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="For DuckDB; the rest spills to TMPDIR.")] = None,
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="For DuckDB; the rest spills to TMPDIR. Lists and texts that a function makes: as much."
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="By default one a core.")] = None,
     json: bool = JSON,
 ) -> None:
     """One SQL query (DuckDB's) over the views documents, verdicts, duplicates, spans and steps: DESCRIBE documents
     names the columns of one. It reads the run's tables and nothing else, and writes nothing."""
-    memory_bytes = None if memory_gb is None else int(memory_gb * 10**9)
+    memory_bytes = default_memory() if memory_gb is None else int(memory_gb * 10**9)
+    how: dict[str, Any] = {"limit": limit or None, "memory_bytes": memory_bytes, "threads": threads, "note": _note}
     with json_stdout(json) as emit:
         try:
-            found = query(run, statement, limit=limit or None, memory_bytes=memory_bytes, threads=threads, note=_note)
+            found = in_child(partial(query, run, statement, **how), memory_bytes, threads or os.cpu_count() or 1)
         except InputError as error:
             raise InputError(plain(str(error))) from None  # it quotes what it was given
         if json:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quern import __version__
 from quern.errors import STDOUT, of_stdout
+from quern.safe_path import leave_working_folder
 
 if TYPE_CHECKING:
     import typer
@@ -107,6 +108,7 @@ class _Output(io.TextIOWrapper):
 
 def main() -> None:
     """The console script."""
+    leave_working_folder()
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = _Output.instead_of(sys.stdout)

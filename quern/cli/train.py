@@ -15,6 +15,7 @@ from quern.cli.output import JSON, err_console, json_stdout, plain, reports_erro
 from quern.cli.train_fork import fork
 from quern.config import dump_yaml
 from quern.errors import InputError
+from quern.safe_path import module
 from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_train_config
@@ -91,7 +92,7 @@ def _ranks(run_dir: str, config: str, overrides: Sequence[str], nproc: int) -> i
     which; a signal to us goes to all. Returns the first code that is not 0.
     """
     tracebacks.clear(run_dir)
-    command = [sys.executable, "-m", "quern.train", config, *overrides]
+    command = module("quern.train", config, *overrides)
     with launch.started(command, launch.environments(nproc), launch.send) as workers:
         code = launch.wait(workers) or 0
         said = tracebacks.verdict(run_dir, [worker.poll() for worker in workers]) if code else None

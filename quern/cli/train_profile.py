@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from quern import storage
 from quern.cli.output import JSON, json_stdout, plain, reports_errors
 from quern.errors import InputError
+from quern.safe_path import module
 from quern.train import launch
 from quern.train.init_from import load_train_config
 
@@ -72,8 +72,8 @@ def _traced(config: str, overrides: list[str], steps: int, warm_up: int, nproc: 
     check(alone(resolved, out), nproc)
     if nproc == 1:
         return profile(resolved, out, steps=steps, warm_up=warm_up)
-    command = [sys.executable, "-m", "quern.train.profiling", config, *overrides, "--quiet",
-               f"--out={out}", f"--steps={steps}", f"--warm-up={warm_up}"]  # fmt: skip
+    command = module("quern.train.profiling", config, *overrides, "--quiet",
+                     f"--out={out}", f"--steps={steps}", f"--warm-up={warm_up}")  # fmt: skip
     with launch.started(command, launch.environments(nproc), launch.send) as workers:
         code = launch.wait(workers) or 0
     if code:

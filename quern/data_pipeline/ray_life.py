@@ -8,7 +8,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quern import storage
@@ -38,7 +38,7 @@ def start(workers: int | None, address: str | None) -> None:
     heard = signal.getsignal(signal.SIGTERM)
     try:
         with storage.needs_room(tempfile.gettempdir()):
-            ray.init(**options)
+            ray.init(job_config=_job(), **options)
     except SystemExit:  # Ray listens to it too, and has heard it first
         ended_by.append("SIGTERM")
         raise KeyboardInterrupt from None
@@ -58,6 +58,22 @@ def start(workers: int | None, address: str | None) -> None:
             signal.alarm(0)  # Ray's handler, if it heard a signal before, has set one that aborts this process
             if callable(heard):
                 signal.signal(signal.SIGTERM, heard)
+
+
+class _NoFolders(list[str]):
+    """Ray puts the folders of the driver's script and its working folder here, for its workers to import from first."""
+
+    def extend(self, folders: Iterable[str]) -> None:
+        pass
+
+
+def _job() -> Any:
+    """A job whose workers import from where their Python does: anybody's files may lie in the working folder."""
+    from ray.job_config import JobConfig
+
+    job = JobConfig()
+    job._py_driver_sys_path = _NoFolders()
+    return job
 
 
 class Pulse:

@@ -46,7 +46,7 @@ from quern.words import counted
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["VIEWS", "Result", "query"]
+__all__ = ["VIEWS", "Result", "default_memory", "query"]
 
 VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
@@ -143,10 +143,14 @@ def _classify(run: str) -> tuple[str, bool]:
     return folder, False
 
 
+def default_memory() -> int:
+    """DuckDB's memory in bytes where none is given: 4 GiB, at most half of the machine's."""
+    return min(_DEFAULT_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
 def _settings(memory_bytes: int | None, threads: int | None, scratch: str) -> dict[str, Any]:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     settings = {
-        "memory_limit": f"{memory_bytes or min(_DEFAULT_MEMORY_BYTES, total // 2)}B",
+        "memory_limit": f"{memory_bytes or default_memory()}B",
         "temp_directory": os.path.join(scratch, "spill"),
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",

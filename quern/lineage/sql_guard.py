@@ -2,7 +2,8 @@
 
 DuckDB can forbid all of its files to a query or none of a folder's: where a view may read, ``COPY … TO`` may write, and
 since DuckDB 2.0 it may stand inside a ``WITH``. So the query's own syntax tree, by DuckDB's own parser, is looked at,
-and every node, table and table function in it must be one that only reads.
+and every node, table and table function in it must be one that only reads, and every function one that tells nothing of
+this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "first_line"]
 
-#: Queries, what they read from, and what is done to their rows. Expressions cannot write and are not looked at.
+#: Queries, what they read from, and what is done to their rows.
 _NODES = frozenset({
     "SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE",
     "BASE_TABLE", "SUBQUERY", "JOIN", "TABLE_FUNCTION", "EMPTY", "EXPRESSION_LIST", "PIVOT", "SHOW_REF",
@@ -29,7 +30,15 @@ _NODES = frozenset({
 #: Table functions that make rows of their arguments and reach nothing else.
 _FUNCTIONS = frozenset({"generate_series", "json_each", "json_tree", "range", "repeat", "repeat_row", "unnest"})
 
+#: Functions of expressions that tell of the machine. None writes.
+_TELLING = frozenset({"current_setting", "getenv"})
+
 _CATALOG = "information_schema"
+_CATALOG_TABLES = frozenset({"columns", "tables"})
+_LISTS = ('"tables"', "__show_tables_expanded")
+"""What SHOW TABLES, SHOW ALL TABLES and DESCRIBE without a name are to DuckDB's parser."""
+_DATABASE = "memory"
+"""DuckDB's name of ours."""
 _OF_PATHS = frozenset("/\\.:*?[")
 """What a name that stands for a query does not need, and the name of a file has."""
 
@@ -58,7 +67,8 @@ def check(connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str
         name = statements[0].type.name
         got = "a PIVOT that lists no values (IN (…))" if name in ("MULTI", "SELECT") else name
         raise InputError(f"sql: expected SELECT, SHOW, DESCRIBE or SUMMARIZE over the views, got {got}")
-    return _views(list(_dicts(tree["statements"])), {name.lower() for name in views})
+    own = connection.execute("SELECT view_name FROM duckdb_views() WHERE internal").fetchall()
+    return _views(list(_dicts(tree["statements"])), {name.lower() for name in views}, {name.lower() for (name,) in own})
 
 
 def first_line(error: Exception) -> str:
@@ -78,10 +88,14 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
             stack.extend(found)
 
 
-def _views(tree: list[dict[str, Any]], views: set[str]) -> frozenset[str]:
+def _views(tree: list[dict[str, Any]], views: set[str], internal: set[str]) -> frozenset[str]:
+    """``internal`` are DuckDB's own views: where a WITH of that name is not seen, the name stands for them."""
     named = {str(entry["key"]).lower() for node in tree for entry in (node.get("cte_map") or {}).get("map", ())}
+    named -= internal
     read: set[str] = set()
     for node in tree:
+        if str(node.get("function_name", "")).lower() in _TELLING:
+            raise InputError(f"sql: {node['function_name']}(…): tells of this machine; expected a query over the views")
         kind = node.get("type")
         if "class" in node or not isinstance(kind, str):
             continue  # an expression, or a constant with its type
@@ -93,12 +107,20 @@ def _views(tree: list[dict[str, Any]], views: set[str]) -> frozenset[str]:
                 raise InputError(f"sql: {name}(…): expected a view ({', '.join(sorted(views))}); it reads nothing else")
         elif kind == "BASE_TABLE":
             name, schema = str(node["table_name"]).lower(), str(node["schema_name"]).lower()
+            catalog = str(node.get("catalog_name") or "").lower()
+            if (
+                catalog not in ("", _DATABASE) or len((node.get("qualified_name") or {}).get("path", ())) > 3
+            ):  # DuckDB joins the three, and opens what looks like a file
+                raise InputError(f"sql: there is no database {node['catalog_name']!r}; expected {_DATABASE}, or none")
             if name in views and schema in ("", "main"):
                 read.add(name)
-            elif schema == _CATALOG:
+            elif schema == _CATALOG and name in _CATALOG_TABLES:
                 read |= views
-            elif schema or name not in named or set(name) & _OF_PATHS:  # DuckDB opens what looks like a file
+            elif schema or catalog or name not in named or set(name) & _OF_PATHS:
                 raise InputError(f"sql: there is no view {node['table_name']!r}; expected {', '.join(sorted(views))}")
         elif kind == "SHOW_REF" and node["query"] is None:
+            shown = str(node["table_name"]).lower()
+            if shown not in (_LISTS if node["show_type"] == "SHOW_SPECIAL" else views):
+                raise InputError(f"sql: SHOW {shown}: expected SHOW TABLES, or SHOW and the name of a view")
             read |= views
     return frozenset(read)

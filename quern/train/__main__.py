@@ -6,6 +6,11 @@ ends when its launcher, torchrun or quern train, has ended.
 
 from __future__ import annotations
 
+from quern.safe_path import leave_working_folder
+
+if __name__ == "__main__":
+    leave_working_folder()  # before anything else is imported
+
 import logging
 import os
 import signal

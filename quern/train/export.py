@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from quern import storage
+from quern.config import parse_yaml
 from quern.errors import InputError, QuernError
 from quern.model import hf
 from quern.model.transformer import Transformer
@@ -148,6 +149,11 @@ def read_encoding(path: str, manifest: Manifest) -> Encoding | None:
     if recorded is None:
         return None
     file = os.path.join(path, ENCODING_FILE)
+    if not os.path.isfile(file):
+        raise InputError(f"{file}: expected a file with the ranks of {recorded.name}")
+    sha256 = storage.sha256(file)  # before it is read as ranks: an error about these quotes them
+    if sha256 != recorded.ranks_sha256:
+        raise InputError(f"{file}: ranks_sha256: expected {recorded.ranks_sha256}, as the manifest says, got {sha256}")
     encoding = load_encoding(recorded.name, file)
     found = EncodingInfo(encoding.name, encoding.vocab_size, encoding.eot_id, encoding.ranks_sha256)
     for key, expected in vars(recorded).items():
@@ -195,7 +201,10 @@ def _trained_length(path: str) -> int | None:
     file = os.path.join(path, CONFIG_FILE)
     if not os.path.isfile(file):
         return None
-    config = yaml.safe_load(storage.read_bytes(file))
+    try:
+        config = parse_yaml(storage.read_bytes(file).decode(), file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
     length = config.get("seq_len") if isinstance(config, dict) else None
     return length if isinstance(length, int) and length > 0 else None
 

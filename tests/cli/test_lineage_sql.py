@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from quern.cli import lineage_sql
 from quern.cli.lineage_sql import sql
 from support.lineage.runs import write_run
+from support.programs import python
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -20,6 +25,12 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_run(tmp_path_factory.mktemp("sql") / "run", seed=5, documents=80, files=1))
+
+
+@pytest.fixture(autouse=True)
+def without_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of tests has threads, which a fork does not survive; those that are about it run the command."""
+    monkeypatch.setattr(lineage_sql, "in_child", lambda call, *_: call())
 
 
 def call(run: str, *arguments: str) -> Result:
@@ -86,10 +97,54 @@ def test_the_limit_is_said_and_can_be_lifted(run: str, capfd: pytest.CaptureFixt
     assert read_json(capfd, run, "FROM range(3000)", "--limit", "2")["truncated"] is True
 
 
-def test_memory_and_threads_are_options(run: str, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = "SELECT current_setting('memory_limit') AS memory, current_setting('threads') AS threads"
-    (row,) = read_json(capfd, run, settings, "--memory-gb", "0.5", "--threads", "3")["rows"]
-    assert row == {"memory": "476.8 MiB", "threads": 3}
+def test_memory_and_threads_are_options(
+    run: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    connect = duckdb.connect
+
+    def heard(*arguments: Any, config: dict[str, Any]) -> Any:
+        given.append((config["memory_limit"], config["threads"]))
+        return connect(*arguments, config=config)
+
+    def here(call: Callable[[], Any], memory_bytes: int, threads: int) -> Any:
+        given.append((memory_bytes, threads))
+        return call()
+
+    monkeypatch.setattr(duckdb, "connect", heard)
+    monkeypatch.setattr(lineage_sql, "in_child", here)
+    assert read_json(capfd, run, "SELECT 1 AS a", "--memory-gb", "0.5", "--threads", "3")["rows"] == [{"a": 1}]
+    assert given == [(500_000_000, 3), ("500000000B", "3")]
+
+
+@pytest.mark.slow
+def test_what_a_function_makes_is_bounded_too(run: str) -> None:
+    """The two queries took 4.4 and 3 GB; DuckDB's own limit knows neither."""
+    program = """
+import resource, sys
+from quern.cli.main import main
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
+"""
+    for statement in ("SELECT len(range(150000000))", "SELECT length(repeat('x', 1500000000))"):
+        command = [python(), "-c", program, "lineage", "sql", run, statement, "--memory-gb", "0.256", "--threads", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        told, most_kib = done.stderr.splitlines()
+        assert (done.returncode, told[:12]) == (1, "error: sql: ")
+        assert int(most_kib) < 2_000_000  # its own before, twice DuckDB's, and 768 MiB
+
+
+def test_a_query_whose_process_dies_is_one_line(run: str) -> None:
+    program = (
+        "import os, signal; from quern.cli import lineage_sql; from quern.cli.main import main\n"
+        "lineage_sql.query = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\nmain()"
+    )
+    command = [python(), "-c", program, "lineage", "sql", run, "SELECT 1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "MiB of memory, or died otherwise (signal 9)" in done.stderr
 
 
 @pytest.mark.parametrize(

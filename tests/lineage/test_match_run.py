@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quern.errors import InputError
-from quern.lineage.match import Index, Item, Matches, match, read_benchmark
+from quern.lineage.match import Index, Item, Matches, index, match, read_benchmark
 from quern.lineage.store import Lineage
 from support.lineage import runs as R
 
@@ -134,12 +134,17 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> Non
         read_benchmark(str(path), ["question"])
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"none.jsonl: no such file"):
         read_benchmark(str(tmp_path / "none.jsonl"))
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"question": "fine"}\n' * 999)[:-20])
     with pytest.raises(InputError, match=r"torn.jsonl.gz: cannot be read"):
         read_benchmark(str(tmp_path / "torn.jsonl.gz"))
+    monkeypatch.setattr(index, "_MOST_BYTES", 1000)
+    for name, pack in (("large.jsonl", bytes), ("large.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(b'{"question": "fine"}\n' * 51))
+        with pytest.raises(InputError, match=rf"{name}: expected at most 0 MiB of text, got more; divide it"):
+            read_benchmark(str(tmp_path / name))
     (tmp_path / "other.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(InputError, match=r"other.parquet: expected a result of quern lineage match --out"):
         Matches.load(str(tmp_path / "other.parquet"))

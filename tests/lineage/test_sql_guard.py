@@ -79,6 +79,14 @@ HARM = [
     "FROM (VALUES (1)) a, LATERAL (FROM read_text('{secret}'))",
     "FROM '{run}/tokens/VERSION.json' WHERE (WITH \"{run}/tokens/VERSION.json\" AS (SELECT 1) SELECT 1) = 1",
     "FROM '{run}/verdicts/*/*.parquet' WHERE (WITH \"{run}/verdicts/*/*.parquet\" AS (SELECT 1) SELECT 1) = 1",
+    'SELECT count(*) FROM "{run}/duplicates/cluster[".information_schema."s].parquet"', "FROM a.b.c.verdicts",
+    'FROM "{run}/duplicates/cluster[".main.verdicts', "FROM information_schema.views", "FROM sqlite_master",
+    # what the machine is like
+    "SELECT current_setting('allowed_directories')", "SHOW allowed_directories",
+    "SELECT * FROM (SHOW secret_directory)",
+    "SELECT list_transform([1], x -> \"Current_Setting\"('secret_directory'))", "SELECT getenv('HOME')",
+    "WITH a AS (WITH pragma_database_list AS (SELECT 1) FROM pragma_database_list) FROM pragma_database_list",
+    "SHOW DATABASES", "SHOW VARIABLES",
     # writes
     "COPY verdicts TO '{folder}/out.csv'", "COPY (SELECT 1) TO '{run}/verdicts/out.csv'",
     "COPY (SELECT 1) TO '{run}/documents/out.parquet'", "EXPORT DATABASE '{folder}/out'",
@@ -164,7 +172,9 @@ def test_without_the_look_at_the_syntax_duckdb_itself_still_reaches_nothing_outs
 
 
 READ = [
-    "SHOW TABLES", "DESCRIBE documents", "SUMMARIZE spans", "FROM verdicts LIMIT 1", "VALUES (1)", "TABLE verdicts",
+    "SHOW TABLES", "SHOW ALL TABLES", "SHOW verdicts", "DESCRIBE documents", "SUMMARIZE spans",
+    "FROM information_schema.tables", "WITH own AS (SELECT 1 AS a) SELECT a FROM own",
+    "FROM verdicts LIMIT 1", "VALUES (1)", "TABLE verdicts",
     "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r WHERE n < 3) FROM r",
     "FROM main.verdicts", "FROM memory.main.VERDICTS v", "SELECT * FROM information_schema.columns",
     "FROM verdicts PIVOT (count(*) FOR source IN ('web', 'text'))",

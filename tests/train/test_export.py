@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -241,6 +242,17 @@ def test_ranks_that_are_not_the_manifests_are_refused(tmp_path: Path, checkpoint
     lines[5:7] = [b"%s %s\n" % (second[0], first[1]), b"%s %s\n" % (first[0], second[1])]
     (Path(checkpoint) / ENCODING_FILE).write_bytes(b"".join(lines))
     with pytest.raises(InputError, match=f"{ENCODING_FILE}: ranks_sha256: expected {encoding.ranks_sha256}"):
+        export.read_encoding(checkpoint, manifest)
+    secret = tmp_path / "secret"
+    secret.write_text("SECRET of another file\n")
+    (Path(checkpoint) / ENCODING_FILE).unlink()
+    (Path(checkpoint) / ENCODING_FILE).symlink_to(secret)
+    with pytest.raises(InputError, match="ranks_sha256: expected") as caught:
+        export.read_encoding(checkpoint, manifest)
+    assert "SECRET" not in str(caught.value)
+    secret.unlink()
+    os.mkfifo(secret)
+    with pytest.raises(InputError, match=f"{ENCODING_FILE}: expected a file with the ranks"):
         export.read_encoding(checkpoint, manifest)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 import warnings
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,20 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
     for data in (*others, good[:-40], b"x" * len(good), b""):
         with pytest.raises(QuernError, match=rf"{file}: a: not loaded: not a tensor of size \[3\] .*float32 at byte 0"):
             load(data)
+    file.write_bytes(good)
+    with zipfile.ZipFile(file) as packed:
+        parts = {part: packed.read(part) for part in packed.namelist()}
+    for name in parts:
+        if name.endswith(("/byteorder", "/data.pkl")):  # 64 MiB of nothing, in a few bytes
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+                for part, data in parts.items():
+                    packed.writestr(part, bytes(64 << 20) if part == name else data)
+            bomb = file.read_bytes()
+            tracemalloc.start()
+            with pytest.raises(QuernError, match=rf"{file}: a: not loaded: .*has 67,108,864 bytes"):
+                load(bomb)
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20  # a file is read by 8 MiB
+            tracemalloc.stop()
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "locate", lambda *_: len(good) - 3)
         with pytest.raises(QuernError, match=rf"{file}: not loaded: cannot be read \(the file ends early\)"):

@@ -24,7 +24,7 @@ import pytest
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.spawn import spawn
-from quern.train.checkpoint.tiers import peer_files
+from quern.train.checkpoint.tiers import peer_files, peer_server
 from quern.train.checkpoint.tiers import peers as peers_module
 from quern.train.checkpoint.tiers.peer_files import mirror_folder
 from quern.train.checkpoint.tiers.peer_server import PeerServer
@@ -680,8 +680,7 @@ class Slots(threading.BoundedSemaphore):
 
 @pytest.mark.parametrize(
     "what",
-    ["half a head", "no reading", "trickled body",
-     *(pytest.param(what, marks=pytest.mark.long) for what in ("nothing", "half a body", "trickled head"))],
+    ["no reading", "trickled body", pytest.param("half a body", marks=pytest.mark.long)],
 )  # fmt: skip
 def test_a_slow_client_holds_its_place_no_longer_than_the_timeout(node, what):
     """The only place is taken by a client that stops, or trickles for ever; others are served when it was given up."""
@@ -690,9 +689,8 @@ def test_a_slow_client_holds_its_place_no_longer_than_the_timeout(node, what):
     there.server._slots = Slots(1)
     put(there.root, data)
     parts = {
-        "nothing": b"", "half a head": b"GET / HT", "half a body": put_head(data, f"/{FOLDER}/new") + data[:MIB + 100],
-        "no reading": head("GET", f"/{FOLDER}/{NAME}"), "trickled head": b"GET / HTTP/1.1\r\nX: ",
-        "trickled body": put_head(data, f"/{FOLDER}/new"),
+        "half a body": put_head(data, f"/{FOLDER}/new") + data[:MIB + 100],
+        "no reading": head("GET", f"/{FOLDER}/{NAME}"),         "trickled body": put_head(data, f"/{FOLDER}/new"),
     }  # fmt: skip
     stop = threading.Event()
     with socket.create_connection(("127.0.0.1", there.port), timeout=120) as sock:
@@ -715,10 +713,56 @@ def test_a_slow_client_holds_its_place_no_longer_than_the_timeout(node, what):
     assert not (there.root / FOLDER / "new").exists()
 
 
+@pytest.mark.parametrize(
+    "what", ["trickled head", *(pytest.param(w, marks=pytest.mark.long) for w in ("", "GET / HT"))]
+)
+def test_a_head_that_does_not_come_is_not_waited_for_beyond_the_timeout(node, what):
+    there = node(timeout_s=0.3)
+    stop = threading.Event()
+    with socket.create_connection(("127.0.0.1", there.port), timeout=120) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nX: " if what == "trickled head" else what.encode())
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.02):
+                    sock.send(b"x")
+
+        if what == "trickled head":
+            threading.Thread(target=trickle, daemon=True).start()
+        try:
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        finally:
+            stop.set()
+    until(lambda: not there.server._unknown)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HT"])
+def test_who_has_no_token_keeps_nobody_out(node, monkeypatch, said):
+    """More connections than are heard at once, idle or amid a head: the oldest of them are closed."""
+    monkeypatch.setattr(peer_server, "MOST_UNKNOWN", 8)
+    there = node(connections=2)
+    with contextlib.ExitStack() as opened:
+        idle = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", there.port), timeout=120)) for _ in range(20)
+        ]
+        for sock in idle:
+            sock.sendall(said)
+        for _ in range(3):
+            assert status(raw(there.port, head("GET", "/"))) == 200
+        for sock in idle[:12]:
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        assert len(there.server._unknown) <= 8
+    until(lambda: not there.server._unknown)
+
+
 def test_one_more_than_are_served_at_once_is_told(node):
     there = node(connections=1)
     there.server._slots = Slots(1)
-    with socket.create_connection(("127.0.0.1", there.port), timeout=120):
+    data = content(MIB)
+    with socket.create_connection(("127.0.0.1", there.port), timeout=120) as sock:
+        sock.sendall(put_head(data, f"/{FOLDER}/new"))
         until(lambda: there.server._slots.taken > 0)
         for _ in range(3):
             assert status(raw(there.port, head("GET", "/"))) == 503

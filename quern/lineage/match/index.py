@@ -27,6 +27,8 @@ __all__ = ["AUTO", "DEFAULT_N", "MIN_WORDS", "Grams", "Index", "Item", "gram_key
 DEFAULT_N = 13
 MIN_WORDS = 8
 AUTO = "auto"
+#: Of a benchmark, decompressed: its items take some thirteen times as much memory.
+_MOST_BYTES = 256 << 20
 _IDS = ("id", "task_id")
 _MULTIPLIER = 0x9FB21C651E98DF25
 _INVERSE = pow(_MULTIPLIER, -1, 1 << 64)
@@ -55,9 +57,7 @@ def read_benchmark(path: str, fields: Sequence[str] = (AUTO,)) -> list[Item]:
             are named.
     """
     try:
-        content = storage.read_bytes(path)
-        if content.startswith(b"\x1f\x8b"):
-            content = gzip.decompress(content)
+        content = _read(path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -71,6 +71,22 @@ def read_benchmark(path: str, fields: Sequence[str] = (AUTO,)) -> list[Item]:
         got = f"{len(content.splitlines()):,} blank lines" if content else "an empty file"
         raise InputError(f"{path}: holds no item: expected an object a line, got {got}")
     return found
+
+
+def _read(path: str) -> bytes:
+    """The bytes of a file, decompressed where they are gzip's.
+
+    Raises:
+        InputError: there are too many of them.
+    """
+    with storage.open_read(path) as file:
+        start = file.read(2)
+        file.seek(0)
+        opened: Any = gzip.GzipFile(fileobj=file) if start == b"\x1f\x8b" else file
+        content: bytes = opened.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise InputError(f"{path}: expected at most {_MOST_BYTES >> 20} MiB of text, got more; divide it")
+    return content
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:

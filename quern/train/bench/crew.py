@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 from quern import storage
 from quern.errors import InputError
+from quern.safe_path import module
 from quern.train import launch
 from quern.train.agree import Agreement
 
@@ -51,7 +51,7 @@ class Crew:
         A rank that ends without a word, or is ended since another has failed, has ``error``, ``kind`` and ``time``.
         """
         places = self.environments(port)
-        command = [sys.executable, "-m", "quern.train.bench.worker", folder]
+        command = module("quern.train.bench.worker", folder)
         with ExitStack() as opened:
             logs = [opened.enter_context(open(_log(folder, place), "wb")) for place in places]
             how = [{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT} for log in logs]

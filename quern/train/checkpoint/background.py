@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from quern.errors import QuernError
+from quern.safe_path import module
 from quern.train.agree import describe
 from quern.train.checkpoint.files import TensorFile, Written
 from quern.train.checkpoint.messages import publication_to_json
@@ -33,7 +33,7 @@ __all__ = ["BACKGROUNDS", "Background", "Inline", "Process", "Thread"]
 
 Fetch = Callable[[int], torch.Tensor]
 
-_COMMAND = [sys.executable, "-m", "quern.train.checkpoint.writer"]
+_COMMAND = module("quern.train.checkpoint.writer")
 _GRACE_S = 5.0
 
 

@@ -26,6 +26,9 @@ from quern.train.checkpoint.metadata import StoredSlice, read_metadata
 
 __all__ = ["StoredTensors", "boxes", "load_record", "locate"]
 
+#: Bytes of a part of a tensor's record that describes it; real ones have hundreds.
+_MOST_DESCRIPTION = 1 << 20
+
 
 def boxes(size: Sequence[int], limit: int) -> Iterator[ChunkStorageMetadata]:
     """Cut a tensor of ``size`` into boxes of at most ``limit`` elements (≥ 1). Each box is a run of the tensor's
@@ -177,6 +180,9 @@ def locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype: 
         ValueError: it is not a tensor of ``size`` and ``dtype``. torch and zipfile raise errors of their own.
     """
     with zipfile.ZipFile(_View(stream, slot)) as archive:
+        for part in archive.infolist():
+            if "/data/" not in part.filename and part.file_size > _MOST_DESCRIPTION:
+                raise ValueError(f"{part.filename!r} has {part.file_size:,} bytes, expected a few")
         orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")]
     described = load_record(stream, slot, "meta")  # reads no element
     if not isinstance(described, torch.Tensor) or described.shape != torch.Size(size) or described.dtype != dtype:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import yaml
 
 from quern import storage
+from quern.config import parse_yaml
 from quern.errors import InputError
 from quern.remote.retry import Backoff
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoint_name
@@ -57,8 +58,8 @@ def configured_store(folder: str) -> str | None:
     if not os.path.isfile(file):
         return None
     try:
-        config = yaml.safe_load(storage.read_bytes(file))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        config = parse_yaml(storage.read_bytes(file).decode(), file)
+    except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
     section = config.get("checkpoint") if isinstance(config, dict) else None
     store = section.get("store") if isinstance(section, dict) else None

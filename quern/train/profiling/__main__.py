@@ -5,6 +5,11 @@ Exit codes: 0 the profile is in DIR, 1 it failed, 2 bad input.
 
 from __future__ import annotations
 
+from quern.safe_path import leave_working_folder
+
+if __name__ == "__main__":
+    leave_working_folder()  # before anything else is imported
+
 import argparse
 import logging
 import os

@@ -32,8 +32,9 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -45,6 +46,8 @@ __all__ = ["PeerServer", "main"]
 #: Bytes of a request line with its headers.
 MAX_HEAD = 16 << 10
 HEAD_TIMEOUT_S = 10.0
+#: Connections without a token so far; each takes a thread and a descriptor for at most :data:`HEAD_TIMEOUT_S`.
+MOST_UNKNOWN = 256
 #: How long what a refused sender has under way is read and dropped, so that it sees why it was refused.
 LINGER_S = 2.0
 
@@ -76,7 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             if self.raw_requestline and self.parse_request():
                 try:
-                    self._answer()
+                    self._check_token()
+                    with self.server.served(self.connection):
+                        self._answer()
                 except RefusedError as refusal:
                     self._reply(refusal.status, refusal.text.encode() + b"\n", refusal.headers)
                     if self.command == "PUT" and refusal.status != 401:
@@ -105,11 +110,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise TimeoutError
         self.connection.settimeout(left)
 
-    def _answer(self) -> None:
+    def _check_token(self) -> None:
         given = self.headers.get_all("Authorization", [])
         expected = f"Bearer {self.server.token}".encode()
         if len(given) != 1 or not hmac.compare_digest(given[0].encode("latin-1", "replace"), expected):
             raise RefusedError(401, "expected this run's token", {"WWW-Authenticate": "Bearer"})
+
+    def _answer(self) -> None:
         if self.command not in ("GET", "HEAD", "PUT"):
             raise RefusedError(405, "expected GET, HEAD or PUT", {"Allow": "GET, HEAD, PUT"})
         # ``path`` is not used: the standard library makes one slash of several at its beginning.
@@ -252,7 +259,8 @@ class PeerServer(ThreadingHTTPServer):
         host, port: where it listens; port 0 for any that is free, see ``port``.
         token: 64 hex digits that every request must carry.
         timeout_s: seconds in which every MiB must move.
-        connections: how many are served at once; more are answered 503.
+        connections: how many that have shown the token are served at once; more are answered 503. Beside them up to
+            :data:`MOST_UNKNOWN` are heard that have not, so that these keep nobody out.
 
     Raises:
         InputError: a token of another form, or a timeout that is not above 0.
@@ -270,6 +278,9 @@ class PeerServer(ThreadingHTTPServer):
             raise InputError(f"timeout: expected seconds > 0, got {timeout_s:g}")
         self.token, self.timeout_s = token, timeout_s
         self._slots = threading.BoundedSemaphore(connections)
+        self._unknown: dict[socket.socket, str] = {}
+        """Connections that have not shown the token, oldest first, with their address."""
+        self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self.files = Root(root)
@@ -288,23 +299,45 @@ class PeerServer(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, unless there are enough."""
-        if not self._slots.acquire(blocking=False):
-            with suppress(OSError):
-                request.settimeout(1.0)
-                request.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            self.shutdown_request(request)
-            return
+        """Hear a connection in a thread of its own. Of too many that have not shown the token, the oldest one of the
+        address that has most of them is closed."""
+        with self._lock:
+            if len(self._unknown) >= MOST_UNKNOWN:
+                most = Counter(self._unknown.values()).most_common(1)[0][0]
+                oldest = next(other for other, address in self._unknown.items() if address == most)
+                del self._unknown[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads an end
+            self._unknown[request] = str(client_address[0])
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._slots.release()
+            self._forget(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """What the thread does."""
         try:
             super().process_request_thread(request, client_address)
+        finally:
+            self._forget(request)
+
+    def _forget(self, request: socket.socket) -> None:
+        with self._lock:
+            self._unknown.pop(request, None)
+
+    @contextmanager
+    def served(self, request: socket.socket) -> Iterator[None]:
+        """A place among those that are served, for one that has shown the token.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        if not self._slots.acquire(blocking=False):
+            raise RefusedError(503, "busy")
+        self._forget(request)
+        try:
+            yield
         finally:
             self._slots.release()
 

@@ -15,7 +15,6 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from typing import IO, Any, Self, TypeVar
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.safe_path import module
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers.peer_files import CHUNK, FOLDER, SHA256, is_file_name
@@ -325,7 +325,7 @@ class ServerProcess:
     def __init__(self, root: str, host: str, token: str, *, port: int = 0, start_timeout_s: float = 60.0) -> None:
         if not SHA256.fullmatch(token):
             raise InputError("token: expected 64 hex digits")
-        command = [sys.executable, "-m", "quern.train.checkpoint.tiers.peer_server"]
+        command = module("quern.train.checkpoint.tiers.peer_server")
         command += ["--root", root, "--host", host, "--port", str(port)]
         self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None

@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from quern.errors import InputError, QuernError
+from quern.safe_path import module
 from quern.train.checkpoint.manifest import FileRecord
 from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers.owner import Owner
@@ -131,7 +131,7 @@ class Uploader:
         self._environment = {**os.environ, **(environment or {})}
         target = open_target(url, token=self._environment.get(TOKEN_VARIABLE, ""))  # what is none is refused here
         self._url, self._takes_manifests = url, target.takes_manifests
-        self._command = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", url]
+        self._command = module("quern.train.checkpoint.tiers.mover", url)
         self._command += ["--retry-after-s", str(retry_after_s), "--timeout-s", str(timeout_s)]
         self._command += ["--budget-s", str(budget_s), "--parent", str(os.getpid())]
         if bytes_per_s is not None:
