@@ -10,7 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from quern import storage
-from quern.cli.output import JSON, ended_by_signals, err_console, json_stdout, one_line, out_console, reports_errors
+from quern.cli.output import (
+    JSON,
+    ended_by_signals,
+    err_console,
+    json_stdout,
+    one_line,
+    out_console,
+    plain,
+    reports_errors,
+)
 from quern.config import dump_yaml, load_config
 from quern.data_pipeline import report, run_status
 from quern.data_pipeline import run as pages
@@ -148,11 +157,11 @@ def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...]) -> dict[str,
 def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
     console = out_console()
     report.print_funnel(stats, console)
-    console.print(f"run        {run_dir}", markup=False)
+    console.print(f"run        {plain(run_dir)}", markup=False)
     path = storage.join(run_dir, "report.html")
     gone = "" if storage.is_file(path) else " is missing; quern data run with the config of the run makes it anew"
-    console.print(f"report     {path}{gone}", markup=False)
-    console.print(f"tokens     {storage.join(run_dir, 'tokens', 'VERSION.json')}", markup=False)
+    console.print(f"report     {plain(path)}{gone}", markup=False)
+    console.print(f"tokens     {plain(storage.join(run_dir, 'tokens', 'VERSION.json'))}", markup=False)
 
 
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
