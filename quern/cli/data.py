@@ -148,7 +148,7 @@ def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...]) -> dict[str,
     if not storage.is_file(storage.join(run, "report.html")):
         try:
             report.write_report(run, stats, seed=config.seed, partitions=names)
-        except (QuernError, KeyError, TypeError, ValueError) as error:
+        except (QuernError, OSError, KeyError, TypeError, ValueError) as error:
             told = one_line(f"{run}/report.html: is missing and cannot be made anew: {error}")
             err_console().print(told, markup=False, soft_wrap=True)
     return stats

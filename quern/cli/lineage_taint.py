@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quern.words import counted
+
 __all__ = ["taint_lines"]
 
 _SHOWN = 8
@@ -16,7 +18,7 @@ Row = Mapping[str, Any]
 def taint_lines(report: Row) -> Iterator[str]:
     """The report for a person: a part for each training run, then what is not known."""
     for row in report["train_runs"]:
-        yield f"training    {row['path']}: {_count(row['steps_complete'], 'step')} complete"
+        yield f"training    {row['path']}: {counted(row['steps_complete'], 'step')} complete"
         for name, text in _rows(row):
             yield f"  {name:<11}{text}"
     for row in report["not_judged"]:
@@ -42,7 +44,7 @@ def _rows(row: Row) -> Iterator[tuple[str, str]]:
             )
     tainted, last = row["tainted"], row["last_clean"]
     total = len(tainted) + len(row["clean"])
-    yield "tainted", f"{len(tainted):,} of {_count(total, 'checkpoint')}{_which(tainted)}"
+    yield "tainted", f"{len(tainted):,} of {counted(total, 'checkpoint')}{_which(tainted)}"
     if tainted or row["applied"]:
         yield "last clean", "none" if last is None else f"step {last['step']:,}  {last['path']}"
     for warning in row["warnings"]:
@@ -67,8 +69,8 @@ def _read(row: Row) -> str:
     told = f" ({'; '.join(notes)})" if notes else ""
     if not row["applied"]:
         return f"{row['exposures']:,} times, and no weight took anything in{told}"
-    steps = f"{_count(row['steps'], 'step')}, {row['first_step']:,} to {row['last_step']:,}"
-    return f"{_count(row['documents_read'], 'document')} in {steps}: {row['exposures']:,} times{told}"
+    steps = f"{counted(row['steps'], 'step')}, {row['first_step']:,} to {row['last_step']:,}"
+    return f"{counted(row['documents_read'], 'document')} in {steps}: {row['exposures']:,} times{told}"
 
 
 def _which(checkpoints: list[Row]) -> str:
@@ -87,7 +89,3 @@ def _resume(resume: Row) -> Iterator[tuple[str, str]]:
         yield "note", note
     where = f"   (in {resume['run_in']})" if resume["run_in"] else ""
     yield "go on", f"{resume['command']}{where}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

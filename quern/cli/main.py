@@ -116,7 +116,8 @@ def main() -> None:
         try:
             (_build([asked]) if asked in _COMMANDS else _whole())()
         finally:
-            sys.stdout.flush()  # what cannot be written is an error here, and not at the interpreter's end
+            if sys.stdout is not None:  # it was closed
+                sys.stdout.flush()  # what cannot be written is an error here, and not at the interpreter's end
     except OSError as error:
         if error.filename != STDOUT or error.errno == errno.EPIPE:
             raise

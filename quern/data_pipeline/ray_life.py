@@ -35,12 +35,16 @@ def start(workers: int | None, address: str | None) -> None:
         # CPUs, and those of a container's share only.
         options |= {"address": "local", "num_cpus": workers, "object_store_memory": OBJECT_STORE_BYTES}
         options["include_dashboard"] = False
-    heard = signal.getsignal(signal.SIGTERM)
+    heard, timer = signal.getsignal(signal.SIGTERM), signal.getitimer(signal.ITIMER_REAL)
+    main = threading.current_thread() is threading.main_thread()
     try:
         with storage.needs_room(tempfile.gettempdir()):
             ray.init(job_config=_job(), **options)
-    except SystemExit:  # Ray listens to it too, and has heard it first
-        ended_by.append("SIGTERM")
+    except (SystemExit, KeyboardInterrupt) as ended:
+        if main:  # Ray's handler of a signal sets an alarm that aborts this process, and then calls the one before it
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+        if isinstance(ended, SystemExit):  # Ray listens to it too, and has heard it first
+            ended_by.append("SIGTERM")
         raise KeyboardInterrupt from None
     except storage.FullError:
         raise
@@ -54,10 +58,8 @@ def start(workers: int | None, address: str | None) -> None:
             raise QuernError(f"ray.address: no Ray cluster at {address!r} ({why})") from None
         raise
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.alarm(0)  # Ray's handler, if it heard a signal before, has set one that aborts this process
-            if callable(heard):
-                signal.signal(signal.SIGTERM, heard)
+        if callable(heard) and main:
+            signal.signal(signal.SIGTERM, heard)
 
 
 class _NoFolders(list[str]):

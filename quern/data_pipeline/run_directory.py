@@ -179,7 +179,12 @@ def _differences(old: Any, new: Any, key: str = "", passed_over: tuple[str, ...]
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new} - {*passed_over}, key=str):
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name), ())
+            inner = f"{key}.{name}" if key else str(name)
+            if name in old and name in new:
+                yield from _differences(old[name], new[name], inner, ())
+            elif old.get(name) != new.get(name):  # one side has a key of a later version at its default, and lacks it
+                there, here = (show(side[name]) if name in side else "not given" for side in (old, new))
+                yield f"{inner} is {there} there and {here} here"
     elif key == "sources" and (before := _by_name(old)) is not None and (after := _by_name(new)) is not None:
         yield from _source_differences(before, after)
     elif old != new:

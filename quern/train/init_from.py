@@ -57,13 +57,16 @@ def starting_checkpoint(config: TrainConfig) -> str | None:
     given = config.init_from
     if given is None:
         return None
-    if _fresh(config):
-        return _found(given)
-    before = _recorded(config.run_dir)
+    fresh, before = _fresh(config), _recorded(config.run_dir)
     recorded = None if before is None else before.init_from
-    if recorded is not None and os.path.dirname(os.path.dirname(recorded)) == os.path.normpath(given):
+    run = None if recorded is None else os.path.dirname(os.path.dirname(os.path.abspath(recorded)))
+    if (
+        recorded is not None
+        and run == os.path.abspath(given)
+        and (not fresh or os.path.isfile(os.path.join(recorded, MANIFEST_FILE)))
+    ):
         return recorded
-    return given
+    return _found(given) if fresh else given
 
 
 def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
@@ -102,7 +105,12 @@ def _complete(raw: dict[str, Any]) -> None:
     try:
         path = raw["run_dir"] if before is not None else _found(given)
         shape = before.model.shape(1) if before is not None else _read(path).model
-    except InputError:
+    except InputError as error:
+        resume = raw.get("resume")
+        if _shape(section) is None and isinstance(resume, dict) and resume.get("from_store"):
+            raise InputError(
+                f"{error}; a run that comes back from its store needs the section model, as it was"
+            ) from None
         if _shape(section) is None:
             raise
         return  # the model is whole without it; a run that needs its weights is refused by check_init_from

@@ -297,7 +297,7 @@ def test_what_needs_the_tensors_says_where_they_are(run: Path, tmp_path: Path) -
         ("reshard", run, tmp_path / "out"), ("export-hf", run, tmp_path / "out"),
     ):  # fmt: skip
         result = invoke(*arguments, code=2)
-        assert result.stderr.startswith(f"error: {source}: 1 files of tensors are on the run's nodes (host-n0:")
+        assert result.stderr.startswith(f"error: {source}: 1 file of tensors are on the run's nodes (host-n0:")
         assert "quern checkpoint fetch" in result.stderr
         assert result.stderr.count("\n") == 1
     with pytest.raises(InputError, match="quern checkpoint fetch"):  # sample's way

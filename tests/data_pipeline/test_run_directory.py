@@ -90,7 +90,8 @@ def test_what_decides_no_byte_may_change(tmp_path: Path, same: dict[str, Any]) -
         ),
         (
             {f"k{n}": n for n in range(10)},
-            ", ".join(f"k{n} is null there and {n} here" for n in range(8)) + ", and 2 more keys; give another run_dir",
+            ", ".join(f"k{n} is not given there and {n} here" for n in range(8))
+            + ", and 2 more keys; give another run_dir",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,15 @@ def test_a_run_stands_for_its_newest_checkpoint_until_a_run_has_begun_with_it(tm
     config = load_train_config(write(tmp_path, init_from=str(other)))
     assert starting_checkpoint(config) == str(first)
     begun = config.model_copy(update={"init_from": str(first)})
-    write_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003", 3)
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(begun.model_dump(mode="json")))
+    newer = write_checkpoint(other / "checkpoints" / "step_00000025", 25)
+    spelled = f"{tmp_path}/./other/"
+    assert starting_checkpoint(config.model_copy(update={"init_from": spelled})) == str(first), (
+        "begun, nothing saved yet"
+    )
+    shutil.rmtree(newer)
+    write_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003", 3)
     write_checkpoint(other / "checkpoints" / "step_00000030", 30, num_layers=1)
     for path in (other, tmp_path / "nowhere"):
         other.rename(path)

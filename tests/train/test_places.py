@@ -158,7 +158,7 @@ def test_what_could_not_be_read_is_not_written(places: list[Place]) -> None:
 def test_files_that_are_not_together_are_said_with_their_nodes(tmp_path: Path) -> None:
     folder = put(tmp_path, {"schema": 1, "nodes": [NODE, OTHER]})
     (tmp_path / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(InputError, match="1 files of tensors are on the run's nodes") as caught:
+    with pytest.raises(InputError, match="1 file of tensors are on the run's nodes") as caught:
         check_together(folder)
     assert "h0:/nvme/0/ab/step_00000003, h1:/nvme/0/ab/step_00000003" in str(caught.value)
     assert "quern checkpoint fetch" in str(caught.value)

@@ -47,11 +47,21 @@ from quern.data_pipeline.dedup.stages import Stage, Stages
 from quern.data_pipeline.dedup.tables import sort_rows, write_tables
 from quern.data_pipeline.dedup.work import Shard, Work
 
-__all__ = ["Found", "UrlPairs", "cluster", "join_edges", "near", "order_documents", "remove_equal", "write_rows"]
+__all__ = [
+    "MOST_HOSTS",
+    "Found",
+    "UrlPairs",
+    "cluster",
+    "join_edges",
+    "near",
+    "order_documents",
+    "remove_equal",
+    "write_rows",
+]
 
 
 #: Hosts that a report names.
-_SHOWN_HOSTS = 100
+MOST_HOSTS = 100
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ def _count_hosts(stages: Stages, work: Work, shards: Sequence[Shard], measured: 
     hosts: Counter[str] = Counter()
     for shard in shards:
         hosts.update(storage.read_json(work.file(HOSTS, shard.index)))
-    return dict(sorted(hosts.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN_HOSTS])
+    return dict(sorted(hosts.items(), key=lambda item: (-item[1], item[0]))[:MOST_HOSTS])
 
 
 def near(stages: Stages, work: Work, shards: Sequence[Shard], found: Found) -> None:

@@ -14,7 +14,16 @@ from quern.data_pipeline.dedup.bands import MEMBER
 from quern.data_pipeline.dedup.config import UNLIKE, DuplicatesConfig, recall_curve
 from quern.data_pipeline.dedup.exchange import cuts
 from quern.data_pipeline.dedup.facts import read_facts
-from quern.data_pipeline.dedup.passes import Found, UrlPairs, cluster, near, order_documents, remove_equal, write_rows
+from quern.data_pipeline.dedup.passes import (
+    MOST_HOSTS,
+    Found,
+    UrlPairs,
+    cluster,
+    near,
+    order_documents,
+    remove_equal,
+    write_rows,
+)
 from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.stages import Stages
 from quern.data_pipeline.dedup.work import RECORD_BYTES, Place, Shard, Work
@@ -195,11 +204,12 @@ def _url_alarms(hosts: Mapping[str, int]) -> Iterable[str]:
     many = [(host, count) for host, count in hosts.items() if count >= MANY_TEXTS]
     if many:
         host, count = many[0]
-        others = f"; so do {len(many) - 1} more" if len(many) > 1 else ""
+        least = " at least" if len(many) == MOST_HOSTS else ""
+        others = f"; so do{least} {len(many) - 1} more" if len(many) > 1 else ""
         yield (
             f"host {host} serves different texts under one URL: {count} of its documents were removed for the URL of "
             f"another one with which they have a similarity below {UNLIKE}{others}; "
-            f"duplicates.url_threshold={UNLIKE} keeps them"
+            f"with duplicates.url_threshold={UNLIKE} none of them goes for its URL"
         )
 
 

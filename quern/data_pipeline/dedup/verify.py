@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ VERIFIED = np.dtype([("low", "<i8"), ("high", "<i8"), ("similarity", "<f8"), ("b
 _SHINGLES = 1 << 20
 #: Pairs looked at to begin with when they are divided, and the most.
 _PAIRS, _MOST_PAIRS = 1 << 12, 1 << 20
+#: How many times as large as the other a set of a pair is that is not copied for it.
+_FAR = 16
 #: Verified pairs that are decided at once.
 _BATCH = 1 << 16
 
@@ -102,6 +105,27 @@ def _sets(starts: np.ndarray, sizes: np.ndarray, shingles: np.ndarray) -> Any:
 def _common(sets: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """int64: how many columns rows ``a[i]`` and ``b[i]`` of ``sets`` have in common."""
     width = np.diff(sets.indptr).astype(np.int64)
+    common = np.empty(len(a), dtype=np.int64)
+    swapped = width[a] < width[b]
+    large, small = np.where(swapped, b, a), np.where(swapped, a, b)
+    far = width[large] > _FAR * width[small]
+    common[~far] = _multiplied(sets, width, a[~far], b[~far])
+    order = np.flatnonzero(far)
+    order = order[np.argsort(large[order], kind="stable")]
+    starts = np.flatnonzero(np.diff(large[order], prepend=-1))
+    marks = np.zeros(sets.shape[1], dtype=bool)
+    for start, end in pairwise([*starts.tolist(), len(order)]):  # a large set is looked at once for all its small ones
+        pairs = order[start:end]
+        columns = sets.indices[slice(*sets.indptr[large[pairs[0]] :][:2])]
+        marks[columns] = True
+        members = sets[small[pairs]]
+        common[pairs] = np.diff(np.concatenate(([0], np.cumsum(marks[members.indices])))[members.indptr])
+        marks[columns] = False
+    return common
+
+
+def _multiplied(sets: Any, width: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The same for sets of about one size: the rows of each pair are multiplied."""
     cost = np.cumsum(width[a] + width[b] + 1)
     common = np.empty(len(a), dtype=np.int64)
     start = 0

@@ -198,7 +198,8 @@ def url_similarities(duplicates: Mapping[str, Any]) -> str | None:
     ]
     parts += [f"{urls['unknown']:,} too short to compare"] if urls["unknown"] else []
     if stay := urls["compared"] - sum(urls["similar"]) - urls["unknown"]:
-        parts.append(f"{stay:,} less similar than duplicates.url_threshold stay")
+        apart = f"{stay:,} compared and not removed for it (duplicates.url_threshold)"
+        return "; ".join([", ".join(parts) or "none", apart])
     return ", ".join(parts)
 
 

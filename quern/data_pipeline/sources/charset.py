@@ -94,6 +94,8 @@ _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _HIGH_BYTES = bytes(range(0x80, 0x100))
 #: A file in no known encoding is windows-1252 when at most one of so many bytes is not ASCII, and none is a control.
 _FEW = 20
+#: So many bytes beyond ASCII tell a detector nothing: it names some code page of DOS or of the East for a © or an é.
+_EVIDENCE = 32
 _CONTROLS = bytes(byte for byte in (*range(0x20), 0x7F) if byte not in b"\t\n\f\r")
 
 
@@ -159,6 +161,8 @@ def _decode(payload: bytes, header_charset: str | None, is_html: bool, is_file: 
     decoded = _first_fitting(payload, candidates)
     if decoded is not None:
         return decoded
+    if is_file and _has_few_strange_bytes(payload, _EVIDENCE) and (text := _strict(payload, "cp1252")) is not None:
+        return text, _NAMES["cp1252"]
     guessed = _detect(payload)
     decoded = _first_fitting(payload, guessed)
     if decoded is not None:
@@ -172,8 +176,10 @@ def _decode(payload: bytes, header_charset: str | None, is_html: bool, is_file: 
     return None
 
 
-def _has_few_strange_bytes(payload: bytes) -> bool:
+def _has_few_strange_bytes(payload: bytes, most: int | None = None) -> bool:
     high = len(payload) - len(payload.translate(None, _HIGH_BYTES))
+    if most is not None and high > most:
+        return False
     return high * _FEW <= len(payload) and len(payload.translate(None, _CONTROLS)) == len(payload)
 
 

@@ -23,7 +23,9 @@ _RFC = re.compile(
     r"(?: {1,3}(?:[+-]\d{4}|UTC?|GMT|Z|[ECMP][SD]T))?",
     re.IGNORECASE,
 )
-#: Digits of as many places as no calendar date has.
+#: Ten digits that are a date and an hour.
+_HOUR = re.compile(r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:[01]\d|2[0-3])")
+#: Digits of as many places as no calendar date has but that one.
 _SECONDS = re.compile(r"(?:\d{9,11}|\d{13})(?:\.\d{1,9})?")
 
 
@@ -78,6 +80,8 @@ def _moment(value: object) -> dt.datetime | None:
 
 def _told_otherwise(text: str) -> dt.datetime | None:
     """The moment of a date in words, or of seconds or milliseconds since 1970 in digits."""
+    if _HOUR.fullmatch(text):
+        return None  # in which zone, nobody says; as seconds it would be of the years 2030 to 2036
     if _SECONDS.fullmatch(text):
         return _moment(float(text) if "." in text else int(text))
     try:

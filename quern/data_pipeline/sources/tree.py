@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterator
+from itertools import islice
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -48,6 +49,11 @@ def list_tree(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
+def _holds(folder: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file with one of the suffixes is in a folder, as far as its first thousand folders tell."""
+    return any(name.endswith(suffixes) for _, _, names in islice(os.walk(folder), 1000) for name in names)
+
+
 def left_out(folder: str, suffixes: tuple[str, ...]) -> str | None:
     """Of a local folder that gives no file: the first hidden or linked thing that :func:`list_tree` leaves out, and
     why; None if there is none.
@@ -56,7 +62,8 @@ def left_out(folder: str, suffixes: tuple[str, ...]) -> str | None:
     if not isinstance(fs, LocalFileSystem):
         return None
     for here, folders, names in os.walk(inner):
-        for name in sorted(folders) + sorted(name for name in names if name.endswith(suffixes)):
+        held = [name for name in folders if _holds(posixpath.join(here, name), suffixes)]
+        for name in sorted(held) + sorted(name for name in names if name.endswith(suffixes)):
             if name.startswith("."):
                 return f"{posixpath.join(here, name)} is hidden, and hidden files and folders are not read"
             if os.path.islink(posixpath.join(here, name)):

@@ -286,7 +286,7 @@ def test_a_url_that_serves_different_texts_is_measured_named_and_can_be_kept(pla
     assert urls.hosts == {"many.example": 12, "few.example": 1}
     (alarm,) = (alarm for alarm in result.report.alarms if "host" in alarm)
     assert "host many.example serves different texts under one URL: 12 of its documents" in alarm
-    assert "duplicates.url_threshold=0.2 keeps them" in alarm
+    assert "with duplicates.url_threshold=0.2 none of them goes for its URL" in alarm
     assert "few" not in alarm
     kept = plain.deduplicate(docs, SURE.model_copy(update={"url_threshold": 0.2}))
     assert set(kept.removed) == {doc.doc_id for doc, text in zip(docs[1:3], texts[1:3], strict=True)}

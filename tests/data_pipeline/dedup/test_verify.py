@@ -68,6 +68,25 @@ def test_similarity_is_that_of_sets(at_once, sets, data, threshold):
         assert verified(ends, by_rank, threshold) == expected
 
 
+def test_sets_beside_one_that_is_far_larger_are_compared_with_it_at_once():
+    rng = np.random.default_rng(3)
+    sets = [
+        set(range(3000)),
+        *(set(rng.integers(0, 4000, size).tolist()) for size in (1, 5, 90, 170, 250, 2900)),
+        set(),
+    ]
+    sets.append({*range(2500, 5000)})
+    pairs = [(a, b) for a in range(len(sets)) for b in range(len(sets)) if a != b]
+    given_ = np.zeros(len(pairs), dtype=PAIR)
+    sizes = np.array([len(s) for s in sets])
+    for side, place in (("low", 0), ("high", 1)):
+        ranks = np.array([pair[place] for pair in pairs])
+        given_[side] = tokens(ranks, sizes[ranks])
+    shingles = np.array([value for s in sets for value in sorted(s)], dtype=np.uint64)
+    found = verify(given_, np.arange(len(sets)), np.cumsum(sizes) - sizes, sizes, shingles, 0.0)
+    assert found["similarity"].tolist() == [len(sets[a] & sets[b]) / len(sets[a] | sets[b]) for a, b in pairs]
+
+
 def test_a_similarity_of_exactly_the_threshold_counts():
     sets = {3: set(range(9)), 7: set(range(1, 10))}  # 8 of 10
     assert verified([(3, 7, 5)], sets, 0.8) == [(3, 7, 0.8, 5)]
