@@ -93,9 +93,11 @@ def _print(proof: object) -> None:
             err_console().print(plain(f"not known: {check.name}: {why}"), markup=False)
     left = sum(check.num_findings for check in proof.checks)
     what = f"{counted(proof.documents, 'document')} of {counted(proof.purges, 'purge')}; corpus version {proof.version}"
+    notes = "".join(f"; {note}" for check in proof.checks for note in check.notes)
     if not proof.purges and not left:
-        console.print(f"no purge is recorded; nothing is out of place; corpus version {proof.version}")
+        told = f"no purge is recorded; nothing is out of place; corpus version {proof.version}"
     else:
         unknown = any(check.unknown for check in proof.checks)
         none = f"nothing of them is {'found, but not everything could be looked at' if unknown else 'left'}"
-        console.print(f"{what}: {f'{left:,} findings' if left else none}")
+        told = f"{what}: {counted(left, 'finding') if left else none}"
+    console.print(plain(f"{told}{notes}"), markup=False)

@@ -2,7 +2,7 @@
 
 ``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the condemned documents, and
 ``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256 of both,
-and that of the entry before it, so that the last entry vouches for all.
+and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of the last.
 
 No text of a page is in it. It names documents by doc_id, canonical URL and text hash, as the verdicts do for as long as
 the run stands. ``selection`` and ``reason`` are what the person gave, as given.
@@ -28,13 +28,16 @@ from quern.errors import InputError, QuernError
 from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY
 from quern.lineage.purge.doc_ids import key_set, keys_of
 from quern.lineage.purge.files import Change
+from quern.tokenize.shard_format import VERSION_FILE
 
 __all__ = [
     "CHANGE_SCHEMA",
     "FOLDER",
     "Entry",
     "Purge",
+    "anchor",
     "append",
+    "check_anchor",
     "digest_of",
     "last_entry",
     "numbers",
@@ -178,6 +181,32 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
             f"{path}: another process has added this entry meanwhile; run the same command again"
         ) from None
     return Entry(number, record, hashlib.sha256(data).hexdigest())
+
+
+def anchor(run: str) -> None:
+    """Write number and SHA-256 of the last entry into ``tokens/VERSION.json``. The caller holds the run's lock."""
+    path, last = storage.join(run, "tokens", VERSION_FILE), last_entry(run)
+    if last is None or not storage.is_file(path):
+        return
+    record, told = storage.read_json(path), {"entry": last.number, "sha256": last.sha256}
+    if record.get("audit") != told:
+        storage.write_json(path, {**record, "audit": told})
+
+
+def check_anchor(version: Mapping[str, Any], last: Entry | None) -> str | None:
+    """How the last entry differs from the one that ``VERSION.json`` names; None if it does not, or none is named."""
+    told = version.get("audit")
+    if told is None:
+        return None
+    if not isinstance(told, dict) or not {"entry", "sha256"} <= told.keys():
+        return "audit: expected the number and the SHA-256 of the last entry of the audit log"
+    if last is None or told["entry"] != last.number:
+        return f"names entry {told['entry']} as the last of the audit log, whose last is {last.number if last else 0}"
+    if told["sha256"] != last.sha256:
+        return (
+            f"entry {last.number} of the audit log was changed, or one before it: its SHA-256 is not the one told here"
+        )
+    return None
 
 
 def _from_anywhere(purge_list: Mapping[str, str]) -> dict[str, str]:

@@ -55,7 +55,7 @@ def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Ch
     check = Check("audit", "the audit log is whole, and every corpus version that purged stands in it")
     purged = Purged()
     ids, texts, urls = [], [], []
-    previous, before = None, None
+    previous, before, last = None, None, None
     numbers = audit.numbers(run)
     for expected, number in enumerate(numbers, 1):
         name = f"{audit.FOLDER}/{number:05d}.json"
@@ -64,7 +64,7 @@ def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Ch
             break
         try:
             entry = audit.read_entry(run, number)
-            record = entry.record
+            record, last = entry.record, entry
             if record["previous"] != previous:
                 check.found(name, "its entry before is not the one that it was appended to")
             if before is not None and record["version_before"] < before:
@@ -86,6 +86,10 @@ def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Ch
     purged.ids, purged.texts, purged.urls = key_set(ids), key_set(texts), key_set(urls)
     check.counts["documents"] = len(purged.ids)
     if version is not None:
+        if (fault := audit.check_anchor(version, last)) is not None:
+            check.found("tokens/VERSION.json", fault)
+        elif numbers and version.get("audit") is None:
+            check.notes.append("the audit log is not anchored in tokens/VERSION.json: an edit of its end is not seen")
         _check_versions(run, version, purged, check)
     return purged, check
 

@@ -38,6 +38,8 @@ class Check:
     num_findings: int = 0
     unknown: list[str] = field(default_factory=list)
     """What could not be looked at, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What is no finding, and that the verdict has to say: a clause each."""
 
     @property
     def status(self) -> Literal["pass", "fail", "unknown"]:
@@ -60,4 +62,5 @@ class Check:
             "num_findings": self.num_findings,
             "findings": [asdict(found) for found in self.findings],
             "unknown": list(self.unknown),
+            "notes": list(self.notes),
         }

@@ -61,6 +61,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
         "texts": lambda: clean(run, condemned, intent.id),
         "pages": lambda: clean_forensics(run, intent.train_runs, condemned, intent.id),
         "audit": lambda: _audit(run, intent, condemned, report),
+        "anchor": lambda: audit.anchor(run),
         "superseded": lambda: _sweep(run),
         "record": lambda: journal.discard(run, report["superseded"]["held"]),
     }
@@ -76,7 +77,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
             f"{run}: corpus version {intent.after} holds, but the purge is not at its end ({step}: {why}); the next "
             "purge, verify or data run goes on with it"
         ) from error
-    return {name: _plain(value) for name, value in report.items() if name != "record"}
+    return {name: _plain(value) for name, value in report.items() if name not in ("anchor", "record")}
 
 
 def clear(run: str) -> None:

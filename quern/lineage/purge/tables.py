@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.lineage.index.tables import require_columns
 
-__all__ = ["opened", "read_group", "tables_in"]
+__all__ = ["name_below", "opened", "read_group", "tables_in"]
 
 
 @contextmanager
@@ -44,11 +45,21 @@ def read_group(table: pq.ParquetFile, group: int, columns: Sequence[str] | None 
     return table.read_row_group(group, columns=None if columns is None else list(columns), use_threads=False)
 
 
+def name_below(folder: str, path: str) -> str:
+    """The name below ``folder`` of a file that ``storage.list_files(folder)`` gave."""
+    if storage.is_local(folder):
+        return os.path.relpath(storage.split(path)[1], storage.split(folder)[1])
+    folder, path = (place.partition("://")[2].strip("/") for place in (folder, path))
+    return path.removeprefix(f"{folder}/")
+
+
 def tables_in(run: str, folder: str) -> list[tuple[str, str, str]]:
-    """(source, partition, path below the run) of every table ``<folder>/<source>/<partition>.parquet``, sorted."""
+    """(source, partition, path below the run) of every table ``<folder>/<source>/<partition>.parquet``, sorted; what
+    stands deeper is none."""
     found = []
-    for path in storage.list_files(storage.join(run, folder)):
-        source, name = path.rsplit("/", 2)[-2:]
-        if name.endswith(".parquet") and not name.startswith("."):
+    base = storage.join(run, folder)
+    for path in storage.list_files(base):
+        source, _, name = name_below(base, path).partition("/")
+        if name.endswith(".parquet") and not name.startswith(".") and "/" not in name:
             found.append((source, name.removesuffix(".parquet"), f"{folder}/{source}/{name}"))
     return sorted(found)

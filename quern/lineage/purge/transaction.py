@@ -24,7 +24,7 @@ from quern.data_pipeline.commits import commit_path
 from quern.data_pipeline.run_directory import BusyError, is_complete, remove_torn, sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.index.changes import Purges
-from quern.lineage.purge import journal, version
+from quern.lineage.purge import audit, journal, version
 from quern.lineage.purge.condemned import WHY, not_compared
 from quern.lineage.purge.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, holds_sketches, is_remembered
 from quern.lineage.purge.journal import Intent
@@ -36,6 +36,7 @@ from quern.lineage.purge.taint import Change, taint
 from quern.lineage.purge.version import Corpus, Plan
 from quern.lineage.purge.whole import without_texts
 from quern.tokenize.corpus_version import read_version
+from quern.tokenize.shard_format import VERSION_FILE
 
 __all__ = ["Request", "purge", "recover", "recover_held", "take_up"]
 
@@ -90,6 +91,8 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
             raise QuernError(f"{run}: an earlier purge was cut off; purge or verify the run without --dry-run first")
         clock = Clock()
         corpus = version.open_corpus(run)
+        if (fault := audit.check_anchor(corpus.record, audit.last_entry(run))) is not None:
+            raise InputError(f"{storage.join(corpus.tokens, VERSION_FILE)}: {fault}; nothing is purged")
         condemned = request.condemn(run)
         clock.lap("select")
         if not len(condemned):

@@ -13,6 +13,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge.check_audit import check_audit, check_files
 from quern.lineage.purge.check_rest import check_left_over, check_pages, check_purge_list
+from quern.lineage.purge.check_strangers import check_strangers
 from quern.lineage.purge.check_tables import check_documents, check_signatures, find_relatives
 from quern.lineage.purge.check_tokens import check_tokens
 from quern.lineage.purge.findings import Check
@@ -91,6 +92,7 @@ def verify(
         verdicts,
         check_files(run, purged),
         check_left_over(run, version),
+        check_strangers(run, version, purged, deep=deep),
         check_purge_list(purged, purge_list),
         check_pages(run, purged, _train_runs(run, train_runs, purged.entries)),
     )

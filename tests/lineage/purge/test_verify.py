@@ -24,8 +24,8 @@ def test_a_purged_run_holds(case: P.Case) -> None:
     assert [(check.name, check.status) for check in found.checks] == [
         (name, "pass")
         for name in (
-            "audit", "tokens", "checksums", "documents", "signatures", "verdicts", "files", "left over", "purge list",
-            "pages",
+            "audit", "tokens", "checksums", "documents", "signatures", "verdicts", "files", "left over", "other files",
+            "purge list", "pages",
         )
     ]  # fmt: skip
     assert (found.version, found.purges, found.documents, found.holds) == (2, 1, len(case.condemned), True)

@@ -77,6 +77,40 @@ def test_a_missing_entry(case: P.Case) -> None:
     assert failed(case)["audit"] == [("audit/00003.json", None, None)]
 
 
+def test_the_last_entry_is_anchored(made: P.Case, tmp_path: Path) -> None:
+    """An edit of it, of an earlier one with the chain made anew, and its removal; nothing is purged on top of one."""
+    case = made.at(tmp_path)
+
+    def request(doc_id: bytes) -> Request:
+        wanted = Wanted(doc_ids=frozenset({doc_id}))
+        return Request(str(case.run), "mask", lambda run: condemn(run, wanted), {"doc": ["…"]}, reason="asked for")
+
+    for doc_id in (case.placed[0], case.placed[5]):
+        purge(request(doc_id))
+    paths = [case.run / f"audit/0000{number}.json" for number in (1, 2)]
+    bytes_of = [path.read_bytes() for path in paths]
+    told = json.loads((case.run / "tokens/VERSION.json").read_text())["audit"]
+    assert told == {"entry": 2, "sha256": P.versions.sha256(paths[1])}
+
+    def findings() -> list[str]:
+        (check,) = [check for check in verify(str(case.run)).checks if check.name == "audit"]
+        assert check.notes == []
+        return [found.file for found in check.findings]
+
+    assert findings() == []
+    for key in ("reason", "time"):
+        paths[1].write_text(json.dumps({**json.loads(bytes_of[1]), key: "2020-01-01T00:00:00+00:00"}))
+        assert findings() == ["tokens/VERSION.json"]
+    paths[0].write_text(json.dumps({**json.loads(bytes_of[0]), "reason": "another"}))
+    paths[1].write_text(json.dumps({**json.loads(bytes_of[1]), "previous": P.versions.sha256(paths[0])}))
+    assert findings() == ["tokens/VERSION.json"]
+    with pytest.raises(InputError, match="entry 2 of the audit log was changed, or one before it"):
+        purge(request(case.placed[9]))
+    paths[0].write_bytes(bytes_of[0])
+    paths[1].unlink()
+    assert "tokens/VERSION.json" in findings()
+
+
 # ---- what is left over
 
 
