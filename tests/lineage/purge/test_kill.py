@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -68,6 +69,11 @@ def state(run: Path) -> dict[str, Any]:
         found[f"../run/audit/{path.name}"] = {key: value for key, value in record.items() if key not in OWN}
         files = f"../run/audit/{path.stem}.files.parquet"
         found[files] = [row for row in C.rows(run.parent / files[3:]) if not row["path"].endswith(".html")]
+    version = json.loads((run / "tokens/VERSION.json").read_text())
+    if told := version.pop("audit", None):  # of an entry that has its own id and time
+        last = (run / "audit" / f"{told['entry']:05d}.json").read_bytes()
+        assert hashlib.sha256(last).hexdigest() == told["sha256"]
+    found["../run/tokens/VERSION.json"] = version
     found.pop("../run/consumers.jsonl", None)
     found["../run/report.html"] = re.sub(r"/[\w./-]+/run\b", "RUN", (run / "report.html").read_text())
     return found
