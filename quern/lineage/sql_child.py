@@ -34,12 +34,13 @@ def in_child(call: Callable[[], R], memory_bytes: int, threads: int) -> R:
     """``call()`` in a fork of this process, which may take ``2 · memory_bytes`` and 768 MiB more than this one has, and
     16 MiB for each of ``threads``. Its temporary files are gone afterwards, whatever became of it.
 
-    For commands. A process with other threads makes the call itself: what these hold, a fork never gets.
+    For commands, on Linux. Elsewhere, and in a process with other threads, whose locks a fork would never get, the call
+    is made here, with DuckDB's own bound.
 
     Raises:
         QuernError: of ``call``, or it took more memory, or its process died.
     """
-    if threading.active_count() > 1:
+    if sys.platform != "linux" or threading.active_count() > 1:
         return call()
     limit_mib = _data_mib() + 2 * (memory_bytes >> 20) + _OVERHEAD_MIB + _STACK_MIB * threads
     reader, writer = os.pipe()
@@ -75,8 +76,7 @@ def _answer(call: Callable[[], Any], writer: int, scratch: str, limit_mib: int) 
     """What the fork does; it never returns."""
     code = 1
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         tempfile.tempdir = scratch
         with bounded_memory(limit_mib):
