@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import email.utils
 import re
+import uuid
 from collections.abc import Mapping
 
 from quern.data_pipeline.document import Page
@@ -36,7 +37,7 @@ def fill(page: Page, source: SourceConfig, row: Mapping[str, object], log: ReadL
     decoded.
     """
     identity = row.get(source.id_field) if source.id_field else None
-    if isinstance(identity, str | int) and not isinstance(identity, bool):
+    if isinstance(identity, str | int | uuid.UUID) and not isinstance(identity, bool):
         page.record_id = printable(str(identity))
     url = row.get(source.url_field) if source.url_field else None
     if isinstance(url, str) and url.strip():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,6 +13,7 @@ from quern.data_pipeline.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
+from quern.data_pipeline.url import MAX_CHARS
 from quern.errors import InputError
 
 __all__ = ["read_parquet"]
@@ -32,16 +32,18 @@ def read_parquet(
     ``source.max_bytes`` is never made a Python string.
 
     Raises:
-        InputError: a named column is missing, or the text column does not hold text.
+        InputError: a named column is missing, or holds what cannot be its field.
     """
     with storage.open_read(path, fingerprint) as stream:
         try:
-            file = _open(stream, source.text_field)
+            file = pq.ParquetFile(stream)
         except (pa.ArrowException, OSError) as error:
             _raise_if_not_damage(error)
             log.damaged(path, 0, f"not a readable Parquet file: {_first_line(error)}")
             return
-        columns = _columns(path, source, file.schema_arrow)
+        columns, shared = _columns(path, source, file.schema_arrow)
+        # As dictionaries: a text or URL that all rows share is held once, as it is stored.
+        file = pq.ParquetFile(stream, metadata=file.metadata, read_dictionary=shared, page_checksum_verification=True)
         first_row = 0
         for group in range(file.num_row_groups):
             row = first_row
@@ -50,7 +52,8 @@ def read_parquet(
                     at = batch.schema.names.index(source.text_field)
                     others = batch.remove_column(at)
                     rest = zip(*map(_values, others.columns), strict=True) if others.num_columns else ((),) * len(batch)
-                    for values, text in zip(rest, _texts(batch.column(at), source.max_bytes), strict=True):
+                    texts = _texts(batch.column(at), source.max_bytes, lambda _: _TOO_LARGE)
+                    for values, text in zip(rest, texts, strict=True):
                         page = Page(source.name, path, relative_path, row, media="text")
                         fields = dict(zip(others.schema.names, values, strict=True))
                         try:
@@ -70,29 +73,23 @@ def read_parquet(
 _TOO_LARGE = object()
 
 
-def _open(stream: IO[bytes], text_field: str) -> pq.ParquetFile:
-    """The file, its texts read as a dictionary: one that all rows share is held once, as it is stored."""
-    try:
-        return pq.ParquetFile(stream, page_checksum_verification=True, read_dictionary=[text_field])
-    except KeyError:  # no such column, which is said later
-        return pq.ParquetFile(stream, page_checksum_verification=True)
-
-
 def _batch_rows(file: pq.ParquetFile, group: int) -> int:
     """As many rows as a batch may have bytes, by the mean of the row group."""
     metadata = file.metadata.row_group(group)
     return max(1, min(_BATCH_ROWS, metadata.num_rows * _BATCH_BYTES // max(1, metadata.total_byte_size)))
 
 
-def _texts(column: pa.Array, max_bytes: int) -> Iterator[object]:
-    """As :func:`_values`, one at a time; :data:`_TOO_LARGE` for what is longer than ``max_bytes``."""
+def _texts(column: pa.Array, max_bytes: int, large: Callable[[pa.Scalar], object]) -> Iterator[object]:
+    """The values of a column of texts, one at a time; ``large`` of what is longer than ``max_bytes``."""
     if pa.types.is_dictionary(column.type):
         small = _at_most(column.dictionary, max_bytes)
-        keys = column.indices.to_pylist()
-        return (None if key is None else _value(column.dictionary[key]) if small[key] else _TOO_LARGE for key in keys)
-    if all(small := _at_most(column, max_bytes)):
-        return iter(_values(column))
-    return (_value(text) if fits else _TOO_LARGE for text, fits in zip(column, small, strict=True))
+        for key in column.indices.to_pylist():
+            yield None if key is None else (_value if small[key] else large)(column.dictionary[key])
+    elif all(small := _at_most(column, max_bytes)):
+        yield from _to_python(column)
+    else:
+        for text, fits in zip(column, small, strict=True):
+            yield (_value if fits else large)(text)
 
 
 def _at_most(texts: pa.Array, max_bytes: int) -> list[bool]:
@@ -101,14 +98,25 @@ def _at_most(texts: pa.Array, max_bytes: int) -> list[bool]:
 
 
 def _values(column: pa.Array) -> list[object]:
-    """The values of a column in Python; one that Python cannot hold must not cost its neighbours.
+    """The values of a column that is not the text; of long ones the beginning, more than a URL may have.
 
     Text that is not UTF-8 comes as bytes, a moment beyond the year 9999 as None.
     """
+    if _is_text(column.type):
+        return list(_texts(column, 4 * MAX_CHARS + 4, _beginning))
     if pa.types.is_timestamp(column.type):
         # Python has microseconds and may not know the zone; what is stored is UTC either way.
         unit = "us" if column.type.unit == "ns" else column.type.unit
         column = column.cast(pa.timestamp(unit, "UTC"), safe=False)
+    return _to_python(column)
+
+
+def _beginning(text: pa.Scalar) -> str:
+    return text.as_buffer().slice(0, 4 * MAX_CHARS + 4).to_pybytes().decode("utf-8", "ignore")
+
+
+def _to_python(column: pa.Array) -> list[object]:
+    """One that Python cannot hold must not cost its neighbours."""
     try:
         return list(column.to_pylist())
     except (ValueError, OverflowError):  # UnicodeDecodeError is a ValueError
@@ -125,25 +133,57 @@ def _value(scalar: pa.Scalar) -> object:
         return None
 
 
-def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> list[str]:
-    """The columns to read. A field that is named as the default and is not there is simply not read."""
+def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> tuple[list[str], list[str]]:
+    """The columns to read, and those of them that hold text.
+
+    A field that is named as the default and is not there, or holds nothing that can be one, is simply not read.
+    """
     columns = []
-    for setting in ("text_field", "id_field", "url_field", "date_field"):
+    for setting, (wanted, fits) in _FIELDS.items():
         name = getattr(source, setting)
         if name is None:
             continue
-        if name in schema.names:
+        named = setting == "text_field" or name != type(source).model_fields[setting].default
+        if name in schema.names and fits(kind := schema.field(name).type):
             columns.append(name)
-        elif setting == "text_field" or name != type(source).model_fields[setting].default:
+        elif named and name not in schema.names:
             raise InputError(
                 f"source {source.name}: {path}: no column {name!r} ({setting}); columns: {', '.join(schema.names[:20])}"
             )
-    kind = schema.field(source.text_field).type
+        elif named and (setting == "text_field" or not pa.types.is_null(kind)):
+            raise InputError(
+                f"source {source.name}: {path}: column {name!r} ({setting}): expected {wanted}, got {kind}"
+            )
+    columns = list(dict.fromkeys(columns))
+    return columns, [name for name in columns if _is_text(schema.field(name).type)]
+
+
+def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise InputError(f"source {source.name}: {path}: column {source.text_field!r}: expected text, got {kind}")
-    return list(dict.fromkeys(columns))
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_identity(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return _is_text(kind) or pa.types.is_integer(kind) or getattr(kind, "extension_name", None) == "arrow.uuid"
+
+
+def _is_date(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return _is_text(kind) or numbers or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+
+
+#: What each field of a source may be, in words and as a test of its column's type.
+_FIELDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
+    "text_field": ("text", _is_text),
+    "id_field": ("text or integers", _is_identity),
+    "url_field": ("text", _is_text),
+    "date_field": ("text, dates, timestamps or numbers", _is_date),
+}
 
 
 def _raise_if_not_damage(error: Exception) -> None:

@@ -10,6 +10,7 @@ import json
 import lzma
 import random
 import tracemalloc
+import uuid
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.compression import pieces
 from quern.data_pipeline.sources.jsonl import _lines
+from quern.data_pipeline.url import MAX_CHARS
 from quern.errors import InputError
 from support.data_pipeline.sources_warc_files import pages
 
@@ -247,7 +249,14 @@ def test_rows_are_pages(tmp_path: Path, kind: pa.DataType) -> None:
     [
         ({"body": ["x"]}, {}, r"x\.parquet: no column 'text' \(text_field\); columns: body"),
         ({"text": ["x"]}, {"url_field": "link"}, r"no column 'link' \(url_field\)"),
-        ({"text": [1]}, {}, "column 'text': expected text, got int64"),
+        ({"text": [1]}, {}, r"column 'text' \(text_field\): expected text, got int64"),
+        ({"text": ["x"], "u": [["a"]]}, {"url_field": "u"}, r"column 'u' \(url_field\): expected text, got list"),
+        (
+            {"text": ["x"], "i": [1.5]},
+            {"id_field": "i"},
+            r"column 'i' \(id_field\): expected text or integers, got doub",
+        ),
+        ({"text": ["x"], "d": [{"a": 1}]}, {"date_field": "d"}, r"column 'd' \(date_field\): expected text, dates, "),
     ],
 )
 def test_a_missing_or_wrong_column_is_named(tmp_path: Path, table: dict, settings: dict, message: str) -> None:  # type: ignore[type-arg]
@@ -275,17 +284,46 @@ def test_a_text_above_the_bound_costs_its_own_row_alone(tmp_path: Path, kind: pa
 
 
 @pytest.mark.slow
-def test_a_text_that_rows_share_is_held_once(tmp_path: Path) -> None:
-    """80 rows of 8 MiB would be 640 MiB."""
+@pytest.mark.parametrize("name", ["text", "id", "url", "date"])
+def test_what_rows_share_is_held_once(tmp_path: Path, name: str) -> None:
+    """80 rows of 8 MiB would be 640 MiB, in Arrow's memory and again in Python's."""
     shared = pa.DictionaryArray.from_arrays(pa.array([0] * 80, pa.int32()), pa.array(["y" * (8 << 20)]))
-    path = parquet(tmp_path, pa.table({"text": shared}))
+    path = parquet(tmp_path, pa.table({"text": ["x"] * 80, name: shared}))
     tracemalloc.start()
+    before = pa.total_allocated_bytes()
     source = SourceConfig(name="s", kind="parquet", paths=str(path))
     (planned,) = plan(source)
-    assert sum(len(page.raw) == 8 << 20 for page in read(source, planned, ReadLog())) == 80
+    found = [(len(page.raw), pa.total_allocated_bytes()) for page in read(source, planned, ReadLog())]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert [chars for chars, _ in found] == [8 << 20 if name == "text" else 1] * 80
     assert peak < 100 << 20
+    assert max(arrow for _, arrow in found) - before < 100 << 20
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_of_a_long_url_or_id_the_beginning_is_read(tmp_path: Path, dictionary: bool) -> None:
+    """It is longer than the bound of a URL still, so that its page fails as it does elsewhere."""
+    names = ["http://e.com/" + "é" * 100_000, "http://e.com/1", None]
+    path = parquet(tmp_path, pa.table({"text": ["x"] * 3, "url": names, "id": names}), use_dictionary=dictionary)
+    found = pages(path, kind="parquet")
+    assert [page.url for page in found][1:] == [page.record_id for page in found][1:] == names[1:]
+    for name in (found[0].url, found[0].record_id):
+        assert names[0].startswith(name)
+        assert MAX_CHARS < len(name) < 5 * MAX_CHARS
+
+
+def test_columns_that_cannot_be_a_field_are_left_out(tmp_path: Path) -> None:
+    table = pa.table({"text": ["x"], "url": [["a"]], "id": [{"a": 1}], "date": [b"2024"]})
+    (page,) = pages(parquet(tmp_path, table), kind="parquet")
+    assert (page.raw, page.url, page.record_id, page.fetched_at) == ("x", None, None, None)
+
+
+def test_a_uuid_is_an_id(tmp_path: Path) -> None:
+    one = uuid.UUID("12345678-1234-5678-1234-567812345678")
+    identities = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([one.bytes, None], pa.binary(16)))
+    found = pages(parquet(tmp_path, pa.table({"text": ["x", "y"], "id": identities})), kind="parquet")
+    assert [page.record_id for page in found] == [str(one), None]
 
 
 def test_a_broken_parquet_file_is_noted(tmp_path: Path) -> None:
