@@ -13,6 +13,7 @@ from quern.data_pipeline.sources.charset import printable
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
 from quern.data_pipeline.sources.warc import parse_date
+from quern.data_pipeline.url import MAX_CHARS
 
 __all__ = ["fill"]
 
@@ -38,7 +39,7 @@ def fill(page: Page, source: SourceConfig, row: Mapping[str, object], log: ReadL
     """
     identity = row.get(source.id_field) if source.id_field else None
     if isinstance(identity, str | int | uuid.UUID) and not isinstance(identity, bool):
-        page.record_id = printable(str(identity))
+        page.record_id = printable(str(identity)[:MAX_CHARS])
     url = row.get(source.url_field) if source.url_field else None
     if isinstance(url, str) and url.strip():
         page.url = printable(url.strip())
