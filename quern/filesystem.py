@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import IO
 
 from quern.errors import QuernError
 
-__all__ = ["FullError", "create", "is_temporary", "needs_room", "publish", "remove_tree", "sync"]
+__all__ = ["FullError", "create", "is_temporary", "needs_room", "open_own", "publish", "remove_tree", "sync"]
 
 _ATTEMPTS = 6
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -56,6 +57,25 @@ def _room(path: str) -> str:
 def is_temporary(path: str) -> bool:
     """Whether ``path`` is a file that has not yet got its name, or never will."""
     return _TEMPORARY.fullmatch(os.path.basename(path)) is not None
+
+
+def open_own(path: str, flags: int, mode: int = 0o666) -> int:
+    """As :func:`os.open`, of a regular file only; an opener for :func:`open`. For what is written under a name that
+    others can foresee: who made the folder may have put a link there, and the link's target would be changed.
+
+    Raises:
+        OSError: also where a link, a pipe or anything else stands that is no regular file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads, or a socket
+            raise OSError(error.errno, "is not a regular file", path) from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from quern import filesystem
 from quern.errors import InputError
-from quern.filesystem import FullError, is_temporary, needs_room, sync
+from quern.filesystem import FullError, is_temporary, needs_room, open_own, sync
 from quern.remote import ChangedError, Info, Objects, around_waits, hold, objects, takes_leases
 from quern.remote.concurrency import in_order
 from quern.remote.patterns import matching
@@ -48,6 +48,7 @@ __all__ = [
     "lease",
     "list_files",
     "needs_room",
+    "open_own",
     "open_read",
     "publish",
     "publish_bytes",

@@ -226,9 +226,9 @@ def sole_driver(path: str) -> Iterator[None]:
     try:
         with storage.needs_room(path):
             os.makedirs(inner, exist_ok=True)
-            lock = open(os.path.join(inner, ".lock"), "w")  # noqa: SIM115
+            lock = open(os.path.join(inner, ".lock"), "w", opener=storage.open_own)  # noqa: SIM115
     except OSError as error:
-        raise InputError(f"run_dir: {path}: cannot be written ({error.strerror})") from None
+        raise InputError(f"run_dir: {error.filename or path}: cannot be written ({error.strerror})") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

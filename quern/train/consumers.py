@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from quern import storage
 from quern.errors import QuernError
 
 __all__ = ["CONSUMERS_FILE", "Consumer", "announce", "read_consumers"]
@@ -96,7 +97,7 @@ def _consumers(lines: Iterable[bytes]) -> Iterable[Consumer]:
 
 def _append(path: str, line: bytes) -> None:
     """Add a line with one write, synced; a torn line before it stays one of its own."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = storage.open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -37,7 +37,7 @@ def exclusive(path: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            lock = stack.enter_context(open(path, "w"))
+            lock = stack.enter_context(open(path, "w", opener=storage.open_own))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quern import storage
+from quern.errors import QuernError
 from quern.model.config import ModelShape
 from quern.train.config import MetricsConfig
 
@@ -121,7 +122,10 @@ class Metrics:
 
     def __init__(self, run_dir: str, config: MetricsConfig, steps: int) -> None:
         self._path, self._folder = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "tensorboard")
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+        try:
+            self._file = open(self._path, "ab", 0, opener=storage.open_own)  # noqa: SIM115  (closed by close)
+        except OSError as error:
+            raise QuernError(f"{self._path}: cannot be written ({error.strerror})") from None
         self._board = _board(self._folder) if config.tensorboard else None
         self._hook, threading.excepthook = threading.excepthook, self._ended
         self._told: set[str] = set()

@@ -113,7 +113,10 @@ class FolderLock:
 
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, ".lock")
-        self._file = open(self.path, "a+b")  # noqa: SIM115  (held open for as long as the lock)
+        try:
+            self._file = open(self.path, "a+b", opener=storage.open_own)  # noqa: SIM115  (held open as long as the lock)
+        except OSError as error:
+            raise QuernError(f"{self.path}: cannot be locked ({error.strerror})") from None
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -131,7 +134,7 @@ class FolderLock:
     def _owner(self) -> str:
         with suppress(OSError, ValueError, KeyError, TypeError):
             self._file.seek(0)
-            owner = json.loads(self._file.read())
+            owner = json.loads(self._file.read(4096))
             return f" (process {owner['pid']} on {owner['host']})"
         return ""
 
