@@ -61,9 +61,10 @@ class _Loss:
 def find_losses(
     stats: Mapping[str, Any], files: Mapping[tuple[str, str], FileCounts], found: Survey
 ) -> list[dict[str, Any]]:
-    """The alarms of a run as plain data, sources first: ``what`` (source, file, language), ``name``, ``source`` of a
-    file, ``gate``, documents that ``entered`` it and were ``lost`` there, the most frequent ``reason``, and ``text``,
-    a sentence for a person.
+    """The alarms of a run as plain data, sources first: ``what`` (source, file, language, host), ``name``, ``source``
+    of a file, ``gate``, documents that ``entered`` it (None: not counted) and were ``lost`` there, the most frequent
+    ``reason``, and ``text``, a sentence for a person. Those of the search for duplicates, which ``stats`` has, are
+    among them.
 
     A language or a file that ``language.keep`` leaves out is no alarm, nor is what was purged. A file is not named
     where its source is, for the same gate. Duplicates of a whole source are told by the search for them.
@@ -80,7 +81,8 @@ def find_losses(
             told.add((name, loss.gate))
             text = _source_text(name, loss, table, stats)
             alarms.append({"what": "source", "name": name, **_plain(loss), "text": text})
-    more = []
+    alarms += [alarm for alarm in stats["alarms"] if alarm["what"] == "source"]
+    more = [alarm for alarm in stats["alarms"] if alarm["what"] != "source"]
     for (source, path), file in files.items():
         if not file.pages and file.damage is not None and (source, "read") not in told:
             nothing = _Loss("read", 0, 0, "damage", 0)

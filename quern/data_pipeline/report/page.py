@@ -15,7 +15,7 @@ import numpy as np
 from quern import storage
 from quern.config import dump_yaml
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
-from quern.data_pipeline.report.stats import committed, funnel
+from quern.data_pipeline.report.stats import all_alarms, committed, funnel
 from quern.data_pipeline.report.survey import CHAR_EDGES, NO_HOST, OUTCOMES, WORD_EDGES, Budget, Survey, survey
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
 from quern.words import counted
@@ -141,7 +141,7 @@ def _tiles(stats: Mapping[str, Any]) -> str:
 
 
 def _alarms(stats: Mapping[str, Any]) -> str:
-    alarms = stats.get("alarms", ())
+    alarms = all_alarms(stats)
     shown = "".join(f'<p class="alarm">{show(alarm["text"], 600)}</p>' for alarm in alarms[:NUM_ALARMS])
     more = len(alarms) - NUM_ALARMS
     return shown + (f'<p class="muted">and {num(more)} more, in stats.json</p>' if more > 0 else "")

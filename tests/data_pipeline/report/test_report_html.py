@@ -150,6 +150,9 @@ def test_every_alarm_and_note_is_shown_once(made: Any) -> None:
     made.duplicates["alarms"], made.duplicates["notes"] = ["a source loses much"], ["a band is shared by many"]
     text = written(made)
     assert (text.count("a source loses much"), text.count("a band is shared by many")) == (1, 1)
+    stats = made.stats()
+    stats["alarms"], stats["duplicates"]["alarms"] = [], ["a source loses much"]  # as of an earlier version
+    assert Path(write_report(str(made.path), stats)).read_text().count("a source loses much") == 1
 
 
 def test_hostile_strings_of_reports_and_config_are_shown_and_never_act(made: Any) -> None:
