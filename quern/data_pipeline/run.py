@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.rows import TABLES
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
-from quern.data_pipeline.sources.plan import NOT_DECIDING
+from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
 from quern.errors import InputError, QuernError
 
 __all__ = [
@@ -348,22 +349,37 @@ def check_unchanged(record: Mapping[str, Any], partitions: Sequence[Partition], 
     """
     if record.get("inputs") != inputs_digest(partitions):
         raise InputError(
-            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and its input files have changed since"
-            f"{_changes(partitions, run_dir)}; give another run_dir"
+            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and {_changes(partitions, run_dir)} "
+            "give another run_dir"
         )
 
 
 def _changes(partitions: Sequence[Partition], run_dir: str) -> str:
-    """How many files differ from those that the commits name, and the first of them; nothing if they tell of none."""
+    """How many files differ from those that the commits name, if they name any, and how the first of them does."""
     before: dict[tuple[str, str], str] = {}
     paths = storage.list_files(storage.join(run_dir, "commits", "pages"))
     for entry in storage.each(storage.read_json, paths, run_dir):
         before |= {(entry["source"], name): fingerprint for name, fingerprint in entry["inputs"].items()}
-    now = {(part.source, file.relative_path): file.fingerprint for part in partitions for file in part.files}
+    files = {(part.source, file.relative_path): file for part in partitions for file in part.files}
+    now = {key: file.fingerprint for key, file in files.items()}
     changed = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
     if not before or not changed:
-        return ""
+        return "its input files have changed since;"
     source, name = first = changed[0]
     how = "new" if first not in before else "missing" if first not in now else "changed"
     others = f", and {len(changed) - 1:,} more" if changed[1:] else ""
-    return f": {name} of source {source} is {how}{others}"
+    if all(_only_touched(before.get(key), files.get(key)) for key in changed):
+        back = f"touch -d @{before[first].partition(':')[2]} {shlex.quote(files[first].path)}"
+        return (
+            f"its input files have other modification times and the same sizes: {name} of source {source}{others}; "
+            f"quern data report {shlex.quote(run_dir)} shows the run as it is; if the contents are the same, set the "
+            f"times back ({back}), else"
+        )
+    return f"its input files have changed since: {name} of source {source} is {how}{others};"
+
+
+def _only_touched(before: str | None, now: InputFile | None) -> bool:
+    """Whether a local file has the size that it had, and another time."""
+    if before is None or now is None:
+        return False
+    return storage.is_local(now.path) and before.startswith(f"{now.size}:")
