@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.errors import QuernError
 
 __all__ = ["index"]
 
@@ -33,10 +34,12 @@ def index(
         try:
             lineage.check()
         except DamagedIndexError:
-            discard(lineage.run, lineage.built.record)
+            discard(lineage.built)
             lineage = Lineage(run)
         seconds = time.monotonic() - begun
-        sizes = _sizes(os.path.join(lineage.run, FOLDER))
+        if lineage.built.folder != os.path.join(lineage.run, FOLDER):
+            raise QuernError(f"{lineage.run}: cannot be written to; run this command where it can be")
+        sizes = _sizes(lineage.built.folder)
         found: dict[str, Any] = {
             "run": lineage.run,
             "run_id": lineage.run_id,

@@ -7,10 +7,13 @@ and then removes what that no longer names: whoever is killed leaves the old ind
 
 from __future__ import annotations
 
+import atexit
+import errno
 import os
 import re
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -42,6 +45,10 @@ FORMAT = 5
 _STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 _OURS = re.compile(r"(segment|spans|duplicates)_[0-9a-f]{32}|\.building-.*")
 _ATTEMPTS = 3
+#: Where a run cannot be written to.
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+#: Run → the folder of its index, where that is for this process alone.
+_elsewhere: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Built:
     record: dict[str, Any]
     new: bool
     segments_written: int
+    folder: str
+    """Where it stands: ``RUN/lineage``, or a temporary folder of this process where the run cannot be written to."""
 
 
 def survey(run: str) -> State:
@@ -130,40 +139,47 @@ def open_index(run: str, *, build: bool = True, segment_documents: int = SEGMENT
     """
     for _ in range(_ATTEMPTS):
         state = survey(run)
-        record = _read(state)
+        folder = _elsewhere.get(state.run) or os.path.join(state.run, FOLDER)
+        record = _read(state, folder)
         if record is not None:
-            return state, Built(record, False, 0)
+            return state, Built(record, False, 0, folder)
         if not build:
             raise InputError(f"{state.run}: has no index, or one older than its files; run: quern lineage index")
         try:
-            built = _build(state, segment_documents)
+            try:
+                built = _build(state, folder, segment_documents)
+            except OSError as error:
+                if error.errno not in _READ_ONLY:
+                    raise
+                print(f"{folder}: cannot be written ({error.strerror}), so the index is not kept", file=sys.stderr)
+                folder = _elsewhere[state.run] = tempfile.mkdtemp(prefix="quern-lineage-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                built = _build(state, folder, segment_documents)
         except OSError as error:
-            folder = os.path.join(state.run, FOLDER)
             raise QuernError(f"{folder}: the index cannot be written ({error.strerror or error})") from None
         if survey(run) == state:
             return state, built
     raise QuernError(f"{run}: is being written to; ask again when the run is complete")
 
 
-def discard(run: str, record: dict[str, Any]) -> bool:
-    """Forget the index of ``record`` that was found damaged: the next to open it builds what is damaged anew.
+def discard(built: Built) -> bool:
+    """Forget an index that was found damaged: the next to open it builds what is damaged anew.
 
     False if another stands there by now.
 
     Raises:
         OSError: it cannot be removed.
     """
-    path = os.path.join(run, FOLDER, INDEX)
-    if read_sealed(path) not in (None, record):
+    path = os.path.join(built.folder, INDEX)
+    if read_sealed(path) not in (None, built.record):
         return False
     with suppress(FileNotFoundError):
         os.unlink(path)
     return True
 
 
-def _read(state: State) -> dict[str, Any] | None:
+def _read(state: State, folder: str) -> dict[str, Any] | None:
     """What ``index.json`` says, if it is of this state and all its folders are there."""
-    folder = os.path.join(state.run, FOLDER)
     record = read_sealed(os.path.join(folder, INDEX))
     if record is None or record["state"] != state.digest:
         return None
@@ -171,13 +187,12 @@ def _read(state: State) -> dict[str, Any] | None:
     return record if all(os.path.isdir(os.path.join(folder, name)) for name in names) else None
 
 
-def _build(state: State, segment_documents: int) -> Built:
-    folder = os.path.join(state.run, FOLDER)
+def _build(state: State, folder: str, segment_documents: int) -> Built:
     os.makedirs(folder, exist_ok=True)
     with exclusive(os.path.join(folder, ".lock")):
-        record = _read(state)
+        record = _read(state, folder)
         if record is not None:  # somebody else has just built it
-            return Built(record, False, 0)
+            return Built(record, False, 0, folder)
         for name in os.listdir(folder):
             if name.startswith(".building-"):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
@@ -191,7 +206,7 @@ def _build(state: State, segment_documents: int) -> Built:
         for name in os.listdir(folder):
             if _OURS.fullmatch(name) and name not in keep:
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-    return Built(record, True, builder.segments_written)
+    return Built(record, True, builder.segments_written, folder)
 
 
 class _Builder:
