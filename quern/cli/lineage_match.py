@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from quern.cli.lineage_sql import note_unfinished
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
@@ -42,8 +43,10 @@ def match(
     fields = tuple(field or (AUTO,))
     read_index(benchmark, fields, n)  # a wrong one is an error now, not after a lineage index is built
     with json_stdout(json) as emit:
+        lineage = Lineage(run)
+        note_unfinished(run)
         found = find_matches(
-            Lineage(run), benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()
+            lineage, benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()
         )
         if out is not None:
             found.save(out)
@@ -109,8 +112,8 @@ def _print(found: Matches, out: str | None) -> None:
             spans = ", ".join(f"{start:,} to {stop:,}" for start, stop in item["spans"][:3])
             more = f" and {len(item['spans']) - 3:,} more" if len(item["spans"]) > 3 else ""
             console.print(
-                f"  {item['coverage']:7.1%}  {item['grams']:5,} n-grams of {plain(item['id'])} (line {item['line']}), "
-                f"tokens {spans}{more} of {document['stream']}",
+                f"  {item['coverage']:7.1%}  {item['grams']:5,} n-grams of item {plain(item['id'])} "
+                f"(line {item['line']}), tokens {spans}{more} of {document['stream']}",
                 markup=False,
             )
         if len(best) > _SHOWN:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.cli.lineage_sql import table_console
+from quern.cli.lineage_sql import note_unfinished, table_console
 from quern.cli.output import JSON, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
 from quern.words import counted
@@ -52,6 +52,7 @@ def show(
         raise InputError("expected --shard and --token together; --source goes with them")
     with json_stdout(json) as emit:
         lineage = Lineage(run)
+        note_unfinished(run)
         numbers, position = _find(lineage, url, doc, (shard, token, source))
         listed = summaries(lineage, numbers)
         shown = _TEXT_CHARS if not json else TEXT_CHARS

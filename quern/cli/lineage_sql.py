@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, plain, reports_errors
+from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError
-from quern.lineage.sql import Result, default_memory, query
+from quern.lineage.sql import UNFINISHED, Result, default_memory, query
 from quern.lineage.sql_child import in_child
 
-__all__ = ["sql", "table_console"]
+__all__ = ["note_unfinished", "sql", "table_console"]
 
 LIMIT = 1000
 #: Characters of a cell on the terminal; ``--json`` has them all.
@@ -59,6 +60,12 @@ def sql(
 
 def _note(line: str) -> None:
     err_console().print(Text(f"note: {one_line(line)}"))
+
+
+def note_unfinished(run: str) -> None:
+    """Say on stderr that ``run`` is not complete, if so: what is not in it yet is not found."""
+    if not is_complete(run):
+        _note(f"{run}: {UNFINISHED}")
 
 
 def _document(found: Result) -> dict[str, Any]:

@@ -46,8 +46,9 @@ from quern.words import counted
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["VIEWS", "Result", "default_memory", "query"]
+__all__ = ["UNFINISHED", "VIEWS", "Result", "default_memory", "query"]
 
+UNFINISHED = "the run is not complete; what it has written so far is read"
 VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
 _DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
@@ -112,7 +113,7 @@ def query(
 
     run, training = _classify(run)
     if not training and not is_complete(run):
-        note(f"{run}: the run is not complete; what it has written so far is read")
+        note(f"{run}: {UNFINISHED}")
     with tempfile.TemporaryDirectory(prefix="quern-sql-") as scratch:
         connection = duckdb.connect(":memory:", config=_settings(memory_bytes, threads, scratch))
         with contextlib.closing(connection):
