@@ -107,10 +107,7 @@ class _Progress:
     def to_counts(self, read_log: ReadLog) -> dict[str, Any]:
         return {
             "pages": self.pages,
-            "kept": self.counts["kept"],
-            "text_chars": self.counts["text_chars"],
-            "text_bytes_kept": self.counts["text_bytes_kept"],
-            "pre_skip": self.counts["pre_skip"],
+            **{name: self.counts[name] for name in ("kept", "text_chars", "text_bytes_kept", "pre_skip")},
             "by_stage": dict(self.by_stage),
             "by_reason": dict(self.by_reason),
             "by_language": dict(self.by_language),
@@ -118,6 +115,7 @@ class _Progress:
             "damage": list(read_log.damage),
             "damage_left_out": read_log.damage_left_out,
             "unreadable_dates": read_log.unreadable_dates,
+            "unreadable_urls": read_log.unreadable_urls,
             **({"range": read_log.edges.to_dict()} if read_log.edges is not None else {}),
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),

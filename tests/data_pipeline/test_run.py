@@ -207,13 +207,13 @@ def test_a_complete_run_says_what_differs_in_its_inputs_and_how_to_go_on(tmp_pat
 
 
 def test_a_run_without_a_single_kept_page_ends_well(tmp_path: Path) -> None:
-    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": "", "date": "soon"}\nnot json\n')
+    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": "", "date": "soon", "url": 5}\nnot json\n')
     settings = config(str(tmp_path), tokenize={"encoding": "trained", "vocab_size": 300})
     result, report = run(settings)
     assert result.duplicates["removed"] == {} or not any(map(any, result.duplicates["removed"].values()))
     assert report.sources["s"]["train"].documents == 0
     (entry,) = map(storage.read_json, storage.list_files(f"{settings.run_dir}/commits/pages"))
-    assert entry["counts"]["unreadable_dates"] == 1
+    assert (entry["counts"]["unreadable_dates"], entry["counts"]["unreadable_urls"]) == (1, 1)
     assert storage.exists(f"{settings.run_dir}/tokens/VERSION.json")
     with pytest.raises(InputError, match=r"/run: has no documents to export in s$"):
         export(settings.run_dir, "bin", str(tmp_path / "out"))

@@ -44,7 +44,7 @@ MAX_SHOWN = 20
 PRE_SKIP = "language:language.pre_skip"
 DECISIONS = "duplicates/decisions.parquet"
 
-_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept", "unreadable_dates")
+_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept", "unreadable_dates", "unreadable_urls")
 _TABLES = ("by_stage", "by_reason", "by_language", "other_records")
 
 #: Rows of the funnel in the order of the road: (key, label). The language guess comes before extraction.
@@ -162,9 +162,8 @@ def build_stats(
     removed = _removed(duplicates, sources)
     _check_decisions(run_dir, removed)
     for source, table in sources.items():
-        table["duplicates"] = removed.get(source, {})
+        table |= {"duplicates": removed.get(source, {}), "tokens": None}
         table["unique"] = table["kept"] - sum(table["duplicates"].values())
-        table["tokens"] = None
     kinds = sum(map(Counter, removed.values()), Counter[str]())
     token_counts = None if tokens is None else _count_tokens(tokens, sources)
     return {
@@ -389,8 +388,9 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
     for sentence in stats["duplicates"].get("notes", ()):
         yield f"note: {sentence}"
     for name, table in stats["sources"].items():
-        if num := table.get("unreadable_dates"):
-            yield f"note: source {name}: {counted(num, 'date')} could not be read, and fetched_at is null there"
+        for what, column in (("date", "fetched_at"), ("URL", "url")):
+            if num := table.get(f"unreadable_{what.lower()}s"):
+                yield f"note: source {name}: {counted(num, what)} could not be read, and {column} is null there"
     if stats["damage"]["count"]:
         yield f"read around in the input: {counted(stats['damage']['count'], 'damaged place')}"
     if stats["timing"]["pages_per_cpu_second"] is not None:
