@@ -27,6 +27,8 @@ NUM_LANGUAGES = 20
 NUM_HOSTS = 20
 NUM_DAMAGE = 100
 NUM_ALARMS = 100
+#: Bins of lengths that a histogram has at least (eight are a factor of ten): one alone has no scale.
+LEAST_BINS = 10
 #: Width of the first row of the funnel in a drawing 1,000 wide; the rest is for what flows out.
 FLOW = 800.0
 
@@ -286,7 +288,8 @@ def _lengths(found: Survey) -> str:
 def _histogram(counts: np.ndarray, edges: np.ndarray, unit: str) -> str:
     passed, dropped = counts[0] + counts[1], counts[2]
     used = np.flatnonzero(passed + dropped)
-    first, last = int(used[0]), int(used[-1]) + 1
+    around = max(LEAST_BINS - int(np.ptp(used)), 0) // 2
+    first, last = max(int(used[0]) - around, 0), min(int(used[-1]) + 1 + around, len(passed))
     top = int(max(passed.max(), dropped.max()))
     up, down = (int(side.max()) / top * 100 for side in (passed, dropped))
     base = 100 * up / (up + down)

@@ -282,6 +282,16 @@ def test_purged_texts_leave_a_note(made: Any) -> None:
     assert Page(written(made, max_samples=500)).text.count("Its text was purged.") >= len(gone) > 0
 
 
+@pytest.mark.parametrize("at", [0, 1, 9, 15, 31, 32])
+def test_lengths_in_one_bin_are_a_column_on_a_scale(at: int) -> None:
+    counts = np.zeros((3, len(report_survey.WORD_EDGES)), np.int64)
+    counts[0, at] = 7
+    drawn = report_html._histogram(counts, report_survey.WORD_EDGES, "words")
+    (width,) = map(float, re.findall(r'<rect [^>]*width="([\d.]+)"', drawn))
+    assert width < 20
+    assert len(re.findall(r'<span style="left', drawn)) >= 2
+
+
 def test_an_empty_run_has_a_page(make: Callable[..., Any], tmp_path: Path) -> None:
     assert "0 pages became 0 documents" in Page(written(make(tmp_path / "run", pages=0))).text
 
