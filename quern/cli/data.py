@@ -39,11 +39,8 @@ app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args
 Config = Annotated[str, typer.Argument(help="A YAML file; configs/ has ready ones.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, dotted: sources.0.paths=crawl/*.warc.gz")]
 #: What a command that starts here does, by what is there.
-_STATES = {
-    "new": "no run is there yet",
-    "unfinished": "an unfinished run, which goes on",
-    "complete": "a complete run, which is left as it is",
-}
+_STATES = {"new": "no run is there yet", "unfinished": "an unfinished run, which goes on",
+           "complete": "a complete run, which is left as it is"}  # fmt: skip
 
 RunDir = Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")]
 
@@ -179,14 +176,11 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
     state = "new" if record is None else "complete" if record["status"] == "complete" else "unfinished"
     if record is not None and state == "complete":
         pages.check_unchanged(record, partitions, config.run_dir)
-    per_source = {
-        source.name: {
-            "partitions": sum(p.source == source.name for p in partitions),
-            "files": len({f.path for p in partitions if p.source == source.name for f in p.files}),
-            "bytes": sum(p.size for p in partitions if p.source == source.name),
-        }
-        for source in config.sources
-    }
+    per_source = {}
+    for source in config.sources:
+        own = [partition for partition in partitions if partition.source == source.name]
+        files = {file.path for partition in own for file in partition.files}
+        per_source[source.name] = {"partitions": len(own), "files": len(files), "bytes": sum(p.size for p in own)}
     emit({"config": config.model_dump(mode="json"), "plan": per_source, "run": state})
     if not as_json:
         print(dump_yaml(config), end="")

@@ -17,8 +17,7 @@ __all__ = ["index"]
 
 @reports_errors
 def index(
-    run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")],
-    json: bool = JSON,
+    run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")], json: bool = JSON
 ) -> None:
     """Build the lineage index of RUN, or compare every checksum of the one that stands and mend what is damaged.
 
@@ -60,10 +59,9 @@ def index(
 def _sizes(folder: str) -> dict[str, int]:
     """Bytes of each kind of part below the index's folder."""
     sizes = {"segments": 0, "spans": 0, "duplicates": 0}
-    kinds = {"segment": "segments", "spans": "spans", "duplicates": "duplicates"}
     for entry in os.scandir(folder):
-        kind = kinds.get(entry.name.partition("_")[0])
-        if kind is not None and entry.is_dir():
+        kind = entry.name.partition("_")[0].replace("segment", "segments")
+        if kind in sizes and entry.is_dir():
             sizes[kind] += sum(os.path.getsize(file.path) for file in os.scandir(entry.path))
     return sizes
 

@@ -80,24 +80,14 @@ def _documents(found: Matches) -> list[dict[str, Any]]:
     for row, (number, stream, item, start, stop, grams, coverage) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        if number not in documents:
-            documents[number] = {
-                "doc_id": found.doc_ids[row].hex(),
-                "url": found.urls[row],
-                "source": found.sources[row],
-                "stream": found.names[stream],
-                "items": {},
-            }
-        held = documents[number]["items"].setdefault(
-            item,
-            {
-                "id": found.items[item].id,
-                "line": found.items[item].line,
-                "grams": grams,
-                "coverage": coverage,
-                "spans": [],
-            },
-        )
+        document = documents.setdefault(
+            number,
+            {"doc_id": found.doc_ids[row].hex(), "url": found.urls[row], "source": found.sources[row],
+             "stream": found.names[stream], "items": {}},
+        )  # fmt: skip
+        own = found.items[item]
+        blank = {"id": own.id, "line": own.line, "grams": grams, "coverage": coverage, "spans": []}
+        held = document["items"].setdefault(item, blank)
         held["spans"].append([start, stop])
     return [{**document, "items": list(document["items"].values())} for document in documents.values()]
 
@@ -122,9 +112,7 @@ def _print(found: Matches, out: str | None) -> None:
         console.print(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
     console.print(
         f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
-        f"{len(np.unique(found.item_index)):,} of "
-        f"{counted(len(found.items), 'item')} "
-        f"({found.n} words in a row)"
+        f"{len(np.unique(found.item_index)):,} of {counted(len(found.items), 'item')} ({found.n} words in a row)"
     )
     if found.not_looked_for:
         shown = ", ".join(plain(item.id) for item in found.not_looked_for[:5])

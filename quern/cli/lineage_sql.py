@@ -20,6 +20,7 @@ from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError
 from quern.lineage.sql import UNFINISHED, Result, default_memory, query
 from quern.lineage.sql_child import in_child
+from quern.words import counted
 
 __all__ = ["note_unfinished", "sql", "table_console"]
 
@@ -112,9 +113,8 @@ def _print(found: Result) -> None:
     for row in found.rows:
         table.add_row(*(Text("–", "dim") if value is None else Text(_cell(value)) for value in row))
     console.print(table)
-    rows = f"{len(found.rows):,} row{'' if len(found.rows) == 1 else 's'}"
     more = "; there are more (--limit 0 prints all)" if found.truncated else ""
-    err_console().print(Text(rows + more))
+    err_console().print(Text(counted(len(found.rows), "row") + more))
 
 
 def _cell(value: Any) -> str:

@@ -19,7 +19,7 @@ from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_co
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
-from quern.data_pipeline.partition import PartitionTask, process_partition
+from quern.data_pipeline.partition import PartitionTask, committed, process_partition
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.rows import TABLES
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
@@ -173,7 +173,7 @@ def _run_pages(
     while again := _misread(partitions, entries):
         for index, part in again.items():
             tasks[index] = replace(tasks[index], partition=replace(partitions[index], range=part))
-            withdraw_commit(config.run_dir, "pages", tasks[index].source.name, partitions[index].name)
+            withdraw_commit(*tasks[index].piece)
         for index, entry in drive(sorted(again, key=lambda i: (-sizes[i], i))):
             progress.partition_put_right(entry["counts"], entries[index]["counts"], source=entry["source"])
             entries[index] = entry
@@ -198,11 +198,6 @@ def _misread(partitions: Sequence[Partition], entries: Mapping[int, Mapping[str,
     return again
 
 
-def _stands(run_dir: str, entry: Mapping[str, Any]) -> bool:
-    """Whether everything a commit vouches for is still there."""
-    return all(storage.exists(storage.join(run_dir, name)) for name in entry["outputs"])
-
-
 def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> set[str]:
     """Remove what earlier attempts made, committed or not, of inputs that the run no longer has; commits go first.
 
@@ -223,12 +218,10 @@ def _standing(run_dir: str, tasks: Sequence[PartitionTask], there: set[str]) -> 
     """Index → commit of the tasks that need not be done again. Commits that vouch for what is not so are withdrawn."""
 
     def find(index: int) -> dict[str, Any] | None:
-        source, name = tasks[index].source.name, tasks[index].partition.name
-        inputs, settings = tasks[index].inputs, tasks[index].config_hash
-        entry = find_commit(run_dir, "pages", source, name, inputs=inputs, config=settings)
+        entry = committed(tasks[index])
         if entry is not None and there.issuperset(entry["outputs"]):
             return entry
-        withdraw_commit(run_dir, "pages", source, name)
+        withdraw_commit(*tasks[index].piece)
         return None
 
     begun = [i for i, t in enumerate(tasks) if f"commits/pages/{t.source.name}/{t.partition.name}.json" in there]
@@ -313,28 +306,20 @@ def _run_duplicates(
     engine: Engine,
     progress: Progress,
 ) -> dict[str, Any]:
-    outputs = sorted(pair for entry in entries for pair in entry["outputs"].items())
     priorities = {source.name: source.priority for source in config.sources}
-    inputs = {"pages": digest(outputs)}
+    inputs = {"pages": digest(sorted(pair for entry in entries for pair in entry["outputs"].items()))}
     settings = digest([dedup.FORMAT, config.duplicates.model_dump(mode="json"), sorted(priorities.items())])
     progress.start_phase("duplicates", 1, None)
-    entry = find_commit(config.run_dir, "duplicates", "all", "decisions", inputs=inputs, config=settings)
-    if entry is None or not _stands(config.run_dir, entry):
+    piece = (config.run_dir, "duplicates", "all", "decisions")
+    entry = find_commit(*piece, inputs=inputs, config=settings)
+    if entry is None or not all(storage.exists(storage.join(config.run_dir, name)) for name in entry["outputs"]):
         scratch = storage.join(config.run_dir, ".work", "duplicates")
-        withdraw_commit(config.run_dir, "duplicates", "all", "decisions")
+        withdraw_commit(*piece)
         report = dedup.run(
             config.run_dir, names, priorities, config.duplicates, engine, scratch, inputs=digest([inputs, settings])
         )
-        entry = publish_commit(
-            config.run_dir,
-            "duplicates",
-            "all",
-            "decisions",
-            inputs=inputs,
-            config=settings,
-            outputs={name: storage.sha256(storage.join(config.run_dir, name)) for name in (DECISIONS, CLUSTERS)},
-            counts=asdict(report),
-        )
+        outputs = {name: storage.sha256(storage.join(config.run_dir, name)) for name in (DECISIONS, CLUSTERS)}
+        entry = publish_commit(*piece, inputs=inputs, config=settings, outputs=outputs, counts=asdict(report))
         storage.remove_tree(scratch)
     progress.partition_done({}, 0)
     progress.end_phase()

@@ -119,7 +119,8 @@ def query(
         with contextlib.closing(connection):
             views = ("steps",) if training else VIEWS
             wanted = check(connection, sql, views)
-            alias = _alias(run, scratch)
+            alias = os.path.join(scratch, "run")  # no query can know it, and nothing in it is a glob or a quote
+            os.symlink(run, alias)
             try:
                 _define(connection, run, training, alias, wanted, note)
                 _lock(connection, alias)
@@ -158,13 +159,6 @@ def _settings(memory_bytes: int | None, threads: int | None, scratch: str) -> di
         "python_enable_replacements": "false",
     }
     return settings | ({"threads": str(threads)} if threads else {})
-
-
-def _alias(run: str, scratch: str) -> str:
-    """The run under a path that no query can know, and in which nothing is a glob or a quote."""
-    alias = os.path.join(scratch, "run")
-    os.symlink(run, alias)
-    return alias
 
 
 def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:

@@ -66,9 +66,7 @@ class Documents:
         return len(self.numbers)
 
 
-def _guarded(
-    method: Callable[Concatenate[Lineage, P], R],
-) -> Callable[Concatenate[Lineage, P], R]:
+def _guarded(method: Callable[Concatenate[Lineage, P], R]) -> Callable[Concatenate[Lineage, P], R]:
     """A damaged index answers nothing: it is forgotten, and built anew when the run is opened again."""
 
     @wraps(method)

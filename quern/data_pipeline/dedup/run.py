@@ -160,10 +160,8 @@ def _places(partitions: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], lis
 
 def _shards(places: Sequence[Place], counts: Sequence[int], most: int) -> list[Shard]:
     """Consecutive partitions with at most ``most`` documents together, or one."""
-    shards: list[Shard] = []
-    for first, last in cuts(np.array(counts), most):
-        shards.append(Shard(len(shards), tuple(places[first:last]), tuple(counts[first:last])))
-    return shards
+    ranges = enumerate(cuts(np.array(counts), most))
+    return [Shard(n, tuple(places[first:last]), tuple(counts[first:last])) for n, (first, last) in ranges]
 
 
 def _removed_by_source(sources: Sequence[str], removed: np.ndarray) -> dict[str, dict[str, int]]:

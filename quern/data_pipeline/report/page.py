@@ -230,10 +230,8 @@ def _sources(stats: Mapping[str, Any], found: Survey) -> str:
                 texts = tokens - table_of["unique"]
                 row.append(num(found.unique_chars[name] / texts, 2) if texts else "–")
         rows.append(row)
-    lead = (
-        "“Held out” documents are the validation set; they are counted in documents and tokens." if with_tokens else ""
-    )
-    return (_lead(lead) if lead else "") + table(head, rows)
+    lead = _lead("“Held out” documents are the validation set; they are counted in documents and tokens.")
+    return (lead if with_tokens else "") + table(head, rows)
 
 
 def _stacked(label: str, counts: Sequence[int]) -> Bar:
@@ -299,11 +297,8 @@ def _histogram(counts: np.ndarray, edges: np.ndarray, unit: str) -> str:
     drawing = steps(passed[first:last].tolist(), top, "kept", names, base=base, height=height)
     drawing += steps(dropped[first:last].tolist(), top, "dropped", names, base=base, height=-height)
     x = _decades(edges, first, last)
-    y = [Tick(1 - base / 100, "0")]
-    if passed.max():
-        y.append(Tick(1.0, short(int(passed.max()))))
-    if dropped.max():
-        y.append(Tick(0.0, short(int(dropped.max()))))
+    ends = ((1.0, passed), (0.0, dropped))
+    y = [Tick(1 - base / 100, "0"), *(Tick(at, short(int(side.max()))) for at, side in ends if side.max())]
     caption = (
         f"{unit.capitalize()} a document. Median passed: {_median(passed, edges)}; dropped: {_median(dropped, edges)}."
     )
@@ -343,14 +338,10 @@ def _time(stats: Mapping[str, Any]) -> str:
     if rest > 0:
         ranked.append(("reading, writing, rest", rest))
     pages = stats["pages"] or 1
-    rows = [
-        Bar(
-            show(name),
-            (("kept", value),),
-            f"{num(value, 1)} s <small>· {num(1e3 * value / pages, 2)} ms a page</small>",
-        )
-        for name, value in ranked
-    ]
+    rows = []
+    for name, value in ranked:
+        note = f"{num(value, 1)} s <small>· {num(1e3 * value / pages, 2)} ms a page</small>"
+        rows.append(Bar(show(name), (("kept", value),), note))
     speed = timing["pages_per_cpu_second"]
     lead = f"CPU seconds of the pages phase: {num(timing['cpu_seconds'], 1)} in all"
     return _lead(lead + (f", {num(speed, 1)} pages a CPU-second." if speed else ".")) + bars(rows)

@@ -229,8 +229,7 @@ class _Builder:
         for record in records:
             segments.append(Segment(os.path.join(self.folder, record["name"]), base, record, opened))
             base += record["documents"]
-        readers = self._readers()
-        since = self._since(readers)
+        readers, since = self._readers()
         names = [record["name"] for record in records]
         bases = [segment.base for segment in segments]
         spans, _ = self._part(
@@ -252,13 +251,8 @@ class _Builder:
             "spans": spans,
             "duplicates": duplicates,
             "streams": [
-                {
-                    "name": reader.source,
-                    "since": stands,
-                    "total_tokens": reader.total_tokens,
-                    "num_spans": reader.num_documents,
-                }
-                for reader, stands in zip(readers, since, strict=True)
+                {"name": own.source, "since": stands, "total_tokens": own.total_tokens, "num_spans": own.num_documents}
+                for own, stands in zip(readers, since, strict=True)
             ],
         }
 
@@ -271,30 +265,25 @@ class _Builder:
         tables = os.path.join(self.state.run, "duplicates")
         write_duplicates(path, self._scratch("duplicates"), tables, segments, num_documents)
 
-    def _readers(self) -> list[ShardReader]:
+    def _readers(self) -> tuple[list[ShardReader], list[int]]:
+        """The tokens of every stream, and the corpus version since which they stand where they do."""
         if self.state.version_sha256 is None:
-            return []
+            return [], []
         tokens = os.path.join(self.state.run, "tokens")
-        version = storage.read_json(os.path.join(tokens, VERSION_FILE))
+        path = os.path.join(tokens, VERSION_FILE)
+        version = storage.read_json(path)
         sources = version.get("sources") if isinstance(version, dict) else None
         if not isinstance(sources, dict):
-            raise InputError(f"{tokens}/{VERSION_FILE}: sources: expected a mapping, got {sources!r:.60}")
+            raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
         for source in sources:
             if not _STREAM.fullmatch(source):
-                raise InputError(
-                    f"{tokens}/{VERSION_FILE}: sources: expected <source> or <source>.val, got {source!r:.99}"
-                )
-        return [ShardReader(os.path.join(tokens, source)) for source in sources]
-
-    def _since(self, readers: Sequence[ShardReader]) -> list[int]:
-        """The corpus version since which the tokens of each stream stand where they do."""
-        path = os.path.join(self.state.run, "tokens", VERSION_FILE)
-        sources = storage.read_json(path)["sources"] if readers else {}
-        found = [sources[reader.source].get("since", 1) for reader in readers]
-        for reader, since in zip(readers, found, strict=True):
+                raise InputError(f"{path}: sources: expected <source> or <source>.val, got {source!r:.99}")
+        readers = [ShardReader(os.path.join(tokens, source)) for source in sources]
+        found = [own.get("since", 1) for own in sources.values()]
+        for source, since in zip(sources, found, strict=True):
             if type(since) is not int or since < 1:
-                raise InputError(f"{path}: sources.{reader.source}.since: expected an integer ≥ 1, got {since!r:.60}")
-        return found
+                raise InputError(f"{path}: sources.{source}.since: expected an integer ≥ 1, got {since!r:.60}")
+        return readers, found
 
     def _part(
         self,
