@@ -115,7 +115,7 @@ def read_entry(run: str, number: int) -> Entry:
         record = json.loads(data)
     except FileNotFoundError:
         raise InputError(f"{path}: no such entry") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(record, dict) or record.get("kind") != "purge" or record.get("format") != FORMAT:
         raise InputError(f"{path}: expected an entry of a purge in format {FORMAT}")

@@ -124,7 +124,7 @@ class Store:
         url = self.address(step, name)
         try:
             said = json.loads(self._link.ask(url, "cat_file", self._path(step, _sidecar(name))))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return False
         return bool(said == {"sha256": record.sha256, "size": record.size})
 
