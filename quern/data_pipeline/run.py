@@ -60,16 +60,9 @@ def plan_sources(config: PipelineConfig) -> list[Partition]:
     """Every partition of every source.
 
     Raises:
-        InputError: an entry matches nothing, two files of a source have the same relative path, or a file's name is
-            not UTF-8.
+        InputError: an entry matches nothing, or two files of a source have the same relative path.
     """
-    partitions = [partition for source in config.sources for partition in plan(source)]
-    for partition in partitions:
-        for file in partition.files:
-            if any("\ud800" <= char <= "\udfff" for char in file.path):
-                name = file.path.encode("utf-8", "backslashreplace").decode()
-                raise InputError(f"source {partition.source}: {name}: expected a file name in UTF-8; rename it")
-    return partitions
+    return [partition for source in config.sources for partition in plan(source)]
 
 
 def check(config: PipelineConfig) -> None:

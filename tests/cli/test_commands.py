@@ -248,12 +248,6 @@ def test_a_missing_encoding_founds_no_run(tmp_path: Path, good: str) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_name_that_is_not_utf8_is_one_line(tmp_path: Path, good: str) -> None:
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")).write_text('{"text": "a"}')
-    message = refused(tmp_path, good, f"sources.0.paths={tmp_path}/*.jsonl", "tokenize.encoding=trained")
-    assert message.endswith("\\udcff.jsonl: expected a file name in UTF-8; rename it")
-
-
 def test_status_of_a_run_at_work_reads_over_files_in_writing(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "running", "counts": {}}')
     with storage.publish(str(tmp_path / "commits" / "pages" / "s" / "p.json")) as file:
