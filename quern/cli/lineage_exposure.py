@@ -49,6 +49,7 @@ def exposure(
     if len(given) != 1:
         raise InputError(f"expected one of --url, --domain, --doc and --match, got {len(given)}")
     from quern.lineage.exposure import Tally, clean, walk
+    from quern.lineage.purge.earlier import settle
     from quern.lineage.training import TrainingRun
 
     with json_stdout(json) as emit:
@@ -57,13 +58,17 @@ def exposure(
         selections = _selections(run, given, unknown)
         tally = Tally(run)
         kept = _first_rows(walk(run, selections, tally), limit, all_)
+        asked = [own.lineage.documents(own.documents).doc_ids for own in selections] if unknown else []
+        runs = dict.fromkeys(own.lineage.run for own in selections)
+        told = settle(tally, unknown, runs, b"".join(doc_id for doc_ids in asked for doc_id in doc_ids))
         verdict = clean(run, tally, store=store)
         answer = _answer(run, given, tally, verdict, unknown)
         answer |= {"limit": limit, "rows": _rows(selections, kept), "rows_left_out": _left_out(tally, kept, all_)}
+        answer["audit"] = told
         emit(answer)
         if not json:
             _print(answer, run, all_)
-        for reason in [*unknown.values(), *run.damaged.values()]:
+        for reason in [*unknown.values(), *told, *run.damaged.values()]:
             err_console().print(plain(reason), markup=False, soft_wrap=True)
 
 
@@ -77,7 +82,7 @@ def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, s
     if kind == "match":
         return [select_parts(lineage, *found) for lineage, found in _matches(run, lineages, text, unknown)]
     selections = [select(lineage, lineage.find(**{kind: text})) for lineage in lineages]
-    if not any(selection.asked for selection in selections):
+    if not any(len(selection.documents) for selection in selections):
         runs = ", ".join(lineage.run for lineage in lineages)
         raise InputError(f"{runs}: has no document with {kind} {one_line(text)}")
     return selections
@@ -167,21 +172,15 @@ def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] |
 def _answer(
     run: TrainingRun, given: Mapping[str, str], tally: Tally, verdict: Clean, unknown: Mapping[str, str]
 ) -> Row:
-    import numpy as np
+    from quern.lineage.purge.taint import init_from, not_proven
 
     steps = [
         {"step": step, "exposures": count, "applied": applied} for step, (count, applied) in sorted(tally.steps.items())
     ]
     real = [row["step"] for row in steps if row["applied"]]
-    never = np.iinfo(np.int64).max
-    checkpoints = [_checkpoint(seen, first) for seen, first in verdict.seen]
-    checkpoints += [_checkpoint(seen, None) for seen in verdict.unseen]
-    unproven = []
-    for attempt in run.attempts:
-        following = int(tally.next_unproven[attempt.number])
-        if not attempt.ended:
-            next_step = None if following == never else following
-            unproven.append({"attempt": attempt.number, "from_step": attempt.stop, "next_step": next_step})
+    checkpoints = [_checkpoint(seen, True, first) for seen, first in verdict.seen]
+    checkpoints += [_checkpoint(seen, False) for seen in verdict.unseen]
+    checkpoints += [_checkpoint(seen, None) for seen in verdict.unknown]
     return {
         "train_run": run.path, "asked": dict(given), "steps_complete": run.reached,
         "documents": tally.documents, "documents_without_tokens": tally.without_tokens, "spans": tally.spans,
@@ -189,30 +188,19 @@ def _answer(
         "of_unknown_version": tally.unsure,
         "steps": steps, "first_step": real[0] if real else None, "last_step": real[-1] if real else None,
         "checkpoints": sorted(checkpoints, key=lambda row: int(row["step"])),
-        "last_clean": None if verdict.last is None else _checkpoint(verdict.last, None),
+        "last_clean": None if verdict.last is None else _checkpoint(verdict.last, False),
         "never_read": {
             "windows": tally.windows, "windows_not_reached": tally.unreached, "skipped_by_rollbacks": tally.left_out,
             "tail_tokens": tally.tail_tokens, "first_tokens": tally.first_tokens, "held_out_spans": tally.held_out,
             "spans_of_other_streams": tally.foreign,
         },
-        "unproven": unproven, "unknown_sources": dict(unknown), "damaged_checkpoints": dict(run.damaged),
-        "init_from": _init_from(run),
+        "unproven": not_proven(tally), "known": not unknown, "unknown_sources": dict(unknown),
+        "damaged_checkpoints": dict(run.damaged), "init_from": init_from(run),
     }  # fmt: skip
 
 
-def _checkpoint(seen: Seen, first: int | None) -> Row:
-    return {
-        "step": seen.step, "path": seen.path, "abandoned": seen.abandoned, "saw": first is not None,
-        "first_step": first,
-    }  # fmt: skip
-
-
-def _init_from(run: TrainingRun) -> str | None:
-    """The checkpoint of another run that the weights began as: what they saw there is not known here."""
-    try:
-        return run.config.init_from
-    except InputError:
-        return None
+def _checkpoint(seen: Seen, saw: bool | None, first: int | None = None) -> Row:
+    return {"step": seen.step, "path": seen.path, "abandoned": seen.abandoned, "saw": saw, "first_step": first}
 
 
 def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
@@ -226,7 +214,8 @@ def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
     skipped = answer["exposures"] - answer["applied"] - answer["purged"]
     notes = [f"{skipped:,} in steps whose update was skipped"] if skipped else []
     notes += [f"{answer['purged']:,} of purged documents, of which nothing was left"] if answer["purged"] else []
-    print(f"exposures    {answer['exposures']:,}" + (f" ({'; '.join(notes)})" if notes else ""))
+    less = "" if answer["known"] else "not known; in the sources that can be opened: "
+    print(f"exposures    {less}{answer['exposures']:,}" + (f" ({'; '.join(notes)})" if notes else ""))
     if answer["of_unknown_version"]:
         print(
             f"not sure     {answer['of_unknown_version']:,} of documents that were purged since: the ledger does not "
@@ -271,13 +260,16 @@ def _never(never: Row) -> list[str]:
 def _print_checkpoints(answer: Row) -> None:
     rows = answer["checkpoints"]
     seen = [row for row in rows if row["saw"]]
-    print(f"checkpoints  {len(seen):,} of {len(rows):,} have seen them")
+    unknown = [row for row in rows if row["saw"] is None]
+    told = [f"{len(seen):,} of {len(rows):,} have seen them"] if seen or not unknown else []
+    told += [f"of {len(unknown):,} of {len(rows):,} it is not known whether they have seen them"] if unknown else []
+    print(f"checkpoints  {'; '.join(told)}")
     for row in seen:
         left = "  (abandoned branch)" if row["abandoned"] else ""
         print(f"  step {row['step']:,}  first at step {row['first_step']:,}{left}  {plain(row['path'])}")
     clean = answer["last_clean"]
-    known = "" if not answer["unknown_sources"] else "  (as far as the sources that can be opened tell)"
-    print("last clean   " + ("none" if clean is None else f"step {clean['step']:,}  {plain(clean['path'])}{known}"))
+    none = "not known" if unknown else "none"
+    print("last clean   " + (none if clean is None else f"step {clean['step']:,}  {plain(clean['path'])}"))
     if answer["init_from"] is not None:
         print(f"the weights began as {plain(answer['init_from'])}; what they saw before is not known here")
 

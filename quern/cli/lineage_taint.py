@@ -43,10 +43,14 @@ def _rows(row: Row) -> Iterator[tuple[str, str]]:
                 f"attempt {open_end['attempt']} from step {step:,} on: it would read some at step {at:,}",
             )
     tainted, last = row["tainted"], row["last_clean"]
-    total = len(tainted) + len(row["clean"])
-    yield "tainted", f"{len(tainted):,} of {counted(total, 'checkpoint')}{_which(tainted)}"
-    if tainted or row["applied"]:
-        yield "last clean", "none" if last is None else f"step {last['step']:,}  {last['path']}"
+    total, unknown = len(tainted) + len(row["clean"]) + len(row["unknown"]), row["unknown"]
+    if tainted or not unknown:
+        yield "tainted", f"{len(tainted):,} of {counted(total, 'checkpoint')}{_which(tainted)}"
+    if unknown:
+        yield "not known", f"whether {len(unknown):,} of {counted(total, 'checkpoint')} took it in{_which(unknown)}"
+    if tainted or unknown or row["applied"]:
+        none = "not known" if unknown else "none"
+        yield "last clean", none if last is None else f"step {last['step']:,}  {last['path']}"
     for warning in row["warnings"]:
         yield "warning", warning
     yield from _resume(row["resume"])
@@ -54,7 +58,7 @@ def _rows(row: Row) -> Iterator[tuple[str, str]]:
 
 def _read(row: Row) -> str:
     if not row["exposures"]:
-        return "none of it" + (
+        return ("not known" if row["unknown_sources"] else "none of it") + (
             f"; {row['abandoned']:,} times in steps that it went back behind" * bool(row["abandoned"])
         )
     notes = [

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quern.lineage.index.changes import purged_at
-from quern.lineage.training import Attempt, Seen, TrainingRun
+from quern.lineage.training import Attempt, Seen, Stretch, TrainingRun
 from quern.lineage.windows import never_visited, parts, touching
 from quern.mixtures.order import Order
 
@@ -48,8 +48,8 @@ class Selection:
     """Whether the first token is the document's."""
     purged_since: NDArray[np.uint32]
     """The corpus version that purged the document; 0: it is not purged."""
-    asked: int
-    """Documents that were asked for; those without tokens have no span."""
+    documents: I64
+    """Ascending numbers of the documents that were asked for; those without tokens have no span."""
 
 
 def select(lineage: Lineage, numbers: ArrayLike) -> Selection:
@@ -58,7 +58,7 @@ def select(lineage: Lineage, numbers: ArrayLike) -> Selection:
     spans = lineage.spans_of(unique)
     return Selection(
         lineage, spans.numbers, spans.streams, spans.starts, spans.starts + spans.lengths,
-        np.ones(len(spans.numbers), np.bool_), spans.purged_since, len(unique),
+        np.ones(len(spans.numbers), np.bool_), spans.purged_since, unique,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def select_parts(
     if not np.array_equal(spans.numbers, unique):
         raise ValueError("expected parts of documents that have tokens")
     heads, purged_since = begin == spans.starts[which], spans.purged_since[which]
-    return Selection(lineage, own, of, begin, end, heads, purged_since, len(unique))
+    return Selection(lineage, own, of, begin, end, heads, purged_since, unique)
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,11 @@ class Tally:
     """The first step of each attempt whose weights took something in; a number beyond all steps if none."""
     next_unproven: I64 = field(init=False)
     """The first step beyond what is proven that would read something, of attempts that did not say where they ended."""
+    first_unknown: I64 = field(init=False)
+    """The first step of each attempt of which it is not known whether it read something."""
 
     def __post_init__(self) -> None:
-        self.first_applied = np.full(len(self.run.attempts), _NEVER)
-        self.next_unproven = np.full(len(self.run.attempts), _NEVER)
+        self.first_applied, self.next_unproven, self.first_unknown = np.full((3, len(self.run.attempts)), _NEVER)
 
     def add(self, rows: Exposures) -> None:
         """Count a block."""
@@ -197,8 +198,8 @@ def exposures(run: TrainingRun, selection: Sequence[tuple[Lineage, ArrayLike] | 
 def walk(run: TrainingRun, selection: Sequence[Selection], tally: Tally) -> Iterator[Exposures]:
     """The exposures in blocks, and ``tally`` of them and of what no step has read."""
     for index, chosen in enumerate(selection):
-        tally.documents += chosen.asked
-        tally.without_tokens += chosen.asked - len(np.unique(chosen.numbers))
+        tally.documents += len(chosen.documents)
+        tally.without_tokens += len(chosen.documents) - len(np.unique(chosen.numbers))
         tally.spans += len(chosen.numbers)
         for number in np.unique(chosen.streams).tolist():
             stream, rows = chosen.lineage.streams[number], np.flatnonzero(chosen.streams == number)
@@ -363,8 +364,10 @@ class Clean:
     seen: tuple[tuple[Seen, int], ...]
     """With the first step that put it there, of the checkpoint's own branch."""
     unseen: tuple[Seen, ...]
+    unknown: tuple[Seen, ...]
+    """Of which nobody can tell: steps of their branch read what cannot be opened any more."""
     last: Seen | None
-    """The newest of the present branch that did not."""
+    """The newest of the present branch that is known to have taken nothing in."""
 
 
 def clean(run: TrainingRun, found: Exposures | Tally, *, store: bool = False) -> Clean:
@@ -377,16 +380,19 @@ def clean(run: TrainingRun, found: Exposures | Tally, *, store: bool = False) ->
         tally = Tally(run)
         tally.add(found)
         found = tally
-    seen, unseen = [], []
+    seen, unseen, unknown = [], [], []
     for checkpoint in run.checkpoints(store):
-        firsts = [
-            int(found.first_applied[stretch.attempt.number])
-            for stretch in run.branch_of(checkpoint)
-            if found.first_applied[stretch.attempt.number] < stretch.stop
-        ]
-        if firsts:
+        branch = run.branch_of(checkpoint)
+        if firsts := _begun(found.first_applied, branch):
             seen.append((checkpoint, firsts[0]))
+        elif _begun(found.first_unknown, branch):
+            unknown.append(checkpoint)
         else:
             unseen.append(checkpoint)
     last = [checkpoint for checkpoint in unseen if checkpoint.abandoned is None]
-    return Clean(tuple(seen), tuple(unseen), last[-1] if last else None)
+    return Clean(tuple(seen), tuple(unseen), tuple(unknown), last[-1] if last else None)
+
+
+def _begun(firsts: I64, branch: Sequence[Stretch]) -> list[int]:
+    """Those of the first steps of attempts that a branch has."""
+    return [int(firsts[own.attempt.number]) for own in branch if firsts[own.attempt.number] < own.stop]

@@ -239,16 +239,12 @@ class TrainingRun:
 
     # ---- data
 
-    def stream_of(self, source: int) -> tuple[Lineage, Stream]:
-        """The data run and the stream that source ``source`` of the newest order reads.
+    def find_stream(self, identity: str) -> tuple[Lineage, Stream]:
+        """The data run and the stream that a source of any attempt's order reads.
 
         Raises:
             InputError: neither the ledger nor the config says where it is, or it is not there any more.
         """
-        return self.find_stream(self.order.ids[source])
-
-    def find_stream(self, identity: str) -> tuple[Lineage, Stream]:
-        """:meth:`stream_of` for a source of any attempt's order."""
         paths = self._candidates(identity)
         reasons = []
         for path in paths:

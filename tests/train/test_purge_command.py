@@ -147,11 +147,12 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path):
     assert f"training    {tmp_path}/gone: not judged: is not there (any more), or stands on another machine" in lines
     other = lines.index(f"training    {tmp_path}/other: 4 steps complete")
     assert lines[other + 1] == "  read       nothing of this data run"
-    own = lines[lines.index(f"training    {trained.run}: 9 steps complete") + 1 :][:4]
+    own = lines[lines.index(f"training    {trained.run}: 9 steps complete") + 1 :][:3]
     assert own[0].startswith(f"  read       {len(trained.chosen)} documents in ")
     assert own[1] == "  tainted    3 of 5 checkpoints: step 6, 8, 9"
     assert own[2] == f"  last clean step 4  {trained.run}/checkpoints/step_00000004"
-    assert own[3] == f"  go on      quern train {trained.run}/config.yaml resume.step=4"
+    go_on = [line for line in lines if line.startswith(f"  go on      quern train {trained.run}/")]
+    assert go_on == [f"  go on      quern train {trained.run}/config.yaml resume.step=4"]
 
 
 def test_a_data_run_on_a_store_is_judged_by_who_read_a_copy(trained):
@@ -162,8 +163,35 @@ def test_a_data_run_on_a_store_is_judged_by_who_read_a_copy(trained):
     assert report["unregistered"].startswith(f"{url}/consumers.jsonl: trainers read local copies")
     (row,) = report["train_runs"]
     local = report_on(trained.data, trained.run, trained.chosen)
+    notes = row["resume"].pop("notes")
+    assert local["resume"].pop("notes") == []
     assert row == local | {"registered": False}
+    assert all(note.endswith("and has the documents: bring the new version there first") for note in notes)
+    assert f"it reads {trained.data}/tokens/web, which is still version 1" in notes[0]
     assert taint(url, trained.chosen)["train_runs"] == []
+
+
+def test_who_reads_an_unpurged_copy_is_told_so_beside_the_command(trained, tmp_path):
+    """A copy of a data run knows the readers of the original, which still has the documents."""
+    copy = shutil.copytree(trained.data, tmp_path / "copy")
+    report = purged.purge(copy, trained.chosen)["taint"]
+    row = purged.row_of(report, trained.run)
+    assert row["resume"]["arguments"][3:] == ["resume.step=4"]
+    streams = {name for name, rows in trained.spans.items() if any(row[0] in trained.chosen for row in rows)}
+    assert row["resume"]["notes"] == [
+        f"it reads {trained.data}/tokens/{name}, which is still version 1 and has the documents: bring the new version "
+        f"there first, or give data.{index}.path={copy}/tokens/{name}"
+        for index, name in enumerate(purged.STREAMS)
+        if name in streams
+    ]
+    lines = list(taint_lines(report))
+    assert f"  note       {row['resume']['notes'][0]}" in lines
+    run = tmp_path / "run"
+    case.live(trained.config(run, copy, steps=4))  # who reads the copy itself is told nothing of the kind
+    assert report_on(copy, run, trained.chosen)["resume"]["notes"] == []
+    purged.purge(elsewhere := purged.copy(trained.data, tmp_path / "elsewhere"), trained.chosen)
+    case.live(trained.config(tmp_path / "other", elsewhere, steps=4))  # its copy has the documents no more
+    assert report_on(copy, tmp_path / "other", trained.chosen)["resume"]["notes"] == []
 
 
 def test_a_skipped_step_taints_nothing_and_a_left_branch_only_its_own_checkpoints(trained, tmp_path):

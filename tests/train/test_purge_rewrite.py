@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import Counter
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from quern.cli.lineage import app
+from quern.cli.lineage_taint import taint_lines
 from quern.errors import InputError
 from quern.lineage.exposure import exposures
-from quern.lineage.purge.taint import taint
+from quern.lineage.purge.taint import Change, taint
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
 from support.lineage import runs
@@ -154,8 +157,113 @@ def test_the_report_before_a_rewrite_gives_the_command_that_accepts_it(trained, 
     later = taint(str(data), trained.chosen)
     row = purged.row_of(later, run)
     assert set(row["unknown_sources"]) == {f"run00000/{name}/1" for name in streams & set(purged.STREAMS)}
-    assert any("is not judged" in text for text in row["warnings"])
+    assert any("is not known" in text for text in row["warnings"])
     assert purged.follow(later, run).start.step == case.STEPS  # the version is accepted: nothing is asked again
+
+
+@pytest.fixture
+def read_and_rewritten(trained, tmp_path):
+    """A data run whose tokens were rewritten without what a training run had read, which was not taken back."""
+    data, run = purged.copy(trained.data, tmp_path / "data"), tmp_path / "run"
+    case.live(trained.config(run, data))
+    purged.purge(data, trained.chosen, "rewrite")
+    return data, run
+
+
+def other_document(trained: Any) -> bytes:
+    first = purged.first_reads(trained.spans, purged.STREAMS, trained.left.samples, purged.LENGTH)
+    return next(doc_id for doc_id in sorted(first) if doc_id not in trained.chosen)
+
+
+def test_after_a_rewrite_the_audit_entry_tells_who_had_read_what_went(trained, read_and_rewritten):
+    """The old source cannot be opened any more; the purge had looked before."""
+    data, run = read_and_rewritten
+    report = taint(str(data), trained.chosen)
+    row = purged.row_of(report, run)
+    assert row["unknown_sources"]
+    assert ([seen["step"] for seen in row["tainted"]], row["unknown"]) == ([6, 8, 9], [])
+    assert (row["last_clean"]["step"], row["resume"]["step"]) == (4, 4)
+    (told,) = row["audit"]
+    assert told.startswith(f"{data}/audit/00001.json: of 9 steps that were complete before this purge, step 5 was the ")
+    lines = [line for line in taint_lines(report) if line.startswith("  ")]
+    assert lines[:3] == [
+        "  read       not known",
+        "  tainted    3 of 5 checkpoints: step 6, 8, 9",
+        f"  last clean step 4  {run}/checkpoints/step_00000004",
+    ]
+    assert f"  warning    {told}" in lines
+    assert "resume.step=4" in lines[-1]
+    left = purged.follow(taint(str(data), trained.chosen, change=Change(2, "rewrite", frozenset(purged.STREAMS))), run)
+    assert (left.start.kind, left.start.step) == ("rollback", 4)
+    row = purged.row_of(taint(str(data), trained.chosen), run)  # what stands now began before any of it was read
+    assert [seen["step"] for seen in row["tainted"] if seen["abandoned"] is None] == []
+    assert (row["last_clean"]["step"], row["resume"]["step"]) == (case.STEPS, None)
+
+
+def test_of_one_of_the_documents_that_went_the_entry_tells_what_is_clean(trained, read_and_rewritten):
+    data, run = read_and_rewritten
+    row = purged.row_of(taint(str(data), trained.chosen[:1]), run)
+    assert ([seen["step"] for seen in row["unknown"]], row["tainted"]) == ([6, 8, 9], [])
+    assert (row["last_clean"]["step"], row["resume"]["step"]) == (4, 4)
+    assert "or of 2 documents purged with them" in row["audit"][0]
+
+
+def test_what_no_entry_tells_is_not_known_and_not_called_clean(trained, read_and_rewritten, tmp_path):
+    """Other documents than those that went, and a copy of the run, of which the entry knows nothing."""
+    data, run = read_and_rewritten
+    shutil.copytree(run, tmp_path / "copy")
+    other = other_document(trained)
+    for folder, doc_ids in ((run, [other]), (run, [other, *trained.chosen]), (tmp_path / "copy", trained.chosen)):
+        report = taint(str(data), doc_ids, [str(folder)])
+        report["train_runs"] = [purged.row_of(report, folder)]
+        row = report["train_runs"][0]
+        assert len(row["unknown"]) + len(row["tainted"]) == 5
+        assert (row["clean"], row["last_clean"], row["resume"]["command"], row["audit"]) == ([], None, None, [])
+        lines = list(taint_lines(report))
+        assert any(
+            line.startswith("  not known  whether ") and "of 5 checkpoints took it in: step " in line for line in lines
+        )
+        assert "  last clean not known" in lines
+        assert not any("0 of 5" in line or "read       none" in line for line in lines)
+        assert any(
+            "does not have it (any more)" in line and "what it read there is not known" in line for line in lines
+        )
+        assert "  go on      no command can be given: no checkpoint is known to be clean" in "\n".join(lines)
+
+
+def exposed(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capfd.readouterr()
+    assert (app(["exposure", *arguments], standalone_mode=False) or 0) == 0
+    return capfd.readouterr().out
+
+
+def test_exposure_after_a_rewrite_says_what_is_not_known(trained, read_and_rewritten, tmp_path, capfd):
+    _, run = read_and_rewritten
+    other = str(shutil.copytree(run, tmp_path / "copy"))
+    went = ("--doc", trained.chosen[0].hex())
+    text = exposed(capfd, other, *went)
+    assert "exposures    not known; in the sources that can be opened: 0" in text
+    assert "checkpoints  of 5 of 5 it is not known whether they have seen them" in text
+    assert "last clean   not known" in text
+    told = json.loads(exposed(capfd, other, *went, "--json"))
+    assert (told["known"], told["last_clean"], told["audit"]) == (False, None, [])
+    assert [row["saw"] for row in told["checkpoints"]] == [None] * 5
+    told = json.loads(exposed(capfd, str(run), *went, "--json"))
+    assert [row["saw"] for row in told["checkpoints"]] == [False, False, None, None, None]
+    assert (told["known"], told["last_clean"]["step"], len(told["audit"])) == (False, 4, 1)
+    text = exposed(capfd, str(run), *went)
+    assert "checkpoints  of 3 of 5 it is not known whether they have seen them" in text
+    assert f"last clean   step 4  {run}/checkpoints/step_00000004" in text
+
+
+def test_a_damaged_entry_is_named(trained, read_and_rewritten):
+    data, _ = read_and_rewritten
+    path = data / "audit" / "00001.json"
+    record = json.loads(path.read_text())
+    del record["taint"]["train_runs"][0]["first_step"]
+    path.write_text(json.dumps(record))
+    (row,) = taint(str(data), trained.chosen)["not_judged"]
+    assert row["why"] == f"{path}: taint: expected what a purge finds out of training runs"
 
 
 @pytest.mark.parametrize("end", ["stop_at", "kill_at"])

@@ -25,7 +25,8 @@ from quern.data_pipeline.dedup import CLUSTERS, DECISIONS, DuplicatesConfig
 from quern.data_pipeline.dedup.bands import band_keys
 from quern.data_pipeline.dedup.exact import scope_words
 from quern.errors import InputError, QuernError
-from quern.lineage.purge.rows import batches, hash_keys, holds, matching, sorted_keys
+from quern.lineage.purge.doc_ids import contains, key_set, keys_of
+from quern.lineage.purge.rows import batches, matching
 
 __all__ = ["affected", "check_closed", "partitions_of", "signatures_of"]
 
@@ -49,8 +50,8 @@ def check_closed(run: str, condemned: np.ndarray) -> None:
     """
     for batch in batches(storage.join(run, DECISIONS), ["doc_id", "kind", "duplicate_of"]):
         equal = batch.filter(pc.is_in(batch.column("kind"), pa.array(["exact", "url"])))
-        removed, survivors = hash_keys(equal.column("doc_id")), hash_keys(equal.column("duplicate_of"))
-        left = np.flatnonzero(holds(condemned, survivors) & ~holds(condemned, removed))
+        removed, survivors = keys_of(equal.column("doc_id")), keys_of(equal.column("duplicate_of"))
+        left = np.flatnonzero(contains(condemned, survivors) & ~contains(condemned, removed))
         for row in left[:1].tolist():
             doc_id, by = (equal.column(name)[row].as_py().hex() for name in ("doc_id", "duplicate_of"))
             kind = {"exact": "text", "url": "URL"}[equal.column("kind")[row].as_py()]
@@ -64,27 +65,27 @@ def affected(run: str, condemned: np.ndarray, config: DuplicatesConfig, purged_b
     8 for each of its bands.
     """
     members = _components(run, condemned)
-    left = members[~holds(condemned, members)]
+    left = members[~contains(condemned, members)]
     if not config.near or _capped_bands(run) == 0:
         return left
     if purged_before:  # may have made pairs that no component of the run holds
         return None
-    return None if _share_full_band(run, sorted_keys([members, condemned]), config) else left
+    return None if _share_full_band(run, key_set([members, condemned]), config) else left
 
 
 def _components(run: str, condemned: np.ndarray) -> np.ndarray:
     """S16, sorted: every member of the components that have a condemned document."""
     path = storage.join(run, CLUSTERS)
     named = [
-        hash_keys(batch.column("cluster_id"))[holds(condemned, hash_keys(batch.column("doc_id")))]
+        keys_of(batch.column("cluster_id"))[contains(condemned, keys_of(batch.column("doc_id")))]
         for batch in batches(path, ["doc_id", "cluster_id"])
     ]
-    names = sorted_keys(named)
+    names = key_set(named)
     if not len(names):
         return names
-    return sorted_keys(
+    return key_set(
         [
-            hash_keys(batch.column("doc_id"))[holds(names, hash_keys(batch.column("cluster_id")))]
+            keys_of(batch.column("doc_id"))[contains(names, keys_of(batch.column("cluster_id")))]
             for batch in batches(path, ["doc_id", "cluster_id"])
         ]
     )
@@ -129,9 +130,9 @@ def _share_full_band(run: str, doc_ids: np.ndarray, config: DuplicatesConfig) ->
                 if len(values) != signed.num_rows * config.num_perm:
                     raise QuernError(f"{path}: a signature has not num_perm = {config.num_perm} values")
                 found = band_keys(values.reshape(-1, config.num_perm), config.bands, config.rows) ^ scope
-                yield hash_keys(signed.column("doc_id")), found
+                yield keys_of(signed.column("doc_id")), found
 
-    own = [np.unique(found) for _, found in rows(lambda ids: holds(doc_ids, ids))]
+    own = [np.unique(found) for _, found in rows(lambda ids: contains(doc_ids, ids))]
     mine = np.unique(np.concatenate([np.empty(0, np.uint64), *own]))
     counts = np.zeros(len(mine), np.int64)
     for _, found in rows(None):
@@ -156,9 +157,9 @@ def _full_without_equal(run: str, full: np.ndarray, rows: Iterator[tuple[np.ndar
     different = np.unique(doc_ids)
     removed = []
     for batch in batches(storage.join(run, DECISIONS), ["doc_id", "kind"]):
-        equal = hash_keys(batch.filter(pc.is_in(batch.column("kind"), pa.array(["exact", "url"]))).column("doc_id"))
-        removed.append(equal[holds(different, equal)])
-    stays = ~holds(sorted_keys(removed), doc_ids)
+        equal = keys_of(batch.filter(pc.is_in(batch.column("kind"), pa.array(["exact", "url"]))).column("doc_id"))
+        removed.append(equal[contains(different, equal)])
+    stays = ~contains(key_set(removed), doc_ids)
     return bool((np.bincount(key[stays], minlength=len(full)) > most).any())
 
 

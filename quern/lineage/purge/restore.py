@@ -31,7 +31,8 @@ from quern.errors import InputError
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.decided import Redecided
 from quern.lineage.purge.affected import affected, check_closed, partitions_of, signatures_of
-from quern.lineage.purge.rows import batches, hash_keys, holds, matching, sorted_keys, with_value
+from quern.lineage.purge.doc_ids import contains, key_set, keys_of
+from quern.lineage.purge.rows import batches, matching, with_value
 from quern.tokenize.place import keyed_hashes, validation_limit
 
 __all__ = ["MOVED_SCHEMA", "Restored", "reconsider"]
@@ -89,7 +90,7 @@ def reconsider(run: str, condemned: pa.Table, *, scratch: str | None = None) -> 
         QuernError: the condemned are not closed under equal texts and URLs.
     """
     with tempfile.TemporaryDirectory(prefix="quern-restore-", dir=scratch) as folder:
-        return _Reconsidered(run, sorted_keys([hash_keys(condemned["doc_id"])]), folder).outcome()
+        return _Reconsidered(run, key_set([keys_of(condemned["doc_id"])]), folder).outcome()
 
 
 class _Reconsidered:
@@ -114,7 +115,9 @@ class _Reconsidered:
         doc_ids = affected(self.run, self.condemned, self.duplicates, purged_before)
 
         def wanted(ids: np.ndarray) -> np.ndarray:
-            return (np.ones(len(ids), bool) if doc_ids is None else holds(doc_ids, ids)) & ~holds(self.condemned, ids)
+            return (np.ones(len(ids), bool) if doc_ids is None else contains(doc_ids, ids)) & ~contains(
+                self.condemned, ids
+            )
 
         partitions, decided = self._copy(wanted)
         dedup.run(
@@ -153,13 +156,13 @@ class _Reconsidered:
         path = storage.join(self.run, "verdicts", source, f"{partition}.parquet")
         found = [np.empty(0, "S16")]
         for batch in batches(path, ["doc_id", "stage"]):
-            ids = hash_keys(batch.filter(pc.is_null(batch.column("stage"))).column("doc_id"))
+            ids = keys_of(batch.filter(pc.is_null(batch.column("stage"))).column("doc_id"))
             found.append(ids[wanted(ids)])
-        passed = sorted_keys(found)
+        passed = key_set(found)
         if not len(passed):
             return passed
         texts = with_value(storage.join(self.run, "documents", source, f"{partition}.parquet"), "text")
-        return passed[holds(texts, passed)]
+        return passed[contains(texts, passed)]
 
     def _copy_table(self, kind: str, source: str, partition: str, columns: Sequence[str], ids: np.ndarray) -> int:
         """Write the rows of these documents to the scratch folder; how many there are."""
@@ -169,7 +172,7 @@ class _Reconsidered:
         writer: pq.ParquetWriter | None = None
         count = 0
         try:
-            for batch in matching(own, columns, lambda found: holds(ids, found)):
+            for batch in matching(own, columns, lambda found: contains(ids, found)):
                 writer = writer or pq.ParquetWriter(path, batch.schema, compression="lz4")
                 writer.write_batch(batch)
                 count += batch.num_rows
@@ -185,10 +188,10 @@ class _Reconsidered:
         fresh = os.path.join(self.folder, DECISIONS)
         recorded = storage.join(self.run, DECISIONS)
         redecided = Redecided(storage.join(self.run, "tokens"), self.version)
-        changed = [hash_keys(redecided.table()["doc_id"]), self.purged, self.restored_before]
+        changed = [keys_of(redecided.table()["doc_id"]), self.purged, self.restored_before]
         for only in _differences(_removals(recorded, wanted), _removals(fresh, wanted)):
             changed.append(only.view("u1").reshape(-1, _REMOVAL.itemsize)[:, :16].copy().view("S16").ravel())
-        places = self._places(partitions, sorted_keys(changed))
+        places = self._places(partitions, key_set(changed))
         now, then = _decisions(fresh, places), _decisions(recorded, places)
         then |= {doc_id: redecided.decision(doc_id) for doc_id in places if doc_id in redecided}
         clusters = self._clusters(list(places))
@@ -196,7 +199,7 @@ class _Reconsidered:
         for doc_id, place in places.items():
             place["cluster_id"] = clusters.get(doc_id, doc_id)
             before, after = then.get(doc_id), now.get(doc_id)
-            out = bool(before is not None or holds(self.purged, np.array([doc_id], "S16"))[0])
+            out = bool(before is not None or contains(self.purged, np.array([doc_id], "S16"))[0])
             if after is None and out:
                 restored.append({**place, **_evidence(before)})
             elif after is not None and not out:
@@ -211,7 +214,7 @@ class _Reconsidered:
         found: dict[bytes, dict[str, Any]] = {}
         for source, partition in partitions:
             path = os.path.join(self.folder, "verdicts", source, f"{partition}.parquet")
-            for batch in matching(path, ["post_filter_hash"], lambda ids: holds(candidates, ids)):
+            for batch in matching(path, ["post_filter_hash"], lambda ids: contains(candidates, ids)):
                 for doc_id, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                     found[doc_id] = {
                         "doc_id": doc_id,
@@ -223,9 +226,11 @@ class _Reconsidered:
 
     def _clusters(self, doc_ids: Sequence[bytes]) -> dict[bytes, bytes]:
         """The clusters of those documents that the run has one of."""
-        ids = sorted_keys([np.array(doc_ids, "S16")])
+        ids = key_set([np.array(doc_ids, "S16")])
         found: dict[bytes, bytes] = {}
-        for batch in matching(storage.join(self.run, CLUSTERS), ["cluster_id"], lambda own: holds(ids, own), 1 << 16):
+        for batch in matching(
+            storage.join(self.run, CLUSTERS), ["cluster_id"], lambda own: contains(ids, own), 1 << 16
+        ):
             found.update(zip(*(column.to_pylist() for column in batch.columns), strict=True))
         return found
 
@@ -251,18 +256,18 @@ def _mapping(record: Any, key: str, run: str) -> Mapping[str, Any]:
 def _removals(path: str, wanted: Any) -> Iterator[np.ndarray]:
     """Of a table of decisions: who is removed for whom by which pass, as :data:`_REMOVAL`, in its order."""
     for batch in batches(path, ["doc_id", "duplicate_of", "kind"]):
-        ids = hash_keys(batch.column("doc_id"))
+        ids = keys_of(batch.column("doc_id"))
         rows = np.zeros(len(ids), [("doc_id", "S16"), ("duplicate_of", "S16"), ("kind", "S1")])
-        rows["doc_id"], rows["duplicate_of"] = ids, hash_keys(batch.column("duplicate_of"))
+        rows["doc_id"], rows["duplicate_of"] = ids, keys_of(batch.column("duplicate_of"))
         rows["kind"] = [kind[:1].encode() for kind in batch.column("kind").to_pylist()]
         yield rows[wanted(ids)].view(_REMOVAL)
 
 
 def _decisions(path: str, wanted: Mapping[bytes, Any]) -> dict[bytes, dict[str, Any] | None]:
     """The rows of those documents in a table of decisions."""
-    ids = sorted_keys([np.array(list(wanted), "S16")])
+    ids = key_set([np.array(list(wanted), "S16")])
     found: dict[bytes, dict[str, Any] | None] = {}
-    for batch in matching(path, DECISION_SCHEMA.names, lambda own: holds(ids, own), 1 << 14):
+    for batch in matching(path, DECISION_SCHEMA.names, lambda own: contains(ids, own), 1 << 14):
         found.update((row["doc_id"], row) for row in batch.to_pylist())
     return found
 

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.data_pipeline.document import HASH, content_hash
 from quern.errors import InputError
-from quern.lineage.purge.rows import hash_keys, holds, matching, sorted_keys
+from quern.lineage.purge.doc_ids import contains, key_set, keys_of
+from quern.lineage.purge.rows import matching
 from quern.tokenize.encoding import Encoding, load_encoding
 
 __all__ = ["TOKENS_SCHEMA", "Tokens", "read_tokens", "write_tokens"]
@@ -136,8 +137,8 @@ def _spool(
         doc_ids = own["doc_id"].to_pylist()
         expected = dict(zip(doc_ids, own["post_filter_hash"].to_pylist(), strict=True))
         row_of = dict(zip(doc_ids, rows.tolist(), strict=True))
-        wanted = sorted_keys([hash_keys(own["doc_id"])])
-        for batch in matching(path, ["text"], partial(holds, wanted), _TEXTS):
+        wanted = key_set([keys_of(own["doc_id"])])
+        for batch in matching(path, ["text"], partial(contains, wanted), _TEXTS):
             for doc_id, text in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 if text is None or content_hash(text) != expected[doc_id]:
                     raise InputError(f"{path}: document {doc_id.hex()}: its text is not the one that was judged")

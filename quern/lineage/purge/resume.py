@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from quern import storage
 from quern.config import parse_overrides
 from quern.errors import InputError, QuernError
+from quern.lineage.exposure import Clean, select
 from quern.lineage.store import Lineage
 from quern.lineage.training import Seen, TrainingRun
 from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
@@ -24,26 +28,28 @@ __all__ = ["resume"]
 
 
 def resume(
-    run: TrainingRun, lineages: Sequence[Lineage], last: Seen | None, tainted: bool, change: Change | None
-) -> dict[str, Any]:
+    run: TrainingRun, lineages: Sequence[Lineage], verdict: Clean, tainted: bool, change: Change | None,
+    data_run: str, doc_ids: bytes,
+) -> dict[str, Any]:  # fmt: skip
     """``command`` (None: ``why_not`` says why), its ``arguments``, ``step`` (of the checkpoint it goes back to; None:
     it goes on from the newest, or begins anew in ``run_dir``), ``run_in`` (the folder that its relative paths are
     meant from; None: it has none) and ``notes``.
 
-    ``lineages``: the data run, as the training run finds it. ``last``: the last clean checkpoint. ``tainted``: whether
-    the present weights took anything in; if not, the run just goes on.
+    ``lineages``: the data run, as the training run finds it. ``tainted``: whether the present weights took anything in,
+    or may have; if not, the run just goes on. ``data_run``: the one that is purged of ``doc_ids``.
     """
     answer: dict[str, Any] = {
         "command": None, "arguments": None, "step": None, "run_dir": None, "run_in": None, "notes": [], "why_not": None,
     }  # fmt: skip
     try:
         config = run.config
-        arguments = _arguments(run, config, lineages, last, tainted, change, answer)
+        arguments = _arguments(run, config, lineages, verdict, tainted, change, answer)
     except QuernError as error:
         return answer | {"why_not": str(error)}
     command = ["quern", "train", os.path.join(run.path, CONFIG_FILE), *arguments]
     keys = ["run_dir", *(f"data.{index}.path" for index in range(len(config.data)))]
     paths = [config.run_dir, *(given.path for given in config.data)]
+    answer["notes"] += _unpurged(paths[1:], lineages, data_run, doc_ids)
     overridden = {argument.partition("=")[0] for argument in arguments}
     relative = [key for key, path in zip(keys, paths, strict=True) if not os.path.isabs(path) and key not in overridden]
     return answer | {
@@ -52,10 +58,12 @@ def resume(
 
 
 def _arguments(
-    run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], last: Seen | None, tainted: bool,
+    run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], verdict: Clean, tainted: bool,
     change: Change | None, answer: dict[str, Any],
 ) -> list[str]:  # fmt: skip
-    found = []
+    found, last = [], verdict.last
+    if tainted and last is None and verdict.unknown:
+        raise InputError("no checkpoint is known to be clean, since it is not known what the run read")
     if tainted and last is None:
         answer["run_dir"] = f"{run.path}-v{change.version}" if change is not None else f"{run.path}-clean"
         found += [_folder(answer["run_dir"]), *_forgotten(config)]
@@ -156,6 +164,23 @@ def _accepted(run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage]
         if family and family[-1] != identity and given.accept_version != version:
             found.append(f"data.{index}.accept_version={version}")
     return found
+
+
+def _unpurged(paths: Sequence[str], lineages: Sequence[Lineage], run: str, doc_ids: bytes) -> Iterator[str]:
+    """A note for every source of which the command would read another copy, which still has the documents."""
+    own = os.path.abspath(storage.split(run)[1]) if storage.is_local(run) else None
+    for index, path in enumerate(paths):
+        place = _place(path, paths, lineages)
+        if place is None or (own is not None and os.path.samefile(place[0].run, own)):
+            continue
+        lineage, name, _ = place
+        spans = select(lineage, lineage.find_docs(doc_ids))
+        if name in {lineage.streams[number].name for number in np.unique(spans.streams[spans.purged_since == 0])}:
+            override = "" if own is None else _folder(f"{own}/tokens/{name}", f"data.{index}.path")
+            yield (
+                f"it reads {lineage.run}/tokens/{name}, which is still version {lineage.version} and has the "
+                f"documents: bring the new version there first{override and f', or give {shlex.quote(override)}'}"
+            )
 
 
 def _place(path: str, paths: Sequence[str], lineages: Sequence[Lineage]) -> tuple[Lineage, str, str] | None:

@@ -11,34 +11,12 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
+from quern.lineage.purge.doc_ids import key_set, keys_of
 
-__all__ = ["batches", "hash_keys", "holds", "matching", "sorted_keys", "with_value"]
+__all__ = ["batches", "matching", "with_value"]
 
 _ROWS = 1 << 17
 _HEAVY_ROWS = 1024
-
-
-def hash_keys(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """S16[n] of a column of 16-byte values without nulls; two are equal only where all 16 bytes are."""
-    if isinstance(column, pa.ChunkedArray):
-        parts = [hash_keys(chunk) for chunk in column.chunks]
-        return np.concatenate(parts) if parts else np.empty(0, "S16")
-    if not len(column):
-        return np.empty(0, "S16")
-    return np.frombuffer(column.buffers()[1], "S16", len(column), 16 * column.offset)
-
-
-def sorted_keys(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """All of them (S16), ascending, each once."""
-    return np.unique(np.concatenate([np.empty(0, "S16"), *parts]))
-
-
-def holds(ordered: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """bool for each of ``wanted`` (S16): whether ``ordered`` (S16, sorted) has it."""
-    if not len(ordered):
-        return np.zeros(len(wanted), bool)
-    at = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-    return np.asarray(ordered[at] == wanted)
 
 
 def batches(path: str, columns: Sequence[str], rows: int = _ROWS) -> Iterator[pa.RecordBatch]:
@@ -62,11 +40,11 @@ def matching(
     own = list(dict.fromkeys(["doc_id", *columns]))
     with _opened(path, own) as table:
         for group in range(table.num_row_groups):
-            ids = hash_keys(table.read_row_group(group, ["doc_id"], use_threads=False)["doc_id"])
+            ids = keys_of(table.read_row_group(group, ["doc_id"], use_threads=False)["doc_id"])
             if not wanted(ids).any():
                 continue
             for batch in table.iter_batches(rows, row_groups=[group], columns=own, use_threads=False):
-                found = batch.filter(pa.array(wanted(hash_keys(batch.column("doc_id")))))
+                found = batch.filter(pa.array(wanted(keys_of(batch.column("doc_id")))))
                 if found.num_rows:
                     yield found.select(own)
 
@@ -90,8 +68,8 @@ def with_value(path: str, name: str) -> np.ndarray:
                 _ROWS if whole else _HEAVY_ROWS, row_groups=[group], columns=columns, use_threads=False
             ):
                 there = batch if whole else batch.filter(batch.column(name).is_valid())
-                found.append(hash_keys(there.column("doc_id")))
-    return sorted_keys(found)
+                found.append(keys_of(there.column("doc_id")))
+    return key_set(found)
 
 
 @contextmanager

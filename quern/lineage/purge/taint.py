@@ -3,7 +3,8 @@
 The training runs are those that are given and those that ``consumers.jsonl`` of the data run names. A training run is
 judged by the order it read from and by the corpus version that each of its attempts read, so the answer is the same
 before a purge and after one that masks. A rewrite makes another source of a stream: afterwards nobody can say where
-the old one's documents stood, and so a purge asks first, and keeps the answer in its audit entry.
+the old one's documents stood, and so a purge asks first, and keeps the answer in its audit entry; what that does not
+tell is not known.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import numpy as np
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.lineage.exposure import Clean, Selection, Tally, clean, select, walk
+from quern.lineage.purge.earlier import settle
 from quern.lineage.purge.resume import resume
 from quern.lineage.store import Lineage
 from quern.lineage.training import Seen, TrainingRun
 from quern.train.consumers import CONSUMERS_FILE, read_consumers
 
-__all__ = ["OTHERS", "Change", "Row", "taint"]
+__all__ = ["OTHERS", "Change", "Row", "init_from", "not_proven", "taint"]
 
 Row = dict[str, Any]
+
+_NEVER = np.iinfo(np.int64).max
 
 #: What no report can know.
 OTHERS = (
@@ -71,7 +75,7 @@ def taint(
     for real, path in (given | registered).items():
         told: Row = {"path": path, "given": real in given, "registered": real in registered}
         try:
-            rows.append(told | _judge(path, run_id, ids, change, store))
+            rows.append(told | _judge(path, run, run_id, ids, change, store))
         except (QuernError, OSError) as error:
             not_judged.append(told | {"why": _why(path, error)})
     return {
@@ -102,7 +106,7 @@ def _why(path: str, error: Exception) -> str:
     return str(error) if isinstance(error, QuernError) else f"cannot be read ({error})"
 
 
-def _judge(path: str, run_id: str, doc_ids: bytes, change: Change | None, store: bool) -> Row:
+def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: Change | None, store: bool) -> Row:
     train = TrainingRun(path)
     own = dict.fromkeys(
         identity
@@ -115,22 +119,24 @@ def _judge(path: str, run_id: str, doc_ids: bytes, change: Change | None, store:
     if unknown and not lineages:
         raise InputError(next(iter(unknown.values())))
     tally, documents = _tally(train, lineages, doc_ids)
+    told = settle(tally, unknown, [run], doc_ids)
     verdict = clean(train, tally, store=store)
     newest = train.attempts[-1]
-    first, last = _span(tally)
-    skipped = tally.surviving - tally.applied - tally.purged
+    steps = sorted(step for step, (_, applied) in tally.steps.items() if applied)
     return {
         "sources": list(own), "unknown_sources": unknown, "steps_complete": train.reached,
         "documents_read": documents, "exposures": tally.surviving, "applied": tally.applied, "purged": tally.purged,
-        "skipped": skipped, "abandoned": tally.abandoned, "of_unknown_version": tally.unsure,
-        "steps": sum(1 for _, applied in tally.steps.values() if applied), "first_step": first, "last_step": last,
-        "not_proven": _not_proven(train, tally), "ended": newest.ended, "document_mask": newest.document_mask,
+        "skipped": tally.surviving - tally.applied - tally.purged, "abandoned": tally.abandoned,
+        "of_unknown_version": tally.unsure,
+        "steps": len(steps), "first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None,
+        "not_proven": not_proven(tally), "ended": newest.ended, "document_mask": newest.document_mask,
         "tainted": [_checkpoint(seen, step) for seen, step in verdict.seen],
         "clean": [_checkpoint(seen) for seen in verdict.unseen],
+        "unknown": [_checkpoint(seen) for seen in verdict.unknown], "audit": told,
         "last_clean": None if verdict.last is None else _checkpoint(verdict.last),
-        "damaged_checkpoints": dict(train.damaged), "init_from": _init_from(train),
-        "resume": resume(train, lineages, verdict.last, _is_tainted(train, tally, verdict), change),
-        "warnings": _warnings(train, tally, unknown, change, store),
+        "damaged_checkpoints": dict(train.damaged), "init_from": init_from(train),
+        "resume": resume(train, lineages, verdict, _is_tainted(train, tally, verdict), change, run, doc_ids),
+        "warnings": [*_warnings(train, tally, unknown, change, store), *told],
     }  # fmt: skip
 
 
@@ -160,23 +166,14 @@ def _own(train: TrainingRun, lineage: Lineage, doc_ids: bytes) -> Selection:
     return replace(chosen, **{name: getattr(chosen, name)[kept] for name in columns})
 
 
-def _span(tally: Tally) -> tuple[int | None, int | None]:
-    """The first and the last step of the present branch that put something into the weights."""
-    steps = [step for step, (_, applied) in tally.steps.items() if applied]
-    return (min(steps), max(steps)) if steps else (None, None)
-
-
-def _next_unproven(tally: Tally, attempt: int) -> int | None:
-    step = int(tally.next_unproven[attempt])
-    return None if step == np.iinfo(np.int64).max else step
-
-
-def _not_proven(train: TrainingRun, tally: Tally) -> list[Row]:
+def not_proven(tally: Tally) -> list[Row]:
+    """Attempts that did not say where they ended: from which step on, and where they would next read something."""
     return [
         {
-            "attempt": attempt.number, "from_step": attempt.stop, "next_step": _next_unproven(tally, attempt.number),
+            "attempt": attempt.number, "from_step": attempt.stop,
+            "next_step": None if (step := int(tally.next_unproven[attempt.number])) == _NEVER else step,
         }
-        for attempt in train.attempts
+        for attempt in tally.run.attempts
         if not attempt.ended
     ]  # fmt: skip
 
@@ -184,8 +181,10 @@ def _not_proven(train: TrainingRun, tally: Tally) -> list[Row]:
 def _is_tainted(train: TrainingRun, tally: Tally, verdict: Clean) -> bool:
     """Whether what stands or runs now has taken something in, or may have: going on as before is no way out."""
     newest = train.attempts[-1]
-    may_have = not newest.ended and _next_unproven(tally, newest.number) is not None
-    return tally.applied > 0 or may_have or any(seen.abandoned is None for seen, _ in verdict.seen)
+    may_have = not newest.ended and int(tally.next_unproven[newest.number]) != _NEVER
+    firsts = np.minimum(tally.first_applied, tally.first_unknown)
+    may_have |= any(firsts[part.attempt.number] < part.stop for part in train.branch())
+    return may_have or any(seen.abandoned is None for seen in (*dict(verdict.seen), *verdict.unknown))
 
 
 def _checkpoint(seen: Seen, first: int | None = None) -> Row:
@@ -193,7 +192,8 @@ def _checkpoint(seen: Seen, first: int | None = None) -> Row:
     return row if first is None else row | {"first_step": first}
 
 
-def _init_from(train: TrainingRun) -> str | None:
+def init_from(train: TrainingRun) -> str | None:
+    """The checkpoint that the weights began as, if any: what they saw before is not known here."""
     try:
         return train.config.init_from
     except InputError:
@@ -205,7 +205,7 @@ def _warnings(
 ) -> list[str]:
     newest, found = train.attempts[-1], []
     for reason in unknown.values():
-        found.append(f"{reason}: what it read there is not judged")
+        found.append(f"{reason}: what it read there is not known")
     if tally.unsure:
         found.append(
             f"{tally.unsure:,} exposures are of documents that an earlier version purged, and the ledger does not tell "
@@ -221,7 +221,7 @@ def _warnings(
             "document_mask is off: documents beside the purged ones attend to what stood there, so their context "
             "changes with it; order and places do not"
         )
-    if (started := _init_from(train)) is not None:
+    if (started := init_from(train)) is not None:
         found.append(f"the weights began as {started}; what they saw before is not known here")
     if not store and _has_store(train):
         found.append("checkpoints that only its store has are not listed")
