@@ -236,7 +236,7 @@ def _explain(error: ValidationError, model: type[BaseModel], name: str, overridd
     kind, ctx, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "extra_forbidden":
         known = _known_keys(model, loc[:-1])
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]!r}?" if close else "known keys: " + ", ".join(sorted(known))
         name, colon, rest = str(loc[-1]).partition(":")
         if colon and name in known:

@@ -25,7 +25,7 @@ from quern.train.checkpoint.stored import check_owner, store_of
 from quern.train.checkpoint.tiers.owner import check_owner_folder
 from quern.train.checkpoint.tiers.store import prune_store
 from quern.train.config import GuardConfig, TrainConfig
-from quern.words import counted
+from quern.words import counted, size
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.compare import Comparison, Fact, TensorDifference
@@ -153,7 +153,7 @@ def reshard(
             what = f"{counted(made.tensors, 'tensor')} of step {made.step}{'' if made.optimizer else ', weights only'}"
             sizes = sorted(made.files.values())
             print(f"{plain(made.source)} → {plain(made.folder)}: {what}")
-            print(f"files      {len(sizes)}, of {_size(sizes[0])} to {_size(sizes[-1])}")
+            print(f"files      {len(sizes)}, of {size(sizes[0])} to {size(sizes[-1])}")
 
 
 def _bytes(text: str) -> int:
@@ -212,7 +212,7 @@ def prune(
         if not json and not dry_run:
             freed = sum(candidate.size for candidate in removed)
             what = f"; {len(stored.removed)} from the store" if stored else ""
-            out_console().print(f"removed {counted(len(removed), 'checkpoint')}, {_size(freed)}{what}", markup=False)
+            out_console().print(f"removed {counted(len(removed), 'checkpoint')}, {size(freed)}{what}", markup=False)
     if problems:
         count = len(going) + (len(stored.going) if stored else 0)
         left = count - len(removed) - (len(stored.removed) if stored else 0)
@@ -312,15 +312,11 @@ def _print_candidates(found: list[Candidate]) -> None:
         notes += ["good, or may yet be"] if candidate.protected else []
         notes += ["abandoned"] if candidate.abandoned else []
         notes += ["damaged"] if candidate.problems else []
-        table.add_row(f"{candidate.checkpoint.step:,}", _size(candidate.size), ", ".join(notes))
+        table.add_row(f"{candidate.checkpoint.step:,}", size(candidate.size), ", ".join(notes))
     out_console().print(table)
     for problem in (problem for candidate in found for problem in candidate.problems):
         err_console().print(plain(problem), markup=False, soft_wrap=True)
     if found and not any(candidate.newest_whole for candidate in found):
         err_console().print("no checkpoint of the run's branch is whole: all stay")
     going = [candidate for candidate in found if not candidate.keep]
-    out_console().print(f"{len(going)} of {len(found)} go, {_size(sum(c.size for c in going))}", markup=False)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+    out_console().print(f"{len(going)} of {len(found)} go, {size(sum(c.size for c in going))}", markup=False)
