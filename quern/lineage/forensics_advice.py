@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from quern.errors import InputError
+from quern.lineage.forensics_cause import BY_LOSS
 from quern.lineage.forensics_file import Record, StepRecord
 from quern.lineage.steps import StepRead
 from quern.lineage.training import TrainingRun
@@ -45,7 +46,9 @@ def commands(
                 "command": f"quern train {config} resume.step={good}",
             }
         )
-    runs = dict.fromkeys(data for data, _ in named)
+    # of a gradient alone the documents' losses tell nothing: what is named by them may have had no part in it
+    by_gradient = kind == "documents" and "grad_norm_spike" in record.reasons and not BY_LOSS & {*record.reasons}
+    runs = dict.fromkeys(() if by_gradient else (data for data, _ in named))
     for data in runs:
         ids = [doc_id for own, doc_id in named if own == data]
         whom = "document" if len(ids) == 1 else f"{len(ids)} documents"

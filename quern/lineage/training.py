@@ -199,6 +199,17 @@ class TrainingRun:
             self._orders[found.hash] = found
         return self._orders[attempt.order]
 
+    def source_names(self, attempt: Attempt) -> dict[str, str]:
+        """What the sources of an attempt's order are called, by identity: the name of the source, and the folder of its
+        tokens where several have that name."""
+        ids = self.order_of(attempt).ids
+        families = {ident.rpartition("/")[0] for ident in ids}  # without the version
+        names = [family.rpartition("/")[2] for family in families]
+        found = {ident: ident.rpartition("/")[0].rpartition("/")[2] or ident for ident in ids}
+        return {
+            ident: name if names.count(name) <= 1 else attempt.paths.get(ident, ident) for ident, name in found.items()
+        }
+
     def _attempts(self) -> Iterator[Attempt]:
         lines = [line for line, entry in enumerate(self.entries) if entry["kind"] in MOVES]
         for number, (line, end) in enumerate(zip(lines, [*lines[1:], len(self.entries)], strict=True)):

@@ -217,6 +217,7 @@ class Metrics:
         left = (now - self._began) / done * (self._steps - step - 1)
         norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] is not None else "not finite"
         loss = f"{row['loss']:.4f}" if row["loss"] is not None else "not finite"
+        loss = loss if row.get("valid_tokens", 1) else "none (no target)"
         mfu = f"  MFU {100 * row['mfu_full']:.1f} %" if row.get("mfu_full") else ""
         text = (
             f"step {step + 1:,}/{self._steps:,}  loss {loss}  norm {norm}  lr {row['lr']:.2e}  "

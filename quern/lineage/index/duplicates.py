@@ -16,7 +16,7 @@ from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
 from quern.lineage.index.tables import require_columns
 
-__all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_row", "write_duplicates"]
+__all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_cells", "read_row", "write_duplicates"]
 
 DECISIONS = "decisions.parquet"
 CLUSTERS = "clusters.parquet"
@@ -149,6 +149,27 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
         except (OverflowError, ValueError, KeyError) as error:  # a time that Python has not, a zone that nobody knows
             why = " ".join(str(error).split())[:120]
             raise InputError(f"{path}: row {number}: {name}: expected {kind} ({why})") from None
+    return found
+
+
+def read_cells(path: str, rows: I64, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """``columns`` of some rows of a Parquet file; only their row groups are read.
+
+    Raises:
+        InputError: the file cannot be read, or has no such rows or columns.
+    """
+    table = _table(path)
+    edges = np.cumsum([0, *(table.metadata.row_group(n).num_rows for n in range(table.metadata.num_row_groups))])
+    groups = np.searchsorted(edges, rows, "right") - 1
+    found: list[dict[str, Any]] = [{}] * len(rows)
+    try:
+        for group in np.unique(groups).tolist():
+            mine = np.flatnonzero(groups == group)
+            read = table.read_row_group(group, columns=list(columns)).take(rows[mine] - edges[group])
+            for place, cells in zip(mine.tolist(), read.to_pylist(), strict=True):
+                found[place] = cells
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     return found
 
 
