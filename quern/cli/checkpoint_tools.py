@@ -53,9 +53,10 @@ def diff(
     """Say in what two checkpoints differ. Exit code 0: one state, bit for bit; 1: they differ; 2: cannot be compared.
 
     AdamW's moments are compared unless --no-moments is given or one side alone has any, which is said. Part of the
-    state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars. Layout, precision,
-    software, ledger and config are listed, and decide nothing. Differences of a tensor are relative to the largest
-    value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
+    state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars; where one side alone has
+    an optimizer's state (the other was imported, say), weights, model and encoding, unless --moments is given. Layout,
+    precision, software, ledger and config are listed, and decide nothing. Differences of a tensor are relative to the
+    largest value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
     """
     from quern.train.checkpoint.compare import compare
 
@@ -85,8 +86,13 @@ def _print_comparison(found: Comparison, top: int) -> None:
         if len(different) > top:
             out.print(f"… and {len(different) - top} more (--top, --json)", markup=False)
         out.print()
-    what = "" if found.moments else "; moments not compared"
-    out.print(f"{found.equal_tensors} of {len(found.tensors)} tensors bitwise equal{what}", markup=False)
+    count, of = found.equal_tensors, len(found.tensors)
+    if found.optimizer_in is not None:
+        which = f"all {of}" if count == of else f"{count} of {of}"
+        out.print(f"{which} weights bitwise equal; optimizer state only in {found.optimizer_in}", markup=False)
+    else:
+        what = "" if found.moments else "; moments not compared"
+        out.print(f"{count} of {of} tensors bitwise equal{what}", markup=False)
     out.print("equal" if found.equal else "different", markup=False)
 
 
