@@ -1,8 +1,8 @@
-"""Numbers of things and long texts, as messages for people show them."""
+"""Numbers of things, names of files and long texts, as messages for people show them."""
 
 from __future__ import annotations
 
-__all__ = ["counted", "shorten", "size"]
+__all__ = ["counted", "is_plain_name", "shorten", "size"]
 
 #: Characters by which a text is cut sooner so that it ends with a whole word.
 _BACK = 40
@@ -29,3 +29,8 @@ def shorten(text: str, limit: int) -> str:
     cut = text[: limit - 1]
     word = cut.rfind(" ", max(len(cut) - _BACK, 1))
     return (cut[:word] if word > 0 and not text[limit - 1].isspace() else cut).rstrip() + "…"
+
+
+def is_plain_name(text: object) -> bool:
+    """Whether it can be the name of a file in a folder, and be shown: no way elsewhere, no control."""
+    return isinstance(text, str) and text not in ("", ".", "..") and text.isprintable() and not set("/\\") & set(text)

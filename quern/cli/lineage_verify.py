@@ -10,6 +10,7 @@ import typer
 from quern import storage
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.data_pipeline.run_directory import is_complete
+from quern.errors import InputError
 from quern.words import counted
 
 __all__ = ["verify"]
@@ -33,6 +34,13 @@ def verify(
     purge_list: Annotated[
         str | None, typer.Option(help="Where the purge list is, if it was moved since.", metavar="PATH")
     ] = None,
+    audit_key: Annotated[
+        str | None,
+        typer.Option(help="A file of 32 bytes or more, kept elsewhere, with which the log is signed.", metavar="FILE"),
+    ] = None,
+    sign: Annotated[
+        bool, typer.Option("--sign", help="Sign the audit log with --audit-key, if the proof holds.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Shards read at once; default: one a CPU.")] = None,
     json: bool = JSON,
 ) -> None:
@@ -41,9 +49,13 @@ def verify(
     What an earlier purge left unfinished is finished or undone first. Exit code 1 when something remains; each finding
     names its file and row.
     """
+    from quern.lineage.purge import audit
     from quern.lineage.purge.transaction import recover
     from quern.lineage.purge.verify import verify as look
 
+    key = audit.read_key(audit_key) if audit_key is not None else None
+    if sign and key is None:
+        raise InputError("--sign: expected a key, with --audit-key FILE")
     with json_stdout(json) as emit:
         recovered = None
         if is_complete(run) and _is_writable(run):
@@ -56,7 +68,12 @@ def verify(
             train_runs=train_run or (),
             purge_list=purge_list,
             workers=workers or os.cpu_count() or 1,
+            key=key,
+            to_sign=sign,
         )
+        if sign and key is not None and proof.holds:
+            signed = audit.sign(run, key)
+            err_console().print(plain(f"{run}: entry {signed.number} of the audit log is signed"), markup=False)
         emit(proof.to_dict() | {"recovered": recovered})
         if not json:
             _print(proof)

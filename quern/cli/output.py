@@ -24,8 +24,8 @@ __all__ = [
     "JSON", "ended_by_signals", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors",
 ]  # fmt: skip
 
-#: Controls but tab and newline, and what turns the direction of writing.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+#: Controls but tab and newline, what turns the direction of writing, and halves of characters, which no output takes.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 JSON = typer.Option(False, "--json", help="Print one JSON document on stdout and nothing else.")
 

@@ -50,7 +50,7 @@ class Fence:
                 f"{self.path}: is not seen on {socket.gethostname()}: every machine of the cluster must see the run's "
                 "folder under the same path, or it must be on an object store"
             ) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None  # replaced at this very moment
         if not isinstance(found, dict) or found.get("holder") != self.holder:
             raise SupersededError(f"{self.path}: another works here now, this process has nothing more to write")

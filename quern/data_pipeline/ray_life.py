@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from quern import storage
@@ -35,6 +38,7 @@ def start(workers: int | None, address: str | None) -> None:
         # CPUs, and those of a container's share only.
         options |= {"address": "local", "num_cpus": workers, "object_store_memory": OBJECT_STORE_BYTES}
         options["include_dashboard"] = False
+        _keep_token_private()
     heard, timer = signal.getsignal(signal.SIGTERM), signal.getitimer(signal.ITIMER_REAL)
     main = threading.current_thread() is threading.main_thread()
     try:
@@ -60,6 +64,22 @@ def start(workers: int | None, address: str | None) -> None:
     finally:
         if callable(heard) and main:
             signal.signal(signal.SIGTERM, heard)
+
+
+def _keep_token_private() -> None:
+    """See that no other user can read the token that a Ray of this machine asks for; Ray leaves that to the umask."""
+    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} or os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):  # Ray says what is wrong with the folder; of two starts at once one makes the file
+        if path.exists():
+            path.chmod(0o600)
+            return
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.link(file.name, path)
 
 
 class _NoFolders(list[str]):

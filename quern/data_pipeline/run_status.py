@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from quern import storage
 from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.heartbeat import STATUS_FILE, process_lives
 from quern.data_pipeline.phase import format_duration
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.words import counted
 
 __all__ = ["describe", "read_status"]
@@ -38,7 +39,23 @@ def read_status(run_dir: str) -> dict[str, Any]:
     record = storage.read_json(storage.join(run_dir, "run.json"))
     if not isinstance(record, dict) or "status" not in record:
         raise InputError(f"{storage.join(run_dir, 'run.json')}: is not of a data run")
-    said = _said(run_dir)
+    with _as_written(run_dir):
+        return _status(run_dir, record, _said(run_dir))
+
+
+@contextmanager
+def _as_written(run_dir: str) -> Iterator[None]:
+    """What only the driver writes is read without a look at every field: here it is said when one is not its own."""
+    try:
+        yield
+    except QuernError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        path = storage.join(run_dir, STATUS_FILE)
+        raise InputError(f"{path}: is not as a driver writes it ({type(error).__name__}: {error})") from None
+
+
+def _status(run_dir: str, record: dict[str, Any], said: dict[str, Any] | None) -> dict[str, Any]:
     complete = record["status"] == "complete"
     driver = _driver(said, complete)
     trusted = said is not None and (driver["lives"] or (complete and said.get("state") == "complete"))
@@ -151,7 +168,16 @@ def _place(row: tuple[str, int]) -> tuple[int, str]:
 
 
 def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
-    """The same as lines of text."""
+    """The same as lines of text.
+
+    Raises:
+        InputError: what the driver has said is damaged.
+    """
+    with _as_written(run_dir):
+        yield from _lines(run_dir, status)
+
+
+def _lines(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
     driver, phase = status["driver"], status["phase"]
     yield f"{run_dir}: {status['status']}"
     if driver["host"] is not None:

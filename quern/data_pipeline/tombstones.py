@@ -267,7 +267,7 @@ def _made_with(file: str, table: pa.Table) -> tuple[int, int, int]:
         made = json.loads((table.schema.metadata or {})[MADE_WITH])
         ngram, num_perm, seed = (int(made[name]) for name in ("ngram", "num_perm", "seed"))
         DuplicatesConfig(ngram=ngram, num_perm=num_perm, seed=seed, bands=1, rows=1)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise InputError(f"{file}: its metadata does not say how its signatures were made") from None
     table = table.filter(table["shingles"].is_valid())
     if pc.any(pc.not_equal(pc.list_value_length(table["signature"]), num_perm).fill_null(True)).as_py():

@@ -131,7 +131,7 @@ class Lease:
             said = json.loads(self._store.read(self._url))
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return said if isinstance(said, dict) else {}
 

@@ -17,12 +17,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GRACE_S", "Worker", "end_with_launcher", "ending_signals", "environments", "free_port", "launched",
+    "GRACE_S", "LOOPBACK", "Worker", "end_with_launcher", "ending_signals", "environments", "free_port", "launched",
     "leave_lost_terminal", "leaving", "send", "started", "wait",
 ]  # fmt: skip
 
 GRACE_S = 20.0
 """After one process has failed, the others have this long to notice before they are killed."""
+
+LOOPBACK = "127.0.0.1"
+"""Where ranks on one machine meet."""
 
 Worker = subprocess.Popen[bytes]
 
@@ -84,7 +87,7 @@ def free_port() -> int:
 def environments(nproc: int) -> list[dict[str, str]]:
     """This process's environment with a rank's place among ``nproc`` on this machine, for each of them."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nproc),
+    shared = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nproc),
               "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": threads}  # fmt: skip
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
 

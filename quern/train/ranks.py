@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from quern.errors import InputError
+from quern.train import launch
 
 __all__ = ["Ranks", "choose_device", "open_ranks"]
 
@@ -74,7 +77,7 @@ def open_ranks(wanted: str) -> Iterator[Ranks]:
     if joins:
         # gloo beside nccl: objects and barriers of the host travel without touching the GPU's streams
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT, **_meeting())
     try:
         if dist.is_initialized():
             yield Ranks(dist.get_rank(), dist.get_world_size(), device)
@@ -85,3 +88,18 @@ def open_ranks(wanted: str) -> Iterator[Ranks]:
     finally:
         if joins and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meeting() -> dict[str, Any]:
+    """Where ranks that our launcher has started meet: this machine's loopback, as torch by itself listens on every
+    address of the machine. Of other ranks nothing, torch finds what their launcher has set.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not launch.launched() or address != launch.LOOPBACK:
+        return {}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    heard = socket.create_server((address, port)).detach() if rank == 0 else None
+    store = dist.TCPStore(address, port, world, rank == 0, TIMEOUT, wait_for_workers=False, master_listen_fd=heard)
+    return {"store": store, "rank": rank, "world_size": world}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +88,24 @@ def test_a_signal_that_ray_hears_while_it_starts_aborts_nothing_later(monkeypatc
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
     assert min(left, still) > 100
+
+
+@pytest.mark.parametrize("made", ["", "ab" * 32])
+def test_nobody_else_can_read_the_token_of_a_local_ray(tmp_path: Path, made: str) -> None:
+    (tmp_path / ".ray").mkdir()
+    if made:
+        (tmp_path / ".ray" / "auth_token").write_text(made)
+    program = (
+        "import os, ray; from quern.data_pipeline import ray_life\n"
+        "os.umask(0o022); ray.init = lambda **_: None; ray_life.start(1, None)"
+    )
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH_")}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program], env={**env, "HOME": str(tmp_path)}, check=True)
+        (token,) = (tmp_path / ".ray").iterdir()
+        assert (token.name, token.stat().st_mode & 0o777) == ("auth_token", 0o600)
+        made = made or token.read_text()
+        assert (token.read_text(), len(made)) == (made, 64)
 
 
 def test_that_no_answer_comes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,26 @@ def test_a_run_without_any_word_of_a_driver_is_told_of_too(run_dir: str) -> None
         read_status(f"{run_dir}-none")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '"driver": {"beat": NaN, "interval_s": 5, "pid": 1}, "errors": 7',
+        '"driver": {**}, "phase": ["x"]',
+        '"driver": {**}, "past": [{"name": "pages", "damage": [1]}], "phase": null',
+        '"driver": {**}, "workers": 3',
+        '"driver": {**, "pid": NaN}',
+        '"driver": {**, "pid": Infinity}',
+    ],
+)
+def test_a_word_that_no_driver_wrote_is_one_line(run_dir: str, wrong: str) -> None:
+    about = json.dumps({**this_process(), "beat": 1.0, "interval_s": 5.0})[1:-1]
+    text = '{"state": "at work", ' + wrong.replace("**", about) + "}"
+    with storage.publish(storage.join(run_dir, "status.json")) as file:
+        file.write(text.encode())
+    with pytest.raises(InputError, match=r"status\.json: is not as a driver writes it \(\w+: "):
+        list(describe(run_dir, read_status(run_dir)))
+
+
 def test_phases_are_told_in_the_order_in_which_they_run(run_dir: str) -> None:
     for phase in ("tokens", "later", "shards", "duplicates", "pages"):
         publish_commit(run_dir, phase, "s", "0", inputs={}, config="c", outputs={}, counts={})

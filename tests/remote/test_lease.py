@@ -266,7 +266,18 @@ def test_an_answer_that_is_lost_while_it_is_created_or_taken_over(server: Server
         assert server.proxy.struck("lose answer") == 2
 
 
-def test_a_lease_that_is_no_lease_is_taken_once_it_is_old(server: Server) -> None:
-    server.write(".lease.json", b"[]")
+@pytest.mark.parametrize("wrong", [b"[]", b"[" * 100_000])
+def test_a_lease_that_is_no_lease_is_taken_once_it_is_old(server: Server, wrong: bytes) -> None:
+    server.write(".lease.json", wrong)
     with take(server):
         assert written(server)["beat"] >= 0
+
+
+def test_who_finds_something_else_where_its_lease_was_is_stopped(server: Server) -> None:
+    def work() -> None:
+        with take(server):
+            server.write(".lease.json", b"[" * 100_000)
+            wait_until(lambda: False)
+
+    with pytest.raises(QuernError, match="another driver has taken this run over"):
+        work()

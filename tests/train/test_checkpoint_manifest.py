@@ -122,12 +122,20 @@ def test_a_wrong_field_is_named_with_its_file(place, value, message):
         Manifest.from_dict(changed(place, value), name="RUN/manifest.json")
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "", ".", "..", "manifest.json", "nul\0"])
+@pytest.mark.parametrize(
+    "name", ["../up", "a/b", "a\\b", "", ".", "..", "manifest.json", "nul\0", "\ud800", "\x1b[2J", "a\nb"]
+)
 def test_files_elsewhere_are_refused(name):
     data = json.loads(manifest().to_bytes())
     data["files"][name] = {"sha256": SHA, "size": 1}
-    with pytest.raises(InputError, match=r"files.*expected the plain name of a file beside it"):
-        Manifest.from_dict(signed(data))
+    with pytest.raises(InputError, match=r"(?s)files.*expected the plain name of a file beside it"):
+        Manifest.from_dict(data)  # names are looked at before the checksum
+
+
+def test_half_of_a_character_is_one_line():
+    data = json.loads(manifest().to_bytes())
+    with pytest.raises(InputError, match="expected text, got half of a character"):
+        Manifest.from_dict(data | {"order": "\ud800"})
 
 
 @pytest.mark.parametrize("value", [[], 3, None, "x", {}, {"weight_map": {}}])

@@ -37,6 +37,24 @@ def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
     assert len({place[5] for place in places}) == 1
 
 
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    program = (
+        "import glob, os, sys, torch\n"
+        "from quern.train.ranks import open_ranks\n"
+        "with open_ranks('cpu') as ranks:\n"
+        "    assert ranks.sum(torch.ones(1)).item() == 2\n"
+        "    links = [os.readlink(link) for link in glob.glob('/proc/self/fd/*') if os.path.islink(link)]\n"
+        "    rows = [row.split() for kind in ('tcp', 'tcp6') for row in open(f'/proc/net/{kind}')]\n"
+        "    heard = [row[1] for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in links]\n"
+        "    open(os.path.join(sys.argv[1], str(ranks.rank)), 'w').write(' '.join(heard))\n"
+        "    ranks.barrier()\n"
+    )
+    assert started(program, 2, tmp_path) == 0
+    heard = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
+    assert heard[0], "rank 0 has a store"
+    assert {address.partition(":")[0] for places in heard for address in places} <= {"0100007F"}  # 127.0.0.1
+
+
 def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
     assert started("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)", 3, tmp_path) == 7

@@ -175,7 +175,7 @@ class Matches:
             raise InputError(f"{path}: no such file") from None
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except (pa.ArrowException, InputError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (pa.ArrowException, InputError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             why = " ".join(str(error).split())[:120]
             raise InputError(f"{path}: expected a result of quern lineage match --out ({why})") from None
 

@@ -2,7 +2,8 @@
 
 ``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the condemned documents, and
 ``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256 of both,
-and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of the last.
+and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of the last,
+and ``<n>.sig`` its HMAC with a key that is not in the run, if somebody has signed it.
 
 No text of a page is in it. It names documents by doc_id, canonical URL and text hash, as the verdicts do for as long as
 the run stands. ``selection`` and ``reason`` are what the person gave, as given.
@@ -11,6 +12,7 @@ the run stands. ``selection`` and ``reason`` are what the person gave, as given.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import io
 import json
 import os
@@ -39,10 +41,13 @@ __all__ = [
     "append",
     "check_anchor",
     "digest_of",
+    "is_signed",
     "last_entry",
     "numbers",
     "path_of",
     "read_entry",
+    "read_key",
+    "sign",
 ]
 
 FOLDER = "audit"
@@ -53,6 +58,7 @@ CHANGE_SCHEMA = pa.schema(
 )
 _NAME = re.compile(r"([0-9]{5,9})\.json")
 _ROW_GROUP = 1 << 16
+_KEY_BYTES = (32, 4096)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def read_entry(run: str, number: int) -> Entry:
         record = json.loads(data)
     except FileNotFoundError:
         raise InputError(f"{path}: no such entry") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(record, dict) or record.get("kind") != "purge" or record.get("format") != FORMAT:
         raise InputError(f"{path}: expected an entry of a purge in format {FORMAT}")
@@ -207,6 +213,49 @@ def check_anchor(version: Mapping[str, Any], last: Entry | None) -> str | None:
             f"entry {last.number} of the audit log was changed, or one before it: its SHA-256 is not the one told here"
         )
     return None
+
+
+def read_key(path: str) -> bytes:
+    """The key in a file, every byte of it.
+
+    Raises:
+        InputError: it cannot be read, or is too short or too long to be one.
+    """
+    least, most = _KEY_BYTES
+    try:
+        with open(path, "rb") as file:
+            key = file.read(most + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    if not least <= len(key) <= most:
+        raise InputError(f"{path}: a key has {least} to {most} bytes, got {len(key) if len(key) <= most else 'more'}")
+    return key
+
+
+def sign(run: str, key: bytes) -> Entry:
+    """Sign the last entry. The caller has seen that the log is whole.
+
+    Raises:
+        InputError: there is none.
+    """
+    last = last_entry(run)
+    if last is None:
+        raise InputError(f"{run}: has no entry in its audit log that could be signed")
+    storage.publish_bytes(path_of(run, last.number, ".sig"), f"{_signature(last, key)}\n".encode())
+    return last
+
+
+def is_signed(run: str, entry: Entry, key: bytes) -> bool | None:
+    """Whether ``key`` has signed the entry as it stands, and with it all before it; None if nobody has signed it."""
+    try:
+        found = storage.read_bytes(path_of(run, entry.number, ".sig")).strip()
+    except FileNotFoundError:
+        return None
+    return hmac.compare_digest(found, _signature(entry, key).encode())
+
+
+def _signature(entry: Entry, key: bytes) -> str:
+    return hmac.digest(key, f"quern audit {entry.number} {entry.sha256}".encode(), "sha256").hex()
 
 
 def _from_anywhere(purge_list: Mapping[str, str]) -> dict[str, str]:

@@ -50,8 +50,15 @@ def url_key(canonical: str) -> bytes:
     return blake2b(canonical.partition("://")[2].encode() or canonical.encode(), digest_size=16).digest()
 
 
-def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Check]:
-    """Read all entries; ``version``: the run's ``VERSION.json``, None if it has none."""
+def check_audit(
+    run: str, version: Mapping[str, Any] | None, key: bytes | None = None, *, to_sign: bool = False
+) -> tuple[Purged, Check]:
+    """Read all entries.
+
+    Args:
+        version: the run's ``VERSION.json``, None if it has none.
+        key: of the signatures, all of which have to be of it; and the last entry needs one, unless it is ``to_sign``.
+    """
     check = Check("audit", "the audit log is whole, and every corpus version that purged stands in it")
     purged = Purged()
     ids, texts, urls = [], [], []
@@ -70,6 +77,8 @@ def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Ch
             if before is not None and record["version_before"] < before:
                 check.found(name, f"began at version {record['version_before']}, after one that ended at {before}")
             previous, before = entry.sha256, record["version_after"]
+            if key is not None and audit.is_signed(run, entry, key) is False:
+                check.found(f"{audit.FOLDER}/{number:05d}.sig", "is not of this key and the entry as it stands")
             table = _documents(run, number, record, check)
             if table is not None:
                 ids.append(keys_of(table["doc_id"]))
@@ -85,6 +94,8 @@ def check_audit(run: str, version: Mapping[str, Any] | None) -> tuple[Purged, Ch
             check.found(name, f"is no whole entry ({error})")
     purged.ids, purged.texts, purged.urls = key_set(ids), key_set(texts), key_set(urls)
     check.counts["documents"] = len(purged.ids)
+    if key is not None and last is not None and not to_sign and audit.is_signed(run, last, key) is None:
+        check.found(f"{audit.FOLDER}/{last.number:05d}.sig", "is missing: the last entry is not signed")
     if version is not None:
         if (fault := audit.check_anchor(version, last)) is not None:
             check.found("tokens/VERSION.json", fault)

@@ -29,7 +29,7 @@ _PLACED = re.compile(
             r"commits/(?:pages|duplicates|tokens|shards)/[^/]+/[^/.][^/]*\.json",
             r"tokens/(?:VERSION\.json|encoding\.tiktoken|(?:changes|decisions)\.v[1-9][0-9]*\.parquet)",
             rf"tokens/[^/]+/(?:manifest{_LATER}\.json|shard_[0-9]{{5,9}}{_LATER}\.(?:bin|spans\.parquet))",
-            r"audit/(?P<entry>[0-9]{5,9})\.(?:json|parquet|files\.parquet)",
+            r"audit/(?P<entry>[0-9]{5,9})\.(?:json|sig|parquet|files\.parquet)",
             r"\.purge/held\.json|(?P<purge>\.purge/[a-z_]+\.(?:json|parquet))",
             r"\.work/.*",  # a finding of its own
             r"lineage/(?:index\.json|\.lock|\.building-[0-9a-f]{32}/.*)",

@@ -61,6 +61,8 @@ def verify(
     train_runs: Sequence[str] = (),
     purge_list: str | None = None,
     workers: int = 4,
+    key: bytes | None = None,
+    to_sign: bool = False,
 ) -> Proof:
     """Look at everything in ``run`` (local or on a store) that a purge should have changed.
 
@@ -70,6 +72,7 @@ def verify(
         train_runs: training runs whose forensics pages are looked at, beside those that the run and its audit log name.
         purge_list: where the purge list is, if it is not where the purge left it.
         workers: shards that are read at once.
+        key: with which the audit log has to be signed, but for its last entry if that is ``to_sign``.
 
     Raises:
         InputError: there is no data run.
@@ -80,7 +83,7 @@ def verify(
     version = storage.read_json(path) if storage.is_file(path) else None
     if version is not None and not (isinstance(version, dict) and isinstance(version.get("sources"), dict)):
         raise InputError(f"{path}: sources: expected a mapping")
-    purged, audited = check_audit(run, version)
+    purged, audited = check_audit(run, version, key, to_sign=to_sign)
     relatives, verdicts = find_relatives(run, purged)
     tokens, sums = check_tokens(run, version, purged, relatives, deep=deep, workers=workers)
     checks = (

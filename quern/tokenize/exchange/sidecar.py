@@ -15,6 +15,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
@@ -48,6 +49,7 @@ _PLACED = pa.schema(
 SIDECAR = pa.schema([*_PLACED, *RECORD])
 """``start`` and ``length`` count tokens of the exported file."""
 
+_TEXTS = [field.name for field in RECORD if pa.types.is_string(field.type)]
 _META = b"quern.documents"
 _FORMAT = 1
 _ROWS = 1 << 14
@@ -325,12 +327,15 @@ class Sidecar:
     def rows(self) -> Iterator[pa.Table]:
         """Its rows, chunk by chunk, in the order of the file."""
         try:
-            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+            # as dictionaries: a text that all rows share is held once, as it is stored
+            with pq.ParquetFile(self.path, page_checksum_verification=True, read_dictionary=_TEXTS) as file:
                 for batch in file.iter_batches(_ROWS, use_threads=False):
                     batch.validate(full=True)
+                    if sum(_plain_bytes(batch[name]) for name in _TEXTS) > _GROUP_BYTES:
+                        raise InputError(f"{self.path}: expected at most 1 GiB of text in {_ROWS} rows, got more")
                     if any(batch[name].null_count for name in _PLACED.names):
                         raise InputError(f"{self.path}: expected doc_id, start and length in every row, got null")
-                    yield pa.Table.from_batches([batch.replace_schema_metadata()])
+                    yield pa.Table.from_batches([batch.replace_schema_metadata()]).cast(SIDECAR)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{self.path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
@@ -356,6 +361,11 @@ class Sidecar:
             end, row = int(ends[-1]) if len(ends) else end, row + len(starts)
         if end != tokens:
             raise InputError(f"{self.path}: its documents end at token {end}, expected {tokens}")
+
+
+def _plain_bytes(texts: pa.DictionaryArray) -> int:
+    """How many bytes they would take one by one."""
+    return pc.sum(pc.binary_length(texts.dictionary).cast(pa.int64()).take(texts.indices)).as_py() or 0
 
 
 def _told(metadata: dict[bytes, bytes] | None) -> dict[str, Any] | None:

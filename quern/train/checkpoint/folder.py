@@ -132,7 +132,7 @@ class FolderLock:
         self._file.flush()
 
     def _owner(self) -> str:
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             self._file.seek(0)
             owner = json.loads(self._file.read(4096))
             return f" (process {owner['pid']} on {owner['host']})"

@@ -23,6 +23,7 @@ from quern import storage
 from quern.config import digest
 from quern.errors import InputError
 from quern.model.config import ModelShape
+from quern.words import is_plain_name
 
 __all__ = [
     "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "MISSING", "SCHEMA", "Checkpoint",
@@ -280,7 +281,10 @@ class Manifest:
             run=fields.run(),
         )
         checksum = fields.text("checksum")
-        expected = digest({key: value for key, value in data.items() if key != "checksum"})
+        try:
+            expected = digest({key: value for key, value in data.items() if key != "checksum"})
+        except UnicodeEncodeError as error:
+            raise InputError(f"{name}: expected text, got half of a character ({error})") from None
         if checksum != expected:
             raise fields.wrong("checksum", f"{expected!r}; the file was damaged or edited", checksum)
         unknown = sorted(set(data) - set(manifest.to_dict()))
@@ -378,7 +382,7 @@ class _Fields:
     def files(self) -> dict[str, FileRecord]:
         found = {}
         for key in self.data:
-            if not key or key in (".", "..", MANIFEST_FILE) or "/" in key or "\\" in key or "\0" in key:
+            if key == MANIFEST_FILE or not is_plain_name(key):
                 raise InputError(f"{self.name}: {self.prefix}{key}: expected the plain name of a file beside it")
             record = self.child(key)
             found[key] = FileRecord(record.sha256("sha256"), record.integer("size"))

@@ -21,7 +21,7 @@ from quern.train.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
 )
-from quern.words import counted
+from quern.words import counted, is_plain_name
 
 __all__ = [
     "PLACES_FILE", "Place", "beside", "check_together", "elsewhere", "in_order", "places_to_bytes", "read_places",
@@ -145,13 +145,13 @@ def _place(file: str, field: str, data: Any) -> Place:
     host, folder, files = data["host"], data["folder"], data["files"]
     if not isinstance(host, str) or not host:
         raise _wrong(file, f"{field}.host", "a node's name", host)
-    if not isinstance(folder, str) or not os.path.isabs(folder) or "\0" in folder or ".." in folder.split(os.sep):
+    if not isinstance(folder, str) or not _is_path(folder):
         raise _wrong(file, f"{field}.folder", "an absolute path", folder)
     if not isinstance(files, list):
         raise _wrong(file, f"{field}.files", "a list of names", files)
     seen: set[str] = set()
     for number, name in enumerate(files):
-        if not isinstance(name, str) or name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        if not is_plain_name(name):
             raise _wrong(file, f"{field}.files.{number}", "the plain name of a file", name)
         if name in _SMALL:
             raise _wrong(file, f"{field}.files.{number}", "a file of tensors", name)
@@ -159,6 +159,13 @@ def _place(file: str, field: str, data: Any) -> Place:
             raise _wrong(file, f"{field}.files.{number}", "each name once", name)
         seen.add(name)
     return Place(host, folder, tuple(files))
+
+
+def _is_path(folder: str) -> bool:
+    try:
+        return os.path.isabs(folder) and b"\0" not in os.fsencode(folder) and ".." not in folder.split(os.sep)
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_keys(file: str, field: str, data: Any, keys: set[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +111,43 @@ def test_the_last_entry_is_anchored(made: P.Case, tmp_path: Path) -> None:
     paths[0].write_bytes(bytes_of[0])
     paths[1].unlink()
     assert "tokens/VERSION.json" in findings()
+
+
+def test_who_cannot_sign_cannot_change_the_log(case: P.Case, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the checksums and ``VERSION.json`` made anew; the signature is an HMAC-SHA256."""
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_bytes(secrets.token_bytes(32))
+    other.write_bytes(secrets.token_bytes(64))
+    entry, version = case.run / "audit/00001.json", case.run / "tokens/VERSION.json"
+
+    def look(*arguments: str, key: Path = key) -> tuple[int, list[str]]:
+        result = CliRunner().invoke(
+            app, ["lineage", "verify", str(case.run), "--json", "--audit-key", str(key), *arguments]
+        )
+        checks = json.loads(capfd.readouterr().out)["checks"]
+        return result.exit_code, [found["file"] for check in checks for found in check["findings"]]
+
+    assert look() == (1, ["audit/00001.sig"])
+    assert look("--sign") == look() == (0, [])
+    assert look(key=other) == look("--sign", key=other) == (1, ["audit/00001.sig"])
+    signed = f"quern audit 1 {P.versions.sha256(entry)}".encode()
+    inner, outer = (bytes(byte ^ pad for byte in key.read_bytes().ljust(64, b"\0")) for pad in (0x36, 0x5C))
+    made = hashlib.sha256(outer + hashlib.sha256(inner + signed).digest()).hexdigest()  # RFC 2104
+    assert (case.run / "audit/00001.sig").read_text() == f"{made}\n"
+    entry.write_text(json.dumps({**json.loads(entry.read_text()), "reason": "another"}))
+    told = {"entry": 1, "sha256": P.versions.sha256(entry)}
+    version.write_text(json.dumps({**json.loads(version.read_text()), "audit": told}))
+    assert look() == look("--sign") == (1, ["audit/00001.sig"])
+
+
+@pytest.mark.parametrize(("size", "told"), [(31, "got 31"), (4097, "got more"), (None, "cannot be read")])
+def test_what_is_no_key(case: P.Case, tmp_path: Path, size: int | None, told: str) -> None:
+    if size is not None:
+        (tmp_path / "key").write_bytes(b"k" * size)
+    for arguments in (["--audit-key", str(tmp_path / "key")], ["--sign"]):
+        result = CliRunner().invoke(app, ["lineage", "verify", str(case.run), *arguments])
+        assert result.exit_code == 2
+        assert (told if "--audit-key" in arguments else "--sign: expected a key") in result.stderr
 
 
 # ---- what is left over

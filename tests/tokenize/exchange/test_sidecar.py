@@ -95,6 +95,21 @@ def _flip_a_url(data: Path, side: Path) -> None:
     side.write_bytes(content)
 
 
+def _share_a_long_url(side: Path) -> None:
+    """One text of 100 MB in a small file, which every row has."""
+    table = pq.read_table(side)
+    assert len(table) > 10
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * len(table), pa.int32()), ["x" * (100 << 20)])
+    at, told = table.column_names.index("url"), table.schema.metadata
+    table = table.set_column(at, "url", shared).replace_schema_metadata()
+    with pq.ParquetWriter(
+        side, table.schema, dictionary_pagesize_limit=1 << 30, compression="zstd", store_schema=False
+    ) as out:
+        out.write_table(table)
+        out.add_key_value_metadata(told)
+    assert side.stat().st_size < 1 << 20
+
+
 BROKEN: dict[str, tuple[Change, str]] = {
     "other bytes": (lambda data, side: data.write_bytes(b"A\0" + data.read_bytes()[2:]), "is of other bytes than"),
     "another file's": (lambda data, side: shutil.copy(side.with_name("web_00001.documents.parquet"), side),
@@ -103,6 +118,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "another table": (lambda data, side: pq.write_table(pa.table({"doc_id": [1]}), side), "no table of documents"),
     "without metadata": (lambda data, side: pq.write_table(pq.read_table(side).replace_schema_metadata(), side),
                          "no table of documents"),
+    "a text of all": (lambda data, side: _share_a_long_url(side), "expected at most 1 GiB of text in 16384 rows"),
     "a bit": (_flip_a_url, "cannot be read"),
     "a row more": (lambda data, side: _rewrite(side, lambda t: pa.concat_tables([t, t.slice(0, 1)])), "documents"),
     "a row less": (lambda data, side: _rewrite(side, lambda t: t.slice(0, len(t) - 1)), "documents"),

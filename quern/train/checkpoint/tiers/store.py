@@ -29,6 +29,7 @@ from quern.remote.upload import give_up_uploads, put_object, upload_parts
 from quern.train.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, checkpoint_name
 from quern.train.checkpoint.tiers.errors import IncompleteError
 from quern.train.checkpoint.tiers.pieces import FilePieces, Rate
+from quern.words import is_plain_name
 
 __all__ = ["Store", "prune_store"]
 
@@ -124,7 +125,7 @@ class Store:
         url = self.address(step, name)
         try:
             said = json.loads(self._link.ask(url, "cat_file", self._path(step, _sidecar(name))))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return False
         return bool(said == {"sha256": record.sha256, "size": record.size})
 
@@ -253,7 +254,7 @@ class Store:
 
     def _path(self, step: int, *name: str) -> str:
         for part in name:
-            if part in ("", ".", "..") or "/" in part or "\\" in part or "\0" in part:
+            if not is_plain_name(part):
                 raise InputError(f"{self.address(step)}: {part!r}: expected the plain name of a file")
         return "/".join((self._link.root.rstrip("/"), checkpoint_name(step), *name))
 
