@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import resource
 import sys
@@ -21,6 +20,7 @@ from quern import storage
 from quern.errors import QuernError
 from quern.model.config import ModelShape
 from quern.train.config import MetricsConfig
+from quern.train.ledger import nulled
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -138,7 +138,7 @@ class Metrics:
 
     def report(self, row: Mapping[str, Any]) -> None:
         """One step; ``row`` is plain data with ``step`` and ``loss``."""
-        row, step = _plain(row), int(row["step"])
+        row, step = nulled(row), int(row["step"])
         self._first = step if self._first is None else self._first
         self._write({"kind": "step", **row})
         names = ("loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "memory_gib", "mfu_full")
@@ -147,7 +147,7 @@ class Metrics:
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
         """Held-out loss after ``step`` completed steps: ``loss``, and by source."""
-        losses = _plain(losses)
+        losses = nulled(losses)
         self._write({"kind": "validation", "step": step, **losses})
         total = "loss"
         while total in losses["sources"]:
@@ -233,13 +233,6 @@ class Metrics:
 def _tell(text: str) -> None:
     with suppress(OSError):  # the terminal may have been closed, and the run is to be saved all the same
         print(text, end="", file=sys.stderr, flush=True)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what is not finite is null, and the step's flags say so."""
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _board(folder: str) -> SummaryWriter:
