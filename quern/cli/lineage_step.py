@@ -119,9 +119,7 @@ def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] |
 
 def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:
     attempt = read.attempt
-    state = {"unproven": "nobody knows whether it got that far", "abandoned": "abandoned"}.get(
-        _state(read), "surviving"
-    )
+    state = _state(read).replace("unproven", "nobody knows whether it got that far")
     skipped = "" if read.applied else ", its update skipped"
     print(f"{plain(run.path)}: step {read.step}, attempt {attempt.number} ({attempt.kind}, {state}{skipped})")
     if (trunk := run.folder_of(attempt)) != run.path:

@@ -134,7 +134,7 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         place = next(number for number, (name, _) in enumerate(rows) if name == "model state")
         rows.insert(place, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
     for name, text in rows:
-        console.print(f"{name:<14} {text}", markup=False, soft_wrap=True)
+        _say(console, f"{name:<14} {text}")
     if layout["ranks"] > 1:
         _print_layout(summary, console)
 
@@ -167,11 +167,9 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         pipeline = summary["pipeline"]
         said = f"{pipeline['schedule']}, {pipeline['micro_batches']:,} micro-batches a step: ranks wait "
         equal = f"{pipeline['bubble_of_equal_stages']:.1%} if stages were equal"
-        console.print(f"{said}{pipeline['bubble']:.1%} of it, {equal}", markup=False, soft_wrap=True)
-        said = "it receives in a buffer for every micro-batch: "
-        console.print(
-            f"{said}{_gib(pipeline['buffers_gib'])} on the rank that has the most", markup=False, soft_wrap=True
-        )
+        _say(console, f"{said}{pipeline['bubble']:.1%} of it, {equal}")
+        most = _gib(pipeline["buffers_gib"])
+        _say(console, f"it receives in a buffer for every micro-batch: {most} on the rank that has the most")
     most = max(summary["communication"], key=lambda place: place["sent"])
     table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
     for row in most["rows"]:
@@ -182,9 +180,11 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
     table.add_row("all", "", "", "", "", "", _size(most["sent"]), style="bold")
     _print_table(table, console)
     where = ", of the ranks that send the most: pp " + str(most["pp"]) if len(summary["communication"]) > 1 else ""
-    console.print(
-        f"a step and a rank{where}; sent: by the ring's costs, scalars left out", markup=False, soft_wrap=True
-    )
+    _say(console, f"a step and a rank{where}; sent: by the ring's costs, scalars left out")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _print_table(table: Table, console: Console) -> None:

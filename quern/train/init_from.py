@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -27,6 +27,7 @@ from quern.train.config import TrainConfig
 
 __all__ = ["check_init_from", "load_train_config", "model_section", "starting_checkpoint"]
 
+T = TypeVar("T")
 Row = tuple[str, str, Any, Any]
 """A key, where it stands, its value there and its value in the checkpoint."""
 
@@ -66,7 +67,7 @@ def starting_checkpoint(config: TrainConfig) -> str | None:
         and (not fresh or os.path.isfile(os.path.join(recorded, MANIFEST_FILE)))
     ):
         return recorded
-    return _found(given) if fresh else given
+    return _told(find_checkpoint, given) if fresh else given
 
 
 def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
@@ -77,8 +78,8 @@ def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
     """
     if config.init_from is None or not _fresh(config):
         return
-    path = _found(config.init_from)
-    manifest = _read(path)
+    path = _told(find_checkpoint, config.init_from)
+    manifest = _told(read_manifest, path)
     rows = _differences(config.model.shape(encoding.vocab_size), manifest.model)
     theirs = manifest.encoding
     if theirs is not None:
@@ -103,8 +104,8 @@ def _complete(raw: dict[str, Any]) -> None:
     begun = isinstance(raw.get("run_dir"), str) and list_checkpoints(raw["run_dir"])
     before = _recorded(raw["run_dir"]) if begun else None
     try:
-        path = raw["run_dir"] if before is not None else _found(given)
-        shape = before.model.shape(1) if before is not None else _read(path).model
+        path = raw["run_dir"] if before is not None else _told(find_checkpoint, given)
+        shape = before.model.shape(1) if before is not None else _told(read_manifest, path).model
     except InputError as error:
         resume = raw.get("resume")
         if _shape(section) is None and isinstance(resume, dict) and resume.get("from_store"):
@@ -179,15 +180,8 @@ def _recorded(run_dir: str) -> TrainConfig | None:
         return None
 
 
-def _found(given: str) -> str:
+def _told(read: Callable[[str], T], path: str) -> T:
     try:
-        return find_checkpoint(given)
-    except InputError as error:
-        raise InputError(f"init_from: {error}") from None
-
-
-def _read(path: str) -> Any:
-    try:
-        return read_manifest(path)
+        return read(path)
     except InputError as error:
         raise InputError(f"init_from: {error}") from None

@@ -42,7 +42,7 @@ from quern.mixtures.order import Order
 
 __all__ = [
     "MOVES", "UNHEALTHY", "Exposure", "Ledger", "Range", "check_append", "data_end", "data_step", "exposures",
-    "latest_order", "model_step", "nulled", "reached", "read_ledger", "skips_before", "surviving",
+    "latest_order", "nulled", "reached", "read_ledger", "skips_before", "surviving",
 ]  # fmt: skip
 
 Entry = Mapping[str, Any]
@@ -123,14 +123,6 @@ def data_step(entries: Iterable[Entry], step: int) -> int:
 def data_end(entries: Iterable[Entry], step: int) -> int:
     """One beyond the last data step read by the surviving steps before ``step``; 0 for step 0."""
     return data_step(entries, step - 1) + 1 if step else 0
-
-
-def model_step(entries: Iterable[Entry], data_step: int) -> int | None:
-    """The surviving optimiser step that read ``data_step`` (or will, if the run goes on); None if none does."""
-    for found in surviving(entries, None):
-        if data_step >= found.data_step and (found.data_stop is None or data_step < found.data_stop):
-            return found.step + data_step - found.data_step
-    return None
 
 
 def exposures(

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from quern.errors import InputError
-from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest
+from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, plain_scalar
 from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.slices import StoredTensors, boxes
 
@@ -50,7 +50,7 @@ class Fact:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"name": self.name, "state": self.state} | {side: _plain(v) for side, v in self.values.items()}
+        return {"name": self.name, "state": self.state} | {side: plain_scalar(v) for side, v in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class TensorDifference:
             "sizes": {side: list(size) for side, size in self.sizes.items()},
             "dtypes": dict(self.dtypes),
             "differing": self.differing,
-            "max_abs": None if self.differing is None else _plain(self.max_abs),
-            "relative": None if self.differing is None else _plain(self.relative),
+            "max_abs": None if self.differing is None else plain_scalar(self.max_abs),
+            "relative": None if self.differing is None else plain_scalar(self.relative),
             "nans": dict(self.nans),
         }
 
@@ -280,7 +280,3 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], state: Callable[[str]
 
 def _dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
