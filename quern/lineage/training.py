@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -202,12 +203,11 @@ class TrainingRun:
     def source_names(self, attempt: Attempt) -> dict[str, str]:
         """What the sources of an attempt's order are called, by identity: the name of the source, and the folder of its
         tokens where several have that name."""
-        ids = self.order_of(attempt).ids
-        families = {ident.rpartition("/")[0] for ident in ids}  # without the version
-        names = [family.rpartition("/")[2] for family in families]
-        found = {ident: ident.rpartition("/")[0].rpartition("/")[2] or ident for ident in ids}
+        parts = {ident: ident.rsplit("/", 2) for ident in self.order_of(attempt).ids}  # data run, name and version
+        named = Counter(name for _, name in {tuple(own[:2]) for own in parts.values() if len(own) == 3})
         return {
-            ident: name if names.count(name) <= 1 else attempt.paths.get(ident, ident) for ident, name in found.items()
+            ident: own[1] if len(own) == 3 and named[own[1]] == 1 else attempt.paths.get(ident, ident)
+            for ident, own in parts.items()
         }
 
     def _attempts(self) -> Iterator[Attempt]:
@@ -260,9 +260,8 @@ class TrainingRun:
 
     def find_stream(self, identity: str) -> tuple[Lineage, Stream]:
         """:meth:`stream_of` for a source of any attempt's order."""
-        paths = self._candidates(identity)
         reasons = []
-        for path in paths:
+        for path in self._candidates(identity):
             lineage = self._open(os.path.dirname(os.path.dirname(path)))
             if isinstance(lineage, str):
                 reasons.append(lineage)

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from quern.errors import InputError
-from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, plain_scalar
+from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, as_json
 from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.slices import StoredTensors, boxes
 
@@ -50,7 +50,7 @@ class Fact:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"name": self.name, "state": self.state} | {side: plain_scalar(v) for side, v in self.values.items()}
+        return {"name": self.name, "state": self.state} | {side: as_json(v) for side, v in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class TensorDifference:
             "sizes": {side: list(size) for side, size in self.sizes.items()},
             "dtypes": dict(self.dtypes),
             "differing": self.differing,
-            "max_abs": None if self.differing is None else plain_scalar(self.max_abs),
-            "relative": None if self.differing is None else plain_scalar(self.relative),
+            "max_abs": None if self.differing is None else as_json(self.max_abs),
+            "relative": None if self.differing is None else as_json(self.relative),
             "nans": dict(self.nans),
         }
 
