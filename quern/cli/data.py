@@ -28,7 +28,7 @@ from quern.data_pipeline.engine import open_engine
 from quern.data_pipeline.fence import Fence
 from quern.data_pipeline.heartbeat import Heartbeat
 from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import RunDirectory, is_complete, open_run, remove_torn
+from quern.data_pipeline.run_directory import RunDirectory, check_writable, is_complete, look, open_run, remove_torn
 from quern.errors import InputError, QuernError
 from quern.tokenize import run as tokenize
 from quern.tokenize.config import DataRun, check
@@ -38,6 +38,10 @@ app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args
 
 Config = Annotated[str, typer.Argument(help="A YAML file; configs/ has ready ones.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, dotted: sources.0.paths=crawl/*.warc.gz")]
+#: What a command that starts here does, by what is there.
+_STATES = {"new": "no run is there yet", "unfinished": "an unfinished run, which goes on",
+           "complete": "a complete run, which is left as it is"}  # fmt: skip
+
 RunDir = Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")]
 
 
@@ -47,9 +51,9 @@ RunDir = Annotated[str, typer.Argument(help="A run directory.", metavar="RUN")]
 def run(
     config: Config,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the plan; do nothing.")] = (
-        False
-    ),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the plan; write nothing.")
+    ] = (False),
     json: bool = JSON,
 ) -> None:
     """Run CONFIG, or go on with it where it was left."""
@@ -167,17 +171,20 @@ def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
     partitions = pages.plan_sources(config)
     pages.check(config)
-    per_source = {
-        source.name: {
-            "partitions": sum(p.source == source.name for p in partitions),
-            "files": len({f.path for p in partitions if p.source == source.name for f in p.files}),
-            "bytes": sum(p.size for p in partitions if p.source == source.name),
-        }
-        for source in config.sources
-    }
-    emit({"config": config.model_dump(mode="json"), "plan": per_source})
+    record = look(config.run_dir, config.model_dump(mode="json"))
+    check_writable(config.run_dir)
+    state = "new" if record is None else "complete" if record["status"] == "complete" else "unfinished"
+    if record is not None and state == "complete":
+        pages.check_unchanged(record, partitions, config.run_dir)
+    per_source = {}
+    for source in config.sources:
+        own = [partition for partition in partitions if partition.source == source.name]
+        files = {file.path for partition in own for file in partition.files}
+        per_source[source.name] = {"partitions": len(own), "files": len(files), "bytes": sum(p.size for p in own)}
+    emit({"config": config.model_dump(mode="json"), "plan": per_source, "run": state})
     if not as_json:
         print(dump_yaml(config), end="")
+        err_console().print(f"{plain(config.run_dir)}: {_STATES[state]}", markup=False)
         for name, row in per_source.items():
             err_console().print(
                 f"{name}: {counted(row['files'], 'file')} in {counted(row['partitions'], 'partition')}, "

@@ -10,14 +10,14 @@ import typer
 from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
+from quern.errors import QuernError
 
 __all__ = ["index"]
 
 
 @reports_errors
 def index(
-    run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")],
-    json: bool = JSON,
+    run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")], json: bool = JSON
 ) -> None:
     """Build the lineage index of RUN, or compare every checksum of the one that stands and mend what is damaged.
 
@@ -33,10 +33,12 @@ def index(
         try:
             lineage.check()
         except DamagedIndexError:
-            discard(lineage.run, lineage.built.record)
+            discard(lineage.built)
             lineage = Lineage(run)
         seconds = time.monotonic() - begun
-        sizes = _sizes(os.path.join(lineage.run, FOLDER))
+        if lineage.built.folder != os.path.join(lineage.run, FOLDER):
+            raise QuernError(f"{lineage.run}: cannot be written to; run this command where it can be")
+        sizes = _sizes(lineage.built.folder)
         found: dict[str, Any] = {
             "run": lineage.run,
             "run_id": lineage.run_id,
@@ -57,10 +59,9 @@ def index(
 def _sizes(folder: str) -> dict[str, int]:
     """Bytes of each kind of part below the index's folder."""
     sizes = {"segments": 0, "spans": 0, "duplicates": 0}
-    kinds = {"segment": "segments", "spans": "spans", "duplicates": "duplicates"}
     for entry in os.scandir(folder):
-        kind = kinds.get(entry.name.partition("_")[0])
-        if kind is not None and entry.is_dir():
+        kind = entry.name.partition("_")[0].replace("segment", "segments")
+        if kind in sizes and entry.is_dir():
             sizes[kind] += sum(os.path.getsize(file.path) for file in os.scandir(entry.path))
     return sizes
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from quern.cli.lineage_sql import note_unfinished
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
@@ -42,8 +43,10 @@ def match(
     fields = tuple(field or (AUTO,))
     read_index(benchmark, fields, n)  # a wrong one is an error now, not after a lineage index is built
     with json_stdout(json) as emit:
+        lineage = Lineage(run)
+        note_unfinished(run)
         found = find_matches(
-            Lineage(run), benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()
+            lineage, benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()
         )
         if out is not None:
             found.save(out)
@@ -77,24 +80,14 @@ def _documents(found: Matches) -> list[dict[str, Any]]:
     for row, (number, stream, item, start, stop, grams, coverage) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        if number not in documents:
-            documents[number] = {
-                "doc_id": found.doc_ids[row].hex(),
-                "url": found.urls[row],
-                "source": found.sources[row],
-                "stream": found.names[stream],
-                "items": {},
-            }
-        held = documents[number]["items"].setdefault(
-            item,
-            {
-                "id": found.items[item].id,
-                "line": found.items[item].line,
-                "grams": grams,
-                "coverage": coverage,
-                "spans": [],
-            },
-        )
+        document = documents.setdefault(
+            number,
+            {"doc_id": found.doc_ids[row].hex(), "url": found.urls[row], "source": found.sources[row],
+             "stream": found.names[stream], "items": {}},
+        )  # fmt: skip
+        own = found.items[item]
+        blank = {"id": own.id, "line": own.line, "grams": grams, "coverage": coverage, "spans": []}
+        held = document["items"].setdefault(item, blank)
         held["spans"].append([start, stop])
     return [{**document, "items": list(document["items"].values())} for document in documents.values()]
 
@@ -109,8 +102,8 @@ def _print(found: Matches, out: str | None) -> None:
             spans = ", ".join(f"{start:,} to {stop:,}" for start, stop in item["spans"][:3])
             more = f" and {len(item['spans']) - 3:,} more" if len(item["spans"]) > 3 else ""
             console.print(
-                f"  {item['coverage']:7.1%}  {item['grams']:5,} n-grams of {plain(item['id'])} (line {item['line']}), "
-                f"tokens {spans}{more} of {document['stream']}",
+                f"  {item['coverage']:7.1%}  {item['grams']:5,} n-grams of item {plain(item['id'])} "
+                f"(line {item['line']}), tokens {spans}{more} of {document['stream']}",
                 markup=False,
             )
         if len(best) > _SHOWN:
@@ -119,9 +112,7 @@ def _print(found: Matches, out: str | None) -> None:
         console.print(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
     console.print(
         f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
-        f"{len(np.unique(found.item_index)):,} of "
-        f"{counted(len(found.items), 'item')} "
-        f"({found.n} words in a row)"
+        f"{len(np.unique(found.item_index)):,} of {counted(len(found.items), 'item')} ({found.n} words in a row)"
     )
     if found.not_looked_for:
         shown = ", ".join(plain(item.id) for item in found.not_looked_for[:5])

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.cli.lineage_sql import table_console
+from quern.cli.lineage_sql import note_unfinished, table_console
 from quern.cli.output import JSON, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
 from quern.words import counted
@@ -52,6 +52,7 @@ def show(
         raise InputError("expected --shard and --token together; --source goes with them")
     with json_stdout(json) as emit:
         lineage = Lineage(run)
+        note_unfinished(run)
         numbers, position = _find(lineage, url, doc, (shard, token, source))
         listed = summaries(lineage, numbers)
         shown = _TEXT_CHARS if not json else TEXT_CHARS
@@ -157,14 +158,9 @@ def _print_measures(console: Console, measures: list[dict[str, Any]]) -> None:
         return
     console.print()
     table = _table("measurement", "value", "passes", "")
-    for measure in measures:
-        cells = (
-            measure["name"],
-            _measure(measure["value"]),
-            _limit(measure["limit"]),
-            "failed" if measure["failed"] else "",
-        )
-        table.add_row(*map(Text, (_short(cell) for cell in cells)), style="bold red" if measure["failed"] else "")
+    for own in measures:
+        cells = (own["name"], _measure(own["value"]), _limit(own["limit"]), "failed" if own["failed"] else "")
+        table.add_row(*map(Text, map(_short, cells)), style="bold red" if own["failed"] else "")
     console.print(table)
 
 
@@ -203,8 +199,7 @@ def _print_duplicates(console: Console, duplicates: Row) -> None:
         console.print(Text(f"  {_short(survivor['url'] or '–')}"))
         _print_difference(console, decision["difference"])
     if duplicates["removed_count"]:
-        count = duplicates["removed_count"]
-        console.print(Text(f"in its favour {count:,} document{'' if count == 1 else 's'} went:"))
+        console.print(Text(f"in its favour {counted(duplicates['removed_count'], 'document')} went:"))
     for other in removed:
         console.print(Text(f"- {other['doc_id']}  {_evidence(other)}  {_short(other['url'] or '–')}"))
         _print_difference(console, other["difference"])

@@ -16,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, plain, reports_errors
+from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError
-from quern.lineage.sql import Result, default_memory, query
+from quern.lineage.sql import UNFINISHED, Result, default_memory, query
 from quern.lineage.sql_child import in_child
+from quern.words import counted
 
-__all__ = ["sql", "table_console"]
+__all__ = ["note_unfinished", "sql", "table_console"]
 
 LIMIT = 1000
 #: Characters of a cell on the terminal; ``--json`` has them all.
@@ -59,6 +61,12 @@ def sql(
 
 def _note(line: str) -> None:
     err_console().print(Text(f"note: {one_line(line)}"))
+
+
+def note_unfinished(run: str) -> None:
+    """Say on stderr that ``run`` is not complete, if so: what is not in it yet is not found."""
+    if not is_complete(run):
+        _note(f"{run}: {UNFINISHED}")
 
 
 def _document(found: Result) -> dict[str, Any]:
@@ -105,9 +113,8 @@ def _print(found: Result) -> None:
     for row in found.rows:
         table.add_row(*(Text("–", "dim") if value is None else Text(_cell(value)) for value in row))
     console.print(table)
-    rows = f"{len(found.rows):,} row{'' if len(found.rows) == 1 else 's'}"
     more = "; there are more (--limit 0 prints all)" if found.truncated else ""
-    err_console().print(Text(rows + more))
+    err_console().print(Text(counted(len(found.rows), "row") + more))
 
 
 def _cell(value: Any) -> str:

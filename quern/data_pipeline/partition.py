@@ -35,7 +35,7 @@ from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.data_pipeline.tombstones import fingerprints
 from quern.errors import QuernError
 
-__all__ = ["PartitionTask", "process_partition"]
+__all__ = ["PartitionTask", "committed", "process_partition"]
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ class PartitionTask:
     worker_memory_mib: int | None
     quarantined: tuple[tuple[int, str], ...] = ()
     """(ordinal, reason) of pages that ended a worker; they are not parsed again."""
+
+    @property
+    def piece(self) -> tuple[str, str, str, str]:
+        """What its commit is of: run, phase, source, partition."""
+        return self.run_dir, "pages", self.source.name, self.partition.name
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -107,10 +112,7 @@ class _Progress:
     def to_counts(self, read_log: ReadLog) -> dict[str, Any]:
         return {
             "pages": self.pages,
-            "kept": self.counts["kept"],
-            "text_chars": self.counts["text_chars"],
-            "text_bytes_kept": self.counts["text_bytes_kept"],
-            "pre_skip": self.counts["pre_skip"],
+            **{name: self.counts[name] for name in ("kept", "text_chars", "text_bytes_kept", "pre_skip")},
             "by_stage": dict(self.by_stage),
             "by_reason": dict(self.by_reason),
             "by_language": dict(self.by_language),
@@ -118,6 +120,7 @@ class _Progress:
             "damage": list(read_log.damage),
             "damage_left_out": read_log.damage_left_out,
             "unreadable_dates": read_log.unreadable_dates,
+            "unreadable_urls": read_log.unreadable_urls,
             **({"range": read_log.edges.to_dict()} if read_log.edges is not None else {}),
             "stage_seconds": {name: round(value, 6) for name, value in self.seconds.items() if name != "cpu"},
             "cpu_seconds": round(self.seconds["cpu"], 6),
@@ -135,13 +138,11 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
             a page's own.
         SupersededError: another attempt at this partition has begun.
     """
-    entry = _committed(task)
-    if entry is not None:
+    if (entry := committed(task)) is not None:
         return entry
     with storage.guarded(Fence.claim(storage.join(task.scratch, "attempt.json")).check):
         # Until the claim another attempt could commit; its tables must not be written again under its commit.
-        entry = _committed(task)
-        if entry is not None:
+        if (entry := committed(task)) is not None:
             return entry
         with suppress(MemoryError):
             return _process(task)
@@ -157,10 +158,9 @@ def process_partition(task: PartitionTask) -> dict[str, Any]:
             ) from None
 
 
-def _committed(task: PartitionTask) -> dict[str, Any] | None:
-    return find_commit(
-        task.run_dir, "pages", task.source.name, task.partition.name, inputs=task.inputs, config=task.config_hash
-    )
+def committed(task: PartitionTask) -> dict[str, Any] | None:
+    """The commit of this very task, if it is there."""
+    return find_commit(*task.piece, inputs=task.inputs, config=task.config_hash)
 
 
 def _process(task: PartitionTask) -> dict[str, Any]:
@@ -222,17 +222,8 @@ def _process(task: PartitionTask) -> dict[str, Any]:
         marker.set(-1)
         _count_time(progress, chain, cpu)
         outputs = _publish(task, rows, progress.parts)
-        entry = publish_commit(
-            task.run_dir,
-            "pages",
-            task.source.name,
-            task.partition.name,
-            inputs=task.inputs,
-            config=task.config_hash,
-            outputs=outputs,
-            counts=progress.to_counts(read_log),
-        )
-        return entry
+        counts = progress.to_counts(read_log)
+        return publish_commit(*task.piece, inputs=task.inputs, config=task.config_hash, outputs=outputs, counts=counts)
     finally:
         marker.close()
         Marker.remove(task.marker)  # on a machine of its own nobody else can; who dies does not come by
@@ -284,12 +275,8 @@ def _set_down(task: PartitionTask, attempt: str, rows: Rows, progress: _Progress
 
 def _made_from(task: PartitionTask) -> dict[str, Any]:
     """What must be the same for rows of one attempt to be rows of another."""
-    part = task.partition.range
-    return {
-        "inputs": task.inputs,
-        "config": task.config_hash,
-        **({"range": [part.start, part.end, part.first, part.kind]} if part is not None else {}),
-    }
+    part, made_from = task.partition.range, {"inputs": task.inputs, "config": task.config_hash}
+    return made_from if part is None else {**made_from, "range": [part.start, part.end, part.first, part.kind]}
 
 
 def _resume(task: PartitionTask) -> _Progress:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quern.data_pipeline.damage import Damage
+from quern.words import counted
 
 __all__ = ["Phase", "format_duration"]
 
@@ -129,21 +130,17 @@ class Phase:
             "damage": self.damage.num,
         }
 
-    @property
-    def unit(self) -> str:
-        """What the documents of this phase are called."""
-        return "pages" if self.pages or self.count_in_work is not None else "documents"
-
     def facts(self, now: float) -> Iterator[str]:
         """Counts and rates as short texts."""
         elapsed = now - self.began
-        for unit, num, fresh in (
-            (self.unit, self.documents + self.in_work, self.fresh_documents + self.in_work),
-            ("tokens", self.tokens, self.fresh_tokens),
+        one = "page" if self.pages or self.count_in_work is not None else "document"
+        for noun, num, fresh in (
+            (one, self.documents + self.in_work, self.fresh_documents + self.in_work),
+            ("token", self.tokens, self.fresh_tokens),
         ):
             if num:
                 rate = f" ({fresh / elapsed:,.0f}/s)" if elapsed > 0 and fresh else ""
-                yield f"{num:,} {unit}{rate}"
+                yield f"{counted(num, noun)}{rate}"
 
     def funnel(self) -> Iterator[str]:
         """The funnel so far: the share of pages that was kept, and that each stage dropped, the largest first."""

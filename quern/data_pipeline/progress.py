@@ -114,7 +114,7 @@ class Progress:
                 self._draw(now)
             else:
                 much = f", {size(total_bytes)}" if total_bytes else ""
-                self._line(f"{name}: {total_partitions:,} {_partitions(total_partitions)}{much}")
+                self._line(f"{name}: {counted(total_partitions, 'partition')}{much}")
                 self._drawn = now
 
     def partition_done(
@@ -219,7 +219,7 @@ class Progress:
         if phase is not None:
             elapsed = self._clock() - phase.began
             took = f"{how} {'in' if how == 'done' else 'after'} {format_duration(elapsed)}"
-            done = [f"{phase.done:,}/{phase.total:,} {_partitions(phase.total)}"] if phase.done or how != "done" else []
+            done = [f"{phase.done:,}/{counted(phase.total, 'partition')}"] if phase.done or how != "done" else []
             parts = [took, *done, *phase.facts(self._clock()), *phase.funnel()]
             self._line(f"{phase.name}: " + ", ".join([*parts, *self._error_count()]))
 
@@ -259,7 +259,3 @@ class Progress:
             lines.append(Text(f"  {', '.join(self._error_count())}, the last:", style="red"))
             lines += [Text(f"    {message}", no_wrap=True, overflow="ellipsis") for message in self._errors]
         return Group(*lines)
-
-
-def _partitions(num: int) -> str:
-    return "partition" if num == 1 else "partitions"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +19,11 @@ from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_co
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
-from quern.data_pipeline.partition import PartitionTask, process_partition
+from quern.data_pipeline.partition import PartitionTask, committed, process_partition
 from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.rows import TABLES
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
-from quern.data_pipeline.sources.plan import NOT_DECIDING
+from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
 from quern.errors import InputError, QuernError
 
 __all__ = [
@@ -59,16 +60,9 @@ def plan_sources(config: PipelineConfig) -> list[Partition]:
     """Every partition of every source.
 
     Raises:
-        InputError: an entry matches nothing, two files of a source have the same relative path, or a file's name is
-            not UTF-8.
+        InputError: an entry matches nothing, or two files of a source have the same relative path.
     """
-    partitions = [partition for source in config.sources for partition in plan(source)]
-    for partition in partitions:
-        for file in partition.files:
-            if any("\ud800" <= char <= "\udfff" for char in file.path):
-                name = file.path.encode("utf-8", "backslashreplace").decode()
-                raise InputError(f"source {partition.source}: {name}: expected a file name in UTF-8; rename it")
-    return partitions
+    return [partition for source in config.sources for partition in plan(source)]
 
 
 def check(config: PipelineConfig) -> None:
@@ -172,7 +166,7 @@ def _run_pages(
     while again := _misread(partitions, entries):
         for index, part in again.items():
             tasks[index] = replace(tasks[index], partition=replace(partitions[index], range=part))
-            withdraw_commit(config.run_dir, "pages", tasks[index].source.name, partitions[index].name)
+            withdraw_commit(*tasks[index].piece)
         for index, entry in drive(sorted(again, key=lambda i: (-sizes[i], i))):
             progress.partition_put_right(entry["counts"], entries[index]["counts"], source=entry["source"])
             entries[index] = entry
@@ -197,11 +191,6 @@ def _misread(partitions: Sequence[Partition], entries: Mapping[int, Mapping[str,
     return again
 
 
-def _stands(run_dir: str, entry: Mapping[str, Any]) -> bool:
-    """Whether everything a commit vouches for is still there."""
-    return all(storage.exists(storage.join(run_dir, name)) for name in entry["outputs"])
-
-
 def _forget_others(run_dir: str, wanted: set[tuple[str, str]]) -> set[str]:
     """Remove what earlier attempts made, committed or not, of inputs that the run no longer has; commits go first.
 
@@ -222,12 +211,10 @@ def _standing(run_dir: str, tasks: Sequence[PartitionTask], there: set[str]) -> 
     """Index → commit of the tasks that need not be done again. Commits that vouch for what is not so are withdrawn."""
 
     def find(index: int) -> dict[str, Any] | None:
-        source, name = tasks[index].source.name, tasks[index].partition.name
-        inputs, settings = tasks[index].inputs, tasks[index].config_hash
-        entry = find_commit(run_dir, "pages", source, name, inputs=inputs, config=settings)
+        entry = committed(tasks[index])
         if entry is not None and there.issuperset(entry["outputs"]):
             return entry
-        withdraw_commit(run_dir, "pages", source, name)
+        withdraw_commit(*tasks[index].piece)
         return None
 
     begun = [i for i, t in enumerate(tasks) if f"commits/pages/{t.source.name}/{t.partition.name}.json" in there]
@@ -312,28 +299,20 @@ def _run_duplicates(
     engine: Engine,
     progress: Progress,
 ) -> dict[str, Any]:
-    outputs = sorted(pair for entry in entries for pair in entry["outputs"].items())
     priorities = {source.name: source.priority for source in config.sources}
-    inputs = {"pages": digest(outputs)}
+    inputs = {"pages": digest(sorted(pair for entry in entries for pair in entry["outputs"].items()))}
     settings = digest([dedup.FORMAT, config.duplicates.model_dump(mode="json"), sorted(priorities.items())])
     progress.start_phase("duplicates", 1, None)
-    entry = find_commit(config.run_dir, "duplicates", "all", "decisions", inputs=inputs, config=settings)
-    if entry is None or not _stands(config.run_dir, entry):
+    piece = (config.run_dir, "duplicates", "all", "decisions")
+    entry = find_commit(*piece, inputs=inputs, config=settings)
+    if entry is None or not all(storage.exists(storage.join(config.run_dir, name)) for name in entry["outputs"]):
         scratch = storage.join(config.run_dir, ".work", "duplicates")
-        withdraw_commit(config.run_dir, "duplicates", "all", "decisions")
+        withdraw_commit(*piece)
         report = dedup.run(
             config.run_dir, names, priorities, config.duplicates, engine, scratch, inputs=digest([inputs, settings])
         )
-        entry = publish_commit(
-            config.run_dir,
-            "duplicates",
-            "all",
-            "decisions",
-            inputs=inputs,
-            config=settings,
-            outputs={name: storage.sha256(storage.join(config.run_dir, name)) for name in (DECISIONS, CLUSTERS)},
-            counts=asdict(report),
-        )
+        outputs = {name: storage.sha256(storage.join(config.run_dir, name)) for name in (DECISIONS, CLUSTERS)}
+        entry = publish_commit(*piece, inputs=inputs, config=settings, outputs=outputs, counts=asdict(report))
         storage.remove_tree(scratch)
     progress.partition_done({}, 0)
     progress.end_phase()
@@ -348,22 +327,37 @@ def check_unchanged(record: Mapping[str, Any], partitions: Sequence[Partition], 
     """
     if record.get("inputs") != inputs_digest(partitions):
         raise InputError(
-            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and its input files have changed since"
-            f"{_changes(partitions, run_dir)}; give another run_dir"
+            f"{os.path.join(run_dir, 'run.json')}: this run is complete, and {_changes(partitions, run_dir)} "
+            "give another run_dir"
         )
 
 
 def _changes(partitions: Sequence[Partition], run_dir: str) -> str:
-    """How many files differ from those that the commits name, and the first of them; nothing if they tell of none."""
+    """How many files differ from those that the commits name, if they name any, and how the first of them does."""
     before: dict[tuple[str, str], str] = {}
     paths = storage.list_files(storage.join(run_dir, "commits", "pages"))
     for entry in storage.each(storage.read_json, paths, run_dir):
         before |= {(entry["source"], name): fingerprint for name, fingerprint in entry["inputs"].items()}
-    now = {(part.source, file.relative_path): file.fingerprint for part in partitions for file in part.files}
+    files = {(part.source, file.relative_path): file for part in partitions for file in part.files}
+    now = {key: file.fingerprint for key, file in files.items()}
     changed = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
     if not before or not changed:
-        return ""
+        return "its input files have changed since;"
     source, name = first = changed[0]
     how = "new" if first not in before else "missing" if first not in now else "changed"
     others = f", and {len(changed) - 1:,} more" if changed[1:] else ""
-    return f": {name} of source {source} is {how}{others}"
+    if all(_only_touched(before.get(key), files.get(key)) for key in changed):
+        back = f"touch -d @{before[first].partition(':')[2]} {shlex.quote(files[first].path)}"
+        return (
+            f"its input files have other modification times and the same sizes: {name} of source {source}{others}; "
+            f"quern data report {shlex.quote(run_dir)} shows the run as it is; if the contents are the same, set the "
+            f"times back ({back}), else"
+        )
+    return f"its input files have changed since: {name} of source {source} is {how}{others};"
+
+
+def _only_touched(before: str | None, now: InputFile | None) -> bool:
+    """Whether a local file has the size that it had, and another time."""
+    if before is None or now is None:
+        return False
+    return storage.is_local(now.path) and before.startswith(f"{now.size}:")

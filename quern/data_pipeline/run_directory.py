@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import os
 import platform
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from quern import __version__, storage
 from quern.config import digest, show
 from quern.errors import InputError, QuernError
 
-__all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "is_complete", "open_run", "remove_torn", "sole_driver"]
+__all__ = ["NOT_DECIDING", "BusyError", "RunDirectory", "check_writable", "is_complete", "look", "open_run",
+           "remove_torn", "sole_driver"]  # fmt: skip
 
 #: Config keys that never change a byte of the tokens.
 NOT_DECIDING = ("run_dir", "workers", "ray", "isolation")
@@ -82,23 +84,8 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
         QuernError: another driver is at work there.
     """
     with sole_driver(path):
-        file = storage.join(path, "run.json")
-        if storage.exists(file):
-            record = storage.read_json(file)
-            if not isinstance(record, dict) or not {"config", "status"} <= record.keys():
-                raise InputError(f"{file}: is not of a data run; give another run_dir")
-            told = list(_differences(record["config"], config))
-            if told:
-                named = ", ".join(told[:MAX_TOLD]) + (
-                    f", and {len(told) - MAX_TOLD} more keys" * (len(told) > MAX_TOLD)
-                )
-                raise InputError(f"{path}: holds a run with another config: {named}; give another run_dir")
-            if record["status"] != "complete":
-                _same_libraries(path, record.get("versions", {}))
-        else:
-            strangers = [name for name in storage.list_files(path) if not os.path.basename(name).startswith(".")]
-            if strangers:
-                raise InputError(f"{path}: is not empty and holds no run ({os.path.basename(strangers[0])}, …)")
+        record = look(path, config)
+        if record is None:
             record = {
                 "id": digest([_deciding(config), identity]),
                 "config": dict(config),
@@ -107,12 +94,51 @@ def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterat
                 "counts": {},
                 "status": "running",
             }
-            storage.write_json(file, record)
+            storage.write_json(storage.join(path, "run.json"), record)
         remove_torn(path)
         run = RunDirectory(path, record)
         if run.complete:  # the last act of finish may have been cut off
             storage.remove_tree(run.scratch)
         yield run
+
+
+def look(path: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``run.json`` of the run at ``path`` holds, which may go on with ``config``; None where no run is.
+
+    Raises:
+        InputError: as of :func:`open_run`.
+    """
+    file = storage.join(path, "run.json")
+    if not storage.exists(file):
+        strangers = [name for name in storage.list_files(path) if not os.path.basename(name).startswith(".")]
+        if strangers:
+            raise InputError(f"{path}: is not empty and holds no run ({os.path.basename(strangers[0])}, …)")
+        return None
+    record = storage.read_json(file)
+    if not isinstance(record, dict) or not {"config", "status"} <= record.keys():
+        raise InputError(f"{file}: is not of a data run; give another run_dir")
+    if told := list(_differences(record["config"], config)):
+        named = ", ".join(told[:MAX_TOLD]) + f", and {len(told) - MAX_TOLD} more keys" * (len(told) > MAX_TOLD)
+        raise InputError(f"{path}: holds a run with another config: {named}; give another run_dir")
+    if record["status"] != "complete":
+        _same_libraries(path, record.get("versions", {}))
+    return record
+
+
+def check_writable(path: str) -> None:
+    """Make a file without a name where a local run is or would be made; nothing is left of it.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    place = os.path.abspath(storage.split(path)[1])
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    try:
+        if storage.is_local(path):
+            tempfile.TemporaryFile(prefix=".", dir=place).close()
+    except OSError as error:
+        raise InputError(f"run_dir: {path}: cannot be written ({error.strerror})") from None
 
 
 def _versions() -> dict[str, str]:

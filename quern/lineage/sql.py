@@ -46,8 +46,9 @@ from quern.words import counted
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["VIEWS", "Result", "default_memory", "query"]
+__all__ = ["UNFINISHED", "VIEWS", "Result", "default_memory", "query"]
 
+UNFINISHED = "the run is not complete; what it has written so far is read"
 VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
 _DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
@@ -112,13 +113,14 @@ def query(
 
     run, training = _classify(run)
     if not training and not is_complete(run):
-        note(f"{run}: the run is not complete; what it has written so far is read")
+        note(f"{run}: {UNFINISHED}")
     with tempfile.TemporaryDirectory(prefix="quern-sql-") as scratch:
         connection = duckdb.connect(":memory:", config=_settings(memory_bytes, threads, scratch))
         with contextlib.closing(connection):
             views = ("steps",) if training else VIEWS
             wanted = check(connection, sql, views)
-            alias = _alias(run, scratch)
+            alias = os.path.join(scratch, "run")  # no query can know it, and nothing in it is a glob or a quote
+            os.symlink(run, alias)
             try:
                 _define(connection, run, training, alias, wanted, note)
                 _lock(connection, alias)
@@ -157,13 +159,6 @@ def _settings(memory_bytes: int | None, threads: int | None, scratch: str) -> di
         "python_enable_replacements": "false",
     }
     return settings | ({"threads": str(threads)} if threads else {})
-
-
-def _alias(run: str, scratch: str) -> str:
-    """The run under a path that no query can know, and in which nothing is a glob or a quote."""
-    alias = os.path.join(scratch, "run")
-    os.symlink(run, alias)
-    return alias
 
 
 def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:

@@ -16,7 +16,7 @@ from quern import storage
 from quern.data_pipeline import url as urls
 from quern.data_pipeline.document import verdict_schema
 from quern.errors import InputError, QuernError
-from quern.lineage.index.build import FOLDER, discard, open_index
+from quern.lineage.index.build import discard, open_index
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.columns import I64, DamagedIndexError
 from quern.lineage.index.decided import Redecided
@@ -67,9 +67,7 @@ class Documents:
         return len(self.numbers)
 
 
-def _guarded(
-    method: Callable[Concatenate[Lineage, P], R],
-) -> Callable[Concatenate[Lineage, P], R]:
+def _guarded(method: Callable[Concatenate[Lineage, P], R]) -> Callable[Concatenate[Lineage, P], R]:
     """A damaged index answers nothing: it is forgotten, and built anew when the run is opened again."""
 
     @wraps(method)
@@ -78,7 +76,7 @@ def _guarded(
             return method(self, *args, **kwargs)
         except DamagedIndexError as error:
             try:
-                forgotten = discard(self.run, self.built.record)
+                forgotten = discard(self.built)
             except OSError as why:
                 raise QuernError(
                     f"{error}; it cannot be built anew: {why.filename} cannot be removed ({why.strerror}); "
@@ -100,7 +98,8 @@ def _take_up_purge(run: str) -> None:
 
 
 class Lineage:
-    """A data run, opened for lineage; its index is built first where it does not stand (one line on stderr).
+    """A data run, opened for lineage; its index is built first where it does not stand (one line on stderr), below
+    ``TMPDIR`` and for this process alone where the run cannot be written to.
 
     A document is known by its *number*, 0 to ``num_documents - 1``: every verdict row has one, kept or dropped. Numbers
     hold as long as the run's verdict files do.
@@ -119,7 +118,7 @@ class Lineage:
         record = self.built.record
         self.run, self.run_id = state.run, state.run_id
         self.version: int = record["version"]
-        folder = os.path.join(self.run, FOLDER)
+        folder = self.built.folder
         self._segments: list[Segment] = []
         opened, base = Opened(), 0
         for own in record["segments"]:

@@ -64,7 +64,7 @@ def test_table_json_and_file_say_the_same(
     start, stop = planted["start"] + 6, planted["start"] + 6 + len(QUESTION) - 1
     text = " ".join(shown.output.split())
     assert f"{planted['doc_id'].hex()} http://example.org/\\x1b[31mred" in text
-    assert f"100.0% 7 n-grams of mill\\x1b[2J (line 1), tokens {start:,} to {stop:,} of web" in text
+    assert f"100.0% 7 n-grams of item mill\\x1b[2J (line 1), tokens {start:,} to {stop:,} of web" in text
     assert "1 document holds text of 1 of 2 items (13 words in a row)" in text
     assert "not looked for: 1 item with no text of 8 words (2)" in text
     assert "\x1b" not in shown.output

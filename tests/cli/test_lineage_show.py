@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 from quern.cli.lineage_show import show
 from quern.data_pipeline.document import content_hash
 from quern.data_pipeline.url import host, surt
+from quern.errors import InputError
 from quern.lineage.store import Lineage
 from support.lineage.runs import Listing, listing, write_listing
 
@@ -113,6 +115,19 @@ def test_a_hostile_page_is_shown_without_moving_the_cursor(run: str, found: List
     assert "utf-8\\x1b[7m" in result.output
     assert "<urn:\\u2066x>" in result.output
     assert "read by    /train/\\x1b[31mone" in result.output
+
+
+def test_of_an_unfinished_run_it_is_said_that_it_is(run: str, tmp_path: Path) -> None:
+    unknown = ("--url", "http://nowhere.example/")
+    assert "not complete" not in call(run, *unknown).stderr
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    result = call(str(copy), *unknown)
+    assert result.exit_code == 2 or isinstance(result.exception, InputError)
+    told = f"note: {copy}: the run is not complete; what it has written so far is read"
+    assert told in result.stderr.replace("\n", " ")
 
 
 def test_json_has_the_text_as_it_is(shown: Shown, found: Listing) -> None:

@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+import shlex
+import subprocess
 import uuid
 from pathlib import Path
 from typing import IO, Any
@@ -173,7 +175,7 @@ def test_a_complete_run_refuses_other_inputs(tmp_path: Path) -> None:
         pages.check_unchanged(record, pages.plan_sources(config(base)), base)
 
 
-def test_the_first_file_that_differs_from_a_complete_run_is_named(tmp_path: Path) -> None:
+def test_a_complete_run_says_what_differs_in_its_inputs_and_how_to_go_on(tmp_path: Path) -> None:
     base = str(tmp_path)
     for name in ("a", "b", "c"):
         write_jsonl(f"{base}/in/{name}.jsonl", range(3))
@@ -188,6 +190,14 @@ def test_the_first_file_that_differs_from_a_complete_run_is_named(tmp_path: Path
         with pytest.raises(InputError, match=rf"have changed since: {told}; give another run_dir"):
             pages.check_unchanged(record, pages.plan_sources(config(base)), base)
 
+    os.utime(f"{base}/in/a.jsonl", ns=(1, 1))
+    with pytest.raises(InputError) as raised:
+        pages.check_unchanged(record, pages.plan_sources(config(base)), base)
+    told = str(raised.value)
+    assert "other modification times and the same sizes: a.jsonl of source s; quern data report" in told
+    assert told.endswith(", else give another run_dir")
+    subprocess.run(shlex.split(told.partition("(")[2].partition(")")[0]), check=True)
+    pages.check_unchanged(record, pages.plan_sources(config(base)), base)
     write_jsonl(f"{base}/in/d.jsonl", range(3))
     refused("d.jsonl of source s is new")
     Path(f"{base}/in/c.jsonl").unlink()
@@ -197,13 +207,13 @@ def test_the_first_file_that_differs_from_a_complete_run_is_named(tmp_path: Path
 
 
 def test_a_run_without_a_single_kept_page_ends_well(tmp_path: Path) -> None:
-    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": "", "date": "soon"}\nnot json\n')
+    storage.publish_bytes(str(tmp_path / "in" / "0.jsonl"), b'{"text": "", "date": "soon", "url": 5}\nnot json\n')
     settings = config(str(tmp_path), tokenize={"encoding": "trained", "vocab_size": 300})
     result, report = run(settings)
     assert result.duplicates["removed"] == {} or not any(map(any, result.duplicates["removed"].values()))
     assert report.sources["s"]["train"].documents == 0
     (entry,) = map(storage.read_json, storage.list_files(f"{settings.run_dir}/commits/pages"))
-    assert entry["counts"]["unreadable_dates"] == 1
+    assert (entry["counts"]["unreadable_dates"], entry["counts"]["unreadable_urls"]) == (1, 1)
     assert storage.exists(f"{settings.run_dir}/tokens/VERSION.json")
     with pytest.raises(InputError, match=r"/run: has no documents to export in s$"):
         export(settings.run_dir, "bin", str(tmp_path / "out"))

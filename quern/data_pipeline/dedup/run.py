@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +54,9 @@ class DuplicatesReport:
     """Source → documents that were kept so far."""
     removed: dict[str, dict[str, int]]
     """Source → kind (exact, url, near) → documents removed."""
-    alarms: tuple[str, ...]
-    """Sources that lose more than ``alarm_share``, hosts with different texts under one URL; one sentence each."""
+    alarms: tuple[dict[str, Any], ...]
+    """Sources that lose more than ``alarm_share``, hosts with different texts under one URL, each as
+    :func:`quern.data_pipeline.report.find_losses` gives them; ``entered`` of a host is None, as it is not counted."""
     notes: tuple[str, ...]
     """What else a reader should know, one sentence each: bands over the cap."""
     urls: UrlPairs
@@ -158,10 +160,8 @@ def _places(partitions: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], lis
 
 def _shards(places: Sequence[Place], counts: Sequence[int], most: int) -> list[Shard]:
     """Consecutive partitions with at most ``most`` documents together, or one."""
-    shards: list[Shard] = []
-    for first, last in cuts(np.array(counts), most):
-        shards.append(Shard(len(shards), tuple(places[first:last]), tuple(counts[first:last])))
-    return shards
+    ranges = enumerate(cuts(np.array(counts), most))
+    return [Shard(n, tuple(places[first:last]), tuple(counts[first:last])) for n, (first, last) in ranges]
 
 
 def _removed_by_source(sources: Sequence[str], removed: np.ndarray) -> dict[str, dict[str, int]]:
@@ -188,29 +188,36 @@ def _alarms(
     removed: Mapping[str, Mapping[str, int]],
     kept_in: Mapping[str, Counter[str]],
     alarm_share: float,
-) -> Iterable[str]:
+) -> Iterable[dict[str, Any]]:
     for source, kinds in sorted(removed.items()):
         lost = sum(kinds.values())
         if lost > alarm_share * documents[source]:
             details = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            yield (
+            text = (
                 f"source {source} loses {lost} of {documents[source]} documents "
                 f"({lost / documents[source]:.0%}) as duplicates: {details}{_elsewhere(kept_in[source])}"
             )
+            yield _alarm("source", source, documents[source], lost, max(kinds, key=lambda kind: kinds[kind]), text)
 
 
-def _url_alarms(hosts: Mapping[str, int]) -> Iterable[str]:
+def _alarm(what: str, name: str, entered: int | None, lost: int, reason: str, text: str) -> dict[str, Any]:
+    return {"what": what, "name": name, "gate": "duplicates", "entered": entered, "lost": lost, "reason": reason,
+            "text": text}  # fmt: skip
+
+
+def _url_alarms(hosts: Mapping[str, int]) -> Iterable[dict[str, Any]]:
     """Hosts on which a URL serves different texts, the first in full, the others counted."""
     many = [(host, count) for host, count in hosts.items() if count >= MANY_TEXTS]
     if many:
         host, count = many[0]
         least = " at least" if len(many) == MOST_HOSTS else ""
         others = f"; so do{least} {len(many) - 1} more" if len(many) > 1 else ""
-        yield (
+        text = (
             f"host {host} serves different texts under one URL: {count} of its documents were removed for the URL of "
             f"another one with which they have a similarity below {UNLIKE}{others}; "
             f"with duplicates.url_threshold={UNLIKE} none of them goes for its URL"
         )
+        yield _alarm("host", host, None, count, "url", text)
 
 
 def _elsewhere(kept_in: Counter[str]) -> str:

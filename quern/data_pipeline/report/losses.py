@@ -61,9 +61,10 @@ class _Loss:
 def find_losses(
     stats: Mapping[str, Any], files: Mapping[tuple[str, str], FileCounts], found: Survey
 ) -> list[dict[str, Any]]:
-    """The alarms of a run as plain data, sources first: ``what`` (source, file, language), ``name``, ``source`` of a
-    file, ``gate``, documents that ``entered`` it and were ``lost`` there, the most frequent ``reason``, and ``text``,
-    a sentence for a person.
+    """The alarms of a run as plain data, sources first: ``what`` (source, file, language, host), ``name``, ``source``
+    of a file, ``gate``, documents that ``entered`` it (None: not counted) and were ``lost`` there, the most frequent
+    ``reason``, and ``text``, a sentence for a person. Those of the search for duplicates, which ``stats`` has, are
+    among them.
 
     A language or a file that ``language.keep`` leaves out is no alarm, nor is what was purged. A file is not named
     where its source is, for the same gate. Duplicates of a whole source are told by the search for them.
@@ -78,27 +79,25 @@ def find_losses(
     for name, table in stats["sources"].items():
         for loss in _source_losses(table):
             told.add((name, loss.gate))
-            text = _source_text(name, loss, table, stats)
-            alarms.append({"what": "source", "name": name, **_plain(loss), "text": text})
-    more = []
+            alarms.append(_alarm("source", name, loss, _source_text(name, loss, table, stats)))
+    alarms += [alarm for alarm in stats["alarms"] if alarm["what"] == "source"]
+    more = [alarm for alarm in stats["alarms"] if alarm["what"] != "source"]
     for (source, path), file in files.items():
         if not file.pages and file.damage is not None and (source, "read") not in told:
-            nothing = _Loss("read", 0, 0, "damage", 0)
             text = f"file {path} of source {source}: no record could be read: {file.damage}"
-            more.append({"what": "file", "name": path, "source": source, **_plain(nothing), "text": text})
+            more.append(_alarm("file", path, _Loss("read", 0, 0, "damage", 0), text, source=source))
         by_reason = Counter(file.by_reason)
         if all((source, name) in found.duplicates for name in file.partitions):
             by_reason["duplicates:removed"] = sum(found.duplicates[source, name] for name in file.partitions)
         for loss in _walk(file.pages, by_reason):
             if loss.is_alarm and (source, loss.gate) not in told:
                 text = _text(f"file {path} of source {source}", loss)
-                more.append({"what": "file", "name": path, "source": source, **_plain(loss), "text": text})
+                more.append(_alarm("file", path, loss, text, source=source))
     for language, by_reason in found.losses.items():
         for loss in _walk(sum(found.languages[language]), by_reason):
             if loss.is_alarm and not all((source, loss.gate) in told for source in stats["sources"]):
                 seen = "" if found.complete else f", of the {found.rows_read:,} pages that the report has looked at"
-                text = _text(f"language {language}", loss) + seen
-                more.append({"what": "language", "name": language, **_plain(loss), "text": text})
+                more.append(_alarm("language", language, loss, _text(f"language {language}", loss) + seen))
     more.sort(key=lambda alarm: (-alarm["lost"], alarm["what"], alarm["name"], alarm.get("source", "")))
     return (alarms + more)[:MAX_ALARMS]
 
@@ -158,8 +157,9 @@ def _source_losses(table: Mapping[str, Any]) -> list[_Loss]:
     return alarms
 
 
-def _plain(loss: _Loss) -> dict[str, Any]:
-    return {"gate": loss.gate, "entered": loss.entered, "lost": loss.lost, "reason": loss.reason}
+def _alarm(what: str, name: str, loss: _Loss, text: str, **more: str) -> dict[str, Any]:
+    return {"what": what, "name": name, **more, "gate": loss.gate, "entered": loss.entered, "lost": loss.lost,
+            "reason": loss.reason, "text": text}  # fmt: skip
 
 
 def _source_text(name: str, loss: _Loss, table: Mapping[str, Any], stats: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from quern import storage
 from quern.config import dump_yaml
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
-from quern.data_pipeline.report.stats import committed, funnel
+from quern.data_pipeline.report.stats import all_alarms, committed, funnel
 from quern.data_pipeline.report.survey import CHAR_EDGES, NO_HOST, OUTCOMES, WORD_EDGES, Budget, Survey, survey
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
 from quern.words import counted
@@ -27,6 +27,8 @@ NUM_LANGUAGES = 20
 NUM_HOSTS = 20
 NUM_DAMAGE = 100
 NUM_ALARMS = 100
+#: Bins of lengths that a histogram has at least (eight are a factor of ten): one alone has no scale.
+LEAST_BINS = 10
 #: Width of the first row of the funnel in a drawing 1,000 wide; the rest is for what flows out.
 FLOW = 800.0
 
@@ -141,7 +143,7 @@ def _tiles(stats: Mapping[str, Any]) -> str:
 
 
 def _alarms(stats: Mapping[str, Any]) -> str:
-    alarms = stats.get("alarms", ())
+    alarms = all_alarms(stats)
     shown = "".join(f'<p class="alarm">{show(alarm["text"], 600)}</p>' for alarm in alarms[:NUM_ALARMS])
     more = len(alarms) - NUM_ALARMS
     return shown + (f'<p class="muted">and {num(more)} more, in stats.json</p>' if more > 0 else "")
@@ -228,10 +230,8 @@ def _sources(stats: Mapping[str, Any], found: Survey) -> str:
                 texts = tokens - table_of["unique"]
                 row.append(num(found.unique_chars[name] / texts, 2) if texts else "–")
         rows.append(row)
-    lead = (
-        "“Held out” documents are the validation set; they are counted in documents and tokens." if with_tokens else ""
-    )
-    return (_lead(lead) if lead else "") + table(head, rows)
+    lead = _lead("“Held out” documents are the validation set; they are counted in documents and tokens.")
+    return (lead if with_tokens else "") + table(head, rows)
 
 
 def _stacked(label: str, counts: Sequence[int]) -> Bar:
@@ -286,7 +286,8 @@ def _lengths(found: Survey) -> str:
 def _histogram(counts: np.ndarray, edges: np.ndarray, unit: str) -> str:
     passed, dropped = counts[0] + counts[1], counts[2]
     used = np.flatnonzero(passed + dropped)
-    first, last = int(used[0]), int(used[-1]) + 1
+    around = max(LEAST_BINS - int(np.ptp(used)), 0) // 2
+    first, last = max(int(used[0]) - around, 0), min(int(used[-1]) + 1 + around, len(passed))
     top = int(max(passed.max(), dropped.max()))
     up, down = (int(side.max()) / top * 100 for side in (passed, dropped))
     base = 100 * up / (up + down)
@@ -296,11 +297,8 @@ def _histogram(counts: np.ndarray, edges: np.ndarray, unit: str) -> str:
     drawing = steps(passed[first:last].tolist(), top, "kept", names, base=base, height=height)
     drawing += steps(dropped[first:last].tolist(), top, "dropped", names, base=base, height=-height)
     x = _decades(edges, first, last)
-    y = [Tick(1 - base / 100, "0")]
-    if passed.max():
-        y.append(Tick(1.0, short(int(passed.max()))))
-    if dropped.max():
-        y.append(Tick(0.0, short(int(dropped.max()))))
+    ends = ((1.0, passed), (0.0, dropped))
+    y = [Tick(1 - base / 100, "0"), *(Tick(at, short(int(side.max()))) for at, side in ends if side.max())]
     caption = (
         f"{unit.capitalize()} a document. Median passed: {_median(passed, edges)}; dropped: {_median(dropped, edges)}."
     )
@@ -340,14 +338,10 @@ def _time(stats: Mapping[str, Any]) -> str:
     if rest > 0:
         ranked.append(("reading, writing, rest", rest))
     pages = stats["pages"] or 1
-    rows = [
-        Bar(
-            show(name),
-            (("kept", value),),
-            f"{num(value, 1)} s <small>· {num(1e3 * value / pages, 2)} ms a page</small>",
-        )
-        for name, value in ranked
-    ]
+    rows = []
+    for name, value in ranked:
+        note = f"{num(value, 1)} s <small>· {num(1e3 * value / pages, 2)} ms a page</small>"
+        rows.append(Bar(show(name), (("kept", value),), note))
     speed = timing["pages_per_cpu_second"]
     lead = f"CPU seconds of the pages phase: {num(timing['cpu_seconds'], 1)} in all"
     return _lead(lead + (f", {num(speed, 1)} pages a CPU-second." if speed else ".")) + bars(rows)

@@ -28,6 +28,7 @@ from quern.words import counted
 __all__ = [
     "FileCounts",
     "FunnelRow",
+    "all_alarms",
     "build_stats",
     "committed",
     "funnel",
@@ -43,7 +44,7 @@ MAX_SHOWN = 20
 PRE_SKIP = "language:language.pre_skip"
 DECISIONS = "duplicates/decisions.parquet"
 
-_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept", "unreadable_dates")
+_SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept", "unreadable_dates", "unreadable_urls")
 _TABLES = ("by_stage", "by_reason", "by_language", "other_records")
 
 #: Rows of the funnel in the order of the road: (key, label). The language guess comes before extraction.
@@ -105,9 +106,8 @@ def committed(
     for path in storage.list_files(folder):
         inside = path.split("/commits/pages/", 1)[-1]
         source, _, name = inside.removesuffix(".json").partition("/")
-        if not inside.endswith(".json") or inside.rpartition("/")[2].startswith("."):
-            continue
-        if wanted is not None and (source, name) not in wanted:
+        ours = inside.endswith(".json") and not inside.rpartition("/")[2].startswith(".")
+        if not ours or (wanted is not None and (source, name) not in wanted):
             continue
         entry = storage.read_json(path)
         if (entry.get("source"), entry.get("partition")) != (source, name):
@@ -162,19 +162,17 @@ def build_stats(
     removed = _removed(duplicates, sources)
     _check_decisions(run_dir, removed)
     for source, table in sources.items():
-        table["duplicates"] = removed.get(source, {})
+        table |= {"duplicates": removed.get(source, {}), "tokens": None}
         table["unique"] = table["kept"] - sum(table["duplicates"].values())
-        table["tokens"] = None
-    kinds: Counter[str] = Counter()
-    for by_kind in removed.values():
-        kinds.update(by_kind)
+    kinds = sum(map(Counter, removed.values()), Counter[str]())
     token_counts = None if tokens is None else _count_tokens(tokens, sources)
     return {
         "format": STATS_FORMAT,
         **{key: dict(sorted(value.items())) if key in _TABLES else value for key, value in totals.items()},
         "unique": totals["kept"] - kinds.total(),
         "sources": {name: _sorted_tables(sources[name]) for name in sorted(sources)},
-        "duplicates": {**duplicates, "removed": removed, "by_kind": dict(sorted(kinds.items()))},
+        "alarms": all_alarms({"duplicates": duplicates}),
+        "duplicates": {**duplicates, "alarms": [], "removed": removed, "by_kind": dict(sorted(kinds.items()))},
         "tokens": token_counts,
         "damage": {"count": damaged.num, "first": damage},
         "timing": {
@@ -183,6 +181,17 @@ def build_stats(
             "pages_per_cpu_second": round(totals["pages"] / cpu_seconds, 2) if cpu_seconds else None,
         },
     }
+
+
+def all_alarms(stats: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The alarms of a run. Those about duplicates stand with the others, in an earlier version as sentences there."""
+    alarms = [*stats.get("alarms", ()), *stats["duplicates"].get("alarms", ())]
+    return [alarm if isinstance(alarm, dict) else _from_sentence(alarm) for alarm in alarms]
+
+
+def _from_sentence(text: str) -> dict[str, Any]:
+    what, name, *_ = *text.split(" ", 2), ""
+    return {"what": what, "name": name, "gate": "duplicates", "entered": None, "lost": 0, "reason": "", "text": text}
 
 
 def url_similarities(duplicates: Mapping[str, Any]) -> str | None:
@@ -275,9 +284,7 @@ def _removed(duplicates: Mapping[str, Any], sources: Mapping[str, Any]) -> dict[
 def _check_decisions(run_dir: str, removed: Mapping[str, Mapping[str, int]]) -> None:
     """The report of duplicates and the stored decisions count the same documents of every kind."""
     path = storage.join(run_dir, DECISIONS)
-    reported: Counter[str] = Counter()
-    for kinds in removed.values():
-        reported.update(kinds)
+    reported = sum(map(Counter, removed.values()), Counter[str]())
     stored: Counter[str] = Counter()
     if storage.exists(path):
         with storage.open_read(path) as file:
@@ -324,22 +331,19 @@ def funnel(stats: Mapping[str, Any], num_reasons: int = 3) -> tuple[FunnelRow, .
         stage, _, reason = full.partition(":")
         reasons["pre_skip" if full == PRE_SKIP else stage][reason] += count
     reasons["duplicates"].update(stats["duplicates"]["by_kind"])
-    known = [key for key, _ in _ROAD]
-    strange = [(stage, stage) for stage in sorted(set(dropped) - set(known))]
+    strange = [(stage, stage) for stage in sorted(set(dropped) - {key for key, _ in _ROAD})]
     rows = []
     entered = stats["pages"]
     for stage, label in (*_ROAD[:-1], *strange, _ROAD[-1]):
         top = sorted(reasons[stage].items(), key=lambda item: (-item[1], item[0]))[:num_reasons]
-        left = entered - dropped[stage]
         share = dropped[stage] / entered if entered else 0.0
-        rows.append(FunnelRow(stage, label, entered, dropped[stage], left, share, tuple(top)))
-        entered = left
+        rows.append(FunnelRow(stage, label, entered, dropped[stage], entered - dropped[stage], share, tuple(top)))
+        entered -= dropped[stage]
     return tuple(rows)
 
 
 def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
     """Print the funnel as a table, with tokens, alarms and damage in the lines below it."""
-    pages = stats["pages"]
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     table.add_column("stage", no_wrap=True)
     for name in ("in", "dropped", "of in", "left", "of all"):
@@ -352,7 +356,7 @@ def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
             f"{row.dropped:,}" if row.dropped else "–",
             f"{row.share:.1%}" if row.dropped else "",
             f"{row.left:,}",
-            f"{row.left / pages:.1%}" if pages else "",
+            f"{row.left / stats['pages']:.1%}" if stats["pages"] else "",
             ", ".join(f"{reason} {count:,}" for reason, count in row.reasons if row.stage != "pre_skip"),
         ]
         table.add_row(*(Text(cell) for cell in cells), style="" if row.dropped else "dim")
@@ -376,16 +380,17 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
         yield f"chance that the bands find a pair of near duplicates, by formula: {chances}"
     if (url := url_similarities(stats["duplicates"])) is not None:
         yield f"removed for an equal URL, by similarity with the document that stays: {url}"
-    alarms = [*(alarm["text"] for alarm in stats.get("alarms", ())), *stats["duplicates"].get("alarms", ())]
-    for sentence in alarms[:MAX_SHOWN]:
-        yield f"alarm: {sentence}"
+    alarms = all_alarms(stats)
+    for alarm in alarms[:MAX_SHOWN]:
+        yield f"alarm: {alarm['text']}"
     if len(alarms) > MAX_SHOWN:
         yield f"alarm: and {len(alarms) - MAX_SHOWN:,} more, in stats.json and in the report"
     for sentence in stats["duplicates"].get("notes", ()):
         yield f"note: {sentence}"
     for name, table in stats["sources"].items():
-        if num := table.get("unreadable_dates"):
-            yield f"note: source {name}: {counted(num, 'date')} could not be read, and fetched_at is null there"
+        for what, column in (("date", "fetched_at"), ("URL", "url")):
+            if num := table.get(f"unreadable_{what.lower()}s"):
+                yield f"note: source {name}: {counted(num, what)} could not be read, and {column} is null there"
     if stats["damage"]["count"]:
         yield f"read around in the input: {counted(stats['damage']['count'], 'damaged place')}"
     if stats["timing"]["pages_per_cpu_second"] is not None:

@@ -39,7 +39,6 @@ def duplicates_section(stats: Mapping[str, Any], found: Survey, config: Mapping[
         "removed. Bands of hashes propose pairs; a pair counts only when its similarity is verified"
         f"{_proposed(report)}.</p>"
     ]
-    parts += [f'<p class="alarm">{show(alarm, 400)}</p>' for alarm in report.get("alarms", ())]
     parts += [f"<p>{show(note, 400)}</p>" for note in report.get("notes", ())]
     if (url := url_similarities(report)) is not None:
         parts.append(f"<p>Removed for an equal URL, by similarity with the document that stays: {show(url)}.</p>")

@@ -34,8 +34,7 @@ _SECONDS = re.compile(r"(?:\d{9,11}|\d{13})(?:\.\d{1,9})?")
 def fill(page: Page, source: SourceConfig, row: Mapping[str, object], log: ReadLog) -> None:
     """Set ``record_id``, ``url``, ``fetched_at``, ``charset`` and ``raw`` from ``row``, and the fault.
 
-    A date that is there and cannot be read is counted in ``log``. A text that is ``bytes`` is one that could not be
-    decoded.
+    A URL or date that is there and cannot be read is counted in ``log``. A text that is ``bytes`` could not be decoded.
     """
     identity = row.get(source.id_field) if source.id_field else None
     if isinstance(identity, str | int | uuid.UUID) and not isinstance(identity, bool):
@@ -43,6 +42,7 @@ def fill(page: Page, source: SourceConfig, row: Mapping[str, object], log: ReadL
     url = row.get(source.url_field) if source.url_field else None
     if isinstance(url, str) and url.strip():
         page.url = printable(url.strip())
+    log.unreadable_urls += url is not None and not isinstance(url, str)
     date = row.get(source.date_field) if source.date_field else None
     page.fetched_at = _moment(date)
     log.unreadable_dates += date is not None and page.fetched_at is None and date != ""

@@ -25,6 +25,8 @@ class ReadLog:
     damage_left_out: int = 0
     unreadable_dates: int = 0
     """Values of ``date_field`` that are there and are no date."""
+    unreadable_urls: int = 0
+    """Values of ``url_field`` that are there and are no text."""
     edges: Edges | None = None
     """Of a partition that is a range of a file, once it has been read."""
     tick: Callable[[], None] = lambda: None

@@ -281,13 +281,14 @@ def _special(path: str) -> str | None:
 
 
 def _regular(source: SourceConfig, paths: list[str]) -> list[str]:
-    """Those that are no pipe, socket or device; the others are named in a warning."""
-    special = {path: kind for path in paths if (kind := _special(path)) is not None}
-    if special:
-        named = ", ".join(f"{path} (a {kind})" for path, kind in sorted(special.items())[:_NAMED])
-        more = f" and {len(special) - _NAMED:,} more" if len(special) > _NAMED else ""
-        log.warning("source %s: not read, no regular file: %s%s", source.name, named, more)
-    return [path for path in paths if path not in special]
+    """Those that are no pipe, socket or device, and whose name is text; the others are named in a warning."""
+    others = {path: f"a {kind}" for path in paths if (kind := _special(path)) is not None}
+    others |= {path: "its name is not UTF-8" for path in paths if re.search("[\ud800-\udfff]", path)}
+    if others:
+        named = ", ".join(f"{path} ({why})" for path, why in sorted(others.items())[:_NAMED])
+        more = f" and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
+        log.warning("source %s: not read: %s%s", source.name, named.encode(errors="backslashreplace").decode(), more)
+    return [path for path in paths if path not in others]
 
 
 def _normal(entry: str) -> str:

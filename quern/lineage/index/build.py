@@ -7,10 +7,13 @@ and then removes what that no longer names: whoever is killed leaves the old ind
 
 from __future__ import annotations
 
+import atexit
+import errno
 import os
 import re
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -42,6 +45,10 @@ FORMAT = 5
 _STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 _OURS = re.compile(r"(segment|spans|duplicates)_[0-9a-f]{32}|\.building-.*")
 _ATTEMPTS = 3
+#: Where a run cannot be written to.
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+#: Run → the folder of its index, where that is for this process alone.
+_elsewhere: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Built:
     record: dict[str, Any]
     new: bool
     segments_written: int
+    folder: str
+    """Where it stands: ``RUN/lineage``, or a temporary folder of this process where the run cannot be written to."""
 
 
 def survey(run: str) -> State:
@@ -130,40 +139,47 @@ def open_index(run: str, *, build: bool = True, segment_documents: int = SEGMENT
     """
     for _ in range(_ATTEMPTS):
         state = survey(run)
-        record = _read(state)
+        folder = _elsewhere.get(state.run) or os.path.join(state.run, FOLDER)
+        record = _read(state, folder)
         if record is not None:
-            return state, Built(record, False, 0)
+            return state, Built(record, False, 0, folder)
         if not build:
             raise InputError(f"{state.run}: has no index, or one older than its files; run: quern lineage index")
         try:
-            built = _build(state, segment_documents)
+            try:
+                built = _build(state, folder, segment_documents)
+            except OSError as error:
+                if error.errno not in _READ_ONLY:
+                    raise
+                print(f"{folder}: cannot be written ({error.strerror}), so the index is not kept", file=sys.stderr)
+                folder = _elsewhere[state.run] = tempfile.mkdtemp(prefix="quern-lineage-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                built = _build(state, folder, segment_documents)
         except OSError as error:
-            folder = os.path.join(state.run, FOLDER)
             raise QuernError(f"{folder}: the index cannot be written ({error.strerror or error})") from None
         if survey(run) == state:
             return state, built
     raise QuernError(f"{run}: is being written to; ask again when the run is complete")
 
 
-def discard(run: str, record: dict[str, Any]) -> bool:
-    """Forget the index of ``record`` that was found damaged: the next to open it builds what is damaged anew.
+def discard(built: Built) -> bool:
+    """Forget an index that was found damaged: the next to open it builds what is damaged anew.
 
     False if another stands there by now.
 
     Raises:
         OSError: it cannot be removed.
     """
-    path = os.path.join(run, FOLDER, INDEX)
-    if read_sealed(path) not in (None, record):
+    path = os.path.join(built.folder, INDEX)
+    if read_sealed(path) not in (None, built.record):
         return False
     with suppress(FileNotFoundError):
         os.unlink(path)
     return True
 
 
-def _read(state: State) -> dict[str, Any] | None:
+def _read(state: State, folder: str) -> dict[str, Any] | None:
     """What ``index.json`` says, if it is of this state and all its folders are there."""
-    folder = os.path.join(state.run, FOLDER)
     record = read_sealed(os.path.join(folder, INDEX))
     if record is None or record["state"] != state.digest:
         return None
@@ -171,13 +187,12 @@ def _read(state: State) -> dict[str, Any] | None:
     return record if all(os.path.isdir(os.path.join(folder, name)) for name in names) else None
 
 
-def _build(state: State, segment_documents: int) -> Built:
-    folder = os.path.join(state.run, FOLDER)
+def _build(state: State, folder: str, segment_documents: int) -> Built:
     os.makedirs(folder, exist_ok=True)
     with exclusive(os.path.join(folder, ".lock")):
-        record = _read(state)
+        record = _read(state, folder)
         if record is not None:  # somebody else has just built it
-            return Built(record, False, 0)
+            return Built(record, False, 0, folder)
         for name in os.listdir(folder):
             if name.startswith(".building-"):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
@@ -191,7 +206,7 @@ def _build(state: State, segment_documents: int) -> Built:
         for name in os.listdir(folder):
             if _OURS.fullmatch(name) and name not in keep:
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-    return Built(record, True, builder.segments_written)
+    return Built(record, True, builder.segments_written, folder)
 
 
 class _Builder:
@@ -214,8 +229,7 @@ class _Builder:
         for record in records:
             segments.append(Segment(os.path.join(self.folder, record["name"]), base, record, opened))
             base += record["documents"]
-        readers = self._readers()
-        since = self._since(readers)
+        readers, since = self._readers()
         names = [record["name"] for record in records]
         bases = [segment.base for segment in segments]
         spans, _ = self._part(
@@ -237,13 +251,8 @@ class _Builder:
             "spans": spans,
             "duplicates": duplicates,
             "streams": [
-                {
-                    "name": reader.source,
-                    "since": stands,
-                    "total_tokens": reader.total_tokens,
-                    "num_spans": reader.num_documents,
-                }
-                for reader, stands in zip(readers, since, strict=True)
+                {"name": own.source, "since": stands, "total_tokens": own.total_tokens, "num_spans": own.num_documents}
+                for own, stands in zip(readers, since, strict=True)
             ],
         }
 
@@ -256,30 +265,25 @@ class _Builder:
         tables = os.path.join(self.state.run, "duplicates")
         write_duplicates(path, self._scratch("duplicates"), tables, segments, num_documents)
 
-    def _readers(self) -> list[ShardReader]:
+    def _readers(self) -> tuple[list[ShardReader], list[int]]:
+        """The tokens of every stream, and the corpus version since which they stand where they do."""
         if self.state.version_sha256 is None:
-            return []
+            return [], []
         tokens = os.path.join(self.state.run, "tokens")
-        version = storage.read_json(os.path.join(tokens, VERSION_FILE))
+        path = os.path.join(tokens, VERSION_FILE)
+        version = storage.read_json(path)
         sources = version.get("sources") if isinstance(version, dict) else None
         if not isinstance(sources, dict):
-            raise InputError(f"{tokens}/{VERSION_FILE}: sources: expected a mapping, got {sources!r:.60}")
+            raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
         for source in sources:
             if not _STREAM.fullmatch(source):
-                raise InputError(
-                    f"{tokens}/{VERSION_FILE}: sources: expected <source> or <source>.val, got {source!r:.99}"
-                )
-        return [ShardReader(os.path.join(tokens, source)) for source in sources]
-
-    def _since(self, readers: Sequence[ShardReader]) -> list[int]:
-        """The corpus version since which the tokens of each stream stand where they do."""
-        path = os.path.join(self.state.run, "tokens", VERSION_FILE)
-        sources = storage.read_json(path)["sources"] if readers else {}
-        found = [sources[reader.source].get("since", 1) for reader in readers]
-        for reader, since in zip(readers, found, strict=True):
+                raise InputError(f"{path}: sources: expected <source> or <source>.val, got {source!r:.99}")
+        readers = [ShardReader(os.path.join(tokens, source)) for source in sources]
+        found = [own.get("since", 1) for own in sources.values()]
+        for source, since in zip(sources, found, strict=True):
             if type(since) is not int or since < 1:
-                raise InputError(f"{path}: sources.{reader.source}.since: expected an integer ≥ 1, got {since!r:.60}")
-        return found
+                raise InputError(f"{path}: sources.{source}.since: expected an integer ≥ 1, got {since!r:.60}")
+        return readers, found
 
     def _part(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,11 +86,10 @@ def _read_urls(path: str) -> list[str]:
     name = "standard input" if path == "-" else path
     urls, bad = [], []
     for number, line in _lines(path):
-        text = line.strip()
+        text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
         if not text:
             continue
-        url = _canonical(text)
-        if url is None:
+        if (url := _canonical(text)) is None:
             bad.append(f"line {number}: {text[:_SHOWN_CHARS].decode('utf-8', 'backslashreplace')!r}")
         else:
             urls.append(url)

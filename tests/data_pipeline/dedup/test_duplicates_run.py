@@ -284,13 +284,15 @@ def test_a_url_that_serves_different_texts_is_measured_named_and_can_be_kept(pla
     urls = result.report.urls
     assert (urls.compared, sum(urls.similar), urls.similar[0], urls.unknown) == (16, 15, 13, 1)
     assert urls.hosts == {"many.example": 12, "few.example": 1}
-    (alarm,) = (alarm for alarm in result.report.alarms if "host" in alarm)
+    (found_alarm,) = (alarm for alarm in result.report.alarms if alarm["what"] == "host")
+    assert (found_alarm["name"], found_alarm["lost"], found_alarm["reason"]) == ("many.example", 12, "url")
+    alarm = found_alarm["text"]
     assert "host many.example serves different texts under one URL: 12 of its documents" in alarm
     assert "with duplicates.url_threshold=0.2 none of them goes for its URL" in alarm
     assert "few" not in alarm
     kept = plain.deduplicate(docs, SURE.model_copy(update={"url_threshold": 0.2}))
     assert set(kept.removed) == {doc.doc_id for doc, text in zip(docs[1:3], texts[1:3], strict=True)}
-    assert not any("host" in alarm for alarm in kept.report.alarms)
+    assert not any(alarm["what"] == "host" for alarm in kept.report.alarms)
     with pytest.raises(ValidationError, match="url_threshold: expected only with url and near"):
         DuplicatesConfig(url_threshold=0.2, near=False)
 
@@ -352,7 +354,8 @@ def test_a_source_that_loses_most_of_its_documents_raises_an_alarm(plain):
     report = plain.deduplicate(docs, DuplicatesConfig()).report
     assert report.removed == {"a": {"exact": 4}}
     assert len(report.alarms) == 1
-    assert "source a loses 4 of 5 documents (80%)" in report.alarms[0]
+    assert "source a loses 4 of 5 documents (80%)" in report.alarms[0]["text"]
+    assert (report.alarms[0]["entered"], report.alarms[0]["lost"], report.alarms[0]["reason"]) == (5, 4, "exact")
     assert not plain.deduplicate(docs, DuplicatesConfig(alarm_share=0.8)).report.alarms
 
 

@@ -107,6 +107,28 @@ def test_files_of_another_kind_are_an_error(
     assert line.startswith("error: source s: ")
 
 
+def test_alarms_about_duplicates_are_told_and_stored_like_all_others(tmp_path: Path) -> None:
+    urls = [f"https://many.example/{n // 2}" for n in range(40)]
+    letters = str.maketrans("0123456789", "abcdefghij")  # figures are equal to the search for duplicates
+    texts = [text.translate(letters) for text in english(40)]
+    pages = [{"text": text, "url": url} for text, url in zip(texts, urls, strict=True)]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(page) + "\n" for page in pages))
+    result = quern_run(
+        tmp_path, config(tmp_path, [{"name": "s", "paths": f"{tmp_path}/m.jsonl"}], duplicates={"alarm_share": 0.4})
+    )
+    assert result.exit_code == 0, result.output
+    source, host = alarms(tmp_path)
+    assert {key: source[key] for key in source if key != "text"} == {
+        "what": "source", "name": "s", "gate": "duplicates", "entered": 40, "lost": 20, "reason": "url",
+    }  # fmt: skip
+    assert (host["what"], host["name"], host["gate"], host["lost"]) == ("host", "many.example", "duplicates", 20)
+    page = (tmp_path / "run" / "report.html").read_text()
+    section = page[page.index(">Alarms</h2>") :].partition("<h2")[0]
+    for alarm in (source, host):
+        assert result.stdout.count(f"alarm: {alarm['text']}") == 1
+        assert (section.count(alarm["text"]), page.count(alarm["text"])) == (1, 1)
+
+
 def test_a_file_that_gives_nothing_is_named_beside_others_that_do(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     rows(tmp_path / "in" / "good.jsonl", english(30))
@@ -114,7 +136,7 @@ def test_a_file_that_gives_nothing_is_named_beside_others_that_do(tmp_path: Path
     rows(tmp_path / "in" / "small.jsonl", english(3, salt="s"), "content")
     result = quern_run(tmp_path, config(tmp_path, [{"name": "s", "paths": f"{tmp_path}/in/*.jsonl"}]))
     assert result.exit_code == 0, result.output
-    (alarm,) = alarms(tmp_path)
+    (alarm,) = (alarm for alarm in alarms(tmp_path) if alarm["gate"] != "duplicates")
     assert alarm["text"] == "file other.jsonl of source s loses 25 of 25 documents at read, all as read.no_field"
     assert (alarm["what"], alarm["gate"], alarm["entered"], alarm["lost"]) == ("file", "read", 25, 25)
 
@@ -145,7 +167,9 @@ def test_a_language_is_an_alarm_where_it_is_wanted(tmp_path: Path) -> None:
     result = quern_run(tmp_path, settings)
     assert result.exit_code == 0, result.output
     found = [
-        (alarm["what"], alarm["name"], alarm["gate"], alarm["entered"], alarm["lost"]) for alarm in alarms(tmp_path)
+        (alarm["what"], alarm["name"], alarm["gate"], alarm["entered"], alarm["lost"])
+        for alarm in alarms(tmp_path)
+        if alarm["gate"] != "duplicates"
     ]
     assert found == [("language", "de", "quality", 30, 30)]
 
@@ -172,12 +196,11 @@ def test_copies_of_another_source_are_said_to_be_that(tmp_path: Path) -> None:
     ]
     result = quern_run(tmp_path, config(tmp_path, sources, duplicates={"near": False}))
     assert result.exit_code == 0, result.output
-    assert (
-        "alarm: source b loses 30 of 40 documents (75%) as duplicates: 30 exact; 30 of documents of source a"
-        in result.stdout
-    )
+    said = "source b loses 30 of 40 documents (75%) as duplicates: 30 exact; 30 of documents of source a"
+    assert f"alarm: {said}" in result.stdout
     assert [alarm["text"] for alarm in alarms(tmp_path)] == [
-        "file copy.jsonl of source b loses 30 of 30 documents as duplicates"
+        said,
+        "file copy.jsonl of source b loses 30 of 30 documents as duplicates",
     ]
 
 

@@ -126,12 +126,13 @@ def test_printed_funnel_shows_every_stage_and_no_markup(made: Any) -> None:
     assert "could not be read" not in shown
 
 
-def test_dates_that_could_not_be_read_are_counted_and_told(made: Any) -> None:
-    edit_commit(made, unreadable_dates=3)
+def test_dates_and_urls_that_could_not_be_read_are_counted_and_told(made: Any) -> None:
+    edit_commit(made, unreadable_dates=3, unreadable_urls=1)
     stats = made.stats()
     assert (stats["unreadable_dates"], stats["sources"]["crawl"]["unreadable_dates"]) == (3, 3)
     console = Console(file=io.StringIO(), width=160, record=True)
     report.print_funnel(stats, console)
     shown = console.export_text()
     assert "note: source crawl: 3 dates could not be read, and fetched_at is null there" in shown
+    assert "note: source crawl: 1 URL could not be read, and url is null there" in shown
     assert "source wet: 0" not in shown

@@ -150,6 +150,9 @@ def test_every_alarm_and_note_is_shown_once(made: Any) -> None:
     made.duplicates["alarms"], made.duplicates["notes"] = ["a source loses much"], ["a band is shared by many"]
     text = written(made)
     assert (text.count("a source loses much"), text.count("a band is shared by many")) == (1, 1)
+    stats = made.stats()
+    stats["alarms"], stats["duplicates"]["alarms"] = [], ["a source loses much"]  # as of an earlier version
+    assert Path(write_report(str(made.path), stats)).read_text().count("a source loses much") == 1
 
 
 def test_hostile_strings_of_reports_and_config_are_shown_and_never_act(made: Any) -> None:
@@ -277,6 +280,16 @@ def test_purged_texts_leave_a_note(made: Any) -> None:
     found = survey(str(made.path), dict.fromkeys(PAGES, 60), max_samples=500)
     gone = [sample for sample in found.samples if sample.outcome == "kept" and sample.text is None]
     assert Page(written(made, max_samples=500)).text.count("Its text was purged.") >= len(gone) > 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 9, 15, 31, 32])
+def test_lengths_in_one_bin_are_a_column_on_a_scale(at: int) -> None:
+    counts = np.zeros((3, len(report_survey.WORD_EDGES)), np.int64)
+    counts[0, at] = 7
+    drawn = report_html._histogram(counts, report_survey.WORD_EDGES, "words")
+    (width,) = map(float, re.findall(r'<rect [^>]*width="([\d.]+)"', drawn))
+    assert width < 20
+    assert len(re.findall(r'<span style="left', drawn)) >= 2
 
 
 def test_an_empty_run_has_a_page(make: Callable[..., Any], tmp_path: Path) -> None:

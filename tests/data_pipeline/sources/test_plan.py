@@ -203,6 +203,18 @@ def test_a_tree_without_a_file_names_what_was_hidden_or_linked(tmp_path: Path) -
             plan(source(tmp_path / folder, kind="code"))
 
 
+def test_a_name_that_is_not_utf8_leaves_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "in/a.txt", "in/b.txt")
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9.txt")
+    Path(strange).write_text("a text")
+    shown = f"{tmp_path}/in/caf\\udce9.txt"
+    for where, kind in ((tmp_path / "in", "text"), (tmp_path / "in" / "*.txt", "jsonl")):
+        assert relatives(plan(source(where, kind=kind))) == ["a.txt", "b.txt"]
+        assert caplog.records[-1].getMessage() == f"source crawl: not read: {shown} (its name is not UTF-8)"
+    with pytest.raises(InputError, match="caf"):
+        plan(source(tmp_path / "in" / "caf*", kind="text"))
+
+
 def test_what_is_no_regular_file_is_named_and_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +226,7 @@ def test_what_is_no_regular_file_is_named_and_not_read(
         listener.bind("socket.txt")
         assert relatives(plan(source(tmp_path / "in", kind="text"))) == ["a.txt"]
     folder = tmp_path / "in"
-    said = f"not read, no regular file: {folder}/pipe.txt (a named pipe), {folder}/socket.txt (a socket)"
+    said = f"not read: {folder}/pipe.txt (a named pipe), {folder}/socket.txt (a socket)"
     assert [record.getMessage() for record in caplog.records] == [f"source crawl: {said}"]
     assert relatives(plan(source(folder / "*.jsonl", kind="jsonl"))) == ["b.jsonl"]
     assert "pipe.jsonl (a named pipe)" in caplog.text

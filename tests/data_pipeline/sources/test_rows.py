@@ -183,6 +183,16 @@ def test_only_dates_that_are_there_are_counted_as_unreadable(tmp_path: Path) -> 
     assert log.unreadable_dates == 2
 
 
+def test_urls_that_are_no_text_are_counted(tmp_path: Path) -> None:
+    log = ReadLog()
+    rows = [{"text": "x", "url": url} for url in (5, ["https://a.example/"], None, "", "no url", "https://a.example/")]
+    found = read_jsonl(tmp_path, jsonl(*rows, {"text": "x"}), log)
+    assert [page.url for page in found] == [None, None, None, None, "no url", "https://a.example/", None]
+    assert log.unreadable_urls == 2
+    read_jsonl(tmp_path, jsonl(*rows), log, url_field=None)
+    assert log.unreadable_urls == 2
+
+
 def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path, b"\xef\xbb\xbf" + jsonl(ROWS[0]))[0].raw == ROWS[0]["text"]
 

@@ -139,6 +139,8 @@ def test_a_file_of_urls(run: str, found: runs.Listing, tmp_path: Path, monkeypat
     assert notes == [f"{run}: has no document of 2 URLs: https://gone.example/1, https://gone.example/2"]
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
     assert select(run, {"urls-file": ["-"]}) == wanted
+    (tmp_path / "urls").write_bytes(b"\xef\xbb\xbf" + text)
+    assert select(run, {"urls-file": [str(tmp_path / "urls")]}) == wanted
     (tmp_path / "urls").write_text("https://gone.example/1\n")
     with pytest.raises(InputError, match="has no document of URL: https://gone"):
         condemn(run, select(run, {"urls-file": [str(tmp_path / "urls")]}))

@@ -74,7 +74,7 @@ TEXTS: dict[str, tuple[bytes, int | None]] = {
     "a.txt with an end": (b"\xef\xbb\xbf" + TEXT.encode() + b"\r\n", None),
     "a.txt.gz": (gzip.compress(TEXT.encode()), None),
     "two members": (gzip.compress(jsonl(ANOTHER)) + gzip.compress(jsonl(TEXT)), 1),
-    "a.jsonl.zst": (zstandard.compress(jsonl([ANOTHER])) + zstandard.compress(jsonl([TEXT])), 1),
+    "a.jsonl.zst": (b"".join(map(zstandard.compress, (jsonl([ANOTHER]), b"", b"", jsonl([TEXT])))), 1),
     "parquet.gz": (gzip.compress(parquet({"text": [TEXT]})), 0),
 }
 

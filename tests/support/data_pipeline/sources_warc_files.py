@@ -108,6 +108,7 @@ def in_ranges(path: Path, split_bytes: int, log: ReadLog | None = None, **settin
             log.damage += own.damage
             log.damage_left_out += own.damage_left_out
             log.unreadable_dates += own.unreadable_dates
+            log.unreadable_urls += own.unreadable_urls
     return [page for found, _ in done for page in found], num_again
 
 
