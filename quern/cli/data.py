@@ -53,7 +53,7 @@ def run(
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and the plan; write nothing.")
-    ] = (False),
+    ] = False,
     json: bool = JSON,
 ) -> None:
     """Run CONFIG, or go on with it where it was left."""
