@@ -18,7 +18,7 @@ from quern.errors import InputError
 from quern.safe_path import module
 from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
-from quern.train.init_from import load_train_config
+from quern.train.init_from import load_run_config
 from quern.words import counted, size
 
 __all__ = ["app", "train"]
@@ -60,7 +60,7 @@ def train(
     """Train CONFIG, or go on with it where it was left. Exit code 3: ended by a signal, after a checkpoint."""
     if json and not dry_run:
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
-    resolved = load_train_config(config, overrides or ())
+    resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
 
     checked = check(resolved, nproc)

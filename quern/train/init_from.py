@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from quern.config import load_config
 from quern.errors import InputError
 from quern.model.config import PRESETS, ModelConfig, ModelShape
-from quern.train.branch import find_checkpoint
+from quern.train.branch import LEDGER_FILE, find_checkpoint
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -25,7 +25,7 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.config import TrainConfig
 
-__all__ = ["check_init_from", "load_train_config", "model_section", "starting_checkpoint"]
+__all__ = ["check_init_from", "load_run_config", "load_train_config", "model_section", "starting_checkpoint"]
 
 T = TypeVar("T")
 Row = tuple[str, str, Any, Any]
@@ -40,6 +40,29 @@ def load_train_config(path: str | os.PathLike[str] | None, overrides: Iterable[s
         InputError: as :func:`load_config`, or the checkpoint that is to give the shape cannot be read.
     """
     return load_config(path, TrainConfig, overrides, complete=_complete)
+
+
+def load_run_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """As :func:`load_train_config`, of a run that is to be trained.
+
+    Raises:
+        InputError: so too; or ``path`` is the ``config.yaml`` of a run that was moved or copied, and ``run_dir`` in it
+            leads elsewhere.
+    """
+    config = load_train_config(path, overrides)
+    folder, name = os.path.split(os.path.abspath(path))
+    of_run = name == CONFIG_FILE and os.path.isfile(os.path.join(folder, LEDGER_FILE))
+    given = os.path.lexists(os.path.join(folder, MANIFEST_FILE)) or any(map(_names_run_dir, overrides))
+    if of_run and not given and os.path.realpath(config.run_dir) != os.path.realpath(folder):
+        raise InputError(
+            f"{path}: lies in the training run {folder}, and its run_dir, {config.run_dir}, is another folder; give "
+            f"run_dir={folder} to go on with that run, or run_dir=PATH for another one"
+        )
+    return config
+
+
+def _names_run_dir(override: str) -> bool:
+    return override.partition("=")[0].strip() == "run_dir"
 
 
 def model_section(shape: ModelShape) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def open_trainer(
         def written_once() -> Metrics | None:
             if not ranks.first:
                 return None
-            run_record.tell(config, shape, plan)
+            run_record.tell(config, shape, plan, start.step)
             run_record.describe(config, corpus, shape, plan, utilisation, start)
             return Metrics(config.run_dir, config.metrics, config.steps)
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,29 @@ def test_a_config_that_cannot_train_is_refused_in_one_line(
     dry = () if "--json" in arguments else ("--dry-run",)
     assert expected in refused("train", config, *arguments, *dry)
     assert not (config.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_config_of_a_run_that_was_moved_begins_no_other_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run_dir is relative here, as it often is."""
+    monkeypatch.chdir(config.parent)
+    done = quern("train", config, "run_dir=run")
+    assert done.returncode == 0, done.stderr
+    goes_on = "it is complete at step 6, nothing to do"
+    for path in ("run/config.yaml", f"{config.parent}/run/config.yaml"):
+        assert goes_on in CliRunner().invoke(app, ["train", path, "--dry-run"]).stderr
+    os.rename("run", "moved")
+    told = refused("train", "moved/config.yaml", "--dry-run")
+    assert told == refused("train", "moved/config.yaml")
+    assert (
+        f"moved/config.yaml: lies in the training run {config.parent}/moved, and its run_dir, run, is another" in told
+    )
+    assert not Path("run").exists()
+    (command,) = re.findall("run_dir=[^ ]*/moved", told)
+    assert goes_on in CliRunner().invoke(app, ["train", "moved/config.yaml", command, "--dry-run"]).stderr
+    shutil.copy("moved/config.yaml", "moved/mine.yaml")
+    for path in ("moved/mine.yaml", "moved/checkpoints/step_00000003/config.yaml"):
+        assert CliRunner().invoke(app, ["train", path, "--dry-run"]).exit_code == 0
 
 
 @pytest.mark.slow
