@@ -80,7 +80,7 @@ class Utilisation:
         """What the figures are made of."""
         return {
             "formula": "tokens/s · FLOPs/token / (devices · peak); FLOPs/token = 6 N + 12 · layers · heads · head_dim "
-            "· seq_len (full) or half of the second term (causal), N without the embedding look-up",
+            "· seq_len (full) or half of the second term (causal), N the parameters of blocks and output projection",
             "flops_per_token_full": self.full,
             "flops_per_token_causal": self.causal,
             "peak_flops_per_device": self.peak,
