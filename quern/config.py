@@ -207,21 +207,14 @@ def _set(tree: Any, dotted: str, value: Any) -> None:
             raise InputError(f"override {dotted}: {above} is a single value ({tree!r}) and has no key {part!r}")
 
 
+_SIGNS = {"greater_than": ">", "greater_than_equal": "≥", "less_than": "<", "less_than_equal": "≤"}
 _EXPECTED = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping of keys",
-    "model_attributes_type": "a mapping of keys",
-    "finite_number": "a finite number",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("model_type", "model_attributes_type"), "a mapping of keys"),
+    **{"string_type": "text", "dict_type": "a mapping", "finite_number": "a finite number"},
 }
 
 
@@ -236,7 +229,7 @@ def _explain(error: ValidationError, model: type[BaseModel], name: str, overridd
     kind, ctx, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "extra_forbidden":
         known = _known_keys(model, loc[:-1])
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]!r}?" if close else "known keys: " + ", ".join(sorted(known))
         name, colon, rest = str(loc[-1]).partition(":")
         if colon and name in known:
@@ -244,28 +237,28 @@ def _explain(error: ValidationError, model: type[BaseModel], name: str, overridd
         message = f"{where}: {field}: unknown key; {hint}"
     elif kind == "missing":
         message = f"{where}: {field}: missing; this key is required"
-    elif kind == "literal_error":
-        message = f"{where}: {field}: expected one of {ctx['expected']}, got {show(value)}"
-    elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        sign = {"greater_than": ">", "greater_than_equal": "≥", "less_than": "<", "less_than_equal": "≤"}[kind]
-        limit = f"{next(iter(ctx.values())):g}"
-        message = f"{where}: {field}: expected a number {sign} {limit}, got {show(value)}"
-    elif kind == "too_short":
-        noun = "source" if field in ("data", "sources") else "item"
-        least = "one" if ctx["min_length"] == 1 else str(ctx["min_length"])
-        message = (
-            f"{where}: {field}: expected at least {least} {noun}{'' if least == 'one' else 's'}, got {show(value)}"
-        )
-    elif kind in _EXPECTED:
-        message = f"{where}: {field}: expected {_EXPECTED[kind]}, got {show(value)}"
     elif kind in ("value_error", "assertion_error"):
         message = f"{where}: {field}: {ctx['error']}"
-    elif kind == "string_pattern_mismatch":
-        message = f"{where}: {field}: expected text matching {ctx['pattern']}, got {show(value)}"
+    elif (expected := _expected(kind, ctx, field)) is not None:
+        message = f"{where}: {field}: expected {expected}, got {show(value)}"
     else:
         message = f"{where}: {field}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {show(value)}"
     more = len({".".join(map(str, d["loc"])) for d in details} - {".".join(map(str, detail["loc"]))})
     return message + (f" (and {more} more)" if more and not _same_union(details, detail) else "")
+
+
+def _expected(kind: str, ctx: Mapping[str, Any], field: str) -> str | None:
+    """What an error of pydantic's ``kind`` expects of a field."""
+    if kind == "literal_error":
+        return f"one of {ctx['expected']}"
+    if kind in _SIGNS:
+        return f"a number {_SIGNS[kind]} {next(iter(ctx.values())):g}"
+    if kind == "too_short":
+        noun = "source" if field in ("data", "sources") else "item"
+        return f"at least one {noun}" if ctx["min_length"] == 1 else f"at least {ctx['min_length']} {noun}s"
+    if kind == "string_pattern_mismatch":
+        return f"text matching {ctx['pattern']}"
+    return _EXPECTED.get(kind)
 
 
 def _same_union(details: list[Any], detail: Any) -> bool:

@@ -32,7 +32,7 @@ from quern.train.checkpoint.stored import is_url, open_source, open_store, store
 from quern.train.checkpoint.tiers.store import Store
 from quern.train.ledger import read_ledger
 from quern.train.resilience.good import good_steps
-from quern.words import counted
+from quern.words import counted, size
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.reader import Verified
@@ -179,7 +179,7 @@ def _print_rows(source: str, rows: list[Row], stored: _Stored | None) -> None:
         table.add_column(name)
     for row in rows:
         numbers = [f"{row[key]:,}" if row[key] is not None else "" for key in ("step", "data_step", "tokens")]
-        numbers.append(_size(row["bytes"]) if row["bytes"] is not None else "")
+        numbers.append(size(row["bytes"]) if row["bytes"] is not None else "")
         where = [row["tensors"] or "", *([row["stored"] or "?"] if stored else [])]
         valid = "" if row["valid"] is None else "yes" if row["valid"] else "no"
         table.add_row(*numbers, *where, valid, "abandoned" if row["abandoned"] else "good" if row["good"] else "")
@@ -187,10 +187,6 @@ def _print_rows(source: str, rows: list[Row], stored: _Stored | None) -> None:
     for row in rows:
         for problem in row["problems"]:
             err_console().print(plain(problem), markup=False, soft_wrap=True)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
 
 
 # ---- verify
@@ -323,11 +319,11 @@ def _print_collected(made: Collected) -> None:
         table.add_column(name, overflow="fold")
     for origin in made.files:
         tier = f"node {origin.host}" if origin.host is not None else origin.tier
-        cells = [plain(text).replace("[", r"\[") for text in (origin.name, _size(origin.size), tier, origin.path)]
+        cells = [plain(text).replace("[", r"\[") for text in (origin.name, size(origin.size), tier, origin.path)]
         table.add_row(*cells)
     out.print(table)
     total = sum(origin.size for origin in made.files)
     print(
         f"{plain(made.source)} → {plain(made.folder)}: step {made.step}, "
-        f"{counted(len(made.files), 'file')}, {_size(total)}"
+        f"{counted(len(made.files), 'file')}, {size(total)}"
     )

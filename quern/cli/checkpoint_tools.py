@@ -25,7 +25,7 @@ from quern.train.checkpoint.stored import check_owner, store_of
 from quern.train.checkpoint.tiers.owner import check_owner_folder
 from quern.train.checkpoint.tiers.store import prune_store
 from quern.train.config import GuardConfig, TrainConfig
-from quern.words import counted
+from quern.words import counted, size
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it: it takes seconds
     from quern.train.checkpoint.compare import Comparison, Fact, TensorDifference
@@ -53,9 +53,10 @@ def diff(
     """Say in what two checkpoints differ. Exit code 0: one state, bit for bit; 1: they differ; 2: cannot be compared.
 
     AdamW's moments are compared unless --no-moments is given or one side alone has any, which is said. Part of the
-    state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars. Layout, precision,
-    software, ledger and config are listed, and decide nothing. Differences of a tensor are relative to the largest
-    value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
+    state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars; where one side alone has
+    an optimizer's state (the other was imported, say), weights, model and encoding, unless --moments is given. Layout,
+    precision, software, ledger and config are listed, and decide nothing. Differences of a tensor are relative to the
+    largest value of B's. Checksums are not compared (verify does). Memory: some 200 MB, for any model.
     """
     from quern.train.checkpoint.compare import compare
 
@@ -85,8 +86,13 @@ def _print_comparison(found: Comparison, top: int) -> None:
         if len(different) > top:
             out.print(f"… and {len(different) - top} more (--top, --json)", markup=False)
         out.print()
-    what = "" if found.moments else "; moments not compared"
-    out.print(f"{found.equal_tensors} of {len(found.tensors)} tensors bitwise equal{what}", markup=False)
+    count, of = found.equal_tensors, len(found.tensors)
+    if found.optimizer_in is not None:
+        which = f"all {of}" if count == of else f"{count} of {of}"
+        out.print(f"{which} weights bitwise equal; optimizer state only in {found.optimizer_in}", markup=False)
+    else:
+        what = "" if found.moments else "; moments not compared"
+        out.print(f"{count} of {of} tensors bitwise equal{what}", markup=False)
     out.print("equal" if found.equal else "different", markup=False)
 
 
@@ -153,7 +159,7 @@ def reshard(
             what = f"{counted(made.tensors, 'tensor')} of step {made.step}{'' if made.optimizer else ', weights only'}"
             sizes = sorted(made.files.values())
             print(f"{plain(made.source)} → {plain(made.folder)}: {what}")
-            print(f"files      {len(sizes)}, of {_size(sizes[0])} to {_size(sizes[-1])}")
+            print(f"files      {len(sizes)}, of {size(sizes[0])} to {size(sizes[-1])}")
 
 
 def _bytes(text: str) -> int:
@@ -212,7 +218,7 @@ def prune(
         if not json and not dry_run:
             freed = sum(candidate.size for candidate in removed)
             what = f"; {len(stored.removed)} from the store" if stored else ""
-            out_console().print(f"removed {counted(len(removed), 'checkpoint')}, {_size(freed)}{what}", markup=False)
+            out_console().print(f"removed {counted(len(removed), 'checkpoint')}, {size(freed)}{what}", markup=False)
     if problems:
         count = len(going) + (len(stored.going) if stored else 0)
         left = count - len(removed) - (len(stored.removed) if stored else 0)
@@ -312,15 +318,11 @@ def _print_candidates(found: list[Candidate]) -> None:
         notes += ["good, or may yet be"] if candidate.protected else []
         notes += ["abandoned"] if candidate.abandoned else []
         notes += ["damaged"] if candidate.problems else []
-        table.add_row(f"{candidate.checkpoint.step:,}", _size(candidate.size), ", ".join(notes))
+        table.add_row(f"{candidate.checkpoint.step:,}", size(candidate.size), ", ".join(notes))
     out_console().print(table)
     for problem in (problem for candidate in found for problem in candidate.problems):
         err_console().print(plain(problem), markup=False, soft_wrap=True)
     if found and not any(candidate.newest_whole for candidate in found):
         err_console().print("no checkpoint of the run's branch is whole: all stay")
     going = [candidate for candidate in found if not candidate.keep]
-    out_console().print(f"{len(going)} of {len(found)} go, {_size(sum(c.size for c in going))}", markup=False)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+    out_console().print(f"{len(going)} of {len(found)} go, {size(sum(c.size for c in going))}", markup=False)

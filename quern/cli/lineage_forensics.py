@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.words import counted
 
 __all__ = ["forensics"]
 
@@ -58,7 +59,7 @@ def forensics(
 
 def _print(found: Mapping[str, Any]) -> None:
     lines = [*_head(found), *_steps(found["steps"]), *_layers(found["layers"])]
-    lines += [*_documents(found), *_sequences(found["sequences"])]
+    lines += [*_documents(found), *_sequences(found)]
     lines += [f"not resolved: {why}" for why in found["unknown"].values()]
     lines.append("")
     for command in found["commands"]:
@@ -106,18 +107,18 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _documents(found: Mapping[str, Any]) -> list[str]:
     from quern.lineage.forensics_cause import said_of
 
-    lines = []
+    lines, called = [], found["source_names"]
     for title, name in (("documents", "documents"), ("documents of the step before", "documents_before")):
         for number, row in enumerate(found[name][:_SHOWN], 1):
             if number == 1:
                 lines += ["", f"{title}, by how far their loss is above what is usual for the source"]
-            lines.append(f"{number:3}. {row['url'] or '(no url)'}  {row['doc_id']}")
+            lines.append(f"{number:3}. {row['name'] or '(no url)'}  {row['doc_id']}")
             usual = "" if row["usual"] is None else f", usual {row['usual']:.3f}"
             z = "" if row["z"] is None else f", z {row['z']:.1f}"
             share = "" if row["share"] is None else f", {row['share']:.0%} of the loss above the usual"
             lines.append(
                 f"     loss {_number(row['loss'], '.3f')}{usual}{z}{share}; {row['targets']:,} targets in "
-                f"{len(row['places'])} sequence{'' if len(row['places']) == 1 else 's'} of {row['stream']}"
+                f"{counted(len(row['places']), 'sequence')} of {called.get(row['source'], row['stream'])}"
                 + ("" if row["by"] == "its own targets" else " (by its sequences' loss)")
             )
             for repeat in row["repeats"][:3]:
@@ -127,14 +128,14 @@ def _documents(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _sequences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = ["", "sequences, the furthest out first"]
-    for row in rows[:_SHOWN]:
-        urls = ", ".join(own["url"] or own["doc_id"] for own in row["documents"][:2])
+def _sequences(found: Mapping[str, Any]) -> list[str]:
+    lines, called = ["", "sequences, the furthest out first"], found["source_names"]
+    for row in found["sequences"][:_SHOWN]:
+        names = ", ".join(own["name"] or own["doc_id"] for own in row["documents"][:2])
         more = f" and {row['num_documents'] - 2} more" if row["num_documents"] > 2 else ""
         lines.append(
             f"  place {row['place']:,}: loss {_number(row['loss'])}, z {_number(row['z'], '.1f')}, rank "
-            f"{row['dp_rank']}, micro-batch {row['micro_batch']}, row {row['row']}; {row['source']} epoch "
-            f"{row['epoch']} window {row['window']:,}; {urls}{more}"
+            f"{row['dp_rank']}, micro-batch {row['micro_batch']}, row {row['row']}; {called[row['source']]} "
+            f"epoch {row['epoch']} window {row['window']:,}; {names}{more}"
         )
     return lines

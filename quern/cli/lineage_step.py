@@ -78,12 +78,14 @@ def _sequences(read: StepRead, losses: Mapping[int, float | None]) -> Iterator[R
     parts = read.documents
     doc_ids: list[bytes] = [b""] * len(parts.numbers)
     urls: list[str | None] = [None] * len(parts.numbers)
+    names = list(urls)
     for source, (lineage, _) in read.streams.items():
         where = np.flatnonzero(parts.sources == source)
         unique, which = np.unique(parts.numbers[where], return_inverse=True)
         documents = lineage.documents(unique)
+        called = lineage.names(documents)
         for row, index in zip(where.tolist(), which.tolist(), strict=True):
-            doc_ids[row], urls[row] = documents.doc_ids[index], documents.urls[index]
+            doc_ids[row], urls[row], names[row] = documents.doc_ids[index], documents.urls[index], called[index]
     columns = {name: column.tolist() for name, column in vars(parts).items()}
     places = read.places_G.tolist()
     edges = np.searchsorted(parts.sequences, read.places_G), np.searchsorted(parts.sequences, read.places_G, "right")
@@ -99,7 +101,8 @@ def _sequences(read: StepRead, losses: Mapping[int, float | None]) -> Iterator[R
             "data_run": known[0].run if known else None,
             "documents": [
                 {
-                    "url": urls[row], "doc_id": doc_ids[row].hex(), "purged": columns["purged"][row],
+                    "url": urls[row], "name": names[row], "doc_id": doc_ids[row].hex(),
+                    "purged": columns["purged"][row],
                     "span": {"stream": known[1].name if known else None, "start": columns["starts"][row],
                              "length": columns["lengths"][row]},
                     "inputs": _range(columns, "input", row), "targets": _range(columns, "target", row),
@@ -116,9 +119,7 @@ def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] |
 
 def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:
     attempt = read.attempt
-    state = {"unproven": "nobody knows whether it got that far", "abandoned": "abandoned"}.get(
-        _state(read), "surviving"
-    )
+    state = _state(read).replace("unproven", "nobody knows whether it got that far")
     skipped = "" if read.applied else ", its update skipped"
     print(f"{plain(run.path)}: step {read.step}, attempt {attempt.number} ({attempt.kind}, {state}{skipped})")
     if (trunk := run.folder_of(attempt)) != run.path:
@@ -127,16 +128,17 @@ def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:
         f"data step {read.data_step}, {counted(read.global_batch, 'sequence')} "
         f"of {read.seq_len:,} tokens; positions count from 0"
     )
+    names = run.source_names(attempt)
     for row in sequences:
         who = "" if row["rank"] is None else f"  rank {row['rank']}, micro-batch {row['micro_batch']}"
         loss = "" if row["loss"] is None else f"  loss {row['loss']:.4f}"
-        source = plain(row["source"].split("/")[-2] if row["source"].count("/") > 1 else row["source"])
+        source = plain(names[row["source"]])
         print(f"\nsequence {row['place']}{who}  {source}, epoch {row['epoch']}, window {row['window']}{loss}")
         if row["data_run"] is None:
             print("  documents not known")
         for document in row["documents"]:
             note = "  (purged)" if document["purged"] else ""
-            text = one_line(document["url"]) if document["url"] is not None else "no url"
+            text = one_line(document["name"]) if document["name"] is not None else "no url"
             print(f"  {_positions(document)}  {document['doc_id']}  {text}{note}")
     sys.stdout.flush()
 

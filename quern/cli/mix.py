@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -41,18 +42,9 @@ def show(
 
 
 def _print(plan: Plan, console: Console) -> None:
-    weight = ["weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares, below
-    table = _table("source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail")
-    for row in plan.sources:
-        cells = [
-            plain(row.name), _short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
-            _short(row.samples), _short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
-            f"{row.windows_left / row.windows:.1%}" if row.windows else "–", _short(row.tail_tokens),
-        ]  # fmt: skip
-        table.add_row(*map(Text, cells), style="" if row.samples else "dim")
-    tokens = sum(row.tokens for row in plan.sources)
-    totals = ["total", _short(tokens), *("" for _ in weight), "", _short(plan.samples), _short(plan.planned_tokens)]
-    table.add_row(*map(Text, totals), style="bold")
+    table = _sources(plan, str)
+    if console.measure(table, options=console.options.update_width(4096)).maximum > console.width:
+        table = _sources(plan, lambda name: name.replace("/", "/\n"))
     console.print(table)
     console.print()
     if len(plan.phases) > 1:
@@ -64,6 +56,23 @@ def _print(plan: Plan, console: Console) -> None:
         f"order {plan.order.hash}  seed {plan.order.seed}",
     ):
         console.print(Text(line))
+
+
+def _sources(plan: Plan, shown: Callable[[str], str]) -> Table:
+    """A row a source; ``shown`` breaks its name into lines."""
+    weight = ["weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares
+    table = _table("source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail")
+    for row in plan.sources:
+        cells = [
+            shown(plain(row.name)), _short(row.tokens), *(f"{row.weight:g}" for _ in weight), f"{row.share:.2%}",
+            _short(row.samples), _short(row.planned_tokens), f"{row.epochs:.2f}", f"{row.max_epochs:g}",
+            f"{row.windows_left / row.windows:.1%}" if row.windows else "–", _short(row.tail_tokens),
+        ]  # fmt: skip
+        table.add_row(*map(Text, cells), style="" if row.samples else "dim")
+    tokens = sum(row.tokens for row in plan.sources)
+    totals = ["total", _short(tokens), *("" for _ in weight), "", _short(plan.samples), _short(plan.planned_tokens)]
+    table.add_row(*map(Text, totals), style="bold")
+    return table
 
 
 def _print_phases(plan: Plan, console: Console) -> None:

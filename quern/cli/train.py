@@ -18,8 +18,8 @@ from quern.errors import InputError
 from quern.safe_path import module
 from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
-from quern.train.init_from import load_train_config
-from quern.words import counted
+from quern.train.init_from import load_run_config
+from quern.words import counted, size
 
 __all__ = ["app", "train"]
 
@@ -50,7 +50,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: model.preset=125M")] = None,
     nproc: Annotated[
         int,
-        typer.Option("--nproc", min=1, help="Ranks: as many processes on this machine; planned alone by --dry-run."),
+        typer.Option("--nproc", help="Ranks: as many processes on this machine; planned alone by --dry-run."),
     ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print config, sizes, layout, memory, traffic and order; start nothing.")
@@ -60,7 +60,7 @@ def train(
     """Train CONFIG, or go on with it where it was left. Exit code 3: ended by a signal, after a checkpoint."""
     if json and not dry_run:
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
-    resolved = load_train_config(config, overrides or ())
+    resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
 
     checked = check(resolved, nproc)
@@ -112,11 +112,12 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
     rows = [
         ("model", ", ".join(f"{name} {model[name]:,}" for name in _SIZES)),
         *([] if begins is None else [("weights", f"a fresh run begins with those of {plain(begins)}")]),
+        *([] if (ahead := summary["goes_on"]) is None else [("goes on", _goes_on(config, ahead))]),
         ("parameters", f"{parameters['total']:,} ({parameters['blocks']:,} in blocks)"),
         ("layout", counted(layout["ranks"], "rank") + (f": {axes}" if layout["ranks"] > 1 else "")),
-        ("model state", f"{memory['sixteen_bytes']:.2f} GiB at 16 bytes a parameter, "
-                        f"{memory['sixteen_bytes_per_rank']:.2f} a rank; held here: {memory['rank']:.2f} a rank"),
-        ("a checkpoint", f"{checkpoint['bytes'] / 1e9:.2f} GB; to copy it, {checkpoint['copy_gib_per_rank']:.2f} GiB "
+        ("model state", f"{_gib(memory['sixteen_bytes'])} at 16 bytes a parameter, "
+                        f"{_gib(memory['sixteen_bytes_per_rank'])} a rank; held here: {_gib(memory['rank'])} a rank"),
+        ("a checkpoint", f"{size(checkpoint['bytes'])}; to copy it, {_gib(checkpoint['copy_gib_per_rank'])} "
                          "of the host's memory a rank"),
         ("a token costs", f"{summary['flops_per_token']['full']:.3g} FLOP (full attention), "
                           f"{summary['flops_per_token']['causal']:.3g} (causal half)"),
@@ -133,9 +134,16 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         place = next(number for number, (name, _) in enumerate(rows) if name == "model state")
         rows.insert(place, ("fp8", f"{fp8['layers']} layers, {fp8['recipe']}{by}{left}"))
     for name, text in rows:
-        console.print(f"{name:<15}{text}", markup=False, soft_wrap=True)
+        _say(console, f"{name:<14} {text}")
     if layout["ranks"] > 1:
         _print_layout(summary, console)
+
+
+def _goes_on(config: TrainConfig, ahead: dict[str, Any]) -> str:
+    if ahead["step"] == config.steps:
+        return f"it is complete at step {config.steps:,}, nothing to do"
+    back = "back to" if ahead["kind"] == "rollback" else "from"
+    return f"{back} step {ahead['step']:,}, data step {ahead['data_step']:,}: {plain(ahead['checkpoint'])}"
 
 
 def _print_layout(summary: dict[str, Any], console: Console) -> None:
@@ -159,11 +167,9 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
         pipeline = summary["pipeline"]
         said = f"{pipeline['schedule']}, {pipeline['micro_batches']:,} micro-batches a step: ranks wait "
         equal = f"{pipeline['bubble_of_equal_stages']:.1%} if stages were equal"
-        console.print(f"{said}{pipeline['bubble']:.1%} of it, {equal}", markup=False, soft_wrap=True)
-        said = "it receives in a buffer for every micro-batch: "
-        console.print(
-            f"{said}{pipeline['buffers_gib']:.2f} GiB on the rank that has the most", markup=False, soft_wrap=True
-        )
+        _say(console, f"{said}{pipeline['bubble']:.1%} of it, {equal}")
+        most = _gib(pipeline["buffers_gib"])
+        _say(console, f"it receives in a buffer for every micro-batch: {most} on the rank that has the most")
     most = max(summary["communication"], key=lambda place: place["sent"])
     table = _table("axis", "what", "collective", "ranks", "calls", "tensors", "sent")
     for row in most["rows"]:
@@ -174,9 +180,11 @@ def _print_layout(summary: dict[str, Any], console: Console) -> None:
     table.add_row("all", "", "", "", "", "", _size(most["sent"]), style="bold")
     _print_table(table, console)
     where = ", of the ranks that send the most: pp " + str(most["pp"]) if len(summary["communication"]) > 1 else ""
-    console.print(
-        f"a step and a rank{where}; sent: by the ring's costs, scalars left out", markup=False, soft_wrap=True
-    )
+    _say(console, f"a step and a rank{where}; sent: by the ring's costs, scalars left out")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _print_table(table: Table, console: Console) -> None:
@@ -189,6 +197,10 @@ def _table(*names: str) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name in ("axis", "what", "collective") else "right", no_wrap=True)
     return table
+
+
+def _gib(number: float) -> str:
+    return size(round(number * 2**30))
 
 
 def _size(number: int) -> str:

@@ -27,7 +27,7 @@ def profile(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: model.preset=125M")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are traced.")] = _STEPS,
     warm_up: Annotated[int, typer.Option("--warm-up", min=1, help="Steps before them.")] = _WARM_UP,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks: as many processes on this machine.")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", help="Ranks: as many processes on this machine.")] = 1,
     out: Annotated[str, typer.Option("--out", help="A folder for the traces and profile.json.")] = _OUT,
     trace: Annotated[
         list[str] | None,

@@ -23,7 +23,7 @@ from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
 if TYPE_CHECKING:
-    from quern.lineage.store import Lineage, Stream
+    from quern.lineage.store import Documents, Lineage, Stream
 
 __all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain"]
 
@@ -111,7 +111,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
         "documents_before": [_document_row(z, own, usual, held[:-1], steps[:-1], None) for z, own in before[:5]],
         "broad": broad,
         "cause": {"kind": cause.kind, "share": cause.share, "rest": cause.rest},
-        "unknown": unknown,
+        "unknown": unknown, "source_names": run.source_names(reads[-1].attempt),
         "commands": commands(
             run, record, last, reads[-1], [own.named for _, own in ranked if own.key in cause.keys], cause.kind
         ),
@@ -248,13 +248,14 @@ def _document_row(
     steps: Sequence[StepRecord],
     cause: Cause | None,
 ) -> dict[str, Any]:
-    who = own.lineage.documents([own.number])
+    who, name = _named(own)
     normal = usual.get(own.source)
     excess = own.nats - own.targets * normal.loss if normal else None
     total = 0.0 if cause is None else cause.total
     text, whole = _text(own)
     return {
-        "url": who.urls[0], "doc_id": who.doc_ids[0].hex(), "run": own.lineage.run, "stream": own.stream.name,
+        "url": who.urls[0], "name": name, "doc_id": who.doc_ids[0].hex(),
+        "run": own.lineage.run, "stream": own.stream.name, "source": own.stream.identity,
         "z": _finite(z), "loss": _finite(own.nats / own.targets), "usual": normal.loss if normal else None,
         "targets": own.targets, "tokens": own.length, "start": own.start, "excess_nats": _finite(excess),
         "share": _finite(excess / total) if excess is not None and total > 0 else None,
@@ -362,12 +363,17 @@ def _sequences(
                 "excess_nats": _finite(float(excess_S[s])),
                 "along": last.along(values["place"]), "num_documents": len(held),
                 "documents": [
-                    {"url": who.urls[0], "doc_id": who.doc_ids[0].hex()}
-                    for who in (document.lineage.documents([document.number]) for document in held[:5])
+                    {"url": who.urls[0], "name": name, "doc_id": who.doc_ids[0].hex()}
+                    for who, name in map(_named, held[:5])
                 ],
             }
         )  # fmt: skip
     return rows
+
+
+def _named(own: _Document) -> tuple[Documents, str | None]:
+    who = own.lineage.documents([own.number])
+    return who, own.lineage.names(who)[0]
 
 
 def _finite(value: float | None) -> float | None:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from quern.errors import InputError
+from quern.lineage.forensics_cause import BY_LOSS
 from quern.lineage.forensics_file import Record, StepRecord
 from quern.lineage.steps import StepRead
 from quern.lineage.training import TrainingRun
@@ -20,8 +21,12 @@ def commands(
 ) -> list[dict[str, str]]:
     """What can be done about it. ``named``: data run and doc_id of the documents that are, or may be, its cause;
     ``kind``: of the cause."""
-    found = []
-    config = shlex.quote(f"{run.path}/config.yaml")
+    found: list[dict[str, str]] = []
+
+    def propose(what: str, command: str) -> None:
+        found.append({"what": what, "command": command})
+
+    config, folder = shlex.quote(f"{run.path}/config.yaml"), shlex.quote(run.path)
     usable = [seen for seen in run.checkpoints() if seen.abandoned is None and seen.step <= last.step]
     if read.surviving and usable:
         newest = usable[-1]
@@ -30,51 +35,37 @@ def commands(
         except InputError:
             skip = 0
         if skip > 0:
-            found.append(
-                {
-                    "what": f"go back to the checkpoint after {newest.step} steps and never read data steps "
-                    f"{last.data_step + 1 - skip} to {last.data_step}",
-                    "command": f"quern train {config} resume.step={newest.step} data_skip={skip}",
-                }
+            propose(
+                f"go back to the checkpoint after {newest.step} steps and never read data steps "
+                f"{last.data_step + 1 - skip} to {last.data_step}",
+                f"quern train {config} resume.step={newest.step} data_skip={skip}",
             )
     good = last_good(run.entries, [seen.step for seen in usable], _health_window(run)) if read.surviving else None
     if good is not None and good != usable[-1].step:
-        found.append(
-            {
-                "what": f"go back to the last good checkpoint, after {good} steps, where the newest may be spoilt too",
-                "command": f"quern train {config} resume.step={good}",
-            }
+        propose(
+            f"go back to the last good checkpoint, after {good} steps, where the newest may be spoilt too",
+            f"quern train {config} resume.step={good}",
         )
-    runs = dict.fromkeys(data for data, _ in named)
-    for data in runs:
+    # of a gradient alone the documents' losses tell nothing: what is named by them may have had no part in it
+    by_gradient = kind == "documents" and "grad_norm_spike" in record.reasons and not BY_LOSS & {*record.reasons}
+    for data in dict.fromkeys(() if by_gradient else (data for data, _ in named)):
         ids = [doc_id for own, doc_id in named if own == data]
         whom = "document" if len(ids) == 1 else f"{len(ids)} documents"
         condition = ", if it is the cause" if kind == "unclear" else ""
         docs = " ".join(f"--doc {doc_id}" for doc_id in ids)
-        found.append(
-            {
-                "what": f"take the {whom} out of the data for good{condition}; the report has "
-                "the command by which this run goes on from its last clean checkpoint",
-                "command": f"quern lineage purge {shlex.quote(data)} --mode mask {docs} --train-run "
-                f"{shlex.quote(run.path)}",
-            }
+        propose(
+            f"take the {whom} out of the data for good{condition}; the report has the command by which this run goes "
+            "on from its last clean checkpoint",
+            f"quern lineage purge {shlex.quote(data)} --mode mask {docs} --train-run {folder}",
         )
     if record.decision == "continued":
-        advice = [
+        for where, key, kinds in (
             ("where the loss or the gradient norm spikes", "spike", {"loss_spike", "grad_norm_spike"}),
             ("where the loss or the gradient norm is not finite", "non_finite", {"non_finite"}),
-        ]
-        found += [
-            {"what": f"from now on leave weights alone {where}", "command": f"quern train {config} guard.{key}=skip"}
-            for where, key, kinds in advice
-            if kinds & {*record.reasons}
-        ]
-    found.append(
-        {
-            "what": "every sequence of the step",
-            "command": f"quern lineage step {shlex.quote(run.path)} {last.step} --attempt {record.attempt}",
-        }
-    )
+        ):
+            if kinds & {*record.reasons}:
+                propose(f"from now on leave weights alone {where}", f"quern train {config} guard.{key}=skip")
+    propose("every sequence of the step", f"quern lineage step {folder} {last.step} --attempt {record.attempt}")
     return found
 
 

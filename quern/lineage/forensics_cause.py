@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["OUT", "Cause", "Part", "find_cause", "findings", "said_of"]
+__all__ = ["BY_LOSS", "OUT", "Cause", "Part", "find_cause", "findings", "said_of"]
 
 OUT = 3.0
 """A sequence or document stands out from this many spreads on."""
@@ -30,7 +30,7 @@ _FACTOR = 3.0
 _WHOLE = 0.95
 """Of a step's targets: who has them leaves nothing to compare with."""
 
-_BY_LOSS = {"loss_spike", "non_finite"}
+BY_LOSS = {"loss_spike", "non_finite"}
 """Reasons to write a step down that the loss of its documents can explain."""
 
 Key = tuple[str, int]
@@ -163,8 +163,13 @@ def _accused(
         "" if rest is None else f" All others are {abs(rest):.3f} nats a target {'above' if rest > 0 else 'below'} "
     )
     ending = "" if rest is None else "the usual: it is the data, not the weights."
-    if rest is not None and not _BY_LOSS & set(reasons):
+    if rest is not None and not BY_LOSS & set(reasons):
         ending += " That follows from the loss alone, which was no spike: gradients are not known by document."
+        if "grad_norm_spike" in reasons:
+            ending += (
+                " So the gradient may come from another document, and no purge is proposed. To find out, train the "
+                "step again from the checkpoint before, each time over a copy of the data with one document purged."
+            )
     return f"{who} {what}, in {num} of {num_sequences} sequences: {rows}.{others}{ending}"
 
 
@@ -174,7 +179,7 @@ def said_of(repeat: Mapping[str, Any]) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    return str(row["url"] or row["doc_id"])
+    return str(row["name"] or row["doc_id"])
 
 
 def _loss(row: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ def _document(number: int, row: Mapping[str, Any], found: Mapping[str, Any]) -> 
         text = f'<p class="text" data-doc="{show(row["doc_id"])}">{show(row["text"])}</p>{cut}'
     where = ", ".join(num(place) for place in row["places"][:20])
     return (
-        f'<div class="sample" data-kind="{"dropped" if number == 1 else ""}"><h3>{number}. {link(row["url"])}</h3>'
+        f'<div class="sample" data-kind="{"dropped" if number == 1 else ""}"><h3>{number}. {link(row["name"])}</h3>'
         f'<p class="where"><span class="id">{show(row["doc_id"])}</span> · {show(row["stream"])} of {show(row["run"])}'
         f" · {num(row['tokens'])} tokens from {num(row['start'])} on · place {where}</p>"
         f"<p>Loss {_number(row['loss'], 3)}, usual {_number(row['usual'], 3)}{z}{share}; "
@@ -176,7 +176,7 @@ def _document(number: int, row: Mapping[str, Any], found: Mapping[str, Any]) -> 
 def _sequences(found: Mapping[str, Any]) -> str:
     rows = []
     for row in found["sequences"]:
-        urls = "<br>".join(link(own["url"], 80) for own in row["documents"])
+        urls = "<br>".join(link(own["name"], 80) for own in row["documents"])
         more = row["num_documents"] - len(row["documents"])
         urls += f'<br><span class="muted">and {num(more)} more</span>' if more > 0 else ""
         rows.append(

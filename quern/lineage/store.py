@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,7 +20,7 @@ from quern.lineage.index.build import discard, open_index
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.columns import I64, DamagedIndexError
 from quern.lineage.index.decided import Redecided
-from quern.lineage.index.duplicates import DECISION, DECISIONS, Duplicates, read_row
+from quern.lineage.index.duplicates import DECISION, DECISIONS, Duplicates, read_cells, read_row
 from quern.lineage.index.records import Opened
 from quern.lineage.index.search import find_domain, find_host, find_surt, find_url
 from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
@@ -246,6 +247,25 @@ class Lineage:
             for place, doc_id, text, source in zip(*columns, strict=True):
                 ids[place], texts[place], sources[place] = doc_id, None if text is None else text.decode(), source
         return Documents(checked, ids, texts, sources)
+
+    @_guarded
+    def names(self, documents: Documents) -> list[str | None]:
+        """Their URLs; where a document has none, its file and the byte of its record, None if they are not known."""
+        found = list(documents.urls)
+        bare = np.array([place for place, url in enumerate(found) if url is None], np.int64)
+        for segment, where in self._by_segment(documents.numbers[bare])[1]:
+            own = documents.numbers[bare[where]] - segment.base
+            files, rows = np.array(segment.files_of(own)), segment.rows.take(own).astype(np.int64)
+            for file in np.unique(files).tolist():
+                mine = files == file
+                with suppress(InputError):  # it is damaged: what asks for a verdict says so
+                    path = os.path.join(self.run, "verdicts", file)
+                    cells = read_cells(path, rows[mine], ("source_file", "record_offset"))
+                    for place, cell in zip(bare[where[mine]].tolist(), cells, strict=True):
+                        name, offset = cell.get("source_file"), cell.get("record_offset")
+                        if isinstance(name, str) and isinstance(offset, int):
+                            found[place] = f"{os.path.basename(name)} at byte {offset:,}"
+        return found
 
     @_guarded
     def verdict(self, number: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -199,6 +200,16 @@ class TrainingRun:
             self._orders[found.hash] = found
         return self._orders[attempt.order]
 
+    def source_names(self, attempt: Attempt) -> dict[str, str]:
+        """What the sources of an attempt's order are called, by identity: the name of the source, and the folder of its
+        tokens where several have that name."""
+        parts = {ident: ident.rsplit("/", 2) for ident in self.order_of(attempt).ids}  # data run, name and version
+        named = Counter(name for _, name in {tuple(own[:2]) for own in parts.values() if len(own) == 3})
+        return {
+            ident: own[1] if len(own) == 3 and named[own[1]] == 1 else attempt.paths.get(ident, ident)
+            for ident, own in parts.items()
+        }
+
     def _attempts(self) -> Iterator[Attempt]:
         lines = [line for line, entry in enumerate(self.entries) if entry["kind"] in MOVES]
         for number, (line, end) in enumerate(zip(lines, [*lines[1:], len(self.entries)], strict=True)):
@@ -245,9 +256,8 @@ class TrainingRun:
         Raises:
             InputError: neither the ledger nor the config says where it is, or it is not there any more.
         """
-        paths = self._candidates(identity)
         reasons = []
-        for path in paths:
+        for path in self._candidates(identity):
             lineage = self._open(os.path.dirname(os.path.dirname(path)))
             if isinstance(lineage, str):
                 reasons.append(lineage)

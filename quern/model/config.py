@@ -72,8 +72,8 @@ class ModelShape(Section):
     def flops_per_token(self, seq_len: int, *, causal: bool, head: bool = True) -> float:
         """Training FLOPs a token, forward and backward, recomputation never counted.
 
-        ``6 N + 12 · layers · heads · head_dim · seq_len`` with N the parameters that multiply (all but the embedding
-        look-up), as in PaLM (Chowdhery et al. 2022, appendix B); ``causal`` counts the half of the attention matrix
+        ``6 N + 12 · layers · heads · head_dim · seq_len`` with N the parameters of the blocks and of the output
+        projection, as in PaLM (Chowdhery et al. 2022, appendix B); ``causal`` counts the half of the attention matrix
         that is used. ``head=False`` leaves out the output projection.
         """
         matmul = self.num_block_parameters + (self.vocab_size * self.dim if head else 0)

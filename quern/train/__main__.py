@@ -23,7 +23,7 @@ from typing import NoReturn
 from quern.errors import QuernError
 from quern.train import launch, tracebacks
 from quern.train.config import TrainConfig
-from quern.train.init_from import load_train_config
+from quern.train.init_from import load_run_config
 
 __all__ = ["STOPPED", "leave", "main", "train"]
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     try:
-        config = load_train_config(arguments[0], arguments[1:])
+        config = load_run_config(arguments[0], arguments[1:])
         return _told(config) if "RANK" in os.environ else train(config)
     except QuernError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,19 +15,26 @@ from quern.mixtures.order import Order
 from quern.parallel.mesh import plan_mesh
 from quern.train.agree import Agreement
 from quern.train.branch import LEDGER_FILE, abandoned
-from quern.train.checkpoint.manager import CheckpointManager, Refusal
-from quern.train.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Manifest, read_manifest
+from quern.train.checkpoint.manager import CheckpointManager, Refusal, no_checkpoint
+from quern.train.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Checkpoint,
+    Manifest,
+    checkpoints_folder,
+    list_checkpoints,
+    read_manifest,
+)
 from quern.train.checkpoint.state import check_shape
 from quern.train.config import TrainConfig
 from quern.train.consumers import announce
 from quern.train.corpus import Corpus
-from quern.train.ledger import MOVES, Ledger, latest_order, skips_before, surviving
+from quern.train.ledger import MOVES, Ledger, check_append, latest_order, read_ledger, skips_before, surviving
 from quern.train.ledger import data_step as data_step_of
 from quern.train.mixture import Mixture, carry_on, plan_mixture
 from quern.train.ranks import Ranks
 from quern.train.resilience.good import last_good, why_none
 
-__all__ = ["LEDGER_FILE", "Start", "abandoned", "begin", "continuation"]
+__all__ = ["LEDGER_FILE", "Start", "abandoned", "ahead", "begin", "continuation"]
 
 log = logging.getLogger(__name__)
 
@@ -62,24 +70,8 @@ def begin(
     """
     together = Agreement(ranks.rank, ranks.world)
     entries: list[dict[str, Any]] = together.first(lambda: _ledger(ledger).entries)
-    path = os.path.join(config.run_dir, LEDGER_FILE)
-
-    def refuse(manifest: Manifest) -> str | None:
-        return abandoned(manifest, path, entries)
-
-    moves = [entry for entry in entries if entry["kind"] in MOVES]
-    wanted, asked = config.resume.step, None
-    if wanted is not None:
-        asked = {"step": wanted, "data_skip": config.data_skip}
-        if config.resume.again is not None:
-            asked["again"] = config.resume.again
-    if wanted is None or (moves and moves[-1].get("asked") == asked):
-        checkpoint = manager.latest_valid(refuse)  # the rollback asked for was done by the start before this one
-        kind = "resume" if moves else "start"
-    elif wanted == "good":
-        checkpoint, kind = _last_good(config, manager, entries, refuse, together), "rollback"
-    else:
-        checkpoint, kind = manager.at(wanted, refuse), "rollback"
+    moves = _moves(entries)  # before this one's, which is appended to the same list
+    kind, checkpoint, asked = _choose(config, manager, entries, together)
     dp = plan_mesh(config.parallel, ranks.world).dp_size
     spec, source_map, step, data_step, tokens = together.first(
         lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked, dp)
@@ -94,6 +86,75 @@ def begin(
         if step == config.steps:
             log.info("complete at step %d, nothing to do", step)
     return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
+
+
+def ahead(config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
+    """Where a start would go on by the run's folder: ``kind``, ``step``, ``data_step``, and ``checkpoint``, its path.
+    Nothing is written, and of checkpoints the manifests alone are read. None: a fresh run, or a store has to be asked.
+
+    Raises:
+        InputError: as :func:`begin`.
+        QuernError: so too.
+    """
+    folder, path = _Folder(config.run_dir), os.path.join(config.run_dir, LEDGER_FILE)
+    entries = read_ledger(path) if os.path.isfile(path) else []
+    alone = config.checkpoint.store is None or (config.resume.step is None and folder.steps())
+    if config.resume.from_store or not alone:
+        return None
+    kind, checkpoint, _ = _choose(config, folder, entries, Agreement(0, 1))
+    step, data_step, _, mixture = continuation(config, corpus, entries, kind, checkpoint)
+    check_append(entries, step, data_step, mixture.order)
+    found = {"kind": kind, "step": step, "data_step": data_step}
+    return None if checkpoint is None else {**found, "checkpoint": checkpoint.path}
+
+
+class _Folder:
+    """The checkpoints in a run's folder, all taken to be whole: what :func:`_choose` asks of a manager."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._root, self._found = checkpoints_folder(run_dir), {own.step: own for own in list_checkpoints(run_dir)}
+
+    def steps(self) -> list[int]:
+        return list(self._found)
+
+    def latest_valid(self, refuse: Refusal) -> Checkpoint | None:
+        for step in reversed(self._found):
+            with suppress(InputError):
+                return self.at(step, refuse)
+        return None
+
+    def at(self, step: int, refuse: Refusal) -> Checkpoint:
+        if step not in self._found:
+            raise no_checkpoint(self._root, step, self._found)
+        checkpoint = self._found[step]
+        if (problem := refuse(read_manifest(checkpoint.path))) is not None:
+            raise InputError(f"{checkpoint.path}: {problem}")
+        return checkpoint
+
+
+def _choose(
+    config: TrainConfig, manager: CheckpointManager | _Folder, entries: Sequence[Mapping[str, Any]], together: Agreement
+) -> tuple[str, Checkpoint | None, dict[str, Any] | None]:
+    """The kind of the start, its checkpoint, and what its line says was asked. Collective."""
+
+    def refuse(manifest: Manifest) -> str | None:
+        return abandoned(manifest, os.path.join(config.run_dir, LEDGER_FILE), entries)
+
+    moves, wanted, asked = _moves(entries), config.resume.step, None
+    if wanted is not None:
+        asked = {"step": wanted, "data_skip": config.data_skip}
+        if config.resume.again is not None:
+            asked["again"] = config.resume.again
+    if wanted is None or (moves and moves[-1].get("asked") == asked):
+        # the rollback asked for was done by the start before this one
+        return "resume" if moves else "start", manager.latest_valid(refuse), asked
+    if wanted == "good":
+        return "rollback", _last_good(config, manager, entries, refuse, together), asked
+    return "rollback", manager.at(wanted, refuse), asked
+
+
+def _moves(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in entries if entry["kind"] in MOVES]
 
 
 def _say_versions(config: TrainConfig, corpus: Corpus, moves: Sequence[Mapping[str, Any]]) -> None:
@@ -113,7 +174,7 @@ def _say_versions(config: TrainConfig, corpus: Corpus, moves: Sequence[Mapping[s
 
 def _last_good(
     config: TrainConfig,
-    manager: CheckpointManager,
+    manager: CheckpointManager | _Folder,
     entries: Sequence[Mapping[str, Any]],
     refuse: Refusal,
     together: Agreement,
@@ -192,7 +253,7 @@ def _position(
     config: TrainConfig, corpus: Corpus, entries: Sequence[Mapping[str, Any]], kind: str, checkpoint: Checkpoint | None
 ) -> tuple[int, int, int]:
     """Step, data step and tokens at which the run goes on. What can be refused is, before the ledger changes."""
-    moves = [entry for entry in entries if entry["kind"] in MOVES]
+    moves = _moves(entries)
     if checkpoint is None:
         if moves and moves[-1]["step"]:
             raise QuernError(

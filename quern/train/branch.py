@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.train.checkpoint.manifest import MANIFEST_FILE, Manifest, list_checkpoints, read_manifest
 from quern.train.ledger import MOVES, read_ledger
 
-__all__ = ["LEDGER_FILE", "abandoned", "abandoned_in", "find_checkpoint", "left_behind"]
+__all__ = ["LEDGER_FILE", "abandoned", "abandoned_in", "find_checkpoint", "left_behind", "newest_until"]
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -42,6 +43,16 @@ def abandoned_in(run_dir: str, manifest: Manifest) -> str | None:
     """:func:`abandoned` for a checkpoint of the run in ``run_dir``; None where there is no ledger to tell."""
     path = os.path.join(run_dir, LEDGER_FILE)
     return abandoned(manifest, path, read_ledger(path)) if os.path.isfile(path) else None
+
+
+def newest_until(run_dir: str, step: int) -> int | None:
+    """The newest checkpoint after at most ``step`` steps, of the branch that the run in ``run_dir`` is on; its files
+    are not looked at. None: there is none."""
+    for checkpoint in reversed(list_checkpoints(run_dir)):
+        with suppress(QuernError):  # a damaged one is none
+            if checkpoint.step <= step and abandoned_in(run_dir, read_manifest(checkpoint.path)) is None:
+                return checkpoint.step
+    return None
 
 
 def find_checkpoint(path: str) -> str:

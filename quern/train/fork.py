@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from quern.config import dump_yaml, load_config
 from quern.errors import InputError, QuernError
 from quern.train.assignment import check_divides
 from quern.train.branch import LEDGER_FILE
+from quern.train.checkpoint.collect import collect
 from quern.train.checkpoint.folder import write_file
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
@@ -29,7 +29,7 @@ from quern.train.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from quern.train.checkpoint.places import check_together
+from quern.train.checkpoint.stored import configured_store
 from quern.train.checkpoint.tiers.owner import RUN_ID_FILE
 from quern.train.config import TrainConfig
 from quern.train.consumers import announce
@@ -41,7 +41,6 @@ from quern.train.validation import open_held_out
 
 __all__ = ["Forked", "fork"]
 
-_PIECE_BYTES = 8 << 20
 #: Overrides that take back what was asked of one start of a run alone.
 _ONCE = ("resume={}", "data_skip=0")
 
@@ -69,10 +68,10 @@ class Forked:
 def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> Forked:
     """Make the folder ``to`` a training run that goes on from the checkpoint of ``run_dir`` after ``step`` steps.
 
-    It gets a copy of the checkpoint, whose checksums are compared, the ledger up to it and a line ``fork``, the config
-    under which the checkpoint was saved with ``overrides`` (and without what asked that run to go back), and an id of
-    its own. ``to`` appears
-    whole or not at all, and ``run_dir`` stays as it is. A checkpoint of a branch that the run has left may be taken.
+    It gets a copy of the checkpoint, brought together as :func:`.checkpoint.collect.collect` does, the ledger up to it
+    and a line ``fork``, the config under which the checkpoint was saved with ``overrides`` (and without what asked that
+    run to go back), and an id of its own. ``to`` appears whole or not at all, and ``run_dir`` stays as it is. A
+    checkpoint of a branch that the run has left may be taken.
 
     Raises:
         InputError: there is no such run or checkpoint, ``to`` is taken, or a start of the fork would refuse its config.
@@ -90,9 +89,7 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
     try:
         os.makedirs(staged)
         folder = os.path.join(checkpoints_folder(staged), checkpoint_name(step))
-        os.makedirs(folder)
-        for name, record in manifest.files.items():
-            _copy(os.path.join(source, name), os.path.join(folder, name), record.sha256)
+        collect(run_dir, folder, step=step)
         write_file(os.path.join(folder, MANIFEST_FILE), replace(manifest, run=run).to_bytes())
         line = {
             "kind": "fork", "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "step": step,
@@ -116,14 +113,19 @@ def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> For
 
 
 def _checkpoint(run_dir: str, step: int) -> tuple[Manifest, str]:
-    """The manifest of the checkpoint, and its folder, in which all files are."""
+    """The manifest of the checkpoint, and its folder; files of tensors may be elsewhere."""
     if not os.path.isfile(os.path.join(run_dir, LEDGER_FILE)):
         raise InputError(f"{run_dir}: expected a training run: it has no {LEDGER_FILE}")
     found = {checkpoint.step: checkpoint.path for checkpoint in list_checkpoints(run_dir)}
     if step not in found:
         there = ", ".join(map(str, found)) or "none"
-        raise InputError(f"{run_dir}: has no checkpoint after step {step}; those that are there: {there}")
-    check_together(found[step])
+        into = os.path.join(checkpoints_folder(run_dir), checkpoint_name(step))
+        more = (
+            ""
+            if configured_store(run_dir) is None
+            else (f"; if the store has it, quern checkpoint fetch {run_dir} {into} --step {step} brings it")
+        )
+        raise InputError(f"{run_dir}: has no checkpoint after step {step}; those that are there: {there}{more}")
     manifest = read_manifest(found[step])
     if not manifest.optimizer:
         raise InputError(f"{found[step]}: holds weights alone; a fork goes on with the optimizer's moments")
@@ -198,19 +200,6 @@ def _history(run_dir: str, manifest: Manifest) -> bytes:
     read_ledger(path, stop=manifest.ledger_offset)
     with open(path, "rb") as file:
         return file.read(manifest.ledger_offset)
-
-
-def _copy(source: str, to: str, sha256: str) -> None:
-    """Copy a file, synced, and compare what was read with its checksum."""
-    state = hashlib.sha256()
-    with open(source, "rb") as read, open(to, "xb") as write:
-        while data := read.read(_PIECE_BYTES):
-            state.update(data)
-            write.write(data)
-        write.flush()
-        os.fsync(write.fileno())
-    if state.hexdigest() != sha256:
-        raise QuernError(f"{source}: expected SHA-256 {sha256}, has {state.hexdigest()}; the checkpoint is damaged")
 
 
 def _announce(to: str) -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from quern.config import load_config
 from quern.errors import InputError
 from quern.model.config import PRESETS, ModelConfig, ModelShape
-from quern.train.branch import find_checkpoint
+from quern.train.branch import LEDGER_FILE, find_checkpoint
 from quern.train.checkpoint.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -25,8 +25,9 @@ from quern.train.checkpoint.manifest import (
 )
 from quern.train.config import TrainConfig
 
-__all__ = ["check_init_from", "load_train_config", "model_section", "starting_checkpoint"]
+__all__ = ["check_init_from", "load_run_config", "load_train_config", "model_section", "starting_checkpoint"]
 
+T = TypeVar("T")
 Row = tuple[str, str, Any, Any]
 """A key, where it stands, its value there and its value in the checkpoint."""
 
@@ -39,6 +40,29 @@ def load_train_config(path: str | os.PathLike[str] | None, overrides: Iterable[s
         InputError: as :func:`load_config`, or the checkpoint that is to give the shape cannot be read.
     """
     return load_config(path, TrainConfig, overrides, complete=_complete)
+
+
+def load_run_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """As :func:`load_train_config`, of a run that is to be trained.
+
+    Raises:
+        InputError: so too; or ``path`` is the ``config.yaml`` of a run that was moved or copied, and ``run_dir`` in it
+            leads elsewhere.
+    """
+    config = load_train_config(path, overrides)
+    folder, name = os.path.split(os.path.abspath(path))
+    of_run = name == CONFIG_FILE and os.path.isfile(os.path.join(folder, LEDGER_FILE))
+    given = os.path.lexists(os.path.join(folder, MANIFEST_FILE)) or any(map(_names_run_dir, overrides))
+    if of_run and not given and os.path.realpath(config.run_dir) != os.path.realpath(folder):
+        raise InputError(
+            f"{path}: lies in the training run {folder}, and its run_dir, {config.run_dir}, is another folder; give "
+            f"run_dir={folder} to go on with that run, or run_dir=PATH for another one"
+        )
+    return config
+
+
+def _names_run_dir(override: str) -> bool:
+    return override.partition("=")[0].strip() == "run_dir"
 
 
 def model_section(shape: ModelShape) -> dict[str, Any]:
@@ -66,7 +90,7 @@ def starting_checkpoint(config: TrainConfig) -> str | None:
         and (not fresh or os.path.isfile(os.path.join(recorded, MANIFEST_FILE)))
     ):
         return recorded
-    return _found(given) if fresh else given
+    return _told(find_checkpoint, given) if fresh else given
 
 
 def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
@@ -77,8 +101,8 @@ def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
     """
     if config.init_from is None or not _fresh(config):
         return
-    path = _found(config.init_from)
-    manifest = _read(path)
+    path = _told(find_checkpoint, config.init_from)
+    manifest = _told(read_manifest, path)
     rows = _differences(config.model.shape(encoding.vocab_size), manifest.model)
     theirs = manifest.encoding
     if theirs is not None:
@@ -103,8 +127,8 @@ def _complete(raw: dict[str, Any]) -> None:
     begun = isinstance(raw.get("run_dir"), str) and list_checkpoints(raw["run_dir"])
     before = _recorded(raw["run_dir"]) if begun else None
     try:
-        path = raw["run_dir"] if before is not None else _found(given)
-        shape = before.model.shape(1) if before is not None else _read(path).model
+        path = raw["run_dir"] if before is not None else _told(find_checkpoint, given)
+        shape = before.model.shape(1) if before is not None else _told(read_manifest, path).model
     except InputError as error:
         resume = raw.get("resume")
         if _shape(section) is None and isinstance(resume, dict) and resume.get("from_store"):
@@ -179,15 +203,8 @@ def _recorded(run_dir: str) -> TrainConfig | None:
         return None
 
 
-def _found(given: str) -> str:
+def _told(read: Callable[[str], T], path: str) -> T:
     try:
-        return find_checkpoint(given)
-    except InputError as error:
-        raise InputError(f"init_from: {error}") from None
-
-
-def _read(path: str) -> Any:
-    try:
-        return read_manifest(path)
+        return read(path)
     except InputError as error:
         raise InputError(f"init_from: {error}") from None

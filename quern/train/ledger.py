@@ -42,7 +42,7 @@ from quern.mixtures.order import Order
 
 __all__ = [
     "MOVES", "UNHEALTHY", "Exposure", "Ledger", "Range", "check_append", "data_end", "data_step", "exposures",
-    "latest_order", "model_step", "reached", "read_ledger", "skips_before", "surviving",
+    "latest_order", "nulled", "reached", "read_ledger", "skips_before", "surviving",
 ]  # fmt: skip
 
 Entry = Mapping[str, Any]
@@ -123,14 +123,6 @@ def data_step(entries: Iterable[Entry], step: int) -> int:
 def data_end(entries: Iterable[Entry], step: int) -> int:
     """One beyond the last data step read by the surviving steps before ``step``; 0 for step 0."""
     return data_step(entries, step - 1) + 1 if step else 0
-
-
-def model_step(entries: Iterable[Entry], data_step: int) -> int | None:
-    """The surviving optimiser step that read ``data_step`` (or will, if the run goes on); None if none does."""
-    for found in surviving(entries, None):
-        if data_step >= found.data_step and (found.data_stop is None or data_step < found.data_stop):
-            return found.step + data_step - found.data_step
-    return None
 
 
 def exposures(
@@ -272,7 +264,8 @@ def _parse(path: str, data: bytes) -> tuple[list[dict[str, Any]], int]:
             if number == len(lines) - 1 and not lines[-1]:
                 break  # blocks reach a disk in any order: a newline may have arrived without what stands before it
             raise QuernError(f"{path}: line {number} is damaged: expected a JSON object, got {line[:60]!r}")
-        _check_entry(path, number, entry)
+        if (wrong := _wrong_field(entry)) is not None:
+            raise QuernError(f"{path}: line {number}: {wrong}")
         entries.append(entry)
         size += len(line) + 1
     return entries, size
@@ -288,12 +281,6 @@ _TEXTS = {
     **dict.fromkeys(MOVES, ("order",)), **dict.fromkeys(("checkpoint", "good"), ("name",)), "order": ("hash",),
     "fork": ("run", "path"),
 }  # fmt: skip
-
-
-def _check_entry(path: str, number: int, entry: Entry) -> None:
-    wrong = _wrong_field(entry)
-    if wrong is not None:
-        raise QuernError(f"{path}: line {number}: {wrong}")
 
 
 def _wrong_field(entry: Entry) -> str | None:
@@ -312,14 +299,14 @@ def _wrong_field(entry: Entry) -> str | None:
     return None
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite is written as null."""
+def nulled(value: Any) -> Any:
+    """Plain data as JSON has it, which knows no NaN: a number that is not finite becomes None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: nulled(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [nulled(item) for item in value]
     return value
 
 
@@ -375,9 +362,8 @@ class Ledger:
         """
         if self._file < 0:
             raise ValueError(f"{self.path}: the ledger is closed")
-        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind} | _plain(fields)
-        wrong = _wrong_field(entry)
-        if wrong is not None:
+        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind} | nulled(fields)
+        if (wrong := _wrong_field(entry)) is not None:
             raise ValueError(wrong)
         line = json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:

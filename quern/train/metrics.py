@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import resource
 import sys
@@ -21,6 +20,7 @@ from quern import storage
 from quern.errors import QuernError
 from quern.model.config import ModelShape
 from quern.train.config import MetricsConfig
+from quern.train.ledger import nulled
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -80,7 +80,7 @@ class Utilisation:
         """What the figures are made of."""
         return {
             "formula": "tokens/s · FLOPs/token / (devices · peak); FLOPs/token = 6 N + 12 · layers · heads · head_dim "
-            "· seq_len (full) or half of the second term (causal), N without the embedding look-up",
+            "· seq_len (full) or half of the second term (causal), N the parameters of blocks and output projection",
             "flops_per_token_full": self.full,
             "flops_per_token_causal": self.causal,
             "peak_flops_per_device": self.peak,
@@ -138,7 +138,7 @@ class Metrics:
 
     def report(self, row: Mapping[str, Any]) -> None:
         """One step; ``row`` is plain data with ``step`` and ``loss``."""
-        row, step = _plain(row), int(row["step"])
+        row, step = nulled(row), int(row["step"])
         self._first = step if self._first is None else self._first
         self._write({"kind": "step", **row})
         names = ("loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "memory_gib", "mfu_full")
@@ -147,7 +147,7 @@ class Metrics:
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
         """Held-out loss after ``step`` completed steps: ``loss``, and by source."""
-        losses = _plain(losses)
+        losses = nulled(losses)
         self._write({"kind": "validation", "step": step, **losses})
         total = "loss"
         while total in losses["sources"]:
@@ -217,6 +217,7 @@ class Metrics:
         left = (now - self._began) / done * (self._steps - step - 1)
         norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] is not None else "not finite"
         loss = f"{row['loss']:.4f}" if row["loss"] is not None else "not finite"
+        loss = loss if row.get("valid_tokens", 1) else "none (no target)"
         mfu = f"  MFU {100 * row['mfu_full']:.1f} %" if row.get("mfu_full") else ""
         text = (
             f"step {step + 1:,}/{self._steps:,}  loss {loss}  norm {norm}  lr {row['lr']:.2e}  "
@@ -232,13 +233,6 @@ class Metrics:
 def _tell(text: str) -> None:
     with suppress(OSError):  # the terminal may have been closed, and the run is to be saved all the same
         print(text, end="", file=sys.stderr, flush=True)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what is not finite is null, and the step's flags say so."""
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _board(folder: str) -> SummaryWriter:

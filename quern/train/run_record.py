@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from typing import Any
@@ -19,6 +20,7 @@ from quern.train.checkpoint.manifest import CONFIG_FILE
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.metrics import Utilisation
+from quern.train.schedule import learning_rate
 from quern.train.summary import checkpoint_size, float8, step_of
 
 __all__ = ["RUN_FILE", "changes", "describe", "differences", "tell"]
@@ -28,10 +30,10 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 
 
-def tell(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> None:
+def tell(config: TrainConfig, shape: ModelShape, plan: MeshPlan, step: int) -> None:
     """Log what changed in the config since the last start, a line a key, and whether the disk may become full. Before
-    :func:`describe`."""
-    for line in changes(config):
+    :func:`describe`. ``step``: at which the run goes on."""
+    for line in changes(config, step):
         log.info("%s", line)
     size, free = checkpoint_size(step_of(config, shape, plan), config)["bytes"], shutil.disk_usage(config.run_dir).free
     if config.checkpoint.local is None and free < 2 * size:
@@ -42,14 +44,23 @@ def tell(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> None:
         )  # fmt: skip
 
 
-def changes(config: TrainConfig) -> list[str]:
-    """``key: before → after`` of each key in which the config in the run's folder differs; none where there is none."""
+def changes(config: TrainConfig, step: int) -> list[str]:
+    """``key: before → after`` of each key in which the config in the run's folder differs, and what that makes of the
+    learning rate at ``step``; none where there is no such config."""
     file = os.path.join(config.run_dir, CONFIG_FILE)
     try:
         before = load_config(file, TrainConfig)
     except InputError:  # none yet, or of a version with other keys
         return []
-    return differences(before, config)
+    lines = differences(before, config)
+    if step:
+        had, has, gets = (
+            learning_rate(at, own.steps, own.optimizer.lr, own.schedule)
+            for at, own in ((step - 1, before), (step - 1, config), (step, config))
+        )
+        if not math.isclose(had, has, rel_tol=0.01):
+            lines.append(f"learning rate: step {step - 1:,} had {had:.4g}, step {step:,} gets {gets:.4g}")
+    return lines
 
 
 def differences(before: TrainConfig, after: TrainConfig) -> list[str]:

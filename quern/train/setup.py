@@ -57,6 +57,8 @@ __all__ = ["Checked", "check", "open_trainer"]
 
 log = logging.getLogger(__name__)
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -74,6 +76,9 @@ def check(config: TrainConfig, world: int) -> Checked:
         InputError: naming the field, what it is and what would fit.
     """
     check_schedule(config.steps, config.schedule)
+    _check_attention(config, precision_of(config.precision), config.device)
+    if world < 1:
+        raise InputError(f"--nproc: expected 1 rank or more, got {world}")
     mesh = plan_mesh(config.parallel, world)
     batches = {"": config.global_batch} | {f"phases.{n}.": phase.global_batch for n, phase in enumerate(config.phases)}
     for where, batch in batches.items():
@@ -214,7 +219,7 @@ def open_trainer(
         def written_once() -> Metrics | None:
             if not ranks.first:
                 return None
-            run_record.tell(config, shape, plan)
+            run_record.tell(config, shape, plan, start.step)
             run_record.describe(config, corpus, shape, plan, utilisation, start)
             return Metrics(config.run_dir, config.metrics, config.steps)
 
@@ -276,6 +281,15 @@ def _check_kernels(config: TrainConfig, precision: Precision, device: torch.devi
     )
 
 
+def _check_attention(config: TrainConfig, precision: Precision, device: str) -> None:
+    """``device``: auto, if it is not known yet."""
+    backend = config.attention
+    if backend not in ("auto", "sdpa") and device == "cpu":
+        raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on cpu")
+    if backend == "varlen" and config.document_mask and precision.compute not in _HALF:
+        raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
+
+
 def _deterministic(wanted: bool) -> None:
     if wanted:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -285,13 +299,10 @@ def _deterministic(wanted: bool) -> None:
 def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:
     """On ``meta``: memory comes with the layout, values from the seed or a checkpoint."""
     backend = config.attention
-    half = precision.compute in (torch.bfloat16, torch.float16)
     if backend == "auto":
+        half = precision.compute in _HALF
         backend = "varlen" if ranks.device.type == "cuda" and config.document_mask and half else "sdpa"
-    if backend != "sdpa" and ranks.device.type != "cuda":
-        raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on {ranks.device.type}")
-    if backend == "varlen" and config.document_mask and not half:
-        raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
+    _check_attention(config, precision, ranks.device.type)
     with torch.device("meta"):
         model = Transformer(
             shape,

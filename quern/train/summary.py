@@ -13,6 +13,7 @@ from quern.parallel.float8 import LAYERS, fitting
 from quern.parallel.mesh import MeshPlan
 from quern.parallel.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
 from quern.parallel.traffic import Step, buffer_elements, elements_held, traffic
+from quern.train.begin import ahead
 from quern.train.config import TrainConfig
 from quern.train.corpus import Corpus
 from quern.train.init_from import starting_checkpoint
@@ -157,14 +158,21 @@ def _first_of_each_pipeline_rank(plan: MeshPlan) -> range:
 
 
 def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, Any]:
-    """Plain data for ``--dry-run``."""
+    """Plain data for ``--dry-run``.
+
+    Raises:
+        InputError: the run of the config cannot be taken up as :func:`quern.train.begin.ahead` says.
+        QuernError: so too.
+    """
+    goes_on = ahead(config, corpus)
     shape = config.model.shape(corpus.vocab_size)
     step = step_of(config, shape, plan)
     mixture: Plan = plan_mixture(config, corpus)
     return {
         "config": config.model_dump(mode="json"),
         "model": shape.model_dump(mode="json") | {"padded_vocab_size": shape.padded_vocab_size},
-        "init_from": starting_checkpoint(config),
+        "init_from": None if goes_on else starting_checkpoint(config),
+        "goes_on": goes_on,
         "parameters": {
             "total": shape.num_parameters,
             "blocks": shape.num_block_parameters,

@@ -19,6 +19,7 @@ from quern.errors import QuernError
 from quern.parallel.apply import Parallel
 from quern.train import launch
 from quern.train.begin import Start
+from quern.train.branch import newest_until
 from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import Position
 from quern.train.checkpoint.saving import Progress
@@ -216,11 +217,15 @@ class Trainer:
             self.forensics.settle(self._read(pending, figures))
             self.saves.heard(Progress(int(figures[3]), int(figures[4])))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
+                done = pending.step + 1 - self._skips
+                before = newest_until(self.config.run_dir, done)
+                way = f"go on with resume.step={before}, the newest checkpoint from before, and data_skip or another lr"
+                if before is None:
+                    way = "give another run_dir to start over: no checkpoint from before the skips is left"
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
-                    f"{self.config.guard.max_skips}); the weights are those after "
-                    f"{pending.step + 1 - self._skips} steps. Look at the ledger, then go on with resume.step and "
-                    f"data_skip, or another lr"
+                    f"{self.config.guard.max_skips}); the weights are those after {done} steps. Look at the ledger, "
+                    f"then {way}"
                 )
 
     def _read(self, pending: _Pending, figures: list[float]) -> Seen:
@@ -245,7 +250,8 @@ class Trainer:
         if skipped:
             reason = "non_finite" if non_finite else "spike"
             most = self.config.guard.max_skips
-            log.warning("step %d skipped (%s), %d in a row of %d", pending.step, reason, self._skips, most)
+            why = reason if pending.valid_tokens else f"{reason}: no position of its batch is a target"
+            log.warning("step %d skipped (%s), %d in a row of %d", pending.step, why, self._skips, most)
             self.ledger.append("skipped", **where, reason=reason)
         elif non_finite:
             self.ledger.append("non_finite", **where, loss=loss, grad_norm=norm)

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 from quern.cli.checkpoint import app
 from quern.config import dump_yaml
 from quern.train.checkpoint.folder import FolderLock
+from quern.train.checkpoint.manager import CheckpointManager
 from quern.train.checkpoint.manifest import read_manifest
 from quern.train.checkpoint.reader import iter_weights, verify, write_weights
-from quern.train.config import TrainConfig
+from quern.train.config import CheckpointConfig, TrainConfig
 from support.programs import python
 from support.train import checkpoint_case as CASE
 
@@ -131,6 +132,36 @@ def test_what_differs_is_shown_worst_first_and_exits_with_1(tmp_path: Path, as_j
     short = invoke("diff", a, b, "--top", 1, code=1).stdout
     assert "… and 2 more" in short
     assert "model.embed.weight" not in short
+
+
+def test_weights_alone_are_compared_with_the_weights_of_a_trained_state(
+    tmp_path: Path, as_json: Callable[..., Any]
+) -> None:
+    state = CASE.make(tmp_path)
+    CASE.fill(state, 3, step=7)
+    with CheckpointManager(str(tmp_path / "run"), CheckpointConfig()) as checkpoints:
+        trained = checkpoints.save(7, state, CASE.position(7))
+    same = write(tmp_path / "same", weights(3), encoding=read_manifest(trained.path).encoding)
+    count = len(weights(3))
+    lines = invoke("diff", same, trained.path).stdout.splitlines()
+    assert lines[-2:] == [f"all {count} weights bitwise equal; optimizer state only in b", "equal"]
+    assert not any(line.startswith(("optimizer.", "extra.")) for line in lines)
+    found = as_json("diff", trained.path, same)
+    assert (found["equal"], found["optimizer_only_in"], len(found["tensors"])) == (True, "a", count)
+    assert not any(fact["state"] for fact in found["facts"])
+    assert "step" in [fact["name"] for fact in found["facts"]]
+    assert as_json("diff", same, same)["optimizer_only_in"] is None
+
+    whole = invoke("diff", same, trained.path, "--moments", code=1).stdout.splitlines()
+    assert whole[-2].startswith(f"{count} of ")
+    assert whole[-1] == "different"
+    assert any(line.startswith("optimizer.") for line in whole)
+
+    other = write(tmp_path / "other", weights(3) | {"norm.weight": weights(4)["norm.weight"]})
+    lines = invoke("diff", other, trained.path, code=1).stdout.splitlines()
+    assert lines[-2:] == [f"{count - 1} of {count} weights bitwise equal; optimizer state only in b", "different"]
+    another = write(tmp_path / "another", weights(3), encoding=None)
+    assert as_json("diff", another, trained.path, code=1)["equal_tensors"] == count
 
 
 def test_a_run_stands_for_its_newest_checkpoint(run: Path, as_json: Callable[..., Any]) -> None:

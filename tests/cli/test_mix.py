@@ -115,6 +115,20 @@ def test_sources_of_one_name_are_told_apart(shown: Shown, tmp_path: Path) -> Non
     assert [row["ident"] for row in found["sources"]] == ["crawl-1/web/1", "crawl-1/books/1", "crawl-2/web/1"]
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_paths_break_at_their_slashes_where_there_is_no_room(
+    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
+) -> None:
+    write_run(tmp_path / "other", "crawl-2", {"web": [400]})
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    sources = "data=[{path: crawl/tokens/web, weight: 3}, {path: other/tokens/web}]"
+    lines = [line.split() for line in show(config, sources, "steps=1").stdout.splitlines()]
+    firsts = [line[0] for line in lines[1:] if line and line[0] != "total"][: 6 if columns == 80 else 2]
+    broken = ["crawl/", "tokens/", "web", "other/", "tokens/", "web"]
+    assert firsts == (broken if columns == 80 else ["crawl/tokens/web", "other/tokens/web"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

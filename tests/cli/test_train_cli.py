@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,14 +128,88 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         (("data.0.max_epochs=0.1",), "beyond max_epochs 0.1"),
         (("parallel.dp_shard=3", "--nproc", "2"), "makes 3 ranks, but 2 were started"),
         (("data_skip=2",), "data_skip: expected only together with resume.step"),
+        (("attention=varlen",), "attention: varlen runs on CUDA only; expected auto or sdpa on cpu"),
+        (("attention=varlen", "device=auto"), "attention: varlen computes in bf16 or fp16"),
+        (("init_from=nothere",), "init_from: nothere: expected a checkpoint"),
+        (("resume.step=3",), "checkpoints: has no checkpoint of step 3 (there are: none)"),
+        (("nope=1",), "nope: unknown key; known keys: activation_checkpointing, attention, "),
+        (("--nproc", "0"), "--nproc: expected 1 rank or more, got 0"),
         (("--json",), "--json: expected together with --dry-run"),
     ],
 )
 def test_a_config_that_cannot_train_is_refused_in_one_line(
     config: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
-    assert expected in refused("train", config, *arguments)
+    dry = () if "--json" in arguments else ("--dry-run",)
+    assert expected in refused("train", config, *arguments, *dry)
     assert not (config.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_config_of_a_run_that_was_moved_begins_no_other_run(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run_dir is relative here, as it often is."""
+    monkeypatch.chdir(config.parent)
+    done = quern("train", config, "run_dir=run")
+    assert done.returncode == 0, done.stderr
+    goes_on = "it is complete at step 6, nothing to do"
+    for path in ("run/config.yaml", f"{config.parent}/run/config.yaml"):
+        assert goes_on in CliRunner().invoke(app, ["train", path, "--dry-run"]).stderr
+    os.rename("run", "moved")
+    told = refused("train", "moved/config.yaml", "--dry-run")
+    assert told == refused("train", "moved/config.yaml")
+    assert (
+        f"moved/config.yaml: lies in the training run {config.parent}/moved, and its run_dir, run, is another" in told
+    )
+    assert not Path("run").exists()
+    (command,) = re.findall("run_dir=[^ ]*/moved", told)
+    assert goes_on in CliRunner().invoke(app, ["train", "moved/config.yaml", command, "--dry-run"]).stderr
+    shutil.copy("moved/config.yaml", "moved/mine.yaml")
+    for path in ("moved/mine.yaml", "moved/checkpoints/step_00000003/config.yaml"):
+        assert CliRunner().invoke(app, ["train", path, "--dry-run"]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_from_where_a_run_would_go_on(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    done = quern("train", config, "checkpoint.interval=2", "checkpoint.keep_last=9", "checkpoint.mode=sync")
+    assert done.returncode == 0, done.stderr
+    folder = config.parent / "run" / "checkpoints"
+    before = sorted(path.name for path in config.parent.rglob("*"))
+    for keys, told in (
+        ((), "goes on        it is complete at step 6, nothing to do"),
+        (("steps=8",), f"goes on        from step 6, data step 6: {folder}/step_00000006"),
+        (("steps=8", "init_from=nothere"), f"goes on        from step 6, data step 6: {folder}/step_00000006"),
+        (("resume.step=2", "data_skip=1"), f"goes on        back to step 2, data step 3: {folder}/step_00000002"),
+        (("resume.step=good", "guard.health_window=4"), f"goes on        back to step 2, data step 2: {folder}/"),
+    ):
+        result = CliRunner().invoke(app, ["train", str(config), "--dry-run", *keys])
+        assert result.exit_code == 0, result.output
+        assert told in result.stderr
+        assert "weights" not in result.stderr
+    for keys, told in (
+        ("resume.step=3", "checkpoints: has no checkpoint of step 3 (there are: 2, 4, 6)"),
+        ("resume.step=good", "resume.step: no checkpoint is good yet"),
+        ("steps=5", "steps: expected at least 6"),
+        ("seed=5", "seed: the run in "),
+    ):
+        assert told in refused("train", config, "--dry-run", keys)
+    (folder / "step_00000006" / "manifest.json").write_text("{}")
+    summary = json.loads(said(capfd, "train", config, "--dry-run", "--json"))
+    assert summary["goes_on"] == {
+        "kind": "resume", "step": 4, "data_step": 4, "checkpoint": str(folder / "step_00000004")
+    }  # fmt: skip
+    assert summary["init_from"] is None
+    assert sorted(path.name for path in config.parent.rglob("*")) == before
+
+
+def test_a_dry_run_of_a_small_model_tells_its_sizes(config: Path) -> None:
+    path = yaml.safe_load(config.read_text())["data"][0]["path"]
+    shards = corpora.make_shards(random.Random(6), [[400]])
+    (twin,) = corpora.write_run(config.parent / "other", {"web": shards}, run_id="r2")
+    sources = f"data=[{{path: {path}, max_epochs: 9}}, {{path: {twin}, max_epochs: 9, weight: 0}}]"
+    told = CliRunner().invoke(app, ["train", str(config), "--dry-run", sources])
+    assert re.search(r"^model state +\d+\.\d KiB at 16 bytes", told.stderr, re.MULTILINE), told.output
+    assert re.search(r"^a checkpoint +\d+\.\d KiB; to copy it, \d", told.stderr, re.MULTILINE)
+    assert f"  {path} 100.00%, " in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -229,7 +304,7 @@ def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.Mon
         r"layout +8 ranks: pp 2 × dp_shard 2 × tp 2", r"rank +pp +dp_shard +tp", r" +6 +1 +1 +0", r"stage +pp +layers",
         r" +3 +0 +4 +\d+\.\d% +[\d,]+", r"zbv_zero_bubble, 8 micro-batches a step: ranks wait \d+\.\d%",
         r"tp +gather hidden +all-gather +2 +[\d,]+ +[\d.]+ kB", r"pp +send hidden +send +2 +8 +[\d.]+ kB",
-        r"it receives in a buffer for every micro-batch: 0\.00 GiB on the rank",
+        r"it receives in a buffer for every micro-batch: [\d.]+ KiB on the rank",
         r"dp_shard +gather weights +all-gather +2 +\d+ ", r"all +[\d.]+ kB",
     ):  # fmt: skip
         assert re.search(f"^{line}", said, re.MULTILINE), f"{line}\n{said}"

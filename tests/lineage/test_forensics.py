@@ -246,12 +246,13 @@ def test_a_gradient_that_shrank_has_not_grown(ratios: dict[str, float], said: st
 USUAL, FAR = 2.0, 10.0
 
 
-def rewritten(run: Path, step: int, far: Any) -> dict[str, Any]:
+def rewritten(run: Path, step: int, far: Any, reasons: list[str] | None = None) -> dict[str, Any]:
     """What is said of the step when every target lost :data:`USUAL`, but in the step itself :data:`FAR` those for which
-    ``far(place, number of the document)`` holds."""
+    ``far(place, number of the document)`` holds; written down for ``reasons``."""
     path = run / "forensics" / f"step_{step:08d}.json"
     good = path.read_text()
     record = json.loads(good)
+    record["reasons"] = reasons or record["reasons"]
     for own in record["steps"]:
         rows, parts = own["sequences"], read_step(TrainingRun(str(run)), own["step"]).documents
         length, places = record["layout"]["seq_len"], rows["place"]
@@ -302,6 +303,13 @@ def test_documents_are_named_though_half_of_the_sequences_stand_out(data: tuple[
     assert all(f"--doc {doc_id}" in purge for doc_id in named)
     assert accepted(purge)
     assert any("data_skip=" in own["command"] for own in found["commands"])
+
+    gradient = rewritten(trained, data[1], lambda place, number: number in targets, ["grad_norm_spike"])
+    assert gradient["cause"] == found["cause"]
+    assert any("gradient may come from another document, and no purge is proposed" in s for s in gradient["findings"])
+    assert [own for own in gradient["commands"] if "lineage purge" in own["command"]] == []
+    both = rewritten(trained, data[1], lambda place, number: number in targets, ["loss_spike", "grad_norm_spike"])
+    assert purge in [own["command"] for own in both["commands"]]
 
 
 def accepted(command: str) -> bool:
@@ -365,7 +373,7 @@ def test_sequences_of_unknown_documents_may_hold_the_excess() -> None:
 
 
 def test_a_document_that_is_the_whole_step_is_told_so() -> None:
-    row = {"url": "https://a.example/", "doc_id": "ab", "targets_share": 1.0, "share": 1.0, "cause": True, "z": 9.0,
+    row = {"name": "https://a.example/", "doc_id": "ab", "targets_share": 1.0, "share": 1.0, "cause": True, "z": 9.0,
            "repeats": [{"step": 31, "what": "itself"}], "epochs": []}  # fmt: skip
     found = {"cause": {"kind": "unclear"}, "documents": [row], "layers": [], "decision": None}
     said = " ".join(findings(found, np.full(4, 9.0), np.ones(4)))

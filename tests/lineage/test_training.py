@@ -201,8 +201,8 @@ def run_over(folder: Path, data: Path, *, told: bool, where: Path | None = None)
 def test_sources_are_found_where_the_ledger_says(tmp_path: Path, data: Path) -> None:
     folder, ids = run_over(tmp_path / "train", data, told=True)
     run = TrainingRun(str(folder))
-    for source, identity in enumerate(ids):
-        lineage, stream = run.stream_of(source)
+    for identity in ids:
+        lineage, stream = run.find_stream(identity)
         assert stream.identity == identity
         assert lineage.run == str(data)
     assert len(run.lineages()) == 1
@@ -212,15 +212,15 @@ def test_sources_are_found_where_the_ledger_says(tmp_path: Path, data: Path) -> 
 def test_an_older_run_says_it_in_its_own_files(tmp_path: Path, data: Path) -> None:
     folder, ids = run_over(tmp_path / "train", data, told=False)
     with pytest.raises(InputError, match="neither the ledger nor the config says where it is"):
-        TrainingRun(str(folder)).stream_of(0)
+        TrainingRun(str(folder)).find_stream(ids[0])
     names = [identity.split("/")[1] for identity in ids]
     record = {"kind": "train", "sources": {i: str(data / "tokens" / n) for i, n in zip(ids, names, strict=True)}}
     (folder / "run.json").write_text(json.dumps(record))
-    assert TrainingRun(str(folder)).stream_of(0)[1].identity == ids[0]
+    assert TrainingRun(str(folder)).find_stream(ids[0])[1].identity == ids[0]
     (folder / "run.json").unlink()
     sources = "".join(f"  - path: {data}/tokens/{name}\n" for name in names)
     (folder / "config.yaml").write_text(f"run_dir: x\nsteps: 3\ndata:\n{sources}")
-    assert TrainingRun(str(folder)).stream_of(1)[1].identity == ids[1]
+    assert TrainingRun(str(folder)).find_stream(ids[1])[1].identity == ids[1]
 
 
 def test_sources_that_are_gone_are_named(tmp_path: Path, data: Path) -> None:
@@ -233,7 +233,7 @@ def test_sources_that_are_gone_are_named(tmp_path: Path, data: Path) -> None:
     run = TrainingRun(str(folder))
     assert set(run.unknown()) == set(ids)
     with pytest.raises(InputError, match=f"source {ids[0]}: .*copy does not have it"):
-        run.stream_of(0)
+        run.find_stream(ids[0])
     shutil.rmtree(copy)
     run = TrainingRun(str(folder))
     assert run.lineages() == []
@@ -249,7 +249,7 @@ def test_a_data_run_that_has_moved_is_found_where_the_config_says(tmp_path: Path
     (folder / "config.yaml").write_text(f"run_dir: x\nsteps: 3\ndata:\n{sources}")
     run = TrainingRun(str(folder))
     assert run.unknown() == {}
-    assert run.stream_of(0)[0].run == str(moved)
+    assert run.find_stream(ids[0])[0].run == str(moved)
 
 
 @pytest.mark.slow

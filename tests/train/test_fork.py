@@ -136,7 +136,7 @@ def test_what_is_refused_leaves_nothing(straight, tmp_path):
         (run, 3, "new", ["schedule.warmup=10"], r"schedule\.warmup: expected at most steps"),
         (run, 3, "new", ["data.0.max_epochs=0.01"], r"max_epochs"),
         (run, 3, "new", ["data.0.path=/nowhere"], r"/nowhere"),
-        (copy, 3, "new", [], r"__0_0\.distcp: expected SHA-256 .*; the checkpoint is damaged"),
+        (copy, 3, "new", [], r"1 of 5 files are nowhere whole.*__0_0\.distcp: expected SHA-256 "),
     ):
         with pytest.raises(QuernError, match=said):
             fork(str(source), step, str(tmp_path / to), overrides)
@@ -183,6 +183,24 @@ def test_of_two_forks_that_are_given_one_store_the_second_is_refused(data, tmp_p
     assert contents(tmp_path / "forks") == forks
     assert contents(tmp_path / "trunk") == trunk
     assert {e["kind"] for e in case.ledger(tmp_path / "b")[-1:]} == {"fork"}  # not a step, not even begun
+
+
+def test_a_checkpoint_on_nodes_or_in_the_store_alone_is_forked_too(data, tmp_path):
+    run, url, local = tmp_path / "run", f"file://{tmp_path}/store", str(tmp_path / "node")
+    whole = case.live(case.settings(run, data[1], checkpoint={"interval": 3, "local": local, "store": url}))
+    assert not list((run / "checkpoints" / NAME(6)).glob("*.distcp"))
+    for folder in (run / "checkpoints" / NAME(3), *Path(local).rglob(NAME(3))):
+        shutil.rmtree(folder)
+    alone = ["checkpoint.store=null", "checkpoint.local=null"]
+    with pytest.raises(InputError, match="has no checkpoint after step 3; those that are there: 6, 9; if the") as error:
+        fork(str(run), 3, str(tmp_path / "from 3"), alone)
+    command = str(error.value).partition("quern ")[2].removesuffix(" brings it").split()
+    assert CliRunner().invoke(app, command).exit_code == 0
+    for step in (3, 6):
+        new = tmp_path / f"from {step}"
+        fork(str(run), step, str(new), alone)
+        assert list((new / "checkpoints" / NAME(step)).glob("*.distcp"))
+        assert case.differences(go_on(new).state, whole.state) == []
 
 
 def test_a_copy_of_a_run_is_refused_its_store_and_a_moved_run_goes_on(data, tmp_path):

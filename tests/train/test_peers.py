@@ -28,7 +28,7 @@ from quern.train.checkpoint.tiers import peer_files, peer_server
 from quern.train.checkpoint.tiers import peers as peers_module
 from quern.train.checkpoint.tiers.peer_files import mirror_folder
 from quern.train.checkpoint.tiers.peer_server import PeerServer
-from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token, partner_of
+from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token
 from quern.train.checkpoint.tiers.rate import RateLimit
 
 pytestmark = pytest.mark.slow
@@ -1205,19 +1205,7 @@ def test_an_address_of_ip_version_6(tmp_path):
         server.server_close()
 
 
-# --- partners and rates
-
-
-@pytest.mark.parametrize("nodes", [2, 3, 8, 17])
-def test_every_node_mirrors_one_other(nodes):
-    assert [partner_of(node, nodes) for node in range(nodes)] == [*range(1, nodes), 0]
-
-
-def test_one_node_has_no_partner():
-    assert partner_of(0, 1) is None
-    for node, nodes in ((1, 1), (-1, 3), (3, 3), (0, 0)):
-        with pytest.raises(InputError, match="node: expected"):
-            partner_of(node, nodes)
+# --- rates
 
 
 class Clock:

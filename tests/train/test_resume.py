@@ -17,7 +17,7 @@ from quern.config import dump_yaml
 from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.manifest import list_checkpoints
 from quern.train.config import TrainConfig
-from quern.train.ledger import data_step, exposures, latest_order, model_step, surviving
+from quern.train.ledger import data_step, exposures, latest_order, surviving
 from support.programs import python
 from support.train import run_case as case
 
@@ -159,8 +159,6 @@ def test_the_ledger_knows_what_the_loader_gave(tmp_path, paths):
     assert {row["data_step"] for row in case.rows(run).values() if "data_step" in row} == set(at.values())
     ranges = surviving(entries, case.STEPS)
     assert [step for r in ranges for step in range(r.step, r.stop)] == list(range(case.STEPS))
-    assert model_step(entries, 5) is None
-    assert model_step(entries, 8) == 5
 
     truth = Counter()
     for step, own in at.items():

@@ -56,20 +56,31 @@ def test_a_folder_that_cannot_be_written_loses_no_traceback(tmp_path):
 
 def test_what_changed_in_a_config_is_told_key_by_key(tmp_path):
     before = case.settings(tmp_path / "run", ["a", "b"])
-    assert run_record.changes(before) == []
+    assert run_record.changes(before, 3) == []
     for name in ("run", "elsewhere"):
         (tmp_path / name).mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_yaml(before))
-    assert run_record.changes(before) == []
+    assert run_record.changes(before, 3) == []
     after = case.settings(tmp_path / "elsewhere/../run", ["a", "c"], optimizer={"lr": 0.02}, resume={"step": "good"})
-    assert run_record.changes(after) == [
+    assert run_record.changes(after, 0) == [
         "config: data.1.path: b → c",
         "config: optimizer.lr: 0.01 → 0.02",
         "config: resume.step: null → good",
     ]
-    (fewer,) = run_record.changes(case.settings(tmp_path / "run", ["a"]))
+    (fewer,) = run_record.changes(case.settings(tmp_path / "run", ["a"]), 3)
     assert fewer.startswith("config: data: [{")
     assert fewer.endswith(" … → [{accept_version: null, max_epochs: 100.0, path: a, weight: 3.0}]")
+
+
+def test_a_longer_run_says_what_becomes_of_its_learning_rate(tmp_path):
+    schedule = {"kind": "wsd", "warmup": 5, "decay": 0.25, "final": 0.1}
+    before, after = (
+        case.settings(tmp_path, ["a"], steps=steps, schedule=schedule, optimizer={"lr": 0.003}) for steps in (60, 80)
+    )
+    (tmp_path / "config.yaml").write_text(dump_yaml(before))
+    told = "learning rate: step 59 had 0.00048, step 60 gets 0.003"  # 0.003 (1 - 0.9 · 14/15)
+    assert run_record.changes(after, 60) == ["config: steps: 60 → 80", told]
+    assert run_record.changes(after, 40) == ["config: steps: 60 → 80"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from quern.errors import InputError, QuernError
 from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 from support.oracles import plain_loop as plain
+from support.train import corpora
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
@@ -33,6 +35,7 @@ def test_a_run_that_only_skips_is_ended(tmp_path, paths):
         case.live(config, factor=nan_from(3))
     assert not isinstance(error.value, InputError)
     assert error.value.exit_code == 1
+    assert "then go on with resume.step=3, the newest checkpoint from before, and data_skip or" in str(error.value)
     skipped = [entry for entry in case.ledger(tmp_path / "run") if entry["kind"] == "skipped"]
     assert [(entry["step"], entry["data_step"], entry["reason"]) for entry in skipped] == [
         (step, step, "non_finite") for step in (3, 4, 5)
@@ -41,6 +44,29 @@ def test_a_run_that_only_skips_is_ended(tmp_path, paths):
     with pytest.raises(QuernError, match="step 5: 3 steps in a row were skipped"):
         case.live(config, factor=nan_from(3))
     assert case.live(config).complete  # the cause is gone
+
+
+def test_a_run_that_only_skips_names_no_checkpoint_that_it_has_left_or_has_not(tmp_path, paths):
+    config = case.settings(tmp_path / "run", paths, guard={"max_skips": 1}, checkpoint={"interval": 2}, steps=4)
+    assert case.live(config).complete
+    again = case.settings(tmp_path / "run", paths, guard={"max_skips": 1}, resume={"step": 2}, steps=9)
+    with pytest.raises(QuernError, match=r"those after 5 steps\. .* resume\.step=2, the newest checkpoint from before"):
+        case.live(again, factor=nan_from(5))
+    fresh = case.settings(tmp_path / "fresh", paths, guard={"max_skips": 1})
+    with pytest.raises(QuernError, match="give another run_dir to start over: no checkpoint from before"):
+        case.live(fresh, factor=nan_from(1))
+
+
+def test_a_batch_without_a_target_is_said_to_have_none(tmp_path, caplog, capfd):
+    empty = corpora.make_shards(random.Random(1), [[1] * 400])  # EOTs, each the first token of its document
+    paths = corpora.write_run(tmp_path / "data", {"eots": empty})
+    assert case.live(
+        case.settings(tmp_path / "run", paths, steps=2, schedule={"warmup": 1}, metrics={"live": True})
+    ).complete
+    assert "step 1 skipped (non_finite: no position of its batch is a target), 2 in a row of 100" in caplog.messages
+    assert "step 2/2  loss none (no target)  norm not finite" in capfd.readouterr().err
+    row = case.rows(tmp_path / "run")[1]
+    assert (row["loss"], row["valid_tokens"], row["non_finite"]) == (None, 0, True)
 
 
 def test_the_end_says_that_the_last_steps_were_skipped_and_that_the_loss_is_not_finite(tmp_path, caplog):

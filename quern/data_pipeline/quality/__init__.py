@@ -26,7 +26,6 @@ __all__ = [
     "RepetitionConfig",
     "decide",
     "measure",
-    "measured_settings",
 ]
 
 Family = Literal["repetition", "gopher", "c4", "fineweb"]
@@ -105,35 +104,6 @@ def decide(measures: Mapping[str, float | None], config: QualityConfig) -> list[
     rules = [rule for family in config.order for rule in _DECIDE[family](measures, getattr(config, family))]
     emptied = "c4" in config.order and config.c4.rewrite and measures.get("c4.num_kept_lines") == 0
     return rules or [EMPTIED] * emptied
-
-
-def measured_settings(config: QualityConfig) -> dict[str, Any]:
-    """The settings that decide measures and texts, by dotted name.
-
-    Two configs for which these are equal differ in thresholds only: what one has measured, the other can decide.
-    """
-    names = {
-        "gopher": ("stop_words",),
-        "c4": (
-            "max_word_length",
-            "citations",
-            "terminal_punctuation",
-            "min_words_per_line",
-            "javascript",
-            "policy",
-            "rewrite",
-        ),
-        "fineweb": ("short_line_length",),
-    }
-    settings: dict[str, Any] = {"default_language": config.default_language, "families": sorted(config.order)}
-    if {"repetition", "gopher"} & set(config.order):
-        settings["dialect"] = config.dialect
-    if "c4" in config.order:
-        settings["after_c4"] = sorted(config.order[config.order.index("c4") + 1 :])
-    for family, keys in names.items():
-        if family in config.order:
-            settings |= {f"{family}.{key}": getattr(getattr(config, family), key) for key in keys}
-    return settings
 
 
 class Quality:

@@ -16,7 +16,7 @@ from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
 from quern.lineage.index.tables import require_columns
 
-__all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_row", "write_duplicates"]
+__all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_cells", "read_row", "write_duplicates"]
 
 DECISIONS = "decisions.parquet"
 CLUSTERS = "clusters.parquet"
@@ -126,16 +126,9 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
     numbers = [field.name for field in table.schema_arrow if _is_number(field.type)]
     wanted = list(dict.fromkeys([*schema.names, *numbers]))
     require_columns(path, table.schema_arrow.names, wanted)
-    number, group = row, 0
-    while group < table.metadata.num_row_groups and row >= table.metadata.row_group(group).num_rows:
-        row -= table.metadata.row_group(group).num_rows
-        group += 1
-    if group == table.metadata.num_row_groups:
+    if row >= table.metadata.num_rows:
         raise InputError(f"{path}: has {table.metadata.num_rows} rows, expected more; it has changed")
-    try:
-        columns = table.read_row_group(group, columns=wanted, use_threads=False).slice(row, 1)
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    ((_, columns),) = _read_rows(path, table, np.array([row]), wanted)
     found = {}
     for name in columns.column_names:
         column = columns[name]
@@ -143,13 +136,42 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
         try:
             found[name] = column.cast(kind)[0].as_py()
         except UnicodeDecodeError:
-            raise InputError(f"{path}: row {number}: {name}: expected UTF-8") from None
+            raise InputError(f"{path}: row {row}: {name}: expected UTF-8") from None
         except pa.ArrowException:
-            raise InputError(f"{path}: row {number}: {name}: expected {kind}, got {column.type}") from None
+            raise InputError(f"{path}: row {row}: {name}: expected {kind}, got {column.type}") from None
         except (OverflowError, ValueError, KeyError) as error:  # a time that Python has not, a zone that nobody knows
             why = " ".join(str(error).split())[:120]
-            raise InputError(f"{path}: row {number}: {name}: expected {kind} ({why})") from None
+            raise InputError(f"{path}: row {row}: {name}: expected {kind} ({why})") from None
     return found
+
+
+def read_cells(path: str, rows: I64, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """``columns`` of some rows of a Parquet file; only their row groups are read.
+
+    Raises:
+        InputError: the file cannot be read, or has no such rows or columns.
+    """
+    found: list[dict[str, Any]] = [{}] * len(rows)
+    for mine, read in _read_rows(path, _table(path), rows, columns):
+        try:
+            for place, cells in zip(mine.tolist(), read.to_pylist(), strict=True):
+                found[place] = cells
+        except ValueError as error:  # text that is not UTF-8
+            raise InputError(f"{path}: cannot be read: {error}") from None
+    return found
+
+
+def _read_rows(path: str, table: pq.ParquetFile, rows: I64, columns: Sequence[str]) -> Iterator[tuple[I64, pa.Table]]:
+    """Places in ``rows``, and those rows, a row group of the file at a time."""
+    edges = np.cumsum([0, *(table.metadata.row_group(n).num_rows for n in range(table.metadata.num_row_groups))])
+    groups = np.searchsorted(edges, rows, "right") - 1
+    for group in np.unique(groups).tolist():
+        mine = np.flatnonzero(groups == group)
+        try:
+            read = table.read_row_group(group, columns=list(columns), use_threads=False)
+            yield mine, read.take(rows[mine] - edges[group])
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
 def _is_number(kind: pa.DataType) -> bool:

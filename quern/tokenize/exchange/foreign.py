@@ -36,6 +36,8 @@ BATCH_TOKENS = 1 << 22
 """Tokens that are held at once, but for a longer document."""
 MAX_DOCUMENT_TOKENS = 1 << 27
 _ENDS = 1 << 16
+#: Ids other than 0, each with a 0 behind it, from which on a file is taken for uint32.
+_UINT32_IDS = 16
 SUFFIXES = {"megatron": ".bin", "datatrove": ".ds", "bin": ".bin"}
 
 Bounds = Iterator[tuple[I64, I64]]
@@ -65,15 +67,17 @@ def data_path(format: Format, path: str) -> str:
 
 
 class TokenFile:
-    """A file of tokens, opened; ``path``, ``dtype`` (little-endian), ``size`` in bytes.
+    """A file of tokens, opened; ``path``, ``dtype`` (little-endian), ``size`` in bytes, ``assumed``: whether nobody
+    said what the type is.
 
-    ``dtype``: of ids in a file that does not say so itself.
+    ``dtype``: of ids in a file that does not say so itself; where that is None too, ``default``.
 
     Raises:
-        InputError: a file is missing, is not of this format, or its size is no number of tokens.
+        InputError: a file is missing, is not of this format, its size is no number of tokens, or uint16 is assumed of
+            what looks like uint32.
     """
 
-    def __init__(self, format: Format, path: str, dtype: str) -> None:
+    def __init__(self, format: Format, path: str, dtype: str | None, default: str) -> None:
         self.format, self.path = format, path
         self._index: Index | None = None
         self._ends: Source | None = None
@@ -82,26 +86,39 @@ class TokenFile:
         self._source = Source(path)
         self.size = self._source.size
         try:
-            self.dtype = self._open_beside(dtype)
+            stated = self._open_beside(dtype)
+            self.assumed = stated is None
+            self.dtype = np.dtype(stated or default).newbyteorder("<")
             if self.size % self.dtype.itemsize:
                 raise InputError(
                     f"{path}: has {self.size} bytes, expected a multiple of {self.dtype.itemsize} ({self.dtype.name})"
                 )
+            if self.assumed and self.dtype == np.uint16:
+                self._refuse_uint32()
         except BaseException:
             self.close()
             raise
 
-    def _open_beside(self, dtype: str) -> np.dtype:
-        """Open what the format has beside the file; the type of ids."""
+    def _open_beside(self, dtype: str | None) -> np.dtype | str | None:
+        """Open what the format has beside the file; the type of ids that it states, else ``dtype``."""
         if self.format == "megatron":
             self._index = Index(index_path(self.path))
             return self._index.dtype
-        stated = None
-        if self.format == "datatrove":
-            stated = _metadata_dtype(self.path)
-            if os.path.lexists(f"{self.path}.index"):
-                self._ends = Source(f"{self.path}.index")
-        return np.dtype(stated or dtype).newbyteorder("<")
+        if self.format != "datatrove":
+            return dtype
+        if os.path.lexists(f"{self.path}.index"):
+            self._ends = Source(f"{self.path}.index")
+        return _metadata_dtype(self.path) or dtype
+
+    def _refuse_uint32(self) -> None:
+        """Whether every second id of the first :data:`BATCH_TOKENS` is 0: the upper half of uint32. Ids of uint16 that
+        are 0 now and then, or for long, stand at even places too, and have others at odd ones."""
+        pairs = self._source.column(0, min(self.size // 4, BATCH_TOKENS // 2) * 2, "<u2").reshape(-1, 2)
+        if np.count_nonzero(pairs[:, 0]) >= _UINT32_IDS and not pairs[:, 1].any():
+            raise InputError(
+                f"{self.path}: every second id is 0 if they are uint16; the file is very probably uint32: give --dtype "
+                f"uint32, or --dtype uint16 if it is not"
+            )
 
     def close(self) -> None:
         """Close the files."""

@@ -49,7 +49,7 @@ class ImportOptions:
     root: str | None = None
     """What the files' paths are relative to in doc_ids; None: each file's own folder."""
     dtype: str | None = None
-    """Of ids in files that do not say so; None: the encoding's."""
+    """Of ids in files that do not say so; None: the encoding's, and a file that looks like uint32 then is refused."""
     shard_tokens: int = 2**30
     sidecars: bool = True
     """Whether sidecars beside the files are used."""
@@ -186,7 +186,7 @@ class _Counts:
 def _read_file(job: _Job, shards: Shards, path: str, relative: str) -> Imported:
     """All documents of one file into the shards, and their verdicts."""
     options = job.options
-    with closing(TokenFile(options.format, path, options.dtype or job.encoding.dtype)) as file:
+    with closing(TokenFile(options.format, path, options.dtype, job.encoding.dtype)) as file:
         sidecar = _sidecar(options, path)
         rows = None if sidecar is None else _Rows(sidecar)
         name = partition_name(relative)
@@ -311,9 +311,10 @@ def _check_ids(job: _Job, file: TokenFile, batch: Batch) -> None:
     number = int(np.searchsorted(ends, place, "right"))
     within = place - int(ends[number] - batch.lengths[number])
     gap = " (it leaves this one out)" if 0 <= int(tokens[place]) < most else ""
+    hint = f"; they were read as {file.dtype.name}: give --dtype if that is not their type" if file.assumed else ""
     raise InputError(
         f"{file.path}: document at byte {int(batch.offsets[number])}: token {within}: expected an id of "
-        f"{job.encoding.name}, 0 to {most - 1}{gap}, got {int(tokens[place])}"
+        f"{job.encoding.name}, 0 to {most - 1}{gap}, got {int(tokens[place])}{hint}"
     )
 
 

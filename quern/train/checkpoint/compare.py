@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from quern.errors import InputError
-from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest
+from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, as_json
 from quern.train.checkpoint.places import check_together
 from quern.train.checkpoint.slices import StoredTensors, boxes
 
@@ -29,8 +29,8 @@ SLICE_BYTES = 32 << 20
 _BLOCK = 1 << 18
 #: What a manifest records of how a state came about. Not part of the state: two runs may differ here and be equal.
 _RECORDS = ("config_digest", "layout", "ledger_offset", "precision", "run", "schema", "written_by")
-#: How the names of AdamW's moments begin.
-_MOMENTS = "optimizer.state."
+#: How the names of weights and of AdamW's moments begin.
+_WEIGHTS, _MOMENTS = "model.", "optimizer.state."
 #: What each manifest says of its own files.
 _OWN = ("checksum", "files")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +50,7 @@ class Fact:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"name": self.name, "state": self.state} | {side: _plain(v) for side, v in self.values.items()}
+        return {"name": self.name, "state": self.state} | {side: as_json(v) for side, v in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class TensorDifference:
             "sizes": {side: list(size) for side, size in self.sizes.items()},
             "dtypes": dict(self.dtypes),
             "differing": self.differing,
-            "max_abs": None if self.differing is None else _plain(self.max_abs),
-            "relative": None if self.differing is None else _plain(self.relative),
+            "max_abs": None if self.differing is None else as_json(self.max_abs),
+            "relative": None if self.differing is None else as_json(self.relative),
             "nans": dict(self.nans),
         }
 
@@ -97,6 +97,9 @@ class Comparison:
     b: str
     moments: bool
     """Whether AdamW's moments were compared."""
+    optimizer_in: str | None
+    """The side, ``a`` or ``b``, that alone has an optimizer's state, so that only weights, model and encoding were
+    compared; None: all that both have was."""
     facts: tuple[Fact, ...]
     config: tuple[Fact, ...]
     tensors: tuple[TensorDifference, ...]
@@ -118,6 +121,7 @@ class Comparison:
             "a": self.a,
             "b": self.b,
             "moments": self.moments,
+            "optimizer_only_in": self.optimizer_in,
             "equal": self.equal,
             "equal_tensors": self.equal_tensors,
             "facts": [fact.to_dict() for fact in self.facts],
@@ -128,8 +132,9 @@ class Comparison:
 
 def compare(a: str, b: str, *, moments: bool | None = None) -> Comparison:
     """Compare the checkpoints at ``a`` and ``b``: manifests, configs, weights, ``extra`` tensors, AdamW's step count
-    and, with ``moments``, its moments; None: unless one of the two alone has any. How the tensors were cut into chunks
-    and files does not matter.
+    and, with ``moments``, its moments; None: unless one of the two alone has any. Where one alone has the state of an
+    optimizer, weights, model and encoding decide, unless ``moments`` is true. How the tensors were cut into chunks and
+    files does not matter.
 
     Raises:
         InputError: one is no checkpoint, its files of tensors are elsewhere, or its metadata or a stored tensor is
@@ -139,18 +144,26 @@ def compare(a: str, b: str, *, moments: bool | None = None) -> Comparison:
     for path in (a, b):
         check_together(path)
     ours, theirs = StoredTensors(a), StoredTensors(b)
-    if moments is None:
+    trained, only = ours.manifest.optimizer, None
+    if trained != theirs.manifest.optimizer and not moments:
+        moments, only = False, "a" if trained else "b"
+    elif moments is None:
         has = [any(name.startswith(_MOMENTS) for name in side.tensors) for side in (ours, theirs)]
         moments = has[0] == has[1]
     names = sorted(
-        name for name in ours.tensors.keys() | theirs.tensors.keys() if moments or not name.startswith(_MOMENTS)
+        name
+        for name in ours.tensors.keys() | theirs.tensors.keys()
+        if name.startswith(_WEIGHTS) or (only is None and (moments or not name.startswith(_MOMENTS)))
     )
     tensors = sorted((_compare_tensor(name, ours, theirs) for name in names), key=_worst_first)
-    facts = _differing(
-        _flat(_facts(ours.manifest), a), _flat(_facts(theirs.manifest), b), lambda n: n.split(".")[0] not in _RECORDS
-    )
+
+    def decides(field: str) -> bool:
+        top = field.split(".")[0]
+        return top not in _RECORDS if only is None else top in ("model", "encoding")
+
+    facts = _differing(_flat(_facts(ours.manifest), a), _flat(_facts(theirs.manifest), b), decides)
     config = _differing(_config(ours), _config(theirs), lambda name: False)
-    return Comparison(a, b, moments, facts, config, tuple(tensors))
+    return Comparison(a, b, moments, only, facts, config, tuple(tensors))
 
 
 def _worst_first(tensor: TensorDifference) -> tuple[bool, bool, float, float, str]:
@@ -267,7 +280,3 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], state: Callable[[str]
 
 def _dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

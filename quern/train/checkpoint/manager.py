@@ -48,7 +48,7 @@ from quern.train.checkpoint.state import (
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.config import CheckpointConfig
 
-__all__ = ["CheckpointManager", "Loaded", "Refusal", "list_checkpoints"]
+__all__ = ["CheckpointManager", "Loaded", "Refusal", "list_checkpoints", "no_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ def _plan_load(path: str, state: TrainState) -> _LoadPlan:
     view = view_tensors(state).part(parts)
     check_tensors(os.path.join(path, METADATA_FILE), metadata, state.facts.shape, parts, view)
     return _LoadPlan(manifest, metadata, *view.with_extra(metadata))
+
+
+def no_checkpoint(root: str, step: int, known: Iterable[int]) -> InputError:
+    """What is wrong where the folder ``root`` has no checkpoint of ``step``, but ``known``."""
+    return InputError(f"{root}: has no checkpoint of step {step} (there are: {', '.join(map(str, known)) or 'none'})")
 
 
 @dataclass(frozen=True)
@@ -270,9 +275,7 @@ class CheckpointManager:
         """
         known = self.steps()
         if step not in known:
-            raise InputError(
-                f"{self.root}: has no checkpoint of step {step} (there are: {', '.join(map(str, known)) or 'none'})"
-            )
+            raise no_checkpoint(self.root, step, known)
         checkpoint, problems, _ = self._look(step, refuse)
         if problems:
             raise InputError(str(problems[0]))

@@ -27,7 +27,7 @@ from quern.words import is_plain_name
 
 __all__ = [
     "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "MISSING", "SCHEMA", "Checkpoint",
-    "EncodingInfo", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "check_file", "check_files",
+    "EncodingInfo", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "as_json", "check_file", "check_files",
     "checkpoint_name", "checkpoints_folder", "is_tensor_file", "list_checkpoints", "read_manifest", "sha256_of",
 ]  # fmt: skip
 
@@ -239,7 +239,7 @@ class Manifest:
             "encoding": None if encoding is None else dict(vars(encoding)),
             "config_digest": self.config_digest,
             "optimizer": self.optimizer,
-            "scalars": {name: _plain(value) for name, value in self.scalars.items()},
+            "scalars": {name: as_json(value) for name, value in self.scalars.items()},
             "written_by": dict(self.written_by),
             "files": {name: {"sha256": file.sha256, "size": file.size} for name, file in sorted(self.files.items())},
         }
@@ -295,7 +295,8 @@ class Manifest:
         return manifest
 
 
-def _plain(value: Scalar) -> Scalar | str:
+def as_json(value: Scalar) -> Scalar | str:
+    """As JSON has it; a number that it has not is a text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -253,7 +253,8 @@ class Forensics:
         except OSError as error:
             log.warning("%s: cannot be written (%s); training goes on", path, error.strerror or error)
         else:
-            log.info("step %d (%s) is written down in %s", last.step, ", ".join(reasons), path)
+            done = "its update was skipped" if last.skipped else "its update was applied and training goes on"
+            log.info("step %d (%s): %s; what it read is in %s", last.step, ", ".join(reasons), done, path)
 
     def _step(
         self,

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from quern.config import Section
 from quern.data_pipeline.document import Page
-from quern.data_pipeline.quality import Quality, QualityConfig, decide, measure, measured_settings
+from quern.data_pipeline.quality import Quality, QualityConfig, decide, measure
 from support.named_cases import each
 
 GOLDEN = Path(__file__).parents[2] / "data" / "quality_peer.json.gz"
@@ -149,43 +148,6 @@ def test_a_stored_row_can_be_decided_again_without_the_text() -> None:
     lenient = QualityConfig(c4={"curly_bracket": False}, fineweb={"char_dup_ratio": 0.1})
     assert "c4.curly_bracket" in decide(stored, config)
     assert "c4.curly_bracket" not in decide(stored, lenient)
-    assert measured_settings(config) == measured_settings(lenient)
-
-
-def test_changes_that_need_the_text_again_are_told_from_thresholds() -> None:
-    def check(change: dict[str, Any]) -> None:
-        assert measured_settings(QualityConfig(**change)) != measured_settings(QualityConfig())
-
-    each(
-        [
-            {"dialect": "paper"},
-            {"default_language": "de"},
-            {"order": ("gopher", "c4")},
-            {"order": ("repetition", "gopher", "fineweb", "c4")},
-            {"gopher": {"stop_words": {"en": ("a",)}}},
-            {"c4": {"policy": False}},
-            {"fineweb": {"short_line_length": 40}},
-        ],
-        check,
-    )
-
-
-def test_every_measuring_option_of_a_section_is_named_or_a_threshold() -> None:
-    # Changing a threshold may not change a measure; changing anything else has to show in measured_settings.
-    text = f"{GOOD}\nshort\nwe use cookies a lot\nsee javascript now\nit is[1] so"
-    base = QualityConfig()
-    for family in base.order:
-        section: Section = getattr(base, family)
-        for name, value in section:
-            if isinstance(value, bool):
-                other: Any = not value
-            elif isinstance(value, dict):
-                other = {"en": ("garden",)}
-            else:
-                other = None if type(section).model_fields[name].annotation is not int else value + 20
-            changed = QualityConfig(**{family: {name: other}})
-            if measured_settings(changed) == measured_settings(base):
-                assert measure(text, changed) == measure(text, base), name
 
 
 def test_languages_are_split_by_their_own_rules() -> None:

@@ -134,7 +134,7 @@ def test_very_short_documents_are_taken_some_at_a_time(tmp_path: Path, monkeypat
     monkeypatch.setattr(foreign, "_ENDS", 64)
     documents = [[EOT]] * 200 + [[7, EOT]] * 10 + [[8]]
     path = write("bin", tmp_path, "a", documents)
-    with closing(foreign.TokenFile("bin", str(path), "uint16")) as file:
+    with closing(foreign.TokenFile("bin", str(path), None, "uint16")) as file:
         batches = list(file.batches_by_eot(EOT))
     assert [len(batch.lengths) for batch in batches] == [64, 64, 64, 18, 1]
     taken = []

@@ -117,6 +117,40 @@ def test_a_file_without_a_document_is_refused_beside_others_too(ranks: str, tmp_
     refused([tmp_path / "c.bin"], run, options(ranks, "megatron"), "c.bin: expected one document or more")
 
 
+@pytest.mark.parametrize("format", ["bin", "datatrove"])
+def test_a_file_of_uint32_is_not_read_as_uint16_unless_told_to(ranks: str, tmp_path: Path, format: str) -> None:
+    ids = [token for document in draw(3) for token in document]
+    path, run = tmp_path / f"a.{'ds' if format == 'datatrove' else 'bin'}", tmp_path / "run"
+    path.write_bytes(plain.pack("uint32", ids))
+    refused([path], run, options(ranks, format), f"{path}: every second id is 0", "--dtype uint32")
+    assert ingest([str(path)], str(run), options(ranks, format, dtype="uint32")).tokens == len(ids)
+    assert ingest([str(path)], str(tmp_path / "as_told"), options(ranks, format, dtype="uint16")).tokens > len(ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [0] * 1000 + [EOT],
+        [5, 0, *[0] * 1000, 7, EOT],
+        [1, 0] * 10 + [EOT, EOT],
+        [EOT] * 1000,
+        [0, 5] * 500 + [EOT, 0],
+        [5, 0] * 500 + [EOT, 1],
+        [*range(1, 250), *[0] * 771, EOT, EOT],
+    ],
+    ids=["zeros", "padded", "few", "only EOTs", "first of two", "one is not", "a document and padding"],
+)
+def test_uint16_with_many_zeros_is_read(ranks: str, tmp_path: Path, ids: list[int]) -> None:
+    (tmp_path / "a.bin").write_bytes(plain.pack("uint16", ids))
+    ingest([str(tmp_path / "a.bin")], str(tmp_path / "run"), options(ranks, "bin"))
+
+
+def test_an_id_beyond_the_encoding_names_the_type_that_was_assumed(ranks: str, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(plain.pack("uint16", [1, 257]))
+    told = "got 257; they were read as uint16: give --dtype"
+    refused([tmp_path / "a.bin"], tmp_path / "run", options(ranks, "bin"), told)
+
+
 @pytest.mark.parametrize(("code", "wrong"), [(8, 257), (8, 65_535), (4, -1), (5, 2**40), (5, -(2**63))])
 def test_an_id_that_the_encoding_has_not_is_refused_by_place(ranks: str, tmp_path: Path, code: int, wrong: int) -> None:
     plain.write_megatron(tmp_path / "a", [[[1, EOT]], [[2, 3, wrong, EOT]]], code)

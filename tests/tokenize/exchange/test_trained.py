@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from quern.cli.main import app
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.tokenize.exchange.ingest import ingest
 from support.exchange import plain_formats as plain
-from support.exchange.import_case import EOT, options
+from support.exchange.import_case import EOT, draw, options, write
 from support.train.run_case import live, settings
 
 pytestmark = pytest.mark.slow
@@ -66,3 +68,37 @@ def test_every_token_of_every_step_leads_to_its_byte(ranks: str, tmp_path: Path)
         assert all((counts == 1).all() for counts in covered.values())
     assert {path for path, _ in walked} == files.keys()
     assert len(walked) > 50
+
+
+def test_sources_of_one_name_and_documents_without_url_are_told_apart(ranks: str, tmp_path: Path) -> None:
+    paths = []
+    for seed, name in enumerate(("wiki", "code")):
+        file = write("bin", tmp_path / "in", name, draw(seed, 60))
+        ingest([str(file)], str(tmp_path / name), options(ranks, "bin"))
+        paths.append(str(tmp_path / name / "tokens" / "imported"))
+    live(settings(tmp_path / "train", paths, steps=2, schedule={"warmup": 1}, forensics={"steps": [1]}))
+
+    def told(*arguments: str) -> list[str]:
+        result = CliRunner().invoke(app, ["lineage", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
+
+    lines = told("step", str(tmp_path / "train"), "1")
+    assert "no url" not in "\n".join(lines)
+    run = TrainingRun(str(tmp_path / "train"))
+    read, seen = read_step(run, 1), set()
+    for place in range(read.global_batch):
+        source = int(read.sources_G[place])
+        lineage, stream = read.streams[source]
+        at = next(n for n, line in enumerate(lines) if line.startswith(f"sequence {place} "))
+        assert f"  {stream.path}, epoch 0, " in lines[at]
+        file, seen = Path(lineage.run).name, seen | {source}
+        for own, number in enumerate(read.documents.numbers[read.documents.sequences == place].tolist(), 1):
+            offset = lineage.verdict(number)["record_offset"]
+            assert lines[at + own].endswith(f"  {file}.bin at byte {offset:,}")
+    assert seen == {0, 1}
+
+    text = "\n".join(told("forensics", str(tmp_path / "train"), "1"))
+    assert "no url" not in text
+    assert all(f" of {path}" in text or f"; {path} epoch 0" in text for path in paths)
+    assert "at byte " in (tmp_path / "train" / "forensics" / "step_00000001.html").read_text()

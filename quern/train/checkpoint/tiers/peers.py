@@ -31,7 +31,7 @@ from quern.train.checkpoint.spawn import spawn
 from quern.train.checkpoint.tiers.peer_files import CHUNK, FOLDER, SHA256, is_file_name
 from quern.train.checkpoint.tiers.rate import RateLimit
 
-__all__ = ["Peer", "PeerError", "ServerProcess", "new_token", "partner_of"]
+__all__ = ["Peer", "PeerError", "ServerProcess", "new_token"]
 
 #: Bytes a second at which the other side at least hashes what it has, before it answers.
 HASH_BYTES_PER_S = 100e6
@@ -55,13 +55,6 @@ class _AgainError(Exception):
 def new_token() -> str:
     """256 random bits as 64 hex digits: what a run's servers and clients share."""
     return secrets.token_hex(32)
-
-
-def partner_of(node: int, nodes: int) -> int | None:
-    """The node that mirrors the files of ``node``: the next one in the ring of ``nodes``; None when there is one."""
-    if not 0 <= node < nodes:
-        raise InputError(f"node: expected 0 to {nodes - 1}, got {node}")
-    return (node + 1) % nodes if nodes > 1 else None
 
 
 @dataclass(frozen=True)
