@@ -42,8 +42,10 @@ class Section(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-#: Bounds of a config, far beyond any that a person writes: what stands in a run's folder may be anybody's.
+#: Bounds of YAML, far beyond what a person writes: what stands in a run's folder may be anybody's.
 _MOST_CHARS, _MOST_NODES = 1 << 20, 100_000
+#: Those of a config: a program may have written all paths of a crawl into it.
+_CONFIG_CHARS, _CONFIG_NODES = 16 << 20, 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -91,20 +93,20 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def parse_yaml(text: str, what: str) -> Any:
-    """What YAML means, if it is no larger than a config may be; ``what`` names it in errors.
+def parse_yaml(text: str, what: str, chars: int = _MOST_CHARS, nodes: int = _MOST_NODES) -> Any:
+    """What YAML means, if it has at most ``chars`` characters and ``nodes`` keys and values; errors name ``what``.
 
     Raises:
         InputError: it is too large, nested too deeply, or its aliases repeat too much.
         YAMLError: it is no YAML.
     """
-    if len(text) > _MOST_CHARS:
-        raise InputError(f"{what}: has {len(text):,} characters, expected at most {_MOST_CHARS:,}")
+    if len(text) > chars:
+        raise InputError(f"{what}: expected at most {chars:,} characters, has more")
     try:
         value = yaml.load(text, Loader=_Loader)
     except RecursionError:
         raise InputError(f"{what}: is nested too deeply") from None
-    left, stack = _MOST_NODES, [value]
+    left, stack = nodes, [value]
     while stack and left:
         left -= 1
         found = stack.pop()
@@ -113,7 +115,7 @@ def parse_yaml(text: str, what: str) -> Any:
         elif isinstance(found, dict | list):
             left = 0
     if not left:  # an alias costs nothing until somebody walks through it
-        raise InputError(f"{what}: holds more than {_MOST_NODES:,} keys and values, aliases counted each time")
+        raise InputError(f"{what}: holds more than {nodes:,} keys and values, aliases counted each time")
     return value
 
 
@@ -142,7 +144,7 @@ def load_config(
     if path is not None:
         try:
             with open(path, encoding="utf-8") as file:
-                raw = parse_yaml(file.read(_MOST_CHARS + 1), name)
+                raw = parse_yaml(file.read(_CONFIG_CHARS + 1), name, _CONFIG_CHARS, _CONFIG_NODES)
         except FileNotFoundError:
             raise InputError(f"{name}: no such config file") from None
         except IsADirectoryError:

@@ -22,8 +22,15 @@ def leave_working_folder() -> None:
     Called by entry points before they import what is large. A folder that ``PYTHONPATH`` names stays.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
-    if sys.flags.safe_path or not sys.path:
-        return
-    named = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if sys.path[0] in ("", os.getcwd()) and os.getcwd() not in named:
-        del sys.path[0]
+    named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if "PYTHONPATH" in os.environ:
+        os.environ["PYTHONPATH"] = os.pathsep.join(named)  # an empty place in it is the working folder, too
+    try:
+        here = os.getcwd()
+        stays = here in map(os.path.abspath, named)
+    except OSError:  # the folder was removed
+        here, stays = "", False
+    library = os.path.dirname(os.__file__)  # behind it stand folders of installed packages, of which this may be one
+    end = sys.path.index(library) if library in sys.path else len(sys.path)
+    if not stays:
+        sys.path[:end] = [path for path in sys.path[:end] if path not in ("", here)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -182,10 +183,15 @@ def test_an_override_may_be_a_glob_that_begins_with_a_star(tmp_path: Path) -> No
 
 def test_a_config_that_costs_too_much_is_refused_before_anyone_walks_through_it(tmp_path: Path) -> None:
     bomb = "a0: &a0 [1, 2]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-    assert failure(tmp_path, bomb) == "x.yaml: holds more than 100,000 keys and values, aliases counted each time"
+    assert failure(tmp_path, bomb) == "x.yaml: holds more than 1,000,000 keys and values, aliases counted each time"
     assert "recursive" in failure(tmp_path, "run_dir: &own [*own]")
     assert failure(tmp_path, "a: " + "[" * 20_000) == "x.yaml: is nested too deeply"
     assert failure(tmp_path, "run_dir: r", "inner=" + "[" * 20_000) == "override: is nested too deeply"
-    assert failure(tmp_path, "#" * (1 << 20) + "#") == "x.yaml: has 1,048,577 characters, expected at most 1,048,576"
+    assert failure(tmp_path, "#" * (16 << 20) + "#") == "x.yaml: expected at most 16,777,216 characters, has more"
+    assert failure(tmp_path, "run_dir: r", "inner=" + "#" * (1 << 20) + "#").startswith(
+        "override: expected at most 1,0"
+    )
+    paths = [f"crawl-data/CC-MAIN-2026-40/segments/1/warc/{number:05}.warc.gz" for number in range(20_000)]
+    assert load_config(write(tmp_path, json.dumps({"run_dir": "r", "sources": [{"name": "a", "paths": paths}]})), Root)
     shared = "run_dir: r\nsources: [&one {name: a, paths: [b]}, *one]"
     assert load_config(write(tmp_path, shared), Root).sources == (Item(name="a", paths=("b",)),) * 2

@@ -97,3 +97,22 @@ def test_a_folder_that_the_environment_names_stays(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(sys, "path", [first, other])
         safe_path.leave_working_folder()
         assert (sys.path, os.environ["PYTHONSAFEPATH"]) == (left, "1")
+
+
+def test_an_empty_place_of_the_environment_is_the_working_folder_too(hostile: Path) -> None:
+    program = (
+        "from quern.safe_path import leave_working_folder; leave_working_folder(); import yaml, os, subprocess, sys"
+    )
+    inner = "; subprocess.run([sys.executable, '-P', '-c', 'import yaml'], check=True)"
+    for given in (":/nowhere", "/nowhere:", "/nowhere::/elsewhere", ":"):
+        path = given.replace("/nowhere", os.path.dirname(os.path.dirname(safe_path.__file__)))
+        run(hostile, "env", f"PYTHONPATH={path}", sys.executable, "-P", "-c", program + inner)
+    assert imported(hostile) == []
+
+
+def test_a_working_folder_that_was_removed_is_no_error(tmp_path: Path) -> None:
+    command = (
+        'cd "$0" && rmdir "$0" && "$1" -c "from quern.safe_path import leave_working_folder as l; l(); import yaml"'
+    )
+    (tmp_path / "gone").mkdir()
+    run(tmp_path, "sh", "-c", command, str(tmp_path / "gone"), sys.executable)

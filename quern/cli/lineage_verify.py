@@ -62,6 +62,9 @@ def verify(
             recovered = recover(run)
         if recovered is not None:
             err_console().print(plain(f"{run}: {recovered}"), markup=False)
+        last = audit.last_entry(run) if sign else None
+        if sign and last is None:
+            raise InputError(f"{run}: has no entry in its audit log that could be signed")
         proof = look(
             run,
             deep=deep,
@@ -71,9 +74,9 @@ def verify(
             key=key,
             to_sign=sign,
         )
-        if sign and key is not None and proof.holds:
-            signed = audit.sign(run, key)
-            err_console().print(plain(f"{run}: entry {signed.number} of the audit log is signed"), markup=False)
+        if last is not None and key is not None and proof.holds:
+            audit.sign(run, last, key)
+            err_console().print(plain(f"{run}: entry {last.number} of the audit log is signed"), markup=False)
         emit(proof.to_dict() | {"recovered": recovered})
         if not json:
             _print(proof)

@@ -70,10 +70,12 @@ def _keep_token_private() -> None:
     """See that no other user can read the token that a Ray of this machine asks for; Ray leaves that to the umask."""
     if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} or os.environ.get("RAY_AUTH_MODE") == "disabled":
         return
-    path = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):  # Ray says what is wrong with the folder; of two starts at once one makes the file
-        if path.exists():
-            path.chmod(0o600)
+    # Ray says what is wrong with the folder, or that there is no home; of two starts at once one makes the file
+    with suppress(OSError, RuntimeError):
+        path = Path.home() / ".ray" / "auth_token"
+        if os.path.lexists(path):
+            if not path.is_symlink():
+                path.chmod(0o600)
             return
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 0600

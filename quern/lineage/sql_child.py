@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 def in_child(call: Callable[[], R], memory_bytes: int, threads: int) -> R:
     """``call()`` in a fork of this process, which may take ``2 · memory_bytes`` and 768 MiB more than this one has, and
-    16 MiB for each of ``threads``. Its temporary files are gone afterwards, whatever became of it.
+    16 MiB for each of ``threads``. Its temporary files are gone afterwards, unless a signal ends this process.
 
     For commands, on Linux. Elsewhere, and in a process with other threads, whose locks a fork would never get, the call
     is made here, with DuckDB's own bound.
@@ -82,10 +82,14 @@ def _answer(call: Callable[[], Any], writer: int, scratch: str, limit_mib: int) 
         with bounded_memory(limit_mib):
             try:
                 said: tuple[type[BaseException] | None, Any] = (None, call())
-            except (InputError, QuernError) as error:
-                said = (type(error), str(error))
+            except QuernError as error:
+                said = (InputError if isinstance(error, InputError) else QuernError, str(error))
             except KeyboardInterrupt:
                 said = (KeyboardInterrupt, "")
+            except MemoryError:
+                raise
+            except Exception as error:
+                said = (QuernError, f"sql: {type(error).__name__}: {error}")
             data = pickle.dumps(said)
         with open(writer, "wb") as out:
             out.write(data)

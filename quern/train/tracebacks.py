@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from quern.filesystem import open_own
 from quern.train.checkpoint.manifest import list_checkpoints
 
 __all__ = ["clear", "file_of", "keep", "one_line", "verdict"]
@@ -46,7 +47,7 @@ def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
     lines = traceback.format_exception(error)
     try:
         os.makedirs(os.path.dirname(file), exist_ok=True)
-        with open(file, "w", encoding="utf-8", errors="backslashreplace") as stream:
+        with open(file, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as stream:
             stream.write(f"{time.time():.6f} {one_line(error)}\n{''.join(lines)}")
     except OSError:
         return None

@@ -221,7 +221,8 @@ class Trainer:
                 before = newest_until(self.config.run_dir, done)
                 way = f"go on with resume.step={before}, the newest checkpoint from before, and data_skip or another lr"
                 if before is None:
-                    way = "give another run_dir to start over: no checkpoint from before the skips is left"
+                    stored = ", or resume.step=N with one that the store has" if self.config.checkpoint.store else ""
+                    way = f"give another run_dir to start over{stored}: here is no checkpoint from before the skips"
                 raise QuernError(
                     f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
                     f"{self.config.guard.max_skips}); the weights are those after {done} steps. Look at the ledger, "

@@ -219,7 +219,9 @@ def test_what_is_nowhere_is_named_with_what_each_place_says(place: Place) -> Non
     assert lines[-1].startswith(f"error: {place.checkpoint(3)}: 2 of 6 files are nowhere whole, nothing was written; ")
     assert leftovers(place) == []
     (place.run / "config.yaml").unlink()
-    assert "  the run has no store" in invoke(place.run, place.root / "out", code=1).stderr.splitlines()
+    assert (
+        "  the run has no store that can be asked" in invoke(place.run, place.root / "out", code=1).stderr.splitlines()
+    )
 
 
 def test_of_a_run_the_newest_that_is_whole_is_taken(place: Place, as_json: Callable[..., Any]) -> None:

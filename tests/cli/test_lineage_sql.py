@@ -147,6 +147,17 @@ def test_a_query_whose_process_dies_is_one_line(run: str) -> None:
     assert "MiB of memory, or died otherwise (signal 9)" in done.stderr
 
 
+def test_an_error_of_the_query_s_process_is_told_as_what_it_is(run: str) -> None:
+    program = (
+        "from quern.cli import lineage_sql; from quern.cli.main import main\n"
+        "def fail(*_, **__): raise OSError(28, 'No space left on device', '/tmp/x')\n"
+        "lineage_sql.query = fail\nmain()"
+    )
+    command = [python(), "-c", program, "lineage", "sql", run, "SELECT 1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: sql: OSError: [Errno 28] No space left on device: '/tmp/x'\n")
+
+
 @pytest.mark.parametrize(
     ("statement", "message"),
     [

@@ -203,6 +203,16 @@ def test_a_checkpoint_on_nodes_or_in_the_store_alone_is_forked_too(data, tmp_pat
         assert case.differences(go_on(new).state, whole.state) == []
 
 
+def test_what_is_whole_here_is_forked_where_the_store_is_of_no_kind_that_is_known(straight, tmp_path):
+    run = shutil.copytree(straight[0], tmp_path / "run")
+    for file in (run / "config.yaml", run / "checkpoints" / NAME(3) / "config.yaml"):
+        assert "store: null" in file.read_text()
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("store: null", "store: nosuch://bucket/run"))
+    fork(str(run), 3, str(tmp_path / "new"))
+    assert case.differences(go_on(tmp_path / "new").state, straight[1].state) == []
+
+
 def test_a_copy_of_a_run_is_refused_its_store_and_a_moved_run_goes_on(data, tmp_path):
     url = f"file://{tmp_path}/store"
     settings = {"steps": 6, "checkpoint": {"interval": 2, "store": url}}

@@ -258,6 +258,7 @@ def test_a_file_that_is_not_what_the_metadata_says_is_named(tmp_path, monkeypatc
     file.write_bytes(good)
     with zipfile.ZipFile(file) as packed:
         parts = {part: packed.read(part) for part in packed.namelist()}
+    parts[f"{next(iter(parts)).partition('/')[0]}/data/byteorder"] = b"little"
     for name in parts:
         if name.endswith(("/byteorder", "/data.pkl")):  # 64 MiB of nothing, in a few bytes
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:

@@ -54,6 +54,15 @@ def test_a_folder_that_cannot_be_written_loses_no_traceback(tmp_path):
     assert tracebacks.keep(str(tmp_path), 0, ValueError("x")) is None
 
 
+def test_a_traceback_is_written_through_no_link(tmp_path):
+    (tmp_path / "outside").write_text("stays")
+    file = Path(tracebacks.file_of(str(tmp_path), 0))
+    file.parent.mkdir()
+    file.symlink_to(tmp_path / "outside")
+    assert tracebacks.keep(str(tmp_path), 0, ValueError("x")) is None
+    assert (tmp_path / "outside").read_text() == "stays"
+
+
 def test_what_changed_in_a_config_is_told_key_by_key(tmp_path):
     before = case.settings(tmp_path / "run", ["a", "b"])
     assert run_record.changes(before, 3) == []

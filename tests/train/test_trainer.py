@@ -53,7 +53,7 @@ def test_a_run_that_only_skips_names_no_checkpoint_that_it_has_left_or_has_not(t
     with pytest.raises(QuernError, match=r"those after 5 steps\. .* resume\.step=2, the newest checkpoint from before"):
         case.live(again, factor=nan_from(5))
     fresh = case.settings(tmp_path / "fresh", paths, guard={"max_skips": 1})
-    with pytest.raises(QuernError, match="give another run_dir to start over: no checkpoint from before"):
+    with pytest.raises(QuernError, match="give another run_dir to start over: here is no checkpoint from before"):
         case.live(fresh, factor=nan_from(1))
 
 

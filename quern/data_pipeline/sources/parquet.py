@@ -136,7 +136,8 @@ def _value(scalar: pa.Scalar) -> object:
 def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> tuple[list[str], list[str]]:
     """The columns to read, and those of them that hold text.
 
-    A field that is named as the default and is not there, or holds nothing that can be one, is simply not read.
+    A field that is named as the default and is not there, or holds nothing that can be one, is simply not read; nor is
+    an id or a date of another type, which are what a page can do without.
     """
     columns = []
     for setting, (wanted, fits) in _FIELDS.items():
@@ -150,7 +151,7 @@ def _columns(path: str, source: SourceConfig, schema: pa.Schema) -> tuple[list[s
             raise InputError(
                 f"source {source.name}: {path}: no column {name!r} ({setting}); columns: {', '.join(schema.names[:20])}"
             )
-        elif named and (setting == "text_field" or not pa.types.is_null(kind)):
+        elif setting == "text_field" or (setting == "url_field" and named and not pa.types.is_null(kind)):
             raise InputError(
                 f"source {source.name}: {path}: column {name!r} ({setting}): expected {wanted}, got {kind}"
             )

@@ -232,17 +232,9 @@ def read_key(path: str) -> bytes:
     return key
 
 
-def sign(run: str, key: bytes) -> Entry:
-    """Sign the last entry. The caller has seen that the log is whole.
-
-    Raises:
-        InputError: there is none.
-    """
-    last = last_entry(run)
-    if last is None:
-        raise InputError(f"{run}: has no entry in its audit log that could be signed")
-    storage.publish_bytes(path_of(run, last.number, ".sig"), f"{_signature(last, key)}\n".encode())
-    return last
+def sign(run: str, entry: Entry, key: bytes) -> None:
+    """Sign an entry, the last one of a log that the caller has seen to be whole."""
+    storage.publish_bytes(path_of(run, entry.number, ".sig"), f"{_signature(entry, key)}\n".encode())
 
 
 def is_signed(run: str, entry: Entry, key: bytes) -> bool | None:

@@ -114,7 +114,7 @@ class TokenFile:
         """Whether every second id of the first :data:`BATCH_TOKENS` is 0: the upper half of uint32. Ids of uint16 that
         are 0 now and then, or for long, stand at even places too, and have others at odd ones."""
         pairs = self._source.column(0, min(self.size // 4, BATCH_TOKENS // 2) * 2, "<u2").reshape(-1, 2)
-        if np.count_nonzero(pairs[:, 0]) >= _UINT32_IDS and not pairs[:, 1].any():
+        if self.size % 4 == 0 and np.count_nonzero(pairs[:, 0]) >= _UINT32_IDS and not pairs[:, 1].any():
             raise InputError(
                 f"{self.path}: every second id is 0 if they are uint16; the file is very probably uint32: give --dtype "
                 f"uint32, or --dtype uint16 if it is not"

@@ -202,7 +202,7 @@ class _Gathering:
 
     def _look_in_store(self, name: str, record: FileRecord, said: list[str]) -> list[Origin]:
         if self.behind is None:
-            said.append("the run has no store")
+            said.append("the run has no store that can be asked")
             return []
         address = self.behind.store.address(self.step, name)
         try:

@@ -181,7 +181,8 @@ def locate(stream: io.RawIOBase, slot: StoredSlice, size: Sequence[int], dtype: 
     """
     with zipfile.ZipFile(_View(stream, slot)) as archive:
         for part in archive.infolist():
-            if "/data/" not in part.filename and part.file_size > _MOST_DESCRIPTION:
+            is_read = "/data/" not in part.filename or part.filename.endswith("/byteorder")
+            if is_read and part.file_size > _MOST_DESCRIPTION:
                 raise ValueError(f"{part.filename!r} has {part.file_size:,} bytes, expected a few")
         orders = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/byteorder")]
     described = load_record(stream, slot, "meta")  # reads no element

@@ -171,7 +171,7 @@ def find_source(source: str, step: int | None = None) -> Source:
     folders = {checkpoint.step: checkpoint.path for checkpoint in list_checkpoints(source)}
     if not folders and store_url is None:
         raise InputError(f"{source}: expected a checkpoint, or a training run that has one")
-    return Source(source, source, folders, _behind(store_url), step)
+    return Source(source, source, folders, _behind(store_url, needed=not folders), step)
 
 
 def _checkpoint(folder: str, step: int | None) -> Source:
@@ -186,8 +186,14 @@ def _checkpoint(folder: str, step: int | None) -> Source:
     if store_url is None:
         with suppress(InputError):  # a damaged file of the checkpoint, which is to be replaced
             store_url = configured_store(folder)
-    return Source(folder, run if in_run else None, {named: folder}, _behind(store_url), named)
+    return Source(folder, run if in_run else None, {named: folder}, _behind(store_url, needed=False), named)
 
 
-def _behind(url: str | None) -> Behind | None:
-    return None if url is None else Behind(open_store(url))
+def _behind(url: str | None, *, needed: bool) -> Behind | None:
+    """None where there is none, or one that this machine cannot open and that is not ``needed``."""
+    try:
+        return None if url is None else Behind(open_store(url))
+    except InputError:
+        if needed:
+            raise
+        return None
