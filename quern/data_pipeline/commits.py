@@ -11,7 +11,10 @@ from typing import Any
 
 from quern import storage
 
-__all__ = ["commit_path", "find_commit", "publish_commit", "withdraw_commit"]
+__all__ = ["TABLES", "commit_path", "find_commit", "publish_commit", "withdraw_commit"]
+
+TABLES = ("verdicts", "documents", "signatures")
+"""Folders of a run with one table for each partition of pages."""
 
 
 def commit_path(run_dir: str, phase: str, source: str, piece: str) -> str:
