@@ -40,10 +40,11 @@ from dedup_corpus import MOST_BACK, NUM_PERM, ROWS, Corpus
 from dedup_oracle import BruteForce, Doc
 from process_tree import measure
 
-from quern.data_pipeline import dedup
+from quern.data_pipeline.dedup import run as dedup
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.engine import OnDeath, open_engine
 
-CONFIG = dedup.DuplicatesConfig()
+CONFIG = DuplicatesConfig()
 DONE = "phase.json"
 
 

@@ -36,7 +36,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from quern.data_pipeline.dedup import CLUSTER_SCHEMA, DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.document import verdict_schema
 from quern.mixtures.order import Order
 from quern.tokenize.shard_format import MANIFEST, SPANS_SCHEMA, VERSION_FILE, ShardInfo, version_entry

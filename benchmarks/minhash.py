@@ -24,9 +24,9 @@ import datasketch
 import numpy as np
 import xxhash
 
-from quern.data_pipeline.dedup import DuplicatesConfig, Signature, minhash_hash, normalise
-from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
-from quern.data_pipeline.dedup.signature import SCHEME, minhash
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.shingles import hash_words, minhash_hash, normalise, shingle_hashes
+from quern.data_pipeline.dedup.signature import SCHEME, Signature, minhash
 from quern.data_pipeline.document import Page
 
 CONFIG = DuplicatesConfig()

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.data_pipeline.dedup import CLUSTER_SCHEMA, DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.document import DOCUMENT_SCHEMA, verdict_schema
 from quern.lineage.purge.condemned import condemn
 from quern.lineage.purge.select import Wanted

@@ -6,7 +6,7 @@ from time import thread_time
 from typing import Protocol
 
 from quern.data_pipeline.config import ChainConfig
-from quern.data_pipeline.dedup import Signature
+from quern.data_pipeline.dedup.signature import Signature
 from quern.data_pipeline.document import Page
 from quern.data_pipeline.extract import Extract
 from quern.data_pipeline.language import Language, LanguageGuess

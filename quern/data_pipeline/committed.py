@@ -12,7 +12,7 @@ from typing import Any
 
 from quern import storage
 from quern.data_pipeline.commits import TABLES, commit_path
-from quern.data_pipeline.dedup import CLUSTERS, DECISIONS
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.errors import InputError
 
 __all__ = ["Committed", "missing_tables", "named", "read_committed"]
@@ -92,14 +92,12 @@ def _record(run: str) -> dict[str, Any]:
 
 def _imported(record: Mapping[str, Any]) -> list[str]:
     """The tables of verdicts of an imported run."""
-    from quern.data_pipeline.sources.plan import (
-        partition_name,
-    )  # with readers of all kinds, which take a while to import
-
     config = record.get("config")
     own = config.get("import") if isinstance(config, dict) else None
     if not isinstance(own, dict):
         return []
+    from quern.data_pipeline.sources.plan import partition_name  # with readers of all kinds: it takes a moment
+
     return [
         f"verdicts/{own['source']}/{partition_name(file['relative_path'])}.parquet" for file in record.get("files", ())
     ]

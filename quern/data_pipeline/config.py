@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
-from quern.data_pipeline.dedup import DuplicatesConfig
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.extract import ExtractConfig
 from quern.data_pipeline.language import LanguageConfig
 from quern.data_pipeline.pii import PiiConfig

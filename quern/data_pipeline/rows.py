@@ -11,7 +11,7 @@ from quern.data_pipeline.chain import QUALITY_GATE
 from quern.data_pipeline.commits import TABLES
 from quern.data_pipeline.document import DOCUMENT_SCHEMA, SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
 
-__all__ = ["TABLES", "Rows"]
+__all__ = ["Rows"]
 
 
 class Rows:

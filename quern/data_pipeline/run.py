@@ -13,15 +13,14 @@ from typing import Any, Self
 
 from quern import storage
 from quern.config import digest
-from quern.data_pipeline import dedup
 from quern.data_pipeline.chain import Chain
-from quern.data_pipeline.commits import find_commit, publish_commit, withdraw_commit
+from quern.data_pipeline.commits import TABLES, find_commit, publish_commit, withdraw_commit
 from quern.data_pipeline.config import PipelineConfig
+from quern.data_pipeline.dedup import run as dedup
 from quern.data_pipeline.engine import Death, Engine
 from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
 from quern.data_pipeline.partition import PartitionTask, committed, process_partition
 from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.rows import TABLES
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
 from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
 from quern.errors import InputError, QuernError
@@ -53,7 +52,7 @@ class PagesResult:
     partitions: tuple[tuple[str, str], ...]
     """(source, partition) of every committed partition."""
     duplicates: dict[str, Any]
-    """The report of :func:`quern.data_pipeline.dedup.run` as plain data."""
+    """The report of :func:`quern.data_pipeline.dedup.run.run` as plain data."""
 
 
 def plan_sources(config: PipelineConfig) -> list[Partition]:

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.dedup import DuplicatesConfig
 from quern.data_pipeline.dedup.bands import band_keys
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
 from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page, content_hash

@@ -67,7 +67,9 @@ def check(connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str
         name = statements[0].type.name
         got = "a PIVOT that lists no values (IN (…))" if name in ("MULTI", "SELECT") else name
         raise InputError(f"sql: expected SELECT, SHOW, DESCRIBE or SUMMARIZE over the views, got {got}")
-    own = connection.execute("SELECT view_name FROM duckdb_views() WHERE internal").fetchall()
+    own = connection.execute(
+        "SELECT view_name FROM duckdb_views() WHERE internal AND schema_name <> ?", [_CATALOG]
+    ).fetchall()
     return _views(list(_dicts(tree["statements"])), {name.lower() for name in views}, {name.lower() for (name,) in own})
 
 
@@ -89,7 +91,7 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _views(tree: list[dict[str, Any]], views: set[str], internal: set[str]) -> frozenset[str]:
-    """``internal`` are DuckDB's own views: where a WITH of that name is not seen, the name stands for them."""
+    """``internal`` are DuckDB's own views that need no schema: a name is theirs where a WITH of it is not seen."""
     named = {str(entry["key"]).lower() for node in tree for entry in (node.get("cte_map") or {}).get("map", ())}
     named -= internal
     read: set[str] = set()
@@ -116,6 +118,8 @@ def _views(tree: list[dict[str, Any]], views: set[str], internal: set[str]) -> f
                 read.add(name)
             elif schema == _CATALOG and name in _CATALOG_TABLES:
                 read |= views
+            elif name in internal and not schema:
+                raise InputError(f"sql: {name} is the name of a table of DuckDB's own; expected another name")
             elif schema or catalog or name not in named or set(name) & _OF_PATHS:
                 raise InputError(f"sql: there is no view {node['table_name']!r}; expected {', '.join(sorted(views))}")
         elif kind == "SHOW_REF" and node["query"] is None:

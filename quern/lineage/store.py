@@ -92,9 +92,12 @@ def _guarded(method: Callable[Concatenate[Lineage, P], R]) -> Callable[Concatena
 def _take_up_purge(run: str) -> None:
     """Finish or undo a purge that was cut off, where the run can be written to."""
     if storage.is_local(run):
-        from quern.lineage.purge.transaction import take_up  # which opens runs itself
+        from quern.lineage.purge import journal
 
-        take_up(run)
+        if journal.is_under_way(run):
+            from quern.lineage.purge.transaction import take_up  # which opens runs itself
+
+            take_up(run)
 
 
 class Lineage:

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
-from quern.data_pipeline.dedup import DuplicatesConfig, Signature
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.signature import Signature
 from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page, make_doc_id
 from quern.data_pipeline.tombstones import (
     MADE_WITH,

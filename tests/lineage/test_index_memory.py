@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.dedup import CLUSTER_SCHEMA, DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.document import verdict_schema
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from dedup_oracle import BruteForce
 
-from quern.data_pipeline import dedup
-from quern.data_pipeline.dedup import DECISION_SCHEMA
+from quern.data_pipeline.dedup import run as dedup
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.data_pipeline.document import DOCUMENT_SCHEMA, HASH
 from quern.data_pipeline.tasks import InProcess
 from quern.lineage.index.decided import Redecided
@@ -34,7 +35,7 @@ class Corpus:
     """A run of made-up documents up to its decisions, and every version that purges make of it."""
 
     def __init__(
-        self, folder: Path, docs: Sequence[R.Doc], config: dedup.DuplicatesConfig, priorities: dict[str, int]
+        self, folder: Path, docs: Sequence[R.Doc], config: DuplicatesConfig, priorities: dict[str, int]
     ) -> None:
         docs = [replace(doc, url=None if doc.url is None else f"http://{doc.url}.example/") for doc in docs]
         self.folder, self.docs, self.config, self.priorities = folder, docs, config, priorities
@@ -239,9 +240,7 @@ def test_who_is_first_of_a_full_band_changes_with_those_that_go(tmp_path, most):
         R.Doc(name * 16, "s", "p", name * 16, None, 0, words, (1,) * R.NUM_PERM, shingles)
         for name, words, shingles in ((b"x", 40, frozenset(range(20))), (b"a", 30, similar), (b"b", 20, similar))
     )
-    config = replace_config(
-        dedup.DuplicatesConfig(), num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, max_band_members=most
-    )
+    config = replace_config(DuplicatesConfig(), num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, max_band_members=most)
     corpus = Corpus(tmp_path, [x, a, b], config, {})
     assert corpus.report.capped_bands == (R.BANDS if most < 3 else 0)
     found = corpus.purge({x.doc_id})
@@ -256,7 +255,7 @@ def test_what_was_displaced_is_restored_when_it_goes_for_which_it_was(tmp_path):
         R.Doc(name * 16, "s", "p", name * 16, None, 0, words, (1,) * R.NUM_PERM, frozenset(range(first, first + 20)))
         for name, words, first in ((b"c", 40, 0), (b"b", 30, 6), (b"a", 20, 12))
     )
-    config = replace_config(dedup.DuplicatesConfig(), num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5)
+    config = replace_config(DuplicatesConfig(), num_perm=R.NUM_PERM, bands=R.BANDS, rows=R.ROWS, threshold=0.5)
     corpus = Corpus(tmp_path, [c, b, a], config, {})
     assert corpus.kept == {c.doc_id, a.doc_id}
     found = corpus.purge({c.doc_id})
@@ -265,5 +264,5 @@ def test_what_was_displaced_is_restored_when_it_goes_for_which_it_was(tmp_path):
     assert (ids(found.restored), ids(found.displaced)) == ({a.doc_id}, set())
 
 
-def replace_config(config: dedup.DuplicatesConfig, **changes: Any) -> dedup.DuplicatesConfig:
-    return dedup.DuplicatesConfig.model_validate({**config.model_dump(), **changes})
+def replace_config(config: DuplicatesConfig, **changes: Any) -> DuplicatesConfig:
+    return DuplicatesConfig.model_validate({**config.model_dump(), **changes})

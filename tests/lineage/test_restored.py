@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli.main import app
-from quern.data_pipeline.dedup import DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.errors import InputError
 from quern.lineage.index.decided import Redecided, decisions_file, is_decisions_file
 from quern.lineage.sql import query

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.dedup import CLUSTERS, DECISIONS
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import restored_tokens
 from quern.lineage.purge.restore import MOVED_SCHEMA, reconsider

@@ -184,7 +184,8 @@ READ = [
     "SELECT row_number() OVER (PARTITION BY host ORDER BY url) FROM verdicts QUALIFY 1 = 1",
     "SELECT * FROM verdicts TABLESAMPLE 10%", "SELECT host, count(*) FROM verdicts GROUP BY ROLLUP (host)",
     "FROM verdicts SEMI JOIN documents USING (doc_id)", "FROM verdicts WHERE url IN (SELECT url FROM documents)",
-    "WITH verdicts AS (SELECT 1 AS a) SELECT a FROM verdicts", "SELECT COLUMNS('gopher.*') FROM verdicts",
+    "WITH verdicts AS (SELECT 1 AS a) SELECT a FROM verdicts", "WITH tables AS (SELECT 1 AS a) FROM tables",
+    "SELECT COLUMNS('gopher.*') FROM verdicts",
     "FROM (UNPIVOT (SELECT num_words, language_score FROM verdicts) ON num_words, language_score)",
 ]  # fmt: skip
 

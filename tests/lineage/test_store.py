@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,3 +374,19 @@ def test_a_run_of_no_documents(tmp_path: Path) -> None:
             assert lineage.find(**asked).tolist() == []
         for stream in lineage.streams:
             assert len(lineage.spans_in(stream, [0], [5])[0]) == 0
+
+
+def test_a_look_up_imports_neither_the_stages_of_the_chain_nor_what_a_purge_writes_with(run: Path) -> None:
+    """They are half of a second of a command that only reads."""
+    program = """
+import sys
+from quern.lineage.sql import query
+from quern.lineage.trace import trace, Lineage
+trace(Lineage(sys.argv[1]), 0)
+query(sys.argv[1], "select count(*) from verdicts")
+late = {"quern.data_pipeline.chain", "quern.data_pipeline.sources", "quern.lineage.purge.transaction"}
+loaded = late & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

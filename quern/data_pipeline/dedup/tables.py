@@ -12,25 +12,11 @@ from quern import storage
 from quern.data_pipeline.dedup.decide import CLUSTER, DECISION
 from quern.data_pipeline.dedup.exchange import Slice, read_records
 from quern.data_pipeline.dedup.records import KINDS
+from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
 from quern.data_pipeline.dedup.work import Done, Work
 from quern.data_pipeline.document import HASH
 
-__all__ = ["CLUSTERS", "CLUSTER_SCHEMA", "DECISIONS", "DECISION_SCHEMA", "sort_rows", "write_tables"]
-
-DECISIONS = "duplicates/decisions.parquet"
-CLUSTERS = "duplicates/clusters.parquet"
-
-DECISION_SCHEMA = pa.schema(
-    [
-        pa.field("doc_id", HASH, nullable=False),
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("duplicate_of", HASH, nullable=False),
-        pa.field("cluster_id", HASH, nullable=False),
-        pa.field("similarity", pa.float64()),
-        pa.field("band", pa.int16()),
-    ]
-)
-CLUSTER_SCHEMA = pa.schema([pa.field("doc_id", HASH, nullable=False), pa.field("cluster_id", HASH, nullable=False)])
+__all__ = ["sort_rows", "write_tables"]
 
 _DECIDED = np.dtype([*DECISION.descr, ("name_high", "<u8"), ("name_low", "<u8")])
 _ROW_GROUP = 1 << 17

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.dedup import DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.errors import InputError
 from quern.lineage.index.changes import Purges, files_below
 from quern.lineage.index.tables import require_columns

@@ -21,9 +21,10 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.commits import commit_path
-from quern.data_pipeline.dedup import CLUSTERS, DECISIONS, DuplicatesConfig
 from quern.data_pipeline.dedup.bands import band_keys
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exact import scope_words
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.rows import batches, matching

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.commits import TABLES
 from quern.data_pipeline.committed import Committed, read_committed
-from quern.data_pipeline.rows import TABLES
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
 from quern.lineage.index.decided import decisions_file

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.commits import commit_path
-from quern.data_pipeline.dedup import DECISIONS
+from quern.data_pipeline.dedup.schemas import DECISIONS
 from quern.data_pipeline.document import HASH
 from quern.data_pipeline.url import canonicalize
 from quern.errors import InputError

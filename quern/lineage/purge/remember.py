@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.dedup import DuplicatesConfig
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.tombstones import MADE_WITH, PURGE_SCHEMA
 from quern.errors import InputError

@@ -1,6 +1,6 @@
 """``--duplicates restore``: what was removed in favour of condemned documents, decided anew among what is left.
 
-Decided by duplicate removal itself (:func:`quern.data_pipeline.dedup.run`) over the tables of the documents whose
+Decided by duplicate removal itself (:func:`quern.data_pipeline.dedup.run.run`) over the tables of the documents whose
 decisions can change (:mod:`quern.lineage.purge.affected`), without the condemned: so the outcome is a fresh run's. It
 has two sides. Documents that were removed are kept now: they are *restored*. And of a chain C ~ B ~ A with A and C
 different, of which C and A were kept, B comes back when C goes, and a fresh run removes A, which is similar to B: such
@@ -22,8 +22,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline import dedup
-from quern.data_pipeline.dedup import CLUSTERS, DECISION_SCHEMA, DECISIONS, DuplicatesConfig
+from quern.data_pipeline.dedup import run as dedup
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISION_SCHEMA, DECISIONS
 from quern.data_pipeline.dedup.signature import NUM_WORDS
 from quern.data_pipeline.document import HASH
 from quern.data_pipeline.tasks import InProcess

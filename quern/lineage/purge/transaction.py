@@ -270,17 +270,16 @@ def recover_held(run: str) -> str | None:
 
 
 def take_up(run: str) -> None:
-    """Before a run on this machine is read: :func:`recover`, if a purge was cut off and the run can be written to; one
-    line on stderr tells of it."""
-    if journal.is_under_way(run):
-        try:
-            told = recover(run)
-        except (BusyError, InputError):
-            return
-        except (QuernError, OSError) as error:  # what is there can be read all the same
-            told = _line(error)
-        if told is not None:
-            print(told, file=sys.stderr)
+    """:func:`recover` before a run is read in which a purge was cut off, if the run can be written to; one line on
+    stderr tells of it."""
+    try:
+        told = recover(run)
+    except (BusyError, InputError):
+        return
+    except (QuernError, OSError) as error:  # what is there can be read all the same
+        told = _line(error)
+    if told is not None:
+        print(told, file=sys.stderr)
 
 
 def _undo(run: str, intent: Intent) -> None:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named, read_committed
-from quern.data_pipeline.dedup import DECISIONS
+from quern.data_pipeline.dedup.schemas import DECISIONS
 from quern.errors import InputError
 from quern.remote.concurrency import in_order
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.dedup import DuplicatesConfig
 from quern.data_pipeline.dedup.clusters import EDGE, both_ways, components
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exchange import Exchange, bucket_of_rank
 from quern.data_pipeline.dedup.passes import join_edges
 from quern.data_pipeline.dedup.stages import Stages

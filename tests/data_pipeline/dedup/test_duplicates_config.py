@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from quern.config import load_config
-from quern.data_pipeline.dedup import DuplicatesConfig, recall, recall_curve
+from quern.data_pipeline.dedup.config import DuplicatesConfig, recall, recall_curve
 from quern.errors import InputError
 from support.named_cases import each
 

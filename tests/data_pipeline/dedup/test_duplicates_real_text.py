@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.data_pipeline.dedup import DuplicatesConfig
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 
 pytestmark = [pytest.mark.shared, pytest.mark.slow]
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quern.config import canonical_json
-from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.run import run
 from quern.errors import QuernError
 
 WORDS = [a + b for a in "bcdfgklmnprst" for b in ("a", "e", "i", "o", "u", "ai", "ou", "ea")]

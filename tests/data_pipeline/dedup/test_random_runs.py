@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from dedup_oracle import BruteForce
 
-from quern.data_pipeline.dedup import DuplicatesReport, run
+from quern.data_pipeline.dedup.run import DuplicatesReport, run
 from quern.data_pipeline.engine import InProcess
 from support.data_pipeline import random_runs as R
 

@@ -14,10 +14,11 @@ import dedup_corpus
 import numpy as np
 import pytest
 
-from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.decide import find_survivors
 from quern.data_pipeline.dedup.exchange import Slice
 from quern.data_pipeline.dedup.records import REMOVED
+from quern.data_pipeline.dedup.run import run
 from quern.data_pipeline.dedup.verify import VERIFIED, survivors
 from quern.data_pipeline.dedup.work import Work
 from quern.data_pipeline.engine import InProcess
@@ -172,7 +173,8 @@ def test_a_cluster_of_any_size_is_decided_in_the_memory_of_a_task(tmp_path):
 
 _PROGRAM = """
 import sys
-from quern.data_pipeline.dedup import DuplicatesConfig, run
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.run import run
 from quern.data_pipeline.engine import InProcess
 
 folder, config = sys.argv[1], DuplicatesConfig.model_validate_json(sys.argv[2])

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.dedup import DuplicatesConfig, DuplicatesReport, run
+from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.run import DuplicatesReport, run
 from quern.lineage.purge.condemned import condemn, not_compared
 from quern.lineage.purge.select import Wanted
 from support.data_pipeline import random_runs

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
-from quern.data_pipeline.dedup import DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.data_pipeline.run_directory import sole_driver
 from quern.errors import InputError, QuernError
 from quern.lineage.purge import finish, transaction

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.data_pipeline.dedup import CLUSTER_SCHEMA, DECISION_SCHEMA
+from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.document import DOCUMENT_SCHEMA, content_hash, make_doc_id, verdict_schema
 from quern.data_pipeline.url import canonicalize, host, surt
 from quern.tokenize.place import keyed_hashes
