@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from quern.cli.lineage_run import open_run
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.errors import QuernError
 
@@ -29,7 +30,7 @@ def index(
 
     with json_stdout(json) as emit:
         begun = time.monotonic()
-        lineage = Lineage(run)
+        lineage = open_run(run)
         try:
             lineage.check()
         except DamagedIndexError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from quern.cli.lineage_sql import note_unfinished
+from quern.cli.lineage_run import open_run
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
@@ -38,13 +38,10 @@ def match(
     """Find the documents and token spans of RUN that hold text of BENCHMARK: shared n-grams of words, whatever their
     case, punctuation and line breaks.
     """
-    from quern.lineage.store import Lineage
-
     fields = tuple(field or (AUTO,))
     read_index(benchmark, fields, n)  # a wrong one is an error now, not after a lineage index is built
     with json_stdout(json) as emit:
-        lineage = Lineage(run)
-        note_unfinished(run)
+        lineage = open_run(run)
         found = find_matches(
             lineage, benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()
         )

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.cli.lineage_sql import note_unfinished, table_console
+from quern.cli.lineage_run import open_run
+from quern.cli.lineage_sql import table_console
 from quern.cli.output import JSON, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
 from quern.words import counted
@@ -43,7 +44,6 @@ def show(
 ) -> None:
     """The whole life of a document of RUN: the record, every measurement with its limits, why it was kept or dropped,
     its duplicates and how they differ, its token span and text, and the training runs that read from RUN."""
-    from quern.lineage.store import Lineage
     from quern.lineage.trace import TEXT_CHARS, summaries, trace
 
     if sum(value is not None for value in (url, doc, shard)) != 1:
@@ -51,8 +51,7 @@ def show(
     if (shard is None) is not (token is None) or (shard is None and source is not None):
         raise InputError("expected --shard and --token together; --source goes with them")
     with json_stdout(json) as emit:
-        lineage = Lineage(run)
-        note_unfinished(run)
+        lineage = open_run(run)
         numbers, position = _find(lineage, url, doc, (shard, token, source))
         listed = summaries(lineage, numbers)
         shown = _TEXT_CHARS if not json else TEXT_CHARS

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quern.cli.lineage_run import note
 from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, plain, reports_errors
-from quern.data_pipeline.run_directory import is_complete
 from quern.errors import InputError
-from quern.lineage.sql import UNFINISHED, Result, default_memory, query
+from quern.lineage.sql import Result, default_memory, query
 from quern.lineage.sql_child import in_child
 from quern.words import counted
 
-__all__ = ["note_unfinished", "sql", "table_console"]
+__all__ = ["sql", "table_console"]
 
 LIMIT = 1000
 #: Characters of a cell on the terminal; ``--json`` has them all.
@@ -47,7 +47,7 @@ def sql(
     """One SQL query (DuckDB's) over the views documents, verdicts, duplicates, spans and steps: DESCRIBE documents
     names the columns of one. It reads the run's tables and nothing else, and writes nothing."""
     memory_bytes = default_memory() if memory_gb is None else int(memory_gb * 10**9)
-    how: dict[str, Any] = {"limit": limit or None, "memory_bytes": memory_bytes, "threads": threads, "note": _note}
+    how: dict[str, Any] = {"limit": limit or None, "memory_bytes": memory_bytes, "threads": threads, "note": note}
     with json_stdout(json) as emit:
         try:
             found = in_child(partial(query, run, statement, **how), memory_bytes, threads or os.cpu_count() or 1)
@@ -57,16 +57,6 @@ def sql(
             emit(_document(found))
             return
         _print(found)
-
-
-def _note(line: str) -> None:
-    err_console().print(Text(f"note: {one_line(line)}"))
-
-
-def note_unfinished(run: str) -> None:
-    """Say on stderr that ``run`` is not complete, if so: what is not in it yet is not found."""
-    if not is_complete(run):
-        _note(f"{run}: {UNFINISHED}")
 
 
 def _document(found: Result) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
 from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page, content_hash
-from quern.data_pipeline.url import canonicalize
+from quern.data_pipeline.url import canonicalize, url_key
 from quern.errors import InputError
 
 __all__ = [
@@ -94,7 +94,7 @@ class Tombstones:
             return page
         if _contains(self._purged.doc_ids, page.doc_id):
             page.fail("purged", "purged.doc_id")
-        if page.canonical_url is not None and _contains(self._purged.urls, _url_key(page.canonical_url)):
+        if page.canonical_url is not None and _contains(self._purged.urls, url_key(page.canonical_url)):
             page.fail("purged", "purged.canonical_url")
         return page
 
@@ -197,7 +197,7 @@ def read_purge_list(path: str) -> PurgeList:
             sketches.setdefault(_made_with(file, table), []).append(table)
         doc_ids.append(_keys(table["doc_id"].drop_null().to_pylist()))
         texts.append(_keys(table["post_filter_hash"].drop_null().to_pylist()))
-        urls.append(_keys(_url_key(canonicalize(url) or url) for url in table["canonical_url"].drop_null().to_pylist()))
+        urls.append(_keys(url_key(canonicalize(url) or url) for url in table["canonical_url"].drop_null().to_pylist()))
     by_id, by_url, by_text = (np.unique(np.concatenate(parts)) for parts in (doc_ids, urls, texts))
     return PurgeList(by_id, by_url, by_text, _all_sketches(sketches))
 
@@ -319,10 +319,6 @@ def _is_accepted(given: pa.DataType, wanted: pa.DataType) -> bool:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _url_key(canonical: str) -> bytes:
-    return blake2b(canonical.partition("://")[2].encode() or canonical.encode(), digest_size=16).digest()
 
 
 def _keys(values: Iterable[bytes]) -> np.ndarray:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from hashlib import blake2b
 from importlib import resources
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 import ada_url
 
-__all__ = ["MAX_CHARS", "TRACKING_VERSION", "canonicalize", "host", "surt"]
+__all__ = ["MAX_CHARS", "TRACKING_VERSION", "canonicalize", "host", "surt", "url_key"]
 
 _LIST = json.loads(resources.files("quern.data_pipeline").joinpath("data/tracking_parameters.json").read_text("utf-8"))
 
@@ -154,3 +155,8 @@ def _minimal_escapes(part: str) -> str:
         if raw == before:
             break
     return quote_from_bytes(raw, _SURT_BARE)
+
+
+def url_key(canonical: str) -> bytes:
+    """By which canonical URLs are compared: the scheme counts for nothing."""
+    return blake2b(canonical.partition("://")[2].encode() or canonical.encode(), digest_size=16).digest()

@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from quern import storage
 from quern.data_pipeline import url as urls
 from quern.data_pipeline.document import verdict_schema
 from quern.errors import InputError, QuernError
@@ -89,17 +88,6 @@ def _guarded(method: Callable[Concatenate[Lineage, P], R]) -> Callable[Concatena
     return wrapped
 
 
-def _take_up_purge(run: str) -> None:
-    """Finish or undo a purge that was cut off, where the run can be written to."""
-    if storage.is_local(run):
-        from quern.lineage.purge import journal
-
-        if journal.is_under_way(run):
-            from quern.lineage.purge.transaction import take_up  # which opens runs itself
-
-            take_up(run)
-
-
 class Lineage:
     """A data run, opened for lineage; its index is built first where it does not stand (one line on stderr), below
     ``TMPDIR`` and for this process alone where the run cannot be written to.
@@ -116,7 +104,6 @@ class Lineage:
     """
 
     def __init__(self, run: str, *, build: bool = True, segment_documents: int = SEGMENT_DOCUMENTS) -> None:
-        _take_up_purge(run)
         state, self.built = open_index(run, build=build, segment_documents=segment_documents)
         record = self.built.record
         self.run, self.run_id = state.run, state.run_id

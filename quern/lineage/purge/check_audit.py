@@ -7,7 +7,6 @@ import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.data_pipeline.commits import TABLES
 from quern.data_pipeline.committed import Committed, read_committed
+from quern.data_pipeline.url import url_key
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
 from quern.lineage.index.decided import decisions_file
@@ -27,7 +27,7 @@ from quern.lineage.purge.doc_ids import KEY, contains, key_set, keys_of
 from quern.lineage.purge.findings import Check
 from quern.lineage.purge.tables import tables_in
 
-__all__ = ["Purged", "check_audit", "check_files", "url_key"]
+__all__ = ["Purged", "check_audit", "check_files"]
 
 
 @dataclass
@@ -43,11 +43,6 @@ class Purged:
     entries: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, str | None] = field(default_factory=dict)
     """Path → what it was after the last purge that changed it."""
-
-
-def url_key(canonical: str) -> bytes:
-    """By which canonical URLs are compared: the scheme counts for nothing."""
-    return blake2b(canonical.partition("://")[2].encode() or canonical.encode(), digest_size=16).digest()
 
 
 def check_audit(

@@ -7,8 +7,9 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.document import content_hash
+from quern.data_pipeline.url import url_key
 from quern.errors import InputError
-from quern.lineage.purge.check_audit import Purged, url_key
+from quern.lineage.purge.check_audit import Purged
 from quern.lineage.purge.doc_ids import KEY, contains, key_set, keys_of, places
 from quern.lineage.purge.findings import Check
 from quern.lineage.purge.tables import opened, read_group, tables_in

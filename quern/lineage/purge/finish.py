@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.tombstones import read_purge_list
+from quern.data_pipeline.url import url_key
 from quern.errors import QuernError
 from quern.lineage.index.changes import changes_file
 from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge import audit, journal
-from quern.lineage.purge.check_audit import url_key
 from quern.lineage.purge.clean import Cleaned, clean
 from quern.lineage.purge.doc_ids import keys_of
 from quern.lineage.purge.files import Change, version_changes

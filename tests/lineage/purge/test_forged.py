@@ -15,7 +15,6 @@ from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge import finish, journal
 from quern.lineage.purge.transaction import purge, recover
-from quern.lineage.store import Lineage
 from support.lineage import runs
 from support.named_cases import each
 from support.purge import corpus_scan as C
@@ -117,7 +116,6 @@ def test_the_condemned_are_a_table_of_them(cut_off: Path) -> None:
 
 
 def test_nothing_but_pages_is_removed_by_a_note_of_pages(cut_off: Path, tmp_path: Path) -> None:
-    """Opening a run for lineage takes up what was cut off in it."""
     mine, train = tmp_path / "mine.txt", tmp_path / "train"
     mine.write_text("of nobody else")
     (train / "forensics").mkdir(parents=True)
@@ -126,7 +124,7 @@ def test_nothing_but_pages_is_removed_by_a_note_of_pages(cut_off: Path, tmp_path
     forge(cut_off / ".purge/intent.json", train_runs=[str(train)])
     files = {str(mine): "0" * 64, str(train / "forensics/notes.txt"): "0" * 64}
     storage.write_json(str(cut_off / ".purge/pages.json"), {"purge": intent["id"], "files": files})
-    Lineage(str(cut_off))
+    recover(str(cut_off))
     assert not journal.is_under_way(str(cut_off))
     assert mine.read_text() == "of nobody else"
     assert (train / "forensics/notes.txt").exists()

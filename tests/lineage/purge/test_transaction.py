@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
+from quern.cli.lineage_run import open_run
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.data_pipeline.run_directory import sole_driver
 from quern.errors import InputError, QuernError
@@ -261,6 +262,7 @@ def test_a_run_can_be_read_though_its_purge_cannot_be_finished(
     monkeypatch.setattr(finish, "clean", full)
     with pytest.raises(QuernError, match=r"corpus version 2 holds, but the purge is not at its end \(texts: "):
         purge(request(run, some(run)))
+    open_run(str(run))
     assert readable(run)
     assert "version 2 holds, but the purge is not at its end (texts: " in capsys.readouterr().err
     assert (run / ".purge/intent.json").exists()
