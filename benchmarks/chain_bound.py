@@ -20,11 +20,11 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 
 from quern.config import load_config
 from quern.data_pipeline.chain import Chain
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract_trafilatura import stock_text
+from quern.data_pipeline.extraction.trafilatura_fast import stock_text
+from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.sources import ReadLog
 from quern.data_pipeline.sources.warc import read_warc
-from quern.tokenize.config import DataRun
+from quern.data_run.config import DataRun
 from quern.tokenize.encoding import load_encoding
 
 MAX_BYTES = 64 << 20

@@ -39,13 +39,14 @@ from torch.distributed.tensor import DTensor
 
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, parallelize
+from quern.parallel.apply import parallelize
+from quern.parallel.layout import Layout
 from quern.parallel.local import LocalRanks
-from quern.parallel.mesh import MeshPlan, build_mesh
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import EncodingInfo, Position, RunFacts, sha256_of
-from quern.train.checkpoint.saving import Progress
-from quern.train.checkpoint.state import TrainState, view_tensors
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.train.checkpoint.format.manifest import EncodingInfo, Position, RunFacts, sha256_of
+from quern.train.checkpoint.format.state import TrainState, view_tensors
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.saving import Progress
 from quern.train.config import CheckpointConfig
 
 DIM = 1024

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern.data_pipeline.dedup.signature import permutations
-from quern.data_pipeline.document import HASH, SIGNATURE_SCHEMA, verdict_schema
+from quern.data_pipeline.page.document import HASH, SIGNATURE_SCHEMA, verdict_schema
 
 NUM_PERM, ROWS, SLOTS = 128, 8, 64
 PARTITION_DOCUMENTS = 50_000

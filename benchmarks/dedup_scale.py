@@ -40,9 +40,9 @@ from dedup_corpus import MOST_BACK, NUM_PERM, ROWS, Corpus
 from dedup_oracle import BruteForce, Doc
 from process_tree import measure
 
-from quern.data_pipeline.dedup import run as dedup
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.engine import OnDeath, open_engine
+from quern.data_pipeline.dedup.passes import run as dedup
+from quern.data_pipeline.execution.engine import OnDeath, open_engine
 
 CONFIG = DuplicatesConfig()
 DONE = "phase.json"

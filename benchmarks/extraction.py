@@ -21,10 +21,10 @@ from pathlib import Path
 
 from warcio.archiveiterator import ArchiveIterator
 
-from quern.data_pipeline import extract_trafilatura
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract import Extract, ExtractConfig
-from quern.data_pipeline.language import Language, LanguageConfig, LanguageGuess
+from quern.data_pipeline.extraction import trafilatura_fast as extract_trafilatura
+from quern.data_pipeline.extraction.extract import Extract, ExtractConfig
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages.language import Language, LanguageConfig, LanguageGuess
 
 DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared"
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+")

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/forensics_cost.py [--steps 240] [--seq-len 256] [--micro-batch 4] [--json]
 
 Accounted, not compared: two runs on a shared machine differ by more than what is looked for. Every call that the
-trainer makes into :class:`quern.train.resilience.forensics.Forensics` is timed, in a run in float32 on the CPU without
+trainer makes into :class:`quern.train.step.forensics.Forensics` is timed, in a run in float32 on the CPU without
 a spike; keeping the norms that the global norm is made of is two list operations inside ``global_grad_norm`` and is
 left out. Then every step of a short run is written down.
 """
@@ -24,9 +24,9 @@ import torch
 
 from quern.train.bench.corpus import write_random
 from quern.train.config import TrainConfig
-from quern.train.ranks import open_ranks
-from quern.train.resilience.forensics import Forensics
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.forensics import Forensics
 
 GOAL = 0.005
 VOCAB_SIZE = 4096

@@ -37,10 +37,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
-from quern.data_pipeline.document import verdict_schema
+from quern.data_pipeline.page.document import verdict_schema
 from quern.mixtures.order import Order
 from quern.tokenize.shard_format import MANIFEST, SPANS_SCHEMA, VERSION_FILE, ShardInfo, version_entry
-from quern.train.ledger import Ledger
+from quern.train.history.ledger import Ledger
 
 MEASURES = tuple(f"family.measure_{number:02}" for number in range(80))
 ROWS_PER_FILE, ROW_GROUP = 40_000, 512

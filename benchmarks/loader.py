@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from quern.mixtures.order import Order
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.loader import Loader
 from quern.train.bench.corpus import write_random
-from quern.train.boundaries import open_boundaries
-from quern.train.corpus import Corpus
-from quern.train.loader import Loader
 
 GOAL = 50e6
 VOCAB_SIZE = 50_257

@@ -27,7 +27,7 @@ import xxhash
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, minhash_hash, normalise, shingle_hashes
 from quern.data_pipeline.dedup.signature import SCHEME, Signature, minhash
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.page.document import Page
 
 CONFIG = DuplicatesConfig()
 

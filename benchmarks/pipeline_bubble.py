@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quern.parallel.accumulation import Inputs
-from quern.parallel.apply import Layout
-from quern.parallel.bubble import bubble, closed_form
+from quern.parallel.layout import Layout
 from quern.parallel.local import LocalRanks
-from quern.parallel.mesh import MeshPlan, build_mesh
 from quern.parallel.pipeline import Pipeline, Stage
-from quern.parallel.schedules import SCHEDULES, check_micro_batches
-from quern.parallel.stages import num_stages, stages_of
+from quern.parallel.planning.bubble import bubble, closed_form
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
+from quern.parallel.planning.stages import num_stages, stages_of
 
 DIM = 4
 

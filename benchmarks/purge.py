@@ -29,10 +29,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
-from quern.data_pipeline.document import DOCUMENT_SCHEMA, verdict_schema
-from quern.lineage.purge.condemned import condemn
-from quern.lineage.purge.select import Wanted
-from quern.lineage.purge.transaction import Request, purge
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, verdict_schema
+from quern.lineage.purge.apply.transaction import Request, purge
+from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.select import Wanted
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 

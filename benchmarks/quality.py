@@ -26,8 +26,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from quern.data_pipeline.quality import QualityConfig, decide, measure
-from quern.data_pipeline.quality.words import Reading
+from quern.data_pipeline.stages.quality import QualityConfig, decide, measure
+from quern.data_pipeline.stages.quality.words import Reading
 
 CONFIG = QualityConfig()
 

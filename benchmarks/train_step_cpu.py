@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from quern.train.batches.feed import to_device
 from quern.train.bench.corpus import write_random
 from quern.train.config import TrainConfig
-from quern.train.feed import to_device
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
 from support.oracles.fast_loop import FastLoop

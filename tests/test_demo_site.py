@@ -26,7 +26,7 @@ from stdnum import iban, luhn
 from warcio.archiveiterator import ArchiveIterator
 
 import quern.demo
-from quern.data_pipeline.document import STAGES
+from quern.data_pipeline.page.document import STAGES
 from quern.demo import Site, write_site
 from quern.demo.kinds import KINDS, PAIRED, counts, expectations
 from quern.demo.site import main

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from quern.cli.main import app
 from quern.config import load_config
-from quern.tokenize.config import DataRun
+from quern.data_run.config import DataRun
 
 pytestmark = pytest.mark.slow
 

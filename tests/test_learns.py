@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quern.cli.demo_train import shared_clusters
+from quern.cli.demo.baselines import NGram, read_stream
+from quern.cli.demo.train import shared_clusters
 from quern.tokenize.shards import ShardReader
-from quern.train.baselines import NGram, read_stream
 from support.programs import python
 
 SOURCES = ("papers", "code", "books", "speeches", "wikipedia")

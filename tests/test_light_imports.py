@@ -22,32 +22,34 @@ ARTICLE = (
 PROGRAMS = {
     "sizes of a model": "import quern.model.config",
     "the order and its recipe": "import quern.mixtures.recipe",
-    "status of a data run": "import quern.cli.data, quern.data_pipeline.run_status",
-    "ledger and consumers": "import quern.train.ledger, quern.train.consumers",
-    "checkpoints, listed": "import quern.train.checkpoint.manifest, quern.train.checkpoint.cadence",
+    "status of a data run": "import quern.cli.data, quern.data_pipeline.monitoring.run_status",
+    "ledger and consumers": "import quern.train.history.ledger, quern.train.history.consumers",
+    "checkpoints, listed": "import quern.train.checkpoint.format.manifest, quern.train.checkpoint.retention.cadence",
     "checkpoints, moved": """
-        import quern.train.checkpoint.tiers.upload, quern.train.checkpoint.tiers.peers
-        import quern.train.checkpoint.tiers.peer_server, quern.train.checkpoint.tiers.mover
+        import quern.train.checkpoint.tiers.upload, quern.train.checkpoint.mirror.peers
+        import quern.train.checkpoint.mirror.peer_server, quern.train.checkpoint.tiers.mover
     """,
-    "lineage": "import quern.lineage.exposure, quern.lineage.steps, quern.lineage.sql, quern.lineage.purge.verify",
+    "lineage": """
+        import quern.lineage.exposure, quern.lineage.steps, quern.lineage.sql.query, quern.lineage.purge.proof.verify
+    """,
     "a layout, planned and checked": """
         from quern.model.config import ModelConfig
-        from quern.parallel.checks import Task, check_layout
-        from quern.parallel.mesh import plan_mesh
+        from quern.parallel.planning.checks import Task, check_layout
+        from quern.parallel.planning.mesh import plan_mesh
         from quern.train.config import ParallelConfig
         keys, task = ParallelConfig(pp=2, tp=2, schedule="looped_bfs"), Task(64, 1, {"global_batch": 8})
         check_layout(ModelConfig(preset="1B").shape(1000), plan_mesh(keys, 8), keys, task)
     """,
     "a step's bytes, counted": """
         from quern.model.config import ModelConfig
-        from quern.parallel.mesh import MeshPlan
-        from quern.parallel.traffic import Step, traffic
+        from quern.parallel.planning.mesh import MeshPlan
+        from quern.parallel.planning.traffic import Step, traffic
         assert traffic(Step(ModelConfig(preset="1B").shape(1000), MeshPlan(pp=2, tp=2, dp_shard=2), 1, 8, 64, 2, 4))
     """,
     "a page through the chain": f"""
         from quern.data_pipeline.chain import Chain
         from quern.data_pipeline.config import ChainConfig
-        from quern.data_pipeline.document import Page
+        from quern.data_pipeline.page.document import Page
         page, _ = Chain(ChainConfig())(Page("s", "f", "f", 0, raw={ARTICLE!r}, media="text"))
         assert page.stage is None, page.failed_rules
         assert "spacy" in sys.modules

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from quern.data_pipeline.run_directory import sole_driver
+from quern.data_pipeline.execution.run_directory import sole_driver
 from quern.errors import QuernError
-from quern.train.checkpoint.folder import FolderLock
+from quern.train.batches.corpus import exclusive
+from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.config import MetricsConfig
-from quern.train.consumers import announce
-from quern.train.corpus import exclusive
-from quern.train.ledger import Ledger
-from quern.train.metrics import Metrics
+from quern.train.history.consumers import announce
+from quern.train.history.ledger import Ledger
+from quern.train.step.metrics import Metrics
 
 
 def drive(run: Path) -> None:

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from quern import storage
 from quern.cli.main import app
 from quern.config import load_config
-from quern.data_pipeline import run_directory
-from quern.tokenize.config import DataRun
+from quern.data_pipeline.execution import run_directory
+from quern.data_run.config import DataRun
 from quern.train.config import TrainConfig
 from support.data_pipeline import in_process
 from support.train import run_case
@@ -47,7 +47,7 @@ def expected() -> Any:
 def test_a_complete_data_run_stays_as_it_is(old):
     before = {path: path.read_bytes() for path in (old / "complete").rglob("*") if path.is_file()}
     with in_process.engine():
-        stats = in_process.data.run_data(load_config("complete.yaml", DataRun))
+        stats = in_process.run.run_data(load_config("complete.yaml", DataRun))
     assert stats == storage.read_json("complete/stats.json")
     assert tokens(old / "complete") == expected()["tokens"]
     assert {path: path.read_bytes() for path in before} == before
@@ -74,7 +74,7 @@ def test_an_unfinished_data_run_reads_its_pages_again_and_says_so(old, caplog):
     record["versions"] = run_directory._versions()  # newer libraries are refused, by a line of their own
     storage.write_json("unfinished/run.json", record)
     with in_process.engine(), caplog.at_level("INFO"):
-        in_process.data.run_data(load_config("unfinished.yaml", DataRun))
+        in_process.run.run_data(load_config("unfinished.yaml", DataRun))
     assert tokens(old / "unfinished") == expected()["tokens"]
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "done again" in said

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quern import safe_path
-from quern.data_pipeline import ray_life
+from quern.data_pipeline.execution import ray_life
 
 #: What the processes of quern import: its libraries, and modules of Python's own that they need.
 NAMES = (

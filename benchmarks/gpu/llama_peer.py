@@ -18,7 +18,7 @@ import torch
 
 from quern.model.config import ModelConfig
 from quern.train.bench.figures import figures
-from quern.train.metrics import Mark, memory_gib, peak_flops
+from quern.train.step.metrics import Mark, memory_gib, peak_flops
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from quern.model.float8.recipe import Recipe, Scaling
 from quern.model.loss import chunked_cross_entropy
 from quern.model.transformer import Block
 from quern.train.config import OptimizerConfig
-from quern.train.optimizer import build_optimizer, step
 from quern.train.profiling.ceilings import copy_ceiling, float8_ceiling, gemm_ceiling
+from quern.train.step.optimizer import build_optimizer, step
 
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 #: Norm of the difference over the norm of the result, at most. Kernel and emulation multiply the same FP8 numbers and

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -21,17 +19,17 @@ from quern.cli.output import (
     reports_errors,
 )
 from quern.config import dump_yaml, load_config
-from quern.data_pipeline import report, run_status
+from quern.data_pipeline import report
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.commits import commit_path
-from quern.data_pipeline.engine import open_engine
-from quern.data_pipeline.fence import Fence
-from quern.data_pipeline.heartbeat import Heartbeat
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import RunDirectory, check_writable, is_complete, look, open_run, remove_torn
-from quern.errors import InputError, QuernError
-from quern.tokenize import run as tokenize
-from quern.tokenize.config import DataRun, check
+from quern.data_pipeline.execution.run_directory import (
+    check_writable,
+    is_complete,
+    look,
+)
+from quern.data_pipeline.monitoring import run_status
+from quern.data_run.config import DataRun
+from quern.data_run.run import run_data
+from quern.errors import InputError
 from quern.words import counted, size
 
 app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args_is_help=True)
@@ -62,100 +60,15 @@ def run(
         if dry_run:
             _print_plan(resolved, emit, json)
             return
-        stats = run_data(resolved)
+        stats = run_data(resolved, _tell)
         emit(stats)
         if not json:
             _print_summary(resolved.run_dir, stats)
         report.check_sources(stats, resolved.sources)
 
 
-def run_data(config: DataRun) -> dict[str, Any]:
-    """The whole data road for a resolved config; returns what ``stats.json`` holds."""
-    partitions = pages.plan_sources(config)
-    pages.check(config)
-    if not is_complete(config.run_dir):
-        check(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
-    plain = config.model_dump(mode="json")
-    with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
-        if directory.complete:
-            _take_up_purge(config.run_dir)
-            pages.check_unchanged(directory.record, partitions, config.run_dir)
-            names = tuple((partition.source, partition.name) for partition in partitions)
-            return _made_anew(config, names)
-        with Progress() as progress:
-            workers: list[Callable[[], dict[str, int]]] = []
-            with Heartbeat(config.run_dir, lambda: _told(progress, workers)), ExitStack() as stack:
-                stack.push(lambda kind, error, trace: _give_room_back(config.run_dir, error))
-                fence = Fence.claim(storage.join(directory.scratch, "driver.json"))
-                with open_engine(config.workers, config.ray.address, fence) as engine:
-                    workers.append(engine.counts)
-                    result = pages.run(config, partitions, engine, progress)
-                    progress.start_phase("tokens", len(result.partitions), None)
-                    tokens = tokenize.run(
-                        config.run_dir, result.partitions, config.tokenize, config.seed, engine,
-                        storage.join(directory.scratch, "tokens"),
-                    )  # fmt: skip
-                    progress.end_phase()
-                inputs = pages.inputs_digest(partitions)
-                return _finish(directory, result, tokens.to_dict()["sources"], inputs, config.seed)
-
-
-def _give_room_back(run_dir: str, error: BaseException | None) -> None:
-    if isinstance(error, storage.FullError):
-        remove_torn(run_dir)  # by workers that ended with the one that had no room
-
-
-def _take_up_purge(run: str) -> None:
-    """Finish or undo a purge of a complete run that was cut off."""
-    from quern.lineage.purge.transaction import recover_held
-
-    told = recover_held(run)
-    if told is not None:
-        err_console().print(told, markup=False, soft_wrap=True)
-
-
-def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -> dict[str, Any]:
-    """What the heartbeat says: the phases, and the workers once there is an engine."""
-    return {**progress.snapshot(), "workers": workers[0]() if workers else None}
-
-
-def _finish(
-    directory: RunDirectory, result: pages.PagesResult, tokens: dict[str, Any], inputs: str, seed: int
-) -> dict[str, Any]:
-    stats = _write_stats_and_report(directory.path, result, tokens, seed)
-    directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
-    return stats
-
-
-def _write_stats_and_report(run: str, result: pages.PagesResult, tokens: dict[str, Any], seed: int) -> dict[str, Any]:
-    files: dict[tuple[str, str], report.FileCounts] = {}
-    stats = report.build_stats(run, result.duplicates, tokens, result.partitions, files)
-    found = report.survey_run(run, seed=seed, partitions=result.partitions)
-    stats["alarms"] = report.find_losses(stats, files, found)
-    report.write_stats(run, stats)
-    report.write_report(run, stats, found=found)
-    return stats
-
-
-def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """What ``stats.json`` of a complete run holds; that file and the report are made anew from commits and tables where
-    they are gone."""
-    run = config.run_dir
-    path = storage.join(run, "stats.json")
-    if not storage.is_file(path):
-        duplicates, tokens = (
-            storage.read_json(commit_path(run, phase, "all", piece))["counts"]
-            for phase, piece in (("duplicates", "decisions"), ("shards", "version"))
-        )
-        return _write_stats_and_report(run, pages.PagesResult(names, duplicates), tokens["sources"], config.seed)
-    stats = dict(storage.read_json(path))
-    if not storage.is_file(storage.join(run, "report.html")):
-        try:
-            report.write_report(run, stats, seed=config.seed, partitions=names)
-        except (QuernError, OSError, KeyError, TypeError, ValueError) as error:
-            told = one_line(f"{run}/report.html: is missing and cannot be made anew: {error}")
-            err_console().print(told, markup=False, soft_wrap=True)
-    return stats
+def _tell(line: str) -> None:
+    err_console().print(one_line(line), markup=False, soft_wrap=True)
 
 
 def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.mixtures.recipe import Plan
-from quern.train.corpus import Corpus
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.mixture import plan_mixture
 from quern.train.init_from import load_train_config
-from quern.train.mixture import plan_mixture
 from quern.words import counted
 
 app = typer.Typer(help="Which tokens come next.", no_args_is_help=True)

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from quern.errors import STDOUT, InputError, QuernError, ended_by, of_stdout
-from quern.train.launch import ending_signals, leave_lost_terminal
+from quern.train.processes.launch import ending_signals, leave_lost_terminal
 
 __all__ = [
     "JSON", "ended_by_signals", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors",

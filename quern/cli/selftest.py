@@ -60,7 +60,7 @@ def selftest(
     cases = _chosen(layouts, case or [])
     with json_stdout(json) as emit:
         from quern.train.parity.check import check_cases  # torch takes seconds that a wrong name need not wait for
-        from quern.train.ranks import choose_device
+        from quern.train.processes.ranks import choose_device
 
         kind, began = choose_device(device.value).type, time.monotonic()
         console = out_console()

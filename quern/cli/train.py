@@ -16,9 +16,10 @@ from quern.cli.train_fork import fork
 from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.safe_path import module
-from quern.train import launch, tracebacks
+from quern.train import tracebacks
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_run_config
+from quern.train.processes import launch
 from quern.words import counted, size
 
 __all__ = ["app", "train"]

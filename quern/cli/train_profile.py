@@ -11,8 +11,8 @@ from quern import storage
 from quern.cli.output import JSON, json_stdout, plain, reports_errors
 from quern.errors import InputError
 from quern.safe_path import module
-from quern.train import launch
 from quern.train.init_from import load_train_config
+from quern.train.processes import launch
 
 __all__ = ["profile"]
 
@@ -58,7 +58,7 @@ def profile(
 def _of_traces(paths: list[str]) -> dict[str, Any]:
     from quern.train.profiling.account import account
     from quern.train.profiling.result import of_traces
-    from quern.train.profiling.trace import read_trace
+    from quern.train.step.trace import read_trace
 
     return of_traces([account(read_trace(path)) for path in paths])
 

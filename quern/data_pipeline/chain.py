@@ -7,14 +7,14 @@ from typing import Protocol
 
 from quern.data_pipeline.config import ChainConfig
 from quern.data_pipeline.dedup.signature import Signature
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract import Extract
-from quern.data_pipeline.language import Language, LanguageGuess
-from quern.data_pipeline.pii import ScrubPii
-from quern.data_pipeline.quality import Quality
-from quern.data_pipeline.tombstones import Tombstones, TombstonesBySimilarity, TombstonesByText
-from quern.data_pipeline.toxicity import Toxicity
-from quern.data_pipeline.url_filter import UrlFilter
+from quern.data_pipeline.extraction.extract import Extract
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages.language import Language, LanguageGuess
+from quern.data_pipeline.stages.pii import ScrubPii
+from quern.data_pipeline.stages.quality import Quality
+from quern.data_pipeline.stages.tombstones import Tombstones, TombstonesBySimilarity, TombstonesByText
+from quern.data_pipeline.stages.toxicity import Toxicity
+from quern.data_pipeline.stages.url_filter import UrlFilter
 
 __all__ = ["Chain", "Gate", "Stage", "chain"]
 

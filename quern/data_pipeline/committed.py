@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quern import storage
-from quern.data_pipeline.commits import TABLES, commit_path
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
+from quern.data_pipeline.execution.commits import TABLES, commit_path
 from quern.errors import InputError
 
 __all__ = ["Committed", "missing_tables", "named", "read_committed"]

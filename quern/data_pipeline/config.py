@@ -8,13 +8,13 @@ from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.extract import ExtractConfig
-from quern.data_pipeline.language import LanguageConfig
-from quern.data_pipeline.pii import PiiConfig
-from quern.data_pipeline.quality import QualityConfig
+from quern.data_pipeline.extraction.extract import ExtractConfig
 from quern.data_pipeline.sources import SourceConfig
-from quern.data_pipeline.toxicity import ToxicityConfig
-from quern.data_pipeline.url_filter import UrlConfig
+from quern.data_pipeline.stages.language import LanguageConfig
+from quern.data_pipeline.stages.pii import PiiConfig
+from quern.data_pipeline.stages.quality import QualityConfig
+from quern.data_pipeline.stages.toxicity import ToxicityConfig
+from quern.data_pipeline.stages.url_filter import UrlConfig
 
 __all__ = ["ChainConfig", "IsolationConfig", "PipelineConfig", "RayConfig"]
 

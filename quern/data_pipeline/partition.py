@@ -24,15 +24,15 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.config import canonical_json
 from quern.data_pipeline.chain import Chain
-from quern.data_pipeline.commits import TABLES, find_commit, publish_commit
 from quern.data_pipeline.config import ChainConfig
-from quern.data_pipeline.document import OUT_OF_MEMORY, Page
-from quern.data_pipeline.fence import Fence
-from quern.data_pipeline.isolation import Marker, Watchdog, bounded_memory, give_back_memory
-from quern.data_pipeline.parts import read_head, read_tables, write_part
+from quern.data_pipeline.execution.commits import TABLES, find_commit, publish_commit
+from quern.data_pipeline.execution.fence import Fence
+from quern.data_pipeline.execution.isolation import Marker, Watchdog, bounded_memory, give_back_memory
+from quern.data_pipeline.execution.parts import read_head, read_tables, write_part
+from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.rows import Rows
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
-from quern.data_pipeline.tombstones import fingerprints
+from quern.data_pipeline.stages.tombstones import fingerprints
 from quern.errors import QuernError
 
 __all__ = ["PartitionTask", "committed", "process_partition"]

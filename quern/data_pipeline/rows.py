@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from quern.data_pipeline.chain import QUALITY_GATE
-from quern.data_pipeline.commits import TABLES
-from quern.data_pipeline.document import DOCUMENT_SCHEMA, SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
+from quern.data_pipeline.execution.commits import TABLES
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
 
 __all__ = ["Rows"]
 

@@ -14,13 +14,14 @@ from typing import Any, Self
 from quern import storage
 from quern.config import digest
 from quern.data_pipeline.chain import Chain
-from quern.data_pipeline.commits import TABLES, find_commit, publish_commit, withdraw_commit
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.dedup import run as dedup
-from quern.data_pipeline.engine import Death, Engine
-from quern.data_pipeline.isolation import Marker, marker_folder, pages_in_work
+from quern.data_pipeline.dedup.passes import run as dedup
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
+from quern.data_pipeline.execution.commits import TABLES, find_commit, publish_commit, withdraw_commit
+from quern.data_pipeline.execution.engine import Death, Engine
+from quern.data_pipeline.execution.isolation import Marker, marker_folder, pages_in_work
+from quern.data_pipeline.monitoring.progress import Progress
 from quern.data_pipeline.partition import PartitionTask, committed, process_partition
-from quern.data_pipeline.progress import Progress
 from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
 from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
 from quern.errors import InputError, QuernError
@@ -41,9 +42,6 @@ log = logging.getLogger(__name__)
 #: Raised whenever the code would make other bytes from the same config.
 PAGES_FORMAT = 3
 
-DECISIONS = "duplicates/decisions.parquet"
-CLUSTERS = "duplicates/clusters.parquet"
-
 
 @dataclass(frozen=True)
 class PagesResult:
@@ -52,7 +50,7 @@ class PagesResult:
     partitions: tuple[tuple[str, str], ...]
     """(source, partition) of every committed partition."""
     duplicates: dict[str, Any]
-    """The report of :func:`quern.data_pipeline.dedup.run.run` as plain data."""
+    """The report of :func:`quern.data_pipeline.dedup.passes.run.run` as plain data."""
 
 
 def plan_sources(config: PipelineConfig) -> list[Partition]:

@@ -1,7 +1,7 @@
 """From a step to its documents: what every sequence of its batch held, and which rank computed it.
 
-The batch is planned again by the code that planned it for the trainer (:mod:`quern.train.step_plan`), from the order
-of the attempt and the spans of the index.
+The batch is planned again by the code that planned it for the trainer (:mod:`quern.train.batches.step_plan`), from the
+order of the attempt and the spans of the index.
 
 Shape legend: G sequences of the step, M parts: a document in a sequence.
 """
@@ -21,9 +21,9 @@ from quern import storage
 from quern.errors import InputError
 from quern.lineage.training import Attempt, TrainingRun
 from quern.lineage.windows import parts
-from quern.train.assignment import check_divides
-from quern.train.boundaries import Documents
-from quern.train.step_plan import StepPlan, assign, plan_step
+from quern.train.batches.assignment import check_divides
+from quern.train.batches.boundaries import Documents
+from quern.train.batches.step_plan import StepPlan, assign, plan_step
 
 if TYPE_CHECKING:
     from quern.lineage.store import Lineage, Spans, Stream

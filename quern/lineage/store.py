@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from quern.data_pipeline import url as urls
-from quern.data_pipeline.document import verdict_schema
+from quern.data_pipeline.page import url as urls
+from quern.data_pipeline.page.document import verdict_schema
 from quern.errors import InputError, QuernError
 from quern.lineage.index.build import discard, open_index
 from quern.lineage.index.changes import Purges

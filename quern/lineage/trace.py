@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.document import content_hash
-from quern.data_pipeline.url import canonicalize, host, surt
+from quern.data_pipeline.page.document import content_hash
+from quern.data_pipeline.page.url import canonicalize, host, surt
 from quern.errors import InputError
 from quern.lineage.difference import difference
 from quern.lineage.index.changes import PURGED, RESTORED
@@ -22,7 +22,7 @@ from quern.lineage.index.columns import I64
 from quern.lineage.limits import limits
 from quern.lineage.store import Lineage, Stream
 from quern.tokenize.encoding import load_encoding
-from quern.train.consumers import read_consumers
+from quern.train.history.consumers import read_consumers
 
 __all__ = ["MAX_LISTED", "NUM_REMOVED", "TEXT_CHARS", "find_at", "find_document", "find_url", "summaries", "trace"]
 

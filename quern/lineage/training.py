@@ -22,9 +22,15 @@ from quern import storage
 from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
-from quern.train.branch import LEDGER_FILE, left_behind
-from quern.train.checkpoint.manifest import CONFIG_FILE, Manifest, checkpoint_name, list_checkpoints, read_manifest
-from quern.train.ledger import MOVES, latest_order, reached, read_ledger
+from quern.train.checkpoint.format.manifest import (
+    CONFIG_FILE,
+    Manifest,
+    checkpoint_name,
+    list_checkpoints,
+    read_manifest,
+)
+from quern.train.history.branch import LEDGER_FILE, left_behind
+from quern.train.history.ledger import MOVES, latest_order, reached, read_ledger
 
 if TYPE_CHECKING:
     from quern.lineage.store import Lineage, Stream
@@ -347,7 +353,7 @@ class TrainingRun:
             except InputError as error:
                 self.damaged[checkpoint.path] = str(error)
         if store:
-            from quern.train.checkpoint.stored import store_of
+            from quern.train.checkpoint.store.stored import store_of
 
             behind = store_of(self.path)
             for step in behind.checkpoints():

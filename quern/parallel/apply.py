@@ -9,43 +9,20 @@ import torch
 from torch import nn
 
 from quern.model.float8.delayed import Amaxes
-from quern.model.float8.recipe import Recipe
 from quern.model.float8.torchao import Torchao
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.data import materialise, replicate, shard
-from quern.parallel.float8 import layers_in_float8, use_float8
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
-from quern.parallel.mesh import Mesh
+from quern.parallel.layout import Layout
 from quern.parallel.pipeline import Pipeline, local_view, my_stages
+from quern.parallel.planning.float8 import layers_in_float8, use_float8
+from quern.parallel.planning.mesh import Mesh
 from quern.parallel.tensor import split_tensors
 
-__all__ = ["Layout", "Parallel", "parallelize"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is done to a model besides the sizes of its mesh."""
-
-    compute_dtype: torch.dtype
-    reshard_after_forward: bool | int = True
-    activation_checkpointing: str = "none"
-    compile_backend: str | None = None
-    """Of ``torch.compile``, block by block; None = not compiled."""
-    async_tp: bool = False
-    float8: Recipe | None = None
-    """How the blocks' products are computed in FP8; None = in ``compute_dtype``."""
-    float8_all_gather: bool = False
-    """FSDP2 gathers in FP8 what these products take."""
-    schedule: str = "1f1b"
-    """Of a pipeline; one of :data:`quern.parallel.schedules.SCHEDULES`."""
-    stages_per_rank: int | None = None
-    stage_layers: tuple[int, ...] | None = None
-    micro_batch: int = 1
-    seq_len: int = 1
-    """Sequences of a micro-batch and their tokens, which a pipeline's buffers and cuts go by."""
+__all__ = ["Parallel", "parallelize"]
 
 
 @dataclass(frozen=True)

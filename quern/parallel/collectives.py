@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.model.float8.linear import products
 from quern.model.float8.recipe import Recipe
-from quern.model.wanted import wanted
+from quern.model.float8.wanted import wanted
 
 __all__ = ["KEEPING", "SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
 

@@ -28,8 +28,8 @@ from quern.model.float8.quantise import E4M3, cast, scale_of
 from quern.model.float8.recipe import BLOCK, Recipe
 from quern.model.float8.weight import Float8Weight
 from quern.model.transformer import Linear, Transformer
-from quern.parallel.float8 import gathered
-from quern.parallel.mesh import Mesh
+from quern.parallel.planning.float8 import gathered
+from quern.parallel.planning.mesh import Mesh
 
 __all__ = ["Float8Gather"]
 

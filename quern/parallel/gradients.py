@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quern.model.transformer import Transformer
 from quern.parallel.clip import Norms, clip, global_grad_norm, local_part
-from quern.parallel.mesh import Mesh
+from quern.parallel.planning.mesh import Mesh
 
 __all__ = ["EMBEDDING", "TIED", "Gradients"]
 

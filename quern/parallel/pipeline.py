@@ -24,12 +24,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
-from quern.parallel.mesh import Mesh
-from quern.parallel.schedules import SCHEDULES
-from quern.parallel.stages import num_stages, stage_layers, stages_of
+from quern.parallel.planning.mesh import Mesh
+from quern.parallel.planning.schedules import SCHEDULES
+from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
 
 if TYPE_CHECKING:
-    from quern.parallel.apply import Layout
+    from quern.parallel.layout import Layout
 
 __all__ = ["Pipeline", "Stage", "local_view", "my_stages"]
 

@@ -41,8 +41,8 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = Fals
     the vocabulary and has no gradient. ``async_tp``: compiled blocks overlap products with the gathers and scatters
     beside them (CUDA).
 
-    That the sizes divide is for :func:`quern.parallel.checks.check_layout` to have said. Raises :class:`InputError`
-    for ``async_tp`` elsewhere than on CUDA.
+    That the sizes divide is for :func:`quern.parallel.planning.checks.check_layout` to have said. Raises
+    :class:`InputError` for ``async_tp`` elsewhere than on CUDA.
     """
     shape, ranks = model.shape, Ranks.of(mesh)
     assert not any(count % ranks.size for count in (shape.num_heads, shape.ffn_dim, shape.padded_vocab_size))

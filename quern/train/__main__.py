@@ -21,9 +21,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from quern.errors import QuernError
-from quern.train import launch, tracebacks
+from quern.train import tracebacks
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_run_config
+from quern.train.processes import launch
 
 __all__ = ["STOPPED", "leave", "main", "train"]
 
@@ -42,7 +43,7 @@ def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("quern").setLevel(logging.INFO)  # where it goes on, how often it saves, what has been uploaded
-    from quern.train.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
+    from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
     if threading.current_thread() is threading.main_thread():

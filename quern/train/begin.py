@@ -12,11 +12,10 @@ from typing import Any
 
 from quern.errors import InputError, QuernError
 from quern.mixtures.order import Order
-from quern.parallel.mesh import plan_mesh
-from quern.train.agree import Agreement
-from quern.train.branch import LEDGER_FILE, abandoned
-from quern.train.checkpoint.manager import CheckpointManager, Refusal, no_checkpoint
-from quern.train.checkpoint.manifest import (
+from quern.parallel.planning.mesh import plan_mesh
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.mixture import Mixture, carry_on, plan_mixture
+from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     Checkpoint,
     Manifest,
@@ -24,15 +23,16 @@ from quern.train.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from quern.train.checkpoint.state import check_shape
+from quern.train.checkpoint.format.state import check_shape
+from quern.train.checkpoint.save.manager import CheckpointManager, Refusal, no_checkpoint
 from quern.train.config import TrainConfig
-from quern.train.consumers import announce
-from quern.train.corpus import Corpus
-from quern.train.ledger import MOVES, Ledger, check_append, latest_order, read_ledger, skips_before, surviving
-from quern.train.ledger import data_step as data_step_of
-from quern.train.mixture import Mixture, carry_on, plan_mixture
-from quern.train.ranks import Ranks
-from quern.train.resilience.good import last_good, why_none
+from quern.train.history.branch import LEDGER_FILE, abandoned
+from quern.train.history.consumers import announce
+from quern.train.history.health import last_good, why_none
+from quern.train.history.ledger import MOVES, Ledger, check_append, latest_order, read_ledger, skips_before, surviving
+from quern.train.history.ledger import data_step as data_step_of
+from quern.train.processes.agree import Agreement
+from quern.train.processes.ranks import Ranks
 
 __all__ = ["LEDGER_FILE", "Start", "abandoned", "ahead", "begin", "continuation"]
 

@@ -15,11 +15,11 @@ from typing import Any
 from quern import storage
 from quern.config import dump_yaml, load_config
 from quern.errors import InputError, QuernError
-from quern.train.assignment import check_divides
-from quern.train.branch import LEDGER_FILE
-from quern.train.checkpoint.collect import collect
-from quern.train.checkpoint.folder import write_file
-from quern.train.checkpoint.manifest import (
+from quern.train.batches.assignment import check_divides
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.mixture import plan_mixture
+from quern.train.checkpoint.format.folder import write_file
+from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
     Checkpoint,
@@ -29,15 +29,15 @@ from quern.train.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from quern.train.checkpoint.stored import configured_store
-from quern.train.checkpoint.tiers.owner import RUN_ID_FILE
+from quern.train.checkpoint.store.collect import collect
+from quern.train.checkpoint.store.owner import RUN_ID_FILE
+from quern.train.checkpoint.store.stored import configured_store
 from quern.train.config import TrainConfig
-from quern.train.consumers import announce
-from quern.train.corpus import Corpus
-from quern.train.ledger import MOVES, latest_order, read_ledger
-from quern.train.mixture import plan_mixture
-from quern.train.schedule import check_schedule
-from quern.train.validation import open_held_out
+from quern.train.history.branch import LEDGER_FILE
+from quern.train.history.consumers import announce
+from quern.train.history.ledger import MOVES, latest_order, read_ledger
+from quern.train.step.schedule import check_schedule
+from quern.train.step.validation import open_held_out
 
 __all__ = ["Forked", "fork"]
 
@@ -68,10 +68,10 @@ class Forked:
 def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> Forked:
     """Make the folder ``to`` a training run that goes on from the checkpoint of ``run_dir`` after ``step`` steps.
 
-    It gets a copy of the checkpoint, brought together as :func:`.checkpoint.collect.collect` does, the ledger up to it
-    and a line ``fork``, the config under which the checkpoint was saved with ``overrides`` (and without what asked that
-    run to go back), and an id of its own. ``to`` appears whole or not at all, and ``run_dir`` stays as it is. A
-    checkpoint of a branch that the run has left may be taken.
+    It gets a copy of the checkpoint, brought together as :func:`quern.train.checkpoint.store.collect.collect` does, the
+    ledger up to it and a line ``fork``, the config under which the checkpoint was saved with ``overrides`` (and without
+    what asked that run to go back), and an id of its own. ``to`` appears whole or not at all, and ``run_dir`` stays as
+    it is. A checkpoint of a branch that the run has left may be taken.
 
     Raises:
         InputError: there is no such run or checkpoint, ``to`` is taken, or a start of the fork would refuse its config.

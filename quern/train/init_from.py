@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from quern.config import load_config
 from quern.errors import InputError
 from quern.model.config import PRESETS, ModelConfig, ModelShape
-from quern.train.branch import LEDGER_FILE, find_checkpoint
-from quern.train.checkpoint.manifest import (
+from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
     EncodingInfo,
@@ -24,6 +23,7 @@ from quern.train.checkpoint.manifest import (
     read_manifest,
 )
 from quern.train.config import TrainConfig
+from quern.train.history.branch import LEDGER_FILE, find_checkpoint
 
 __all__ = ["check_init_from", "load_run_config", "load_train_config", "model_section", "starting_checkpoint"]
 

@@ -14,13 +14,13 @@ from quern import __version__, storage
 from quern.config import digest, dump_yaml, load_config
 from quern.errors import InputError
 from quern.model.config import ModelShape
-from quern.parallel.mesh import MeshPlan
+from quern.parallel.planning.mesh import MeshPlan
+from quern.train.batches.corpus import Corpus
 from quern.train.begin import Start
-from quern.train.checkpoint.manifest import CONFIG_FILE
+from quern.train.checkpoint.format.manifest import CONFIG_FILE
 from quern.train.config import TrainConfig
-from quern.train.corpus import Corpus
-from quern.train.metrics import Utilisation
-from quern.train.schedule import learning_rate
+from quern.train.step.metrics import Utilisation
+from quern.train.step.schedule import learning_rate
 from quern.train.summary import checkpoint_size, float8, step_of
 
 __all__ = ["RUN_FILE", "changes", "describe", "differences", "tell"]

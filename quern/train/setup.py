@@ -23,34 +23,35 @@ from quern.model.float8.recipe import Recipe, Scaling
 from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, Parallel, parallelize
-from quern.parallel.checks import Task, check_layout
-from quern.parallel.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
+from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.checks import Task, check_layout
+from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
 from quern.train import run_record
-from quern.train.agree import Agreement
-from quern.train.assignment import check_divides
+from quern.train.batches.assignment import check_divides
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.feed import Feed
+from quern.train.batches.loader import Loader
+from quern.train.batches.mixture import plan_mixture
 from quern.train.begin import LEDGER_FILE, Start, begin
-from quern.train.boundaries import open_boundaries
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import Checkpoint, EncodingInfo, RunFacts
-from quern.train.checkpoint.state import TrainState
+from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, RunFacts
+from quern.train.checkpoint.format.state import TrainState
+from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import TrainConfig
-from quern.train.corpus import Corpus
-from quern.train.feed import Feed
+from quern.train.history.ledger import Ledger
 from quern.train.init_from import check_init_from, starting_checkpoint
-from quern.train.ledger import Ledger
-from quern.train.loader import Loader
-from quern.train.metrics import Metrics, Utilisation, peak_flops
-from quern.train.mixture import plan_mixture
-from quern.train.optimizer import build_optimizer
-from quern.train.precision import LossScale, Precision, precision_of
-from quern.train.profile import Profiler
-from quern.train.ranks import Ranks
-from quern.train.resilience.forensics import Facts, Forensics
-from quern.train.resilience.guard import Guard
-from quern.train.schedule import check_schedule
+from quern.train.processes.agree import Agreement
+from quern.train.processes.ranks import Ranks
+from quern.train.step.forensics import Facts, Forensics
+from quern.train.step.guard import Guard
+from quern.train.step.metrics import Metrics, Utilisation, peak_flops
+from quern.train.step.optimizer import build_optimizer
+from quern.train.step.precision import LossScale, Precision, precision_of
+from quern.train.step.profile import Profiler
+from quern.train.step.schedule import check_schedule
+from quern.train.step.validation import Validator, open_held_out
 from quern.train.trainer import Trainer
-from quern.train.validation import Validator, open_held_out
 
 __all__ = ["Checked", "check", "open_trainer"]
 

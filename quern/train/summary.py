@@ -8,17 +8,17 @@ from typing import Any
 
 from quern.mixtures.recipe import Plan
 from quern.model.config import ModelShape
-from quern.parallel.bubble import bubble
-from quern.parallel.float8 import LAYERS, fitting
-from quern.parallel.mesh import MeshPlan
-from quern.parallel.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
-from quern.parallel.traffic import Step, buffer_elements, elements_held, traffic
+from quern.parallel.planning.bubble import bubble
+from quern.parallel.planning.float8 import LAYERS, fitting
+from quern.parallel.planning.mesh import MeshPlan
+from quern.parallel.planning.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
+from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.mixture import plan_mixture
 from quern.train.begin import ahead
 from quern.train.config import TrainConfig
-from quern.train.corpus import Corpus
 from quern.train.init_from import starting_checkpoint
-from quern.train.mixture import plan_mixture
-from quern.train.schedule import learning_rate
+from quern.train.step.schedule import learning_rate
 
 __all__ = ["checkpoint_size", "communication", "float8", "layout", "pipeline", "state_memory", "step_of", "summarise"]
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from quern.filesystem import open_own
-from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.checkpoint.format.manifest import list_checkpoints
 
 __all__ = ["clear", "file_of", "keep", "one_line", "verdict"]
 

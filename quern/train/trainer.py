@@ -17,27 +17,27 @@ from torch import nn
 
 from quern.errors import QuernError
 from quern.parallel.apply import Parallel
-from quern.train import launch
+from quern.train.batches.feed import Feed, StepInputs
 from quern.train.begin import Start
-from quern.train.branch import newest_until
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import Position
-from quern.train.checkpoint.saving import Progress
-from quern.train.checkpoint.state import TrainState
+from quern.train.checkpoint.format.manifest import Position
+from quern.train.checkpoint.format.state import TrainState
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.saves import Saves
+from quern.train.checkpoint.save.saving import Progress
 from quern.train.config import TrainConfig
-from quern.train.feed import Feed, StepInputs
-from quern.train.ledger import Ledger
-from quern.train.metrics import Mark, Metrics, Utilisation, memory_gib
-from quern.train.optimizer import step as update
-from quern.train.precision import LossScale, precision_of
-from quern.train.profile import Profiler
-from quern.train.ranks import Ranks
-from quern.train.resilience.forensics import Forensics, Seen
-from quern.train.resilience.good import Watch
-from quern.train.resilience.guard import Guard, Health
-from quern.train.saves import Saves
-from quern.train.schedule import learning_rate
-from quern.train.validation import Validator
+from quern.train.history.branch import newest_until
+from quern.train.history.health import Watch
+from quern.train.history.ledger import Ledger
+from quern.train.processes import launch
+from quern.train.processes.ranks import Ranks
+from quern.train.step.forensics import Forensics, Seen
+from quern.train.step.guard import Guard, Health
+from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
+from quern.train.step.optimizer import step as update
+from quern.train.step.precision import LossScale, precision_of
+from quern.train.step.profile import Profiler
+from quern.train.step.schedule import learning_rate
+from quern.train.step.validation import Validator
 
 __all__ = ["Trainer"]
 

@@ -15,7 +15,7 @@ from scipy import stats
 from quern.errors import InputError, QuernError
 from quern.model.config import ModelConfig
 from quern.model.float8.recipe import Recipe
-from quern.parallel.float8 import LAYERS, fitting
+from quern.parallel.planning.float8 import LAYERS, fitting
 from quern.train.bench.corpus import Shard, write_data_run
 
 

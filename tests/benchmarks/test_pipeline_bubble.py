@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.parallel.schedules import SCHEDULES
+from quern.parallel.planning.schedules import SCHEDULES
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pipeline_bubble.py"
 

@@ -21,9 +21,9 @@ from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.tokenize.encoding import Encoding, load_encoding
-from quern.tokenize.train_encoding import train_ranks
-from quern.train.checkpoint.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
-from quern.train.checkpoint.reader import iter_weights, write_weights
+from quern.tokenize.writing.train_encoding import train_ranks
+from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
+from quern.train.checkpoint.tools.reader import iter_weights, write_weights
 
 
 @pytest.fixture(scope="module")

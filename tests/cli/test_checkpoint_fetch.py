@@ -21,8 +21,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from quern.cli.checkpoint import app
-from quern.train.checkpoint import stored
-from quern.train.checkpoint.manifest import FileRecord, Manifest
+from quern.train.checkpoint.format.manifest import FileRecord, Manifest
+from quern.train.checkpoint.store import stored
 from support.train import checkpoint_case as CASE
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from quern.cli.checkpoint import app
 from quern.config import dump_yaml
 from quern.errors import InputError
-from quern.train.checkpoint import stored
-from quern.train.checkpoint.manifest import read_manifest
-from quern.train.checkpoint.reader import iter_weights, write_weights
+from quern.train.checkpoint.format.manifest import read_manifest
+from quern.train.checkpoint.store import stored
+from quern.train.checkpoint.tools.reader import iter_weights, write_weights
 from quern.train.config import TrainConfig
 from support.train import checkpoint_case as CASE
 

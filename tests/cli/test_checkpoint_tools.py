@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from quern.cli.checkpoint import app
 from quern.config import dump_yaml
-from quern.train.checkpoint.folder import FolderLock
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import read_manifest
-from quern.train.checkpoint.reader import iter_weights, verify, write_weights
+from quern.train.checkpoint.format.folder import FolderLock
+from quern.train.checkpoint.format.manifest import read_manifest
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.config import CheckpointConfig, TrainConfig
 from support.programs import python
 from support.train import checkpoint_case as CASE
@@ -321,7 +321,7 @@ def test_prune_asks_at_a_terminal(run: Path, answer: str, code: int, left: list[
 
 HOLD = """
 import sys, time
-from quern.train.checkpoint.folder import FolderLock
+from quern.train.checkpoint.format.folder import FolderLock
 lock = FolderLock(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
@@ -360,7 +360,7 @@ def test_prune_names_what_it_cannot_read(run: Path, tmp_path: Path) -> None:
 def test_what_could_not_be_removed_is_said(
     run: Path, as_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quern.cli import checkpoint_tools
+    from quern.cli.checkpoint import tools as checkpoint_tools
 
     remove = checkpoint_tools.remove_folder
 

@@ -17,11 +17,11 @@ from quern.cli.main import app
 from quern.cli.output import plain
 from quern.config import dump_yaml, load_config
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.run_directory import open_run
+from quern.data_pipeline.execution.run_directory import open_run
+from quern.data_run.config import DataRun
 from quern.demo import write_site
-from quern.tokenize.config import DataRun
 from quern.train.config import TrainConfig
-from quern.train.schedule import check_schedule
+from quern.train.step.schedule import check_schedule
 from support.data_pipeline import in_process
 from support.programs import python
 

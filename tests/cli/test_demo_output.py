@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from quern.cli.demo_lineage import _print_exposure
+from quern.cli.demo.lineage import _print_exposure
 
 
 @pytest.mark.parametrize(

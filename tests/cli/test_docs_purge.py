@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from quern.cli import data as data_command
 from quern.cli import main
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_run import run as data_run
 from quern.demo.warc import Response, warc_file
 from support.programs import python
 
@@ -95,7 +95,7 @@ def shell(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setattr(data_command, "open_engine", alone)
+        patch.setattr(data_run, "open_engine", alone)
         for language, name, text in BLOCK.findall(PAGE):
             if language == "yaml":
                 Path(name).write_text(text)

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from quern.cli.lineage_forensics import forensics
+from quern.cli.lineage.forensics import forensics
 from support.lineage import poison_case, runs
 
 pytestmark = pytest.mark.slow

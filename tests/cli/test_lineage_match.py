@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from quern.cli.lineage_match import match
+from quern.cli.lineage.match import match
 from quern.lineage.match import Matches
 from support.lineage import runs
 

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from quern.cli.lineage_show import show
-from quern.data_pipeline.document import content_hash
-from quern.data_pipeline.url import host, surt
+from quern.cli.lineage.show import show
+from quern.data_pipeline.page.document import content_hash
+from quern.data_pipeline.page.url import host, surt
 from quern.errors import InputError
 from quern.lineage.store import Lineage
 from support.lineage.runs import Listing, listing, write_listing

@@ -14,8 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from quern.cli import lineage_sql
-from quern.cli.lineage_sql import sql
+from quern.cli.lineage import sql as lineage_sql
+from quern.cli.lineage.sql import sql
 from support.lineage.runs import write_run
 from support.programs import python
 

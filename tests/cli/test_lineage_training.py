@@ -15,8 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quern.cli.lineage_exposure import exposure
-from quern.cli.lineage_step import step
+from quern.cli.lineage.exposure import exposure
+from quern.cli.lineage.step import step
 from quern.lineage.store import Lineage
 from support.lineage import runs
 from support.train import run_case as case

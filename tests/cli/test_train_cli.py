@@ -23,12 +23,12 @@ from quern.cli.main import app
 from quern.errors import QuernError
 from quern.model.config import ModelConfig
 from quern.model.hf import expected_tensors
-from quern.parallel import schedules
-from quern.train.checkpoint.folder import FolderLock
-from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
-from quern.train.checkpoint.metadata import read_metadata
-from quern.train.checkpoint.reader import write_weights
-from quern.train.ledger import read_ledger
+from quern.parallel.planning import schedules
+from quern.train.checkpoint.format.folder import FolderLock
+from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
+from quern.train.checkpoint.format.metadata import read_metadata
+from quern.train.checkpoint.tools.reader import write_weights
+from quern.train.history.ledger import read_ledger
 from support.programs import kill, python
 from support.train import corpora
 

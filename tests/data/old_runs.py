@@ -17,12 +17,13 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from quern.data_pipeline.engine import InProcess
+from quern.train.ranks import open_ranks
+
 from quern.cli import data
 from quern.config import dump_yaml
-from quern.data_pipeline.engine import InProcess
 from quern.tokenize.config import DataRun
 from quern.train.config import TrainConfig
-from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
 
 WORDS = """

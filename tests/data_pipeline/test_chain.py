@@ -6,7 +6,7 @@ import pytest
 
 from quern.data_pipeline.chain import QUALITY_GATE, Chain, chain
 from quern.data_pipeline.config import ChainConfig
-from quern.data_pipeline.document import STAGES, Page
+from quern.data_pipeline.page.document import STAGES, Page
 
 ARTICLE = (
     "The ferry left the northern quay shortly after dawn, and the few people on deck watched the town grow small. "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.damage import Damage
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_status import read_status
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.data_pipeline.monitoring.damage import Damage
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.run_status import read_status
 from quern.storage import write_json
 
 EDGE = {"file": "a.warc.gz", "offset": 404, "why": "gzip member's header is damaged"}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quern.config import dump_yaml
-from quern.data_pipeline.run_status import read_status
-from quern.tokenize.config import DataRun
+from quern.data_pipeline.monitoring.run_status import read_status
+from quern.data_run.config import DataRun
 from support.remote import web_server
 from support.remote.web_server import Fault, Web
 

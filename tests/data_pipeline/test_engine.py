@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from quern import storage
-from quern.data_pipeline import engine as engine_module
-from quern.data_pipeline import ray_life
-from quern.data_pipeline.engine import Death, Engine, InProcess, RayPool, open_engine
-from quern.data_pipeline.ray_life import Pulse
+from quern.data_pipeline.execution import engine as engine_module
+from quern.data_pipeline.execution import ray_life
+from quern.data_pipeline.execution.engine import Death, Engine, InProcess, RayPool, open_engine
+from quern.data_pipeline.execution.ray_life import Pulse
 from quern.errors import InputError, QuernError
 
 

@@ -25,7 +25,7 @@ def last_line(code: str, folder: Path, **env: str) -> str:
 def test_more_workers_than_the_cluster_has_room_for_do_not_hang_the_run(tmp_path: Path) -> None:
     code = (
         "import ray\n"
-        "from quern.data_pipeline.engine import open_engine\n"
+        "from quern.data_pipeline.execution.engine import open_engine\n"
         "ray.init('local', num_cpus=1, include_dashboard=False, logging_level='error')\n"
         "with open_engine(3) as engine:\n"
         "    results = dict(engine.map(abs, [(-x,) for x in range(6)], label='test'))\n"
@@ -41,7 +41,7 @@ def test_relative_paths_are_the_drivers_also_to_the_workers(tmp_path: Path) -> N
     (tmp_path / "elsewhere").mkdir()
     code = (
         "import os, ray\n"
-        "from quern.data_pipeline.engine import open_engine\n"
+        "from quern.data_pipeline.execution.engine import open_engine\n"
         "ray.init('local', num_cpus=1, include_dashboard=False, logging_level='error')\n"
         "os.chdir('elsewhere')\n"
         "with open_engine(1) as engine:\n"
@@ -53,7 +53,7 @@ def test_relative_paths_are_the_drivers_also_to_the_workers(tmp_path: Path) -> N
 @pytest.mark.long
 def test_without_an_address_no_other_cluster_is_used(tmp_path: Path) -> None:
     code = (
-        "from quern.data_pipeline.engine import open_engine\n"
+        "from quern.data_pipeline.execution.engine import open_engine\n"
         "with open_engine(1) as engine:\n"
         "    print(dict(engine.map(abs, [(-7,)], label='test'))[0])\n"
     )
@@ -64,7 +64,7 @@ def test_without_an_address_no_other_cluster_is_used(tmp_path: Path) -> None:
 def test_a_worker_that_the_memory_monitor_ends_is_a_death_like_any_other(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from quern.data_pipeline.engine import open_engine\n"
+        "from quern.data_pipeline.execution.engine import open_engine\n"
         "def task(seconds):\n"
         "    time.sleep(seconds)\n"
         "    return seconds\n"
@@ -82,7 +82,7 @@ def test_a_worker_that_the_memory_monitor_ends_is_a_death_like_any_other(tmp_pat
 
 def test_an_address_that_is_none_is_an_input_error(tmp_path: Path) -> None:
     code = (
-        "from quern.data_pipeline.engine import open_engine\n"
+        "from quern.data_pipeline.execution.engine import open_engine\n"
         "from quern.errors import InputError\n"
         "try:\n"
         "    with open_engine(1, 'garbage'):\n"

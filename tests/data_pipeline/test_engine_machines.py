@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quern.data_pipeline import engine as engine_module
-from quern.data_pipeline.engine import Death, RayPool, open_engine
-from quern.data_pipeline.fence import Fence
+from quern.data_pipeline.execution import engine as engine_module
+from quern.data_pipeline.execution.engine import Death, RayPool, open_engine
+from quern.data_pipeline.execution.fence import Fence
 from quern.errors import QuernError
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline import extract_trafilatura
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract import Extract, ExtractConfig
-from quern.data_pipeline.page_bounds import inline_run, num_elements, table_cells
+from quern.data_pipeline.extraction import trafilatura_fast as extract_trafilatura
+from quern.data_pipeline.extraction.extract import Extract, ExtractConfig
+from quern.data_pipeline.extraction.page_bounds import inline_run, num_elements, table_cells
+from quern.data_pipeline.page.document import Page
 from support.growth import assert_grows_tamely
 from support.named_cases import each
 

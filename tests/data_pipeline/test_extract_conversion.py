@@ -21,11 +21,11 @@ import trafilatura.xpaths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline import extract_content
-from quern.data_pipeline import extract_conversion as fast
-from quern.data_pipeline.extract_content import ENOUGH_CHARS, Backup, PageElement
-from quern.data_pipeline.extract_readability import Comparison
-from quern.data_pipeline.xpath_walk import Firsts
+from quern.data_pipeline.extraction import content as extract_content
+from quern.data_pipeline.extraction import conversion as fast
+from quern.data_pipeline.extraction.content import ENOUGH_CHARS, Backup, PageElement
+from quern.data_pipeline.extraction.readability import Comparison
+from quern.data_pipeline.extraction.xpath_walk import Firsts
 from support.named_cases import each
 
 TAGS = (

@@ -20,10 +20,10 @@ import trafilatura.utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline import extract_trafilatura as fast
-from quern.data_pipeline.extract_conversion import Cleaning
-from quern.data_pipeline.extract_density import LinkDensity, OwnText, length_of
-from quern.data_pipeline.extract_fallbacks import Paragraph, Paragraphs
+from quern.data_pipeline.extraction import trafilatura_fast as fast
+from quern.data_pipeline.extraction.conversion import Cleaning
+from quern.data_pipeline.extraction.density import LinkDensity, OwnText, length_of
+from quern.data_pipeline.extraction.fallbacks import Paragraph, Paragraphs
 
 CONVERTED = (
     "div",

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lxml.html import HtmlElement
 
-from quern.data_pipeline import extract_readability as fast
+from quern.data_pipeline.extraction import readability as fast
 from support.named_cases import each
 
 TAGS = ("div", "p", "p", "a", "a", "ul", "li", "table", "td", "h2", "iframe", "script", "style", "section", "pre")

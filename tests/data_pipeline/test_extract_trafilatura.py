@@ -24,10 +24,10 @@ import trafilatura.utils
 import trafilatura.xpaths
 from lxml.etree import XPath
 
-from quern.data_pipeline import extract_trafilatura as fast
-from quern.data_pipeline.extract_fallbacks import Neighbours, Paragraph, StopWords
-from quern.data_pipeline.extract_readability import Comparison
-from quern.data_pipeline.xpath_walk import Walk
+from quern.data_pipeline.extraction import trafilatura_fast as fast
+from quern.data_pipeline.extraction.fallbacks import Neighbours, Paragraph, StopWords
+from quern.data_pipeline.extraction.readability import Comparison
+from quern.data_pipeline.extraction.xpath_walk import Walk
 from support.named_cases import each
 
 READABILITY = ("score_paragraphs", "get_link_density", "class_weight", "remove_unlikely_candidates", "sanitize")

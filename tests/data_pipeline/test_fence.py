@@ -14,11 +14,11 @@ from quern import storage
 from quern.data_pipeline import partition as partition_module
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.engine import Death, InProcess
-from quern.data_pipeline.fence import Fence, SupersededError
-from quern.data_pipeline.isolation import Marker
+from quern.data_pipeline.execution.engine import Death, InProcess
+from quern.data_pipeline.execution.fence import Fence, SupersededError
+from quern.data_pipeline.execution.isolation import Marker
+from quern.data_pipeline.monitoring.progress import Progress
 from quern.data_pipeline.partition import PartitionTask, process_partition
-from quern.data_pipeline.progress import Progress
 from quern.errors import QuernError
 
 pytestmark = pytest.mark.slow

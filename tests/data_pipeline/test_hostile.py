@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.engine import Engine, InProcess, open_engine
-from quern.data_pipeline.progress import Progress
-from quern.tokenize import run as tokens
-from quern.tokenize.config import DataRun
+from quern.data_pipeline.execution.engine import Engine, InProcess, open_engine
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_run.config import DataRun
 from quern.tokenize.shards import ShardReader
+from quern.tokenize.writing import run as tokens
 from support.data_pipeline import hostile_pages
 
 #: What may differ between two runs of which one has more records.

@@ -23,10 +23,10 @@ import pytest
 from quern.data_pipeline import partition as partition_module
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.engine import Death, Engine, InProcess, open_engine
-from quern.data_pipeline.isolation import Marker, Watchdog, marker_folder
+from quern.data_pipeline.execution.engine import Death, Engine, InProcess, open_engine
+from quern.data_pipeline.execution.isolation import Marker, Watchdog, marker_folder
+from quern.data_pipeline.monitoring.progress import Progress
 from quern.data_pipeline.partition import PartitionTask, process_partition
-from quern.data_pipeline.progress import Progress
 from quern.errors import QuernError
 
 WORDS = "the quick brown fox jumps over a lazy dog and that have with to of be while rivers run down into valleys"
@@ -360,8 +360,8 @@ import ctypes, sys, time
 from pathlib import Path
 from quern.data_pipeline import isolation, partition, run as pages
 from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.engine import InProcess
-from quern.data_pipeline.progress import Progress
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_pipeline.monitoring.progress import Progress
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 partition.FLUSH_PAGES = 6

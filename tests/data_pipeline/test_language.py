@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline import language
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract import Extract, ExtractConfig
-from quern.data_pipeline.language import Language, LanguageConfig, LanguageGuess, identify, visible_text
+from quern.data_pipeline.extraction.extract import Extract, ExtractConfig
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages import language
+from quern.data_pipeline.stages.language import Language, LanguageConfig, LanguageGuess, identify, visible_text
 from quern.errors import InputError, QuernError
 from support.growth import assert_grows_tamely
 from support.named_cases import each
@@ -148,9 +148,11 @@ def test_lone_surrogates_and_control_characters_do_no_harm() -> None:
 
 @pytest.mark.slow
 def test_answers_are_the_same_in_another_process() -> None:
-    code = (
-        "import sys, json; from quern.data_pipeline.language import identify; print(json.dumps(identify(sys.argv[1])))"
-    )
+    code = """
+import json, sys
+from quern.data_pipeline.stages.language import identify
+print(json.dumps(identify(sys.argv[1])))
+"""
     done = subprocess.run(
         [sys.executable, "-c", code, FRENCH + ENGLISH],
         env={

@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resiliparse.parse.html import HTMLTree
 
-from quern.data_pipeline.page_bounds import _attribute_counts, _has_long_tag, has_attributes_over, num_elements
+from quern.data_pipeline.extraction.page_bounds import (
+    _attribute_counts,
+    _has_long_tag,
+    has_attributes_over,
+    num_elements,
+)
 from support.growth import assert_grows_tamely
 from support.named_cases import each
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from quern import storage
-from quern.data_pipeline.parts import read_head, read_tables, write_part
+from quern.data_pipeline.execution.parts import read_head, read_tables, write_part
 
 
 @pytest.mark.parametrize("base", ["", "memory:///parts"])

@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline import pii_finders
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.pii import TYPES, PiiConfig, PiiTags, ScrubPii, find, scrub
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages import pii_finders
+from quern.data_pipeline.stages.pii import TYPES, PiiConfig, PiiTags, ScrubPii, find, scrub
 from support.growth import assert_grows_tamely
 from support.named_cases import each
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from quern.data_pipeline.phase import format_duration
-from quern.data_pipeline.progress import Progress
+from quern.data_pipeline.monitoring.phase import format_duration
+from quern.data_pipeline.monitoring.progress import Progress
 
 COUNTS = {"pages": 100, "kept": 30, "by_stage": {"language": 50, "quality": 20}}
 

@@ -18,11 +18,11 @@ from quern import storage
 from quern.cli.main import app
 from quern.data_pipeline import partition, report
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.engine import InProcess
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import open_run
-from quern.tokenize import run as tokens
-from quern.tokenize.config import DataRun
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_pipeline.execution.run_directory import open_run
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_run.config import DataRun
+from quern.tokenize.writing import run as tokens
 
 WORDS = [
     *("river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper"),

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from quern.data_pipeline import engine, ray_life
-from quern.data_pipeline.ray_life import Pulse
+from quern.data_pipeline.execution import engine, ray_life
+from quern.data_pipeline.execution.ray_life import Pulse
 from quern.errors import QuernError
 
 

@@ -21,14 +21,14 @@ from quern.cli.main import app
 from quern.config import dump_yaml
 from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.engine import InProcess
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.toxicity import Toxicity
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.stages.toxicity import Toxicity
+from quern.data_run.config import DataRun
 from quern.errors import InputError
-from quern.tokenize import run as tokens
-from quern.tokenize.config import DataRun
 from quern.tokenize.exchange.export import export
+from quern.tokenize.writing import run as tokens
 from support.data_pipeline import in_process
 
 NOUNS = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quern import storage
-from quern.data_pipeline.run_directory import is_complete, open_run
+from quern.data_pipeline.execution.run_directory import is_complete, open_run
 from quern.errors import InputError, QuernError
 
 CONFIG: dict[str, Any] = {
@@ -200,7 +200,7 @@ def test_a_module_fasttext_of_somebody_else_is_refused(tmp_path: Path, monkeypat
 def test_a_second_driver_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     code = (
         "import json, sys, time\n"
-        "from quern.data_pipeline.run_directory import open_run\n"
+        "from quern.data_pipeline.execution.run_directory import open_run\n"
         f"with open_run({str(tmp_path)!r}, json.loads({json.dumps(json.dumps(CONFIG))})):\n"
         "    print('open', flush=True)\n"
         "    time.sleep(600)\n"

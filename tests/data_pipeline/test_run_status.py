@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from quern import storage
 from quern.cli.main import app
-from quern.data_pipeline import heartbeat, run_status
-from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.heartbeat import Heartbeat, process_lives, this_process
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_status import describe, read_status
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.data_pipeline.monitoring import heartbeat, run_status
+from quern.data_pipeline.monitoring.heartbeat import Heartbeat, process_lives, this_process
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.run_status import describe, read_status
 from quern.errors import InputError, QuernError
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_driver_elsewhere_is_given_up_when_its_beats_stay_out(run_dir: str, mo
 
 
 def test_a_killed_process_is_seen_at_once_and_its_pid_s_next_owner_is_not_it() -> None:
-    code = "import json,time; from quern.data_pipeline.heartbeat import this_process as p; print(json.dumps(p()), flush=True); time.sleep(600)"  # noqa: E501
+    code = "import json,time; from quern.data_pipeline.monitoring.heartbeat import this_process as p; print(json.dumps(p()), flush=True); time.sleep(600)"  # noqa: E501
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     about = json.loads(process.stdout.readline())

@@ -16,8 +16,8 @@ import pytest
 from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.signature import Signature
-from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page, make_doc_id
-from quern.data_pipeline.tombstones import (
+from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, make_doc_id
+from quern.data_pipeline.stages.tombstones import (
     MADE_WITH,
     PURGE_SCHEMA,
     Tombstones,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline import toxicity
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.toxicity import Toxicity, ToxicityConfig, read_lexicon
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages import toxicity
+from quern.data_pipeline.stages.toxicity import Toxicity, ToxicityConfig, read_lexicon
 from quern.errors import InputError
 from support.growth import assert_grows_tamely
 from support.named_cases import each

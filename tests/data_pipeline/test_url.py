@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.url import canonicalize, host, surt
+from quern.data_pipeline.page.url import canonicalize, host, surt
 from support.named_cases import each
 
 # Expected values by the URL standard's parsing rules and its own examples (url.spec.whatwg.org, 4.3 and 4.4).

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline import url_filter
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.url import canonicalize
-from quern.data_pipeline.url_filter import UrlConfig, UrlFilter, load_hashes, url_keys
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.page.url import canonicalize
+from quern.data_pipeline.stages import url_filter
+from quern.data_pipeline.stages.url_filter import UrlConfig, UrlFilter, load_hashes, url_keys
 from quern.errors import InputError
 from support.named_cases import each
 from support.programs import python
@@ -252,7 +252,7 @@ def test_unwritable_cache_changes_no_result(tmp_path: Path) -> None:
 def test_workers_starting_together_agree(tmp_path: Path) -> None:
     path = write(tmp_path / "list", *(f"a{i}.com" for i in range(2000)))
     code = (
-        "import sys; from quern.data_pipeline.url_filter import load_hashes\n"
+        "import sys; from quern.data_pipeline.stages.url_filter import load_hashes\n"
         "print('ready', flush=True); input()\n"
         "print(load_hashes([sys.argv[1]], 'domain', sys.argv[2]).tolist())"
     )

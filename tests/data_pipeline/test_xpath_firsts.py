@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lxml import html
 from lxml.etree import SubElement, XPath
 
-from quern.data_pipeline.xpath_walk import Firsts
+from quern.data_pipeline.extraction.xpath_walk import Firsts
 from support.named_cases import each
 
 RE = {"re": "http://exslt.org/regular-expressions"}

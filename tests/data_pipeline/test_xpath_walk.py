@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from lxml import html
 from lxml.etree import SubElement, XPath
 
-from quern.data_pipeline import xpath_walk
-from quern.data_pipeline.xpath_parse import grouped
-from quern.data_pipeline.xpath_walk import Walk, Walks
+from quern.data_pipeline.extraction import xpath_walk
+from quern.data_pipeline.extraction.xpath_parse import grouped
+from quern.data_pipeline.extraction.xpath_walk import Walk, Walks
 from support.named_cases import each
 
 RE = {"re": "http://exslt.org/regular-expressions"}

@@ -17,8 +17,9 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.activation import checkpoint_blocks, kept_operations
-from quern.parallel.apply import Layout, parallelize
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.apply import parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 LAYERS = 3
 MODES = ("none", "full", "selective")

@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from quern.errors import InputError, QuernError
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, parallelize
-from quern.parallel.mesh import Mesh, MeshPlan, build_mesh
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import checkpoint_name, list_checkpoints
-from quern.train.checkpoint.reader import iter_weights, read_manifest, verify
-from quern.train.checkpoint.state import TrainState
+from quern.parallel.apply import parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
+from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpoints
+from quern.train.checkpoint.format.state import TrainState
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.tools.reader import iter_weights, read_manifest, verify
 from quern.train.config import CheckpointConfig
 from support.distributed.by_hand import Model, laid_out
 from support.train import checkpoint_case as CASE
@@ -401,7 +402,7 @@ def test_one_rank_that_cannot_write_stops_all_and_publishes_nothing(kept_ranks, 
 
 def unshared(folder: str) -> str:
     """A rank whose files rank 0 does not see: it writes to a folder of its own."""
-    from quern.train.checkpoint import work as module
+    from quern.train.checkpoint.save import work as module
 
     state = make(folder, MeshPlan(*(1, 2)), 128)
     CASE.fill(state, 1)
@@ -461,7 +462,7 @@ def open_late(folder: str) -> str:
         try:
             other = os.fork()
             if other == 0:  # another process of this machine, on rank 0 only
-                from quern.train.checkpoint.folder import FolderLock
+                from quern.train.checkpoint.format.folder import FolderLock
 
                 try:
                     FolderLock(f"{folder}/run/checkpoints")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from quern.parallel.clip import clip, global_grad_norm
 from quern.train.config import OptimizerConfig
-from quern.train.optimizer import build_optimizer, step
+from quern.train.step.optimizer import build_optimizer, step
 
 SHAPES = ((7, 5), (13,), (3, 2), (1, 4))
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quern.parallel import collectives
-from quern.parallel.mesh import MeshPlan, build_mesh
-from quern.parallel.schedules import why_no_split_backward
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.planning.schedules import why_no_split_backward
 from quern.parallel.tensor import split_tensors
 from support.distributed.tensor_case import LENGTH, TOLERANCE, Case, batch_of, build, local, ratio, whole_model
 

@@ -24,10 +24,11 @@ from quern.model.init import initialise
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Inputs
-from quern.parallel.apply import Layout, Parallel, parallelize
-from quern.parallel.mesh import Mesh, MeshPlan, build_mesh
+from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
-from quern.train.optimizer import build_optimizer, step
+from quern.train.step.optimizer import build_optimizer, step
 from support.distributed.watch import Collectives
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, MAX_NORM = 3, 12, 10, 0.05

@@ -19,8 +19,9 @@ from quern.model.float8.weight import Float8Weight
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel import float8_gather
-from quern.parallel.apply import Layout, Parallel, parallelize
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 
 @dataclass(frozen=True)

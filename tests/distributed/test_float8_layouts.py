@@ -23,13 +23,14 @@ from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel import collectives
-from quern.parallel.apply import Layout, parallelize
+from quern.parallel.apply import parallelize
 from quern.parallel.collectives import Ranks, gather_multiply
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case
 from quern.train.parity.run import case_config
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 
 BLOCK = Recipe("blockwise")

@@ -14,7 +14,7 @@ from quern.errors import InputError
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case
 from quern.train.parity.run import case_config
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import check, open_trainer
 
 CASE = Case("alone", sizes="blocks", float8="tensorwise")

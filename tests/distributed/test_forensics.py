@@ -128,7 +128,7 @@ def asked(run: str, paths: list[str]) -> bool:
     """Rank 1 alone hears a signal."""
     import torch.distributed as dist
 
-    from quern.train.ranks import open_ranks
+    from quern.train.processes.ranks import open_ranks
     from quern.train.setup import open_trainer
 
     config = CASE.settings(run, paths, guard={"loss_z": 1e9, "grad_norm_z": 1e9}, parallel={"dp_shard": 2})

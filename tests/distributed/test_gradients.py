@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from quern.parallel.gradients import Gradients
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
-from quern.train.optimizer import build_optimizer, step
+from quern.train.step.optimizer import build_optimizer, step
 from support.distributed.by_hand import Model, cut, laid_out, local
 from support.distributed.watch import Collectives
 

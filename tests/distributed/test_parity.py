@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import quern
-from quern.parallel.schedules import SCHEDULES, why_no_split_backward
+from quern.parallel.planning.schedules import SCHEDULES, why_no_split_backward
 from quern.train.parity import matrix
 from quern.train.parity.compare import compare
 from quern.train.parity.matrix import FACTORS, LAYOUTS, Case

@@ -25,10 +25,11 @@ from quern.model.init import local_slice
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
-from quern.parallel.apply import Layout, Parallel, parallelize
-from quern.parallel.bubble import Action, order
-from quern.parallel.mesh import MeshPlan, build_mesh
-from quern.parallel.schedules import SCHEDULES, why_no_split_backward
+from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.bubble import Action, order
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.parallel.planning.schedules import SCHEDULES, why_no_split_backward
 from support.distributed.watch import Floats
 
 ROWS, SEQ_LEN, VOCAB, RATE = 2, 12, 50, 0.3

@@ -12,9 +12,10 @@ from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
-from quern.parallel.apply import Layout, Parallel, parallelize
-from quern.parallel.mesh import Mesh, MeshPlan, build_mesh
-from quern.parallel.schedules import SCHEDULES
+from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
+from quern.parallel.planning.schedules import SCHEDULES
 
 SEQ_LEN = 8
 SHAPE = ModelConfig(num_layers=8, dim=8, num_heads=2, vocab_multiple=8).shape(20)

@@ -14,8 +14,9 @@ from quern.model.config import ModelConfig
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
-from quern.parallel.apply import Layout, parallelize
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.apply import parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 BLOCKS = 4
 

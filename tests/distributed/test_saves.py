@@ -131,7 +131,7 @@ def one_rank_is_full(run: str, paths: list[str], mode: str, full_rank: int, step
     """What this rank's run ends with, and whether it is complete."""
     import torch.distributed as dist
 
-    from quern.train.checkpoint.work import Work
+    from quern.train.checkpoint.save.work import Work
 
     write = Work.write
 
@@ -170,8 +170,8 @@ def announced(run: str, paths: list[str], full: bool) -> tuple[str, list[Any]]:
 
     ``full``: the ledger takes no line of the save after step 4.
     """
-    from quern.train.checkpoint.manager import CheckpointManager
-    from quern.train.ledger import Ledger
+    from quern.train.checkpoint.save.manager import CheckpointManager
+    from quern.train.history.ledger import Ledger
 
     begin, append = CheckpointManager.begin, Ledger.append
     begun: list[Any] = []
@@ -217,8 +217,9 @@ def chosen(run: str, paths: list[str]) -> list[int]:
     its own clock, a thousandth of that."""
     import torch.distributed as dist
 
-    from quern.train import saves, trainer
-    from quern.train.checkpoint.manager import CheckpointManager
+    from quern.train import trainer
+    from quern.train.checkpoint.save import saves
+    from quern.train.checkpoint.save.manager import CheckpointManager
 
     begun: list[int] = []
     begin = CheckpointManager.begin

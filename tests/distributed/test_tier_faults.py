@@ -59,9 +59,10 @@ def state_of(folder: str) -> Any:
     import torch
 
     from quern.model.transformer import Transformer
-    from quern.parallel.apply import Layout, parallelize
-    from quern.parallel.mesh import MeshPlan, build_mesh
-    from quern.train.checkpoint.state import TrainState
+    from quern.parallel.apply import parallelize
+    from quern.parallel.layout import Layout
+    from quern.parallel.planning.mesh import MeshPlan, build_mesh
+    from quern.train.checkpoint.format.state import TrainState
 
     plan = MeshPlan(1, WORLD)
     of = CASE.shape()
@@ -76,7 +77,7 @@ def state_of(folder: str) -> Any:
 
 
 def open_manager(folder: str, store: bool) -> Any:
-    from quern.train.checkpoint.manager import CheckpointManager
+    from quern.train.checkpoint.save.manager import CheckpointManager
     from quern.train.config import CheckpointConfig
 
     rank = int(os.environ["RANK"])

@@ -117,10 +117,10 @@ def prepare_movers(folder: str, strike: Strike | None) -> None:
 
 def arm(folder: str, strike: Strike) -> None:
     """Have this process die at its place."""
-    from quern.train.checkpoint import folder as folders
-    from quern.train.checkpoint.tiers.disk import Disk
+    from quern.train.checkpoint.format import folder as folders
+    from quern.train.checkpoint.mirror.disk import Disk
+    from quern.train.checkpoint.save.work import Work
     from quern.train.checkpoint.tiers.tiers import Tiers
-    from quern.train.checkpoint.work import Work
 
     rank = int(os.environ["RANK"])
     name = NAME(strike.step)
@@ -177,10 +177,11 @@ def live(
 
     import quern.train.checkpoint.tiers.tiers as tiers
     from quern.model.transformer import Transformer
-    from quern.parallel.apply import Layout, parallelize
-    from quern.parallel.mesh import MeshPlan, build_mesh
-    from quern.train.checkpoint.manager import CheckpointManager
-    from quern.train.checkpoint.state import TrainState
+    from quern.parallel.apply import parallelize
+    from quern.parallel.layout import Layout
+    from quern.parallel.planning.mesh import MeshPlan, build_mesh
+    from quern.train.checkpoint.format.state import TrainState
+    from quern.train.checkpoint.save.manager import CheckpointManager
     from quern.train.checkpoint.tiers.upload import Uploader
     from quern.train.config import CheckpointConfig
 

@@ -1,4 +1,5 @@
-"""What a step really sends over gloo, collective by collective, against :mod:`quern.parallel.traffic`'s arithmetic.
+"""What a step really sends over gloo, collective by collective, against :mod:`quern.parallel.planning.traffic`'s
+arithmetic.
 
 Counted twice: every collective that torch dispatches, by the ranks of its group, bytes and calls exactly; and the bytes
 that the kernel has seen leave this process's sockets.
@@ -26,10 +27,11 @@ from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
-from quern.parallel.apply import Layout, Parallel, parallelize
-from quern.parallel.mesh import AXES, MeshPlan, build_mesh
-from quern.parallel.schedules import SCHEDULES
-from quern.parallel.traffic import Step, traffic
+from quern.parallel.apply import Parallel, parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import AXES, MeshPlan, build_mesh
+from quern.parallel.planning.schedules import SCHEDULES
+from quern.parallel.planning.traffic import Step, traffic
 
 MICRO_BATCH = 2
 

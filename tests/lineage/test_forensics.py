@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from quern.cli.main import app as cli_app
 from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
-from quern.lineage.forensics import explain
-from quern.lineage.forensics_cause import Part, _accused, find_cause, findings
-from quern.lineage.forensics_file import StepRecord
-from quern.lineage.forensics_page import render
-from quern.lineage.purge.pages import clean_forensics
+from quern.lineage.forensics.cause import Part, _accused, find_cause, findings
+from quern.lineage.forensics.explain import explain
+from quern.lineage.forensics.file import StepRecord
+from quern.lineage.forensics.page import render
+from quern.lineage.purge.apply.pages import clean_forensics
 from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from quern.parallel.local import LocalRanks

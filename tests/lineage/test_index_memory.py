@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
-from quern.data_pipeline.document import verdict_schema
+from quern.data_pipeline.page.document import verdict_schema
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
 ROWS_A_FILE = 12_500

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.url import canonicalize
+from quern.data_pipeline.page.url import canonicalize
 from quern.demo import write_site
 from quern.lineage.store import Lineage
 from quern.tokenize.encoding import load_encoding

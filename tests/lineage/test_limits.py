@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quern.data_pipeline.quality import QualityConfig, decide
-from quern.data_pipeline.toxicity import ToxicityConfig
+from quern.data_pipeline.stages.quality import QualityConfig, decide
+from quern.data_pipeline.stages.toxicity import ToxicityConfig
 from quern.lineage.limits import limits
 from support.named_cases import each
 

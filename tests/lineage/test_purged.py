@@ -18,13 +18,13 @@ import pytest
 from quern.errors import InputError
 from quern.lineage.exposure import Exposures, Tally, clean, exposures, select, walk
 from quern.lineage.index.changes import CHANGES_SCHEMA, Purges, changes_file, purged_at, written_by
-from quern.lineage.sql import query
+from quern.lineage.sql.query import query
 from quern.lineage.steps import read_step
 from quern.lineage.store import Lineage
 from quern.lineage.trace import trace
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
-from quern.train.ledger import Ledger
+from quern.train.history.ledger import Ledger
 from support.lineage import histories as H
 from support.lineage import runs
 from support.lineage.versions import mask, write_changes

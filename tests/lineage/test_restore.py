@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from dedup_oracle import BruteForce
 
-from quern.data_pipeline.dedup import run as dedup
 from quern.data_pipeline.dedup.config import DuplicatesConfig
+from quern.data_pipeline.dedup.passes import run as dedup
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
-from quern.data_pipeline.document import DOCUMENT_SCHEMA, HASH
-from quern.data_pipeline.tasks import InProcess
+from quern.data_pipeline.execution.tasks import InProcess
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, HASH
 from quern.lineage.index.decided import Redecided
-from quern.lineage.purge.condemned import condemn
-from quern.lineage.purge.restore import MOVED_SCHEMA, Restored, reconsider
-from quern.lineage.purge.select import Wanted
+from quern.lineage.purge.restoration.restore import MOVED_SCHEMA, Restored, reconsider
+from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.select import Wanted
 from quern.tokenize.place import keyed_hashes, validation_limit
 from support.data_pipeline import random_runs as R
 from support.lineage.versions import write_changes

@@ -16,7 +16,7 @@ from quern.cli.main import app
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.errors import InputError
 from quern.lineage.index.decided import Redecided, decisions_file, is_decisions_file
-from quern.lineage.sql import query
+from quern.lineage.sql.query import query
 from quern.lineage.store import Lineage
 from quern.lineage.trace import summaries, trace
 from support.lineage import runs

@@ -12,9 +12,9 @@ import pytest
 
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.errors import InputError, QuernError
-from quern.lineage.purge import restored_tokens
-from quern.lineage.purge.restore import MOVED_SCHEMA, reconsider
-from quern.lineage.purge.restored_tokens import TOKENS_SCHEMA, read_tokens, write_tokens
+from quern.lineage.purge.restoration import restored_tokens
+from quern.lineage.purge.restoration.restore import MOVED_SCHEMA, reconsider
+from quern.lineage.purge.restoration.restored_tokens import TOKENS_SCHEMA, read_tokens, write_tokens
 from quern.tokenize.place import place_key
 from support.lineage import runs
 

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.document import DOCUMENT_SCHEMA
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA
 from quern.errors import InputError, QuernError
-from quern.lineage import sql
-from quern.lineage.sql import query
+from quern.lineage.sql import query as sql
+from quern.lineage.sql.query import query
 from support.lineage.runs import Listing, listing, write_listing, write_run
 
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 400, "files": 3}

@@ -12,9 +12,9 @@ import duckdb
 import pytest
 
 from quern.errors import InputError, QuernError
-from quern.lineage import sql
-from quern.lineage.sql import query
-from quern.lineage.sql_guard import check
+from quern.lineage.sql import query as sql
+from quern.lineage.sql.guard import check
+from quern.lineage.sql.query import query
 from support.lineage.runs import Listing, listing, write_listing, write_run
 from support.named_cases import each
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quern.errors import InputError
-from quern.lineage.sql import query
+from quern.lineage.sql.query import query
 from quern.mixtures.order import Order, Phase
-from quern.train.ledger import Ledger
+from quern.train.history.ledger import Ledger
 from support.lineage.runs import Listing, listing, write_listing, write_run
 
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 400, "files": 3}

@@ -15,10 +15,10 @@ from quern.errors import InputError
 from quern.lineage.steps import losses_of, read_step
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
-from quern.train.boundaries import open_boundaries
-from quern.train.corpus import Corpus
-from quern.train.ledger import Ledger
-from quern.train.loader import IGNORE, Loader
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.loader import IGNORE, Loader
+from quern.train.history.ledger import Ledger
 from support.lineage import histories as H
 from support.lineage import runs
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline.url import canonicalize, host, surt
+from quern.data_pipeline.page.url import canonicalize, host, surt
 from quern.errors import InputError
 from quern.lineage.store import Lineage, Stream
 from support.lineage import runs
@@ -380,11 +380,11 @@ def test_a_look_up_imports_neither_the_stages_of_the_chain_nor_what_a_purge_writ
     """They are half of a second of a command that only reads."""
     program = """
 import sys
-from quern.lineage.sql import query
+from quern.lineage.sql.query import query
 from quern.lineage.trace import trace, Lineage
 trace(Lineage(sys.argv[1]), 0)
 query(sys.argv[1], "select count(*) from verdicts")
-late = {"quern.data_pipeline.chain", "quern.data_pipeline.sources", "quern.lineage.purge.transaction"}
+late = {"quern.data_pipeline.chain", "quern.data_pipeline.sources", "quern.lineage.purge.apply.transaction"}
 loaded = late & set(sys.modules)
 assert not loaded, loaded
 """

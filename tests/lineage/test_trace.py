@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.document import DOCUMENT_SCHEMA
-from quern.data_pipeline.quality import QualityConfig
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA
+from quern.data_pipeline.stages.quality import QualityConfig
 from quern.lineage import trace as module
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quern.data_pipeline.url import canonicalize, host
+from quern.data_pipeline.page.url import canonicalize, host
 from quern.errors import InputError
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_at, find_document, find_url, summaries

@@ -16,7 +16,7 @@ import pytest
 from quern.errors import InputError, QuernError
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
-from quern.train.ledger import Ledger, surviving
+from quern.train.history.ledger import Ledger, surviving
 from support.lineage import histories as H
 from support.lineage import runs
 
@@ -255,8 +255,8 @@ def test_a_data_run_that_has_moved_is_found_where_the_config_says(tmp_path: Path
 @pytest.mark.slow
 def test_no_torch_and_no_ray() -> None:
     program = (
-        "import sys, quern.lineage.training, quern.lineage.steps, quern.lineage.exposure, quern.cli.lineage_step, "
-        "quern.cli.lineage_exposure; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+        "import sys, quern.lineage.training, quern.lineage.steps, quern.lineage.exposure, quern.cli.lineage.step, "
+        "quern.cli.lineage.exposure; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

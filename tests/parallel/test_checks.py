@@ -9,10 +9,10 @@ import pytest
 
 from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
-from quern.parallel import schedules
-from quern.parallel.checks import Task, check_layout
-from quern.parallel.mesh import plan_mesh
-from quern.parallel.schedules import SCHEDULES
+from quern.parallel.planning import schedules
+from quern.parallel.planning.checks import Task, check_layout
+from quern.parallel.planning.mesh import plan_mesh
+from quern.parallel.planning.schedules import SCHEDULES
 from quern.train.config import ParallelConfig
 
 TASK = Task(seq_len=96, micro_batch=2, batches={"global_batch": 64})

@@ -13,9 +13,9 @@ from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.float8.recipe import Recipe
 from quern.model.transformer import Linear, Transformer
-from quern.parallel.checks import Task, check_layout
-from quern.parallel.float8 import LAYERS, fitting, gathered, local_sizes, use_float8
-from quern.parallel.mesh import plan_mesh
+from quern.parallel.planning.checks import Task, check_layout
+from quern.parallel.planning.float8 import LAYERS, fitting, gathered, local_sizes, use_float8
+from quern.parallel.planning.mesh import plan_mesh
 from quern.train.config import Float8Config, ParallelConfig, TrainConfig
 
 BLOCK, WHOLE = Recipe("blockwise"), Recipe("tensorwise")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.errors import InputError
-from quern.parallel.mesh import AXES, MeshPlan, build_mesh, plan_mesh
+from quern.parallel.planning.mesh import AXES, MeshPlan, build_mesh, plan_mesh
 from quern.train.config import ParallelConfig
 
 

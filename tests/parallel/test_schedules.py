@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from quern.parallel.bubble import Action, bubble, closed_form, makespan, order
-from quern.parallel.schedules import SCHEDULES, check_micro_batches
-from quern.parallel.stages import stages_of
+from quern.parallel.planning.bubble import Action, bubble, closed_form, makespan, order
+from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
+from quern.parallel.planning.stages import stages_of
 
 #: Ranks, and stages of a rank.
 SIZES = {

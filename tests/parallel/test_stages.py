@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.transformer import Transformer
-from quern.parallel.schedules import SCHEDULES
-from quern.parallel.stages import cut, num_stages, stage_costs, stage_layers, stage_parameters, stages_of
+from quern.parallel.planning.schedules import SCHEDULES
+from quern.parallel.planning.stages import cut, num_stages, stage_costs, stage_layers, stage_parameters, stages_of
 
 
 def shape_of(layers: int = 6, *, tied: bool = False, vocab: int = 100, qk_norm: bool = False) -> ModelShape:

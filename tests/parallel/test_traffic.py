@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.transformer import Transformer
-from quern.parallel import bubble
-from quern.parallel.mesh import MeshPlan
-from quern.parallel.schedules import SCHEDULES
-from quern.parallel.traffic import Step, Transfer, elements_held, traffic
+from quern.parallel.planning import bubble
+from quern.parallel.planning.mesh import MeshPlan
+from quern.parallel.planning.schedules import SCHEDULES
+from quern.parallel.planning.traffic import Step, Transfer, elements_held, traffic
 
 BIG = ModelConfig(preset="llama3-8b").shape(128_000)
 """Its weights are multiples of any number of ranks here: nothing is padded."""

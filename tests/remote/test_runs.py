@@ -22,16 +22,16 @@ import pytest
 from quern import storage
 from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.engine import InProcess
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import open_run
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_pipeline.execution.run_directory import open_run
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_run.config import DataRun
 from quern.demo import write_site
 from quern.errors import QuernError
 from quern.remote import lease
 from quern.remote.objects import Objects
 from quern.remote.retry import Backoff
-from quern.tokenize import run as tokens
-from quern.tokenize.config import DataRun
+from quern.tokenize.writing import run as tokens
 from support.processes import environment
 from support.programs import python
 from support.remote.s3_server import Fault, Server

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.document import DOCUMENT_SCHEMA, HASH, verdict_schema
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, HASH, verdict_schema
 from quern.storage import sha256
 from quern.tokenize.encoding import TokenizeConfig
-from quern.tokenize.run import run
+from quern.tokenize.writing.run import run
 
 MERGES = (b"th", b"he", b"the", b"in", b"an", b" a", b" t", b" the", b"er", b"on", b"  ", b"    ", b"aa", b"aaaa")
 

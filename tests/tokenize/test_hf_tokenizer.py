@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from quern.errors import InputError
 from quern.tokenize.encoding import ENDOFTEXT, Encoding, _known_definition, load_encoding
 from quern.tokenize.hf_tokenizer import CONFIG, TOKENIZER, oniguruma, read_encoding, tokenizer_files
-from quern.tokenize.train_encoding import train_ranks
+from quern.tokenize.writing.train_encoding import train_ranks
 from support.named_cases import each
 
 BYTES = [bytes([value]) for value in range(256)]

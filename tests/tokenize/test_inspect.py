@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.execution.engine import InProcess
 from quern.errors import InputError
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
 from quern.tokenize.inspect import inspect
-from quern.tokenize.run import run
+from quern.tokenize.writing.run import run
 
 
 @pytest.fixture

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.execution.engine import InProcess
 from quern.errors import InputError, QuernError
-from quern.tokenize import choose, merge, runs
-from quern.tokenize import run as run_module
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
-from quern.tokenize.run import run
 from quern.tokenize.shards import ShardReader
+from quern.tokenize.writing import choose, merge
+from quern.tokenize.writing import run as run_module
+from quern.tokenize.writing import sorted_runs as runs
+from quern.tokenize.writing.run import run
 
 SEED = 5
 relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from quern.data_pipeline.engine import InProcess
-from quern.tokenize import run as run_module
-from quern.tokenize import train_encoding
+from quern.data_pipeline.execution.engine import InProcess
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
-from quern.tokenize.run import run
-from quern.tokenize.train_encoding import train_ranks
+from quern.tokenize.writing import run as run_module
+from quern.tokenize.writing import train_encoding
+from quern.tokenize.writing.run import run
+from quern.tokenize.writing.train_encoding import train_ranks
 
 SYLLABLES = ["ka", "lo", "mi", "ter", "ba", "sun", "ver", "dol", "ing", "est", "ra", "né", "北", "京"]
 
@@ -78,7 +78,7 @@ def test_ids_on_real_text_are_those_of_the_trained_tokenizer(shared: Path, tmp_p
 def test_two_processes_train_the_same_bytes() -> None:
     program = (
         "import sys, random, hashlib\n"
-        "from quern.tokenize.train_encoding import train_ranks\n"
+        "from quern.tokenize.writing.train_encoding import train_ranks\n"
         "rng = random.Random(5)\n"
         "words = [''.join(rng.choices('abcdefgh', k=rng.randint(1, 6))) for _ in range(3000)]\n"
         "texts = [' '.join(rng.choices(words, k=40)) for _ in range(400)]\n"

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from quern.errors import InputError, QuernError
-from quern.train import agree
-from quern.train.agree import Agreement
+from quern.train.processes import agree
+from quern.train.processes.agree import Agreement
 from support.train.rank_threads import Meeting, ThreadAgreement, run_all
 
 

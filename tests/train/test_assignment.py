@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quern.train.assignment import balance, check_divides, round_robin
+from quern.train.batches.assignment import balance, check_divides, round_robin
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from quern import storage
+from quern.cli.demo import baselines
+from quern.cli.demo.baselines import NGram, Stream, read_stream
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
-from quern.train import baselines
-from quern.train.baselines import NGram, Stream, read_stream
 
 
 def stream_of(documents: list[list[int]], purged: list[bool] | None = None, dtype: type = np.uint16) -> Stream:

@@ -10,9 +10,9 @@ import pytest
 from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.parallel.local import LocalRanks
-from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.config import TrainConfig
-from quern.train.ledger import data_step, skips_before
+from quern.train.history.ledger import data_step, skips_before
 from support.processes import files_of
 from support.train import run_case as case
 

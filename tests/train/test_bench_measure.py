@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from quern.train import launch
 from quern.train.bench.crew import open_crew
 from quern.train.bench.options import Options
 from quern.train.bench.rows import configure, rows
 from quern.train.bench.run import bench
 from quern.train.config import TrainConfig
+from quern.train.processes import launch
 
 SIZES = ("model.dim=64", "model.ffn_dim=128", "model.num_heads=2", "model.num_kv_heads=1", "device=cpu")
 

@@ -16,8 +16,8 @@ import pytest
 from quern import storage
 from quern.errors import InputError
 from quern.tokenize.shards import ShardReader
-from quern.train import boundaries as module
-from quern.train.boundaries import Boundaries, boundaries_path, open_boundaries
+from quern.train.batches import boundaries as module
+from quern.train.batches.boundaries import Boundaries, boundaries_path, open_boundaries
 from support.train.corpora import Doc, make_shards, write_run
 
 

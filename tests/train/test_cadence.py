@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.special import lambertw
 
 from quern.errors import InputError
-from quern.train.checkpoint.cadence import (
+from quern.train.checkpoint.retention.cadence import (
     Cadence,
     Decision,
     Mtbf,
@@ -674,6 +674,6 @@ def test_bad_measurements_are_named(value):
 
 @pytest.mark.slow
 def test_the_module_imports_no_torch():
-    code = "import sys, quern.train.checkpoint.cadence; assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, quern.train.checkpoint.retention.cadence; assert 'torch' not in sys.modules, 'torch'"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=300)

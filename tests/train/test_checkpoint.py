@@ -21,10 +21,10 @@ import yaml
 
 from quern import storage
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint import folder as folders
-from quern.train.checkpoint import prune as pruning
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
+from quern.train.checkpoint.format import folder as folders
+from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
+from quern.train.checkpoint.retention import prune as pruning
+from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
 
@@ -606,7 +606,7 @@ def test_opening_tidies_what_a_killed_writer_left(tmp_path):
 def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_free(tmp_path):
     run = tmp_path / "run"
     script = (
-        "import sys; from quern.train.checkpoint.folder import FolderLock; "
+        "import sys; from quern.train.checkpoint.format.folder import FolderLock; "
         "lock = FolderLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
     )
     os.makedirs(run / "checkpoints" / f".step_00000001.{'0' * 32}.tmp")

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint import compare as comparison
-from quern.train.checkpoint import slices
-from quern.train.checkpoint.compare import compare
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import FileRecord, read_manifest
-from quern.train.checkpoint.reader import verify, write_weights
-from quern.train.checkpoint.slices import StoredTensors, boxes
+from quern.train.checkpoint.format import slices
+from quern.train.checkpoint.format.manifest import FileRecord, read_manifest
+from quern.train.checkpoint.format.slices import StoredTensors, boxes
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.tools import compare as comparison
+from quern.train.checkpoint.tools.compare import compare
+from quern.train.checkpoint.tools.reader import verify, write_weights
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
 

@@ -157,8 +157,8 @@ def live(run: Path, base: int, told: int, mode: str = "sync", command: list[str]
     in work then fails, and nothing else does.
     """
     from quern.errors import QuernError
-    from quern.train.checkpoint import background
-    from quern.train.checkpoint.manager import CheckpointManager
+    from quern.train.checkpoint.save import background
+    from quern.train.checkpoint.save.manager import CheckpointManager
     from quern.train.config import CheckpointConfig
 
     doomed = command is not None and command[-2] != "-"
@@ -226,7 +226,7 @@ def serve() -> None:
 
 def serve_writers(listener: socket.socket) -> None:
     """Forks a writer for each connection (:data:`LAUNCH`), and says there how it ended; as long as its parent lives."""
-    import quern.train.checkpoint.writer  # noqa: F401  (once for all)
+    import quern.train.checkpoint.save.writer  # noqa: F401  (once for all)
 
     os.dup2(2, 1)
     parent = os.getppid()
@@ -248,7 +248,7 @@ def serve_writers(listener: socket.socket) -> None:
 
 
 def serve_writer(connection: socket.socket) -> NoReturn:
-    from quern.train.checkpoint.writer import main
+    from quern.train.checkpoint.save.writer import main
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, streams, _, _ = socket.recv_fds(connection, 10_000, 3)
@@ -324,9 +324,9 @@ class Victims:
 
 
 def check(victims: Victims) -> None:
-    from quern.train.checkpoint.manager import CheckpointManager
-    from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
-    from quern.train.checkpoint.reader import verify
+    from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
+    from quern.train.checkpoint.save.manager import CheckpointManager
+    from quern.train.checkpoint.tools.reader import verify
     from quern.train.config import CheckpointConfig
 
     for checkpoint in list_checkpoints(str(victims.run)):

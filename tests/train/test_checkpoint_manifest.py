@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quern.config import digest
 from quern.errors import InputError
-from quern.train.checkpoint.manifest import (
+from quern.train.checkpoint.format.manifest import (
     EncodingInfo,
     FileRecord,
     Manifest,
@@ -212,5 +212,7 @@ def test_files_are_compared_by_presence_size_and_hash(tmp_path):
 
 @pytest.mark.slow
 def test_reading_manifests_needs_no_torch():
-    code = "import sys, quern.train.checkpoint.manifest; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = (
+        "import sys, quern.train.checkpoint.format.manifest; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

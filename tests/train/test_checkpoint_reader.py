@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quern.errors import InputError
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import EncodingInfo, read_manifest
-from quern.train.checkpoint.reader import iter_weights, verify, weight_sizes, write_weights
+from quern.train.checkpoint.format.manifest import EncodingInfo, read_manifest
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.tools.reader import iter_weights, verify, weight_sizes, write_weights
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.errors import QuernError
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
-from quern.train.checkpoint.prune import Keep, prune
-from quern.train.checkpoint.retention import kept, kept_in_store, survey
+from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
+from quern.train.checkpoint.retention.prune import Keep, prune
+from quern.train.checkpoint.retention.retention import kept, kept_in_store, survey
+from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
 

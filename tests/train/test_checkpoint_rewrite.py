@@ -18,11 +18,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint import rewrite
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import list_checkpoints, read_manifest
-from quern.train.checkpoint.reader import iter_weights, verify, write_weights
-from quern.train.checkpoint.rewrite import MIN_FILE_BYTES, reshard
+from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.tools import rewrite
+from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
+from quern.train.checkpoint.tools.rewrite import MIN_FILE_BYTES, reshard
 from quern.train.config import CheckpointConfig
 from support.processes import environment
 from support.train import checkpoint_case as CASE
@@ -292,7 +292,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from support.train import checkpoint_case as CASE
-from quern.train.checkpoint.manager import CheckpointManager
+from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1] + "/meet", rank=int(sys.argv[3]), world_size=2)
 state = CASE.make(Path(sys.argv[1]), multiple=128)

@@ -29,11 +29,11 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.remote.concurrency import PART_BYTES
 from quern.remote.retry import Backoff, StoreError
-from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.tiers import pieces
-from quern.train.checkpoint.tiers import store as store_module
-from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
-from quern.train.checkpoint.tiers.store import Store, prune_store
+from quern.train.checkpoint.format.manifest import EncodingInfo, FileRecord, Manifest
+from quern.train.checkpoint.store import pieces
+from quern.train.checkpoint.store import store as store_module
+from quern.train.checkpoint.store.errors import IncompleteError, SourceError
+from quern.train.checkpoint.store.store import Store, prune_store
 from support.remote import s3_server
 from support.remote.s3_server import Fault
 from support.train import checkpoint_case as case
@@ -790,8 +790,8 @@ def test_memory_is_bounded(large_parts, server, tmp_path):
     sha = subprocess.run(["sha256sum", str(tmp_path / "big")], capture_output=True, text=True, check=True).stdout[:64]
     code = textwrap.dedent("""
         import hashlib, sys
-        from quern.train.checkpoint.manifest import FileRecord
-        from quern.train.checkpoint.tiers.store import Store
+        from quern.train.checkpoint.format.manifest import FileRecord
+        from quern.train.checkpoint.store.store import Store
         url, path, sha, size, into = sys.argv[1:]
         def peak():  # of this program; ru_maxrss would begin with the parent's
             line, = (line for line in open("/proc/self/status") if line.startswith("VmHWM:"))

@@ -27,13 +27,14 @@ import pytest
 
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
-from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
-from quern.train.checkpoint.spawn import spawn
-from quern.train.checkpoint.tiers import pieces, upload
-from quern.train.checkpoint.tiers.errors import IncompleteError
+from quern.train.checkpoint.format.manifest import EncodingInfo, FileRecord, Manifest
+from quern.train.checkpoint.store import pieces
+from quern.train.checkpoint.store.errors import IncompleteError
+from quern.train.checkpoint.store.store import Store
+from quern.train.checkpoint.tiers import upload
 from quern.train.checkpoint.tiers.mover import Mover
-from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader, Waiting
+from quern.train.processes.spawn import spawn
 from support.programs import python
 from support.remote import s3_server
 from support.remote.s3_server import Fault

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from quern.train import consumers
+from quern.train.batches.corpus import Corpus
 from quern.train.config import TrainConfig
-from quern.train.consumers import CONSUMERS_FILE, Consumer, announce, read_consumers
-from quern.train.corpus import Corpus
+from quern.train.history import consumers
+from quern.train.history.consumers import CONSUMERS_FILE, Consumer, announce, read_consumers
 from support.train import run_case as case
 
 LINE = {"time": "2026-01-01T00:00:00.000+00:00", "train_run": "/t", "order": "ab", "identities": ["r1/web/1"]}
@@ -89,7 +89,7 @@ def test_a_data_run_that_cannot_be_written_is_no_reason_to_stop(
 
 def test_lines_of_trainers_that_start_at_once_stay_whole(tmp_path: Path) -> None:
     program = (
-        "import sys; from quern.train.consumers import announce\n"
+        "import sys; from quern.train.history.consumers import announce\n"
         "for n in range(100): announce(f'/run{sys.argv[1]}', 'ab' * n, {'r1/web/1': sys.argv[2]})"
     )
     path = str(tmp_path / "tokens" / "web")
@@ -101,7 +101,7 @@ def test_lines_of_trainers_that_start_at_once_stay_whole(tmp_path: Path) -> None
 
 
 def test_reading_consumers_needs_no_torch() -> None:
-    program = "import sys, quern.train.consumers; sys.exit('torch' in sys.modules)"
+    program = "import sys, quern.train.history.consumers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

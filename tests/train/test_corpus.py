@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quern import storage
 from quern.errors import InputError
-from quern.train.corpus import Corpus, Verified, share_files
+from quern.train.batches.corpus import Corpus, Verified, share_files
 from support.train.corpora import EOT, make_shards, write_run
 
 SOURCES = {

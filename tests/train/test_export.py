@@ -20,12 +20,12 @@ from quern.model import hf
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.transformer import Transformer
 from quern.tokenize.encoding import ENDOFTEXT, Encoding, load_encoding
-from quern.tokenize.train_encoding import train_ranks
-from quern.train import export
-from quern.train.branch import find_checkpoint
-from quern.train.checkpoint.manifest import ENCODING_FILE, MANIFEST_FILE, EncodingInfo, read_manifest
-from quern.train.checkpoint.reader import iter_weights, verify, write_weights
-from quern.train.sample import continue_text
+from quern.tokenize.writing.train_encoding import train_ranks
+from quern.train.checkpoint.format.manifest import ENCODING_FILE, MANIFEST_FILE, EncodingInfo, read_manifest
+from quern.train.checkpoint.tools import export
+from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
+from quern.train.checkpoint.tools.sample import continue_text
+from quern.train.history.branch import find_checkpoint
 
 TEXT = "The miller's stone turns; 1234 sacks of grain, für alle Müller.\n\n    flour = grind(grain)\n"
 SIZES: dict[str, Any] = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from quern.mixtures.order import Order
-from quern.train import feed as feed_module
-from quern.train.boundaries import open_boundaries
-from quern.train.corpus import Corpus
-from quern.train.feed import Feed, to_device
-from quern.train.loader import Loader, MicroBatch, StepBatch
+from quern.train.batches import feed as feed_module
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.feed import Feed, to_device
+from quern.train.batches.loader import Loader, MicroBatch, StepBatch
 from support.train.corpora import make_shards, write_run
 from support.train.hand_clock import HandClock
 

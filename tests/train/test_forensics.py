@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from quern.parallel.accumulation import Inputs
-from quern.train.ranks import open_ranks
-from quern.train.resilience import forensics
-from quern.train.resilience.forensics import _cut, _piece
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step import forensics
+from quern.train.step.forensics import _cut, _piece
 from quern.train.trainer import Trainer
 from support.train.run_case import ledger, live, settings, write_corpus
 

@@ -16,13 +16,13 @@ from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.lineage.training import TrainingRun
 from quern.remote.retry import Backoff, StoreError
-from quern.train.checkpoint.manifest import FileRecord, read_manifest, sha256_of
-from quern.train.checkpoint.tiers.owner import Owner, hold, read_owner
-from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.format.manifest import FileRecord, read_manifest, sha256_of
+from quern.train.checkpoint.store.owner import Owner, hold, read_owner
+from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.upload import Failed, Uploader
 from quern.train.config import TrainConfig
-from quern.train.consumers import read_consumers
 from quern.train.fork import fork
+from quern.train.history.consumers import read_consumers
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quern.train.checkpoint.manifest import checkpoint_name, list_checkpoints
-from quern.train.ledger import Ledger, reached
-from quern.train.resilience.good import Good, Watch, good_steps, last_good, protected, why_none
+from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpoints
+from quern.train.history.health import Good, Watch, good_steps, last_good, protected, why_none
+from quern.train.history.ledger import Ledger, reached
 from support.train import run_case as case
 
 

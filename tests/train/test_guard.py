@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.errors import InputError
 from quern.train.config import GuardConfig
-from quern.train.resilience.guard import Guard, Health
+from quern.train.step.guard import Guard, Health
 
 NAN, INF = math.nan, math.inf
 F64 = torch.float64

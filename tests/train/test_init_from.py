@@ -17,8 +17,8 @@ from quern.config import digest, load_config
 from quern.errors import InputError
 from quern.model import hf
 from quern.model.config import ModelConfig
-from quern.train.checkpoint.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
-from quern.train.checkpoint.reader import write_weights
+from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
+from quern.train.checkpoint.tools.reader import write_weights
 from quern.train.config import TrainConfig
 from quern.train.init_from import check_init_from, load_train_config, starting_checkpoint
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.train import launch
+from quern.train.processes import launch
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
 def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     program = (
         "import glob, os, sys, torch\n"
-        "from quern.train.ranks import open_ranks\n"
+        "from quern.train.processes.ranks import open_ranks\n"
         "with open_ranks('cpu') as ranks:\n"
         "    assert ranks.sum(torch.ones(1)).item() == 2\n"
         "    links = [os.readlink(link) for link in glob.glob('/proc/self/fd/*') if os.path.islink(link)]\n"

@@ -14,8 +14,8 @@ import pytest
 
 from quern.errors import QuernError
 from quern.mixtures.order import Order, Phase
-from quern.train import ledger as module
-from quern.train.ledger import (
+from quern.train.history import ledger as module
+from quern.train.history.ledger import (
     Exposure,
     Ledger,
     Range,

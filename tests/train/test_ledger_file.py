@@ -15,7 +15,7 @@ import pytest
 
 from quern.errors import QuernError
 from quern.mixtures.order import Order
-from quern.train.ledger import Ledger, read_ledger
+from quern.train.history.ledger import Ledger, read_ledger
 
 
 def small(path: Path) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ def test_a_checkpoints_offset_beyond_the_file_is_an_error(tmp_path: Path) -> Non
 
 WRITER = """
 import sys
-from quern.train.ledger import Ledger
+from quern.train.history.ledger import Ledger
 with Ledger(sys.argv[1]) as ledger:
     for step in range(400):
         if step % 100 == 99:
@@ -214,5 +214,5 @@ def test_another_process_reads_while_it_grows(tmp_path: Path) -> None:
 
 
 def test_reading_a_ledger_imports_no_torch() -> None:
-    code = "import sys, quern.train.ledger; assert not {'torch', 'ray'} & set(sys.modules)"
+    code = "import sys, quern.train.history.ledger; assert not {'torch', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

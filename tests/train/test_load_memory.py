@@ -29,14 +29,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quern.errors import QuernError
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, parallelize
+from quern.parallel.apply import parallelize
+from quern.parallel.layout import Layout
 from quern.parallel.local import LocalRanks
-from quern.parallel.mesh import MeshPlan, build_mesh
-from quern.train.checkpoint import dcp
-from quern.train.checkpoint.dcp import BUFFER_BYTES, load_tensors, needed_files
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.metadata import StoredSlice
-from quern.train.checkpoint.state import TrainState, view_tensors
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from quern.train.checkpoint.format import dcp
+from quern.train.checkpoint.format.dcp import BUFFER_BYTES, load_tensors, needed_files
+from quern.train.checkpoint.format.metadata import StoredSlice
+from quern.train.checkpoint.format.state import TrainState, view_tensors
+from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
-from quern.train.boundaries import open_boundaries
-from quern.train.corpus import Corpus
-from quern.train.loader import IGNORE, Loader, MicroBatch, StepBatch
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.loader import IGNORE, Loader, MicroBatch, StepBatch
 from support.train.corpora import Doc, Shards, Stream, make_doc, make_shards, write_run
 
 LENGTHS = st.one_of(st.integers(1, 3), st.integers(1, 40))

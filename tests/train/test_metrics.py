@@ -19,7 +19,7 @@ import torch
 
 from quern.model.config import ModelConfig, ModelShape
 from quern.train.config import MetricsConfig
-from quern.train.metrics import Mark, Metrics, Utilisation, memory_gib, peak_flops
+from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib, peak_flops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

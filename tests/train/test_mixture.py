@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quern.errors import InputError
-from quern.train.corpus import Corpus
-from quern.train.mixture import plan_mixture
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.mixture import plan_mixture
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quern.train.config import OptimizerConfig
-from quern.train.optimizer import build_optimizer, step
+from quern.train.step.optimizer import build_optimizer, step
 
 CONFIG = OptimizerConfig(lr=7.0, beta1=0.87, beta2=0.96, eps=1e-7, weight_decay=0.3)
 LEARNING_RATES = (1e-2, 3e-2, 0.0, 2e-2, 1e-3)

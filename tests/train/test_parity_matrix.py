@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.parallel.mesh import MeshPlan
-from quern.parallel.schedules import SCHEDULES, check_micro_batches
+from quern.parallel.planning.mesh import MeshPlan
+from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.tokenize.shards import ShardReader
 from quern.train.parity.compare import Comparison, compare, ratio_of, whole
 from quern.train.parity.corpus import SOURCES, documents, write_corpus

@@ -20,13 +20,13 @@ import pytest
 
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
-from quern.train.checkpoint.manifest import FileRecord
+from quern.train.checkpoint.format.manifest import FileRecord
+from quern.train.checkpoint.mirror.peer_server import PeerServer
+from quern.train.checkpoint.mirror.peer_store import PeerStore
+from quern.train.checkpoint.store.errors import SourceError
+from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers import mover as mover_module
-from quern.train.checkpoint.tiers.errors import SourceError
 from quern.train.checkpoint.tiers.mover import Mover
-from quern.train.checkpoint.tiers.peer_server import PeerServer
-from quern.train.checkpoint.tiers.peer_store import PeerStore
-from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.target import open_target
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader
 

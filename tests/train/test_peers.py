@@ -22,14 +22,14 @@ import numpy as np
 import pytest
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.spawn import spawn
-from quern.train.checkpoint.tiers import peer_files, peer_server
-from quern.train.checkpoint.tiers import peers as peers_module
-from quern.train.checkpoint.tiers.peer_files import mirror_folder
-from quern.train.checkpoint.tiers.peer_server import PeerServer
-from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token
-from quern.train.checkpoint.tiers.rate import RateLimit
+from quern.train.checkpoint.format.manifest import FileRecord
+from quern.train.checkpoint.mirror import peer_files, peer_server
+from quern.train.checkpoint.mirror import peers as peers_module
+from quern.train.checkpoint.mirror.peer_files import mirror_folder
+from quern.train.checkpoint.mirror.peer_server import PeerServer
+from quern.train.checkpoint.mirror.peers import Peer, PeerError, ServerProcess, new_token
+from quern.train.checkpoint.store.rate import RateLimit
+from quern.train.processes.spawn import spawn
 
 pytestmark = pytest.mark.slow
 
@@ -1001,7 +1001,7 @@ def test_a_hash_is_computed_once_and_again_when_the_file_changes(node, monkeypat
 
 
 def start_process(root: Path, port: int = 0, **settings) -> tuple[subprocess.Popen, int]:
-    command = [sys.executable, "-m", "quern.train.checkpoint.tiers.peer_server"]
+    command = [sys.executable, "-m", "quern.train.checkpoint.mirror.peer_server"]
     command += ["--root", str(root), "--host", "127.0.0.1", "--port", str(port)]
     process = spawn(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **settings)
     process.stdin.write(f"{TOKEN}\n".encode())
@@ -1044,8 +1044,8 @@ def test_a_disk_that_is_full_here_is_said_and_leaves_nothing(node, tmp_path):
     code = f"""
 import resource
 from quern.errors import QuernError
-from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.tiers.peers import Peer, PeerError
+from quern.train.checkpoint.format.manifest import FileRecord
+from quern.train.checkpoint.mirror.peers import Peer, PeerError
 resource.setrlimit(resource.RLIMIT_FSIZE, ({3 * MIB}, {3 * MIB}))
 try:
     peer = Peer("127.0.0.1", {there.port}, "{TOKEN}")
@@ -1152,7 +1152,7 @@ def test_the_process_dies_with_a_trainer_that_is_killed(tmp_path):
     """Also when a process that the trainer forked holds the pipe open."""
     code = f"""
 import os, sys, time
-from quern.train.checkpoint.tiers.peers import ServerProcess
+from quern.train.checkpoint.mirror.peers import ServerProcess
 server = ServerProcess({str(tmp_path / "there")!r}, "127.0.0.1", {TOKEN!r})
 child = os.fork()
 if child:
@@ -1285,6 +1285,6 @@ def test_files_move_at_the_limit(node, tmp_path):
 
 
 def test_moving_files_needs_no_torch():
-    modules = "quern.train.checkpoint.tiers.peers, quern.train.checkpoint.tiers.peer_server"
+    modules = "quern.train.checkpoint.mirror.peers, quern.train.checkpoint.mirror.peer_server"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

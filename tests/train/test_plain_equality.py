@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quern.train.config import TrainConfig
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
 from support.oracles import plain_loop

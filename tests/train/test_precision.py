@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from quern.train.config import TrainConfig
-from quern.train.precision import LossScale, precision_of
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.precision import LossScale, precision_of
 from quern.train.trainer import Trainer
 from support.train.corpora import make_shards, write_run
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from quern.train import prefetch as prefetch_module
-from quern.train.prefetch import Prefetch
+from quern.train.batches import prefetch as prefetch_module
+from quern.train.batches.prefetch import Prefetch
 from support.train.hand_clock import HandClock
 
 
@@ -129,7 +129,12 @@ def test_the_time_waited_is_the_consumers_and_the_time_spent_the_threads(monkeyp
 
 
 def test_an_interpreter_ends_though_nobody_closed() -> None:
-    code = "from quern.train.prefetch import Prefetch; p = Prefetch(lambda n: n, 0, None, 2); next(p); print('done')"
+    code = """
+from quern.train.batches.prefetch import Prefetch
+p = Prefetch(lambda n: n, 0, None, 2)
+next(p)
+print('done')
+"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 

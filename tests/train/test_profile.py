@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quern.train.config import ProfileConfig
-from quern.train.profile import Profiler
+from quern.train.step.profile import Profiler
 
 
 def loop(folder: Path, total: int, rank: int = 0, start: int = 0, **values: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quern.train.profiling.account import Account, account
 from quern.train.profiling.classes import CLASSES, collective, kernel_class, operation_class
 from quern.train.profiling.losses import _COLLECTIVES
-from quern.train.profiling.trace import read_trace
+from quern.train.step.trace import read_trace
 from support.train import trace_case as case
 
 

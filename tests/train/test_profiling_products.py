@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from quern.model.float8.linear import float8_linear
 from quern.model.float8.product import available
 from quern.model.float8.recipe import Recipe
-from quern.train.profile import recording
 from quern.train.profiling.account import account
 from quern.train.profiling.products import Product
-from quern.train.profiling.trace import read_trace
+from quern.train.step.profile import recording
+from quern.train.step.trace import read_trace
 
 
 def products(folder, work) -> tuple[Product, ...]:

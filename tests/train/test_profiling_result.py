@@ -10,7 +10,7 @@ from quern.train.profiling.losses import Limits, Setting, losses
 from quern.train.profiling.products import Shape
 from quern.train.profiling.report import report
 from quern.train.profiling.result import describe_rank, of_traces
-from quern.train.profiling.trace import read_trace
+from quern.train.step.trace import read_trace
 from support.train import trace_case as case
 
 SHAPE = Shape(64, 16, 32, 1, "bfloat16", None)

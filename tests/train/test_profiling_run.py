@@ -11,14 +11,14 @@ from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from quern.errors import InputError
-from quern.train.profile import recording
+from quern.train.processes.ranks import open_ranks
 from quern.train.profiling import ceilings, limits
 from quern.train.profiling.account import account
 from quern.train.profiling.classes import CLASSES
 from quern.train.profiling.run import alone, profile
-from quern.train.profiling.trace import read_trace
-from quern.train.ranks import open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.profile import recording
+from quern.train.step.trace import read_trace
 from support.train import run_case as CASE
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from quern.errors import InputError
 from quern.train.profiling.account import account
 from quern.train.profiling.report import report
 from quern.train.profiling.result import of_traces
-from quern.train.profiling.trace import read_trace
+from quern.train.step.trace import read_trace
 from support.train import trace_case as case
 
 GOOD = case.op("aten::mul", 0, 3)

@@ -8,7 +8,8 @@ import logging
 import numpy as np
 import pytest
 
-from quern.lineage.purge.taint import Change, taint
+from quern.lineage.purge.impact.resume import Change
+from quern.lineage.purge.impact.taint import taint
 from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case

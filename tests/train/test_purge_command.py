@@ -9,9 +9,10 @@ import shutil
 import pytest
 
 from quern import storage
-from quern.cli.lineage_taint import taint_lines
+from quern.cli.lineage.taint import taint_lines
 from quern.config import load_config
-from quern.lineage.purge.taint import OTHERS, Change, taint
+from quern.lineage.purge.impact.resume import Change
+from quern.lineage.purge.impact.taint import OTHERS, taint
 from quern.train.config import TrainConfig
 from support.lineage import runs
 from support.train import purge_case as purged

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quern.lineage.purge import finish
+from quern.lineage.purge.apply import finish
 from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case

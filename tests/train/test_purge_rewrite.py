@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from quern.cli.lineage import app
-from quern.cli.lineage_taint import taint_lines
+from quern.cli.lineage.taint import taint_lines
 from quern.errors import InputError
 from quern.lineage.exposure import exposures
-from quern.lineage.purge.taint import Change, taint
+from quern.lineage.purge.impact.resume import Change
+from quern.lineage.purge.impact.taint import taint
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
 from support.lineage import runs

@@ -15,9 +15,9 @@ import pytest
 
 from quern.config import dump_yaml
 from quern.parallel.local import LocalRanks
-from quern.train.checkpoint.manifest import list_checkpoints
+from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.config import TrainConfig
-from quern.train.ledger import data_step, exposures, latest_order, surviving
+from quern.train.history.ledger import data_step, exposures, latest_order, surviving
 from support.programs import python
 from support.train import run_case as case
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from quern.errors import InputError
-from quern.train import metrics
-from quern.train.precision import precision_of
-from quern.train.ranks import Ranks, open_ranks
+from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import _model, check, open_trainer
+from quern.train.step import metrics
+from quern.train.step.precision import precision_of
 from support.train import run_case as case
 
 CUDA = Ranks(0, 1, torch.device("cuda"))

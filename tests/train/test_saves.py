@@ -27,15 +27,15 @@ import pytest
 
 from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
-from quern.train import saves, trainer
+from quern.train import trainer
 from quern.train.__main__ import main
-from quern.train.checkpoint import background, saving, snapshot, work
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import list_checkpoints
-from quern.train.checkpoint.reader import verify
-from quern.train.checkpoint.saving import Progress
-from quern.train.checkpoint.snapshot import Snapshot
-from quern.train.checkpoint.work import Work
+from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.checkpoint.save import background, saves, saving, snapshot, work
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.saving import Progress
+from quern.train.checkpoint.save.snapshot import Snapshot
+from quern.train.checkpoint.save.work import Work
+from quern.train.checkpoint.tools.reader import verify
 from support.programs import forked, python
 from support.train import run_case as case
 

@@ -19,20 +19,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from quern.train import agree
-from quern.train.agree import Agreement
-from quern.train.checkpoint import background
-from quern.train.checkpoint import manager as manager_module
-from quern.train.checkpoint.background import Process, Thread
-from quern.train.checkpoint.files import FILE_BYTES, deal_files
-from quern.train.checkpoint.folder import FolderLock
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import list_checkpoints
-from quern.train.checkpoint.reader import verify
-from quern.train.checkpoint.saving import Progress, Saving
+from quern.train.checkpoint.format.files import FILE_BYTES, deal_files
+from quern.train.checkpoint.format.folder import FolderLock
+from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.checkpoint.save import background
+from quern.train.checkpoint.save import manager as manager_module
+from quern.train.checkpoint.save.background import Process, Thread
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.saving import Progress, Saving
+from quern.train.checkpoint.save.work import Work
 from quern.train.checkpoint.tiers.tiers import Tiers
-from quern.train.checkpoint.work import Work
+from quern.train.checkpoint.tools.reader import verify
 from quern.train.config import CheckpointConfig
+from quern.train.processes import agree
+from quern.train.processes.agree import Agreement
 from support.programs import forked, kill, python
 from support.train import checkpoint_case as CASE
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 
 from quern.errors import InputError
 from quern.train.config import ScheduleConfig
-from quern.train.schedule import check_schedule, learning_rate
+from quern.train.step.schedule import check_schedule, learning_rate
 
 WARMUP = [0.25, 0.5, 0.75, 1.0]
 R2, R3 = sqrt(2), sqrt(3)

@@ -15,11 +15,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from quern.train.checkpoint.background import Process
-from quern.train.checkpoint.files import FILE_BYTES, StoredTensor, deal_files
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.snapshot import Memory, Snapshot
-from quern.train.checkpoint.work import Work
+from quern.train.checkpoint.format.files import FILE_BYTES, StoredTensor, deal_files
+from quern.train.checkpoint.save.background import Process
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.snapshot import Memory, Snapshot
+from quern.train.checkpoint.save.work import Work
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as case
 

@@ -24,12 +24,12 @@ import pytest
 
 import quern.train.checkpoint.tiers.tiers as tiers
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint import work
-from quern.train.checkpoint.manager import CheckpointManager
-from quern.train.checkpoint.manifest import FileRecord, Manifest
-from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.format.manifest import FileRecord, Manifest
+from quern.train.checkpoint.save import work
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.work import Work
+from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
-from quern.train.checkpoint.work import Work
 from quern.train.config import CheckpointConfig
 from support.remote import s3_server
 from support.remote.s3_server import Fault

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from quern.errors import QuernError
+from quern.train.checkpoint.mirror.disk import Disk
 from quern.train.checkpoint.tiers import behind as module
 from quern.train.checkpoint.tiers.behind import Behind
-from quern.train.checkpoint.tiers.disk import Disk
 from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Waiting
 from support.train.tier_case import MINE, PATIENCE_S, SMALL, Mover, Server, check, checkpoint, until
 

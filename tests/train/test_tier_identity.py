@@ -12,10 +12,10 @@ import pytest
 
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
-from quern.train.branch import LEDGER_FILE
-from quern.train.checkpoint.manifest import HISTORY_FILE, FileRecord, Manifest, sha256_of
-from quern.train.checkpoint.tiers.identity import identify
-from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.format.manifest import HISTORY_FILE, FileRecord, Manifest, sha256_of
+from quern.train.checkpoint.store.identity import identify
+from quern.train.checkpoint.store.store import Store
+from quern.train.history.branch import LEDGER_FILE
 from support.train.tier_case import SHA, manifest
 
 ID, OTHER = "ab" * 16, "cd" * 16

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.manifest import Checkpoint, FileRecord, check_file, read_manifest
+from quern.train.checkpoint.format.manifest import Checkpoint, FileRecord, check_file, read_manifest
+from quern.train.checkpoint.mirror import whole
+from quern.train.checkpoint.mirror.nodes import Nodes
+from quern.train.checkpoint.mirror.peers import PeerError
+from quern.train.checkpoint.store.owner import read_owner
+from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers import tiers as module
-from quern.train.checkpoint.tiers import whole
-from quern.train.checkpoint.tiers.nodes import Nodes
-from quern.train.checkpoint.tiers.owner import read_owner
-from quern.train.checkpoint.tiers.peers import PeerError
-from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.config import CheckpointConfig
 from support.train.rank_threads import results, run_all

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quern.errors import QuernError
-from quern.train.checkpoint.manifest import FileRecord, check_file
-from quern.train.checkpoint.tiers import whole
-from quern.train.checkpoint.tiers.whole import Sites, find_whole
+from quern.train.checkpoint.format.manifest import FileRecord, check_file
+from quern.train.checkpoint.mirror import whole
+from quern.train.checkpoint.mirror.whole import Sites, find_whole
 from support.train.rank_threads import Meeting, results, run_all
 
 NAMES = [".metadata", "config.yaml", *(f"__{rank}_{n}.distcp" for rank in (0, 1, 2, 3, 5, 12) for n in (0, 1))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quern.errors import InputError, QuernError
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from support.oracles import plain_loop as plain
 from support.train import corpora

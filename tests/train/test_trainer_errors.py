@@ -265,7 +265,7 @@ def test_damaged_weights_to_begin_with(capsys, file, tmp_path):
 def test_a_second_trainer_in_a_run(capsys, file, tmp_path):
     """Exit code 1: what is wrong is not the config, and a launcher may try again once the first has gone."""
     code = (
-        "import sys; from quern.train.checkpoint.folder import FolderLock; import os\n"
+        "import sys; from quern.train.checkpoint.format.folder import FolderLock; import os\n"
         "os.makedirs(sys.argv[1]); lock = FolderLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

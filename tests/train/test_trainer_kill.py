@@ -16,9 +16,9 @@ import pytest
 
 from quern.config import dump_yaml
 from quern.train.__main__ import main
-from quern.train.checkpoint.manifest import list_checkpoints
-from quern.train.checkpoint.reader import verify
-from quern.train.ledger import data_step, exposures, latest_order, surviving
+from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.checkpoint.tools.reader import verify
+from quern.train.history.ledger import data_step, exposures, latest_order, surviving
 from support.train import run_case as case
 
 KILLS = 20

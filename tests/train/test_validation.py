@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quern.parallel.accumulation import Inputs
-from quern.train.loader import IGNORE
-from quern.train.ranks import Ranks
-from quern.train.validation import TOGETHER, Validator, open_held_out
+from quern.train.batches.loader import IGNORE
+from quern.train.processes.ranks import Ranks
+from quern.train.step.validation import TOGETHER, Validator, open_held_out
 from support.train import run_case as case
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from quern.data_pipeline.document import HASH
+from quern.data_pipeline.page.document import HASH
 
 __all__ = ["CLUSTERS", "CLUSTER_SCHEMA", "DECISIONS", "DECISION_SCHEMA"]
 

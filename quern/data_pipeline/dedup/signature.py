@@ -8,7 +8,7 @@ import numpy as np
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.page.document import Page
 
 __all__ = ["NUM_WORDS", "SCHEME", "Signature", "minhash", "permutations"]
 

@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from quern import storage
-from quern.data_pipeline.damage import Damage
 from quern.data_pipeline.dedup.config import URL_BINS
-from quern.data_pipeline.document import STAGES
+from quern.data_pipeline.dedup.schemas import DECISIONS
+from quern.data_pipeline.monitoring.damage import Damage
+from quern.data_pipeline.page.document import STAGES
 from quern.errors import QuernError
 from quern.words import counted
 
@@ -42,7 +43,6 @@ MAX_DAMAGE = 1000
 #: Alarms that the terminal shows.
 MAX_SHOWN = 20
 PRE_SKIP = "language:language.pre_skip"
-DECISIONS = "duplicates/decisions.parquet"
 
 _SUMS = ("pages", "kept", "pre_skip", "text_chars", "text_bytes_kept", "unreadable_dates", "unreadable_urls")
 _TABLES = ("by_stage", "by_reason", "by_language", "other_records")
@@ -132,8 +132,8 @@ def build_stats(
 
     Args:
         run_dir: the run.
-        duplicates: the report of :func:`quern.data_pipeline.dedup.run` as plain data; ``removed`` is source → kind →
-            documents.
+        duplicates: the report of :func:`quern.data_pipeline.dedup.passes.run.run` as plain data; ``removed`` is source
+            → kind → documents.
         tokens: the ``sources`` of the tokens report as plain data: source → ``{"train": {"documents", "tokens",
             "shards"}, "val": {…}}``; None before tokenization.
         partitions: (source, partition) of the run; None takes every commit.

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.document import HASH
+from quern.data_pipeline.page.document import HASH
 from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
 from quern.errors import QuernError
 

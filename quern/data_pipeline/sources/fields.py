@@ -8,12 +8,12 @@ import re
 import uuid
 from collections.abc import Mapping
 
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.page.url import MAX_CHARS
 from quern.data_pipeline.sources.charset import printable
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
 from quern.data_pipeline.sources.warc import parse_date
-from quern.data_pipeline.url import MAX_CHARS
 
 __all__ = ["fill"]
 

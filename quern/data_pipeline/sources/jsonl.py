@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 
 from quern import storage
-from quern.data_pipeline.document import OUT_OF_MEMORY, Page
-from quern.data_pipeline.sources.compression import pieces
+from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
+from quern.data_pipeline.sources.containers.compression import pieces
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig

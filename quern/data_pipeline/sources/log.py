@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quern.data_pipeline.sources.ranges import Edges
+from quern.data_pipeline.sources.containers.ranges import Edges
 
 __all__ = ["ReadLog"]
 

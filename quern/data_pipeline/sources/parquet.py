@@ -9,11 +9,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern import storage
-from quern.data_pipeline.document import OUT_OF_MEMORY, Page
+from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
+from quern.data_pipeline.page.url import MAX_CHARS
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
-from quern.data_pipeline.url import MAX_CHARS
 from quern.errors import InputError
 
 __all__ = ["read_parquet"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quern import storage
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.sources.containers.ranges import Range
 from quern.data_pipeline.sources.jsonl import read_jsonl
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.parquet import read_parquet
 from quern.data_pipeline.sources.plan import InputFile, Partition, SourceConfig
-from quern.data_pipeline.sources.ranges import Range
 from quern.data_pipeline.sources.tree import read_file
 from quern.data_pipeline.sources.warc import read_warc
 from quern.errors import InputError

@@ -10,7 +10,7 @@ from itertools import islice
 from fsspec.implementations.local import LocalFileSystem
 
 from quern import storage
-from quern.data_pipeline.document import OUT_OF_MEMORY, Page
+from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, has_wide_bom
 
 __all__ = ["CODE_SUFFIXES", "TEXT_SUFFIXES", "left_out", "list_tree", "read_file"]

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 from quern import storage
-from quern.data_pipeline.document import OUT_OF_MEMORY, Page
+from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, header_charset, printable
+from quern.data_pipeline.sources.containers.ranges import Range
+from quern.data_pipeline.sources.containers.records import PAGE_TYPES, Record, Records
 from quern.data_pipeline.sources.http import HttpResponse, TooLarge, decoded_payload, parse_response
 from quern.data_pipeline.sources.log import ReadLog
-from quern.data_pipeline.sources.ranges import Range
-from quern.data_pipeline.sources.records import PAGE_TYPES, Record, Records
 
 __all__ = ["parse_date", "read_warc"]
 

@@ -34,7 +34,7 @@ from quern.lineage.index.records import Opened, read_sealed, write_sealed
 from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Piece, Segment, plan_segments, write_segment
 from quern.lineage.index.spans import SpanColumns, write_spans
 from quern.tokenize.shards import VERSION_FILE, ShardReader
-from quern.train.corpus import exclusive
+from quern.train.batches.corpus import exclusive
 
 __all__ = ["FOLDER", "Built", "State", "discard", "open_index", "survey"]
 

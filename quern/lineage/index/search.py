@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quern.data_pipeline.url import canonicalize, surt
+from quern.data_pipeline.page.url import canonicalize, surt
 from quern.lineage.index.columns import I64
 from quern.lineage.index.urls import Urls
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from quern.data_pipeline import url as urls
+from quern.data_pipeline.page import url as urls
 from quern.errors import InputError
 from quern.lineage.index.columns import I64, Column, DamagedIndexError, write_column
 from quern.lineage.index.hashes import Hashes, halves, sort_order, write_hashes

@@ -17,8 +17,8 @@ from quern.model.float8.product import multiply
 from quern.model.float8.quantise import E4M3, E5M2, Quantised, blocks_1x128, blocks_128x128, rowwise, tensorwise
 from quern.model.float8.recipe import Recipe
 from quern.model.float8.torchao import Torchao
+from quern.model.float8.wanted import wanted
 from quern.model.float8.weight import Float8Weight, factor
-from quern.model.wanted import wanted
 
 __all__ = ["PLAIN", "Products", "float8_linear", "products"]
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
-from quern.data_pipeline.document import make_doc_id, verdict_schema
+from quern.data_pipeline.page.document import make_doc_id, verdict_schema
 from quern.data_pipeline.sources.plan import partition_name
 from quern.errors import InputError
 from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding

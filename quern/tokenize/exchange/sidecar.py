@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
-from quern.data_pipeline.document import verdict_schema
+from quern.data_pipeline.page.document import verdict_schema
 from quern.errors import InputError, QuernError
 from quern.tokenize.exchange.columns import I64
 

@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 import pyarrow as pa
 
-from quern.data_pipeline.document import content_hash
+from quern.data_pipeline.page.document import content_hash
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.exchange.columns import I64
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from quern import storage
 from quern.errors import InputError
 from quern.safe_path import module
-from quern.train import launch
-from quern.train.agree import Agreement
+from quern.train.processes import launch
+from quern.train.processes.agree import Agreement
 
 __all__ = ["Crew", "open_crew"]
 

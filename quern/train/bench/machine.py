@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import quern
-from quern.train.agree import Agreement
-from quern.train.ranks import Ranks
+from quern.train.processes.agree import Agreement
+from quern.train.processes.ranks import Ranks
 
 __all__ = ["describe_machine", "software"]
 

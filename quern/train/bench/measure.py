@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from quern.model.init import STD
 from quern.model.transformer import Transformer
-from quern.parallel.mesh import plan_mesh
-from quern.train.agree import Agreement
+from quern.parallel.planning.mesh import plan_mesh
 from quern.train.bench.figures import figures
 from quern.train.bench.machine import describe_machine
 from quern.train.config import TrainConfig
-from quern.train.metrics import memory_gib, peak_flops
-from quern.train.ranks import Ranks, open_ranks
+from quern.train.processes.agree import Agreement
+from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.metrics import memory_gib, peak_flops
 
 __all__ = ["draw_on_device", "measure"]
 
@@ -28,7 +28,7 @@ def measure(config: TrainConfig, warm_up: int) -> dict[str, Any]:
     """The figures of all steps of ``config`` but the first ``warm_up``; complete on rank 0. Collective over the ranks
     of the environment.
 
-    Step times are of the device's clock on CUDA (:class:`quern.train.metrics.Mark`). Memory is of the whole run,
+    Step times are of the device's clock on CUDA (:class:`quern.train.step.metrics.Mark`). Memory is of the whole run,
     warm-up and compilation included: what has to fit.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from quern.errors import InputError
-from quern.parallel.mesh import plan_mesh
+from quern.parallel.planning.mesh import plan_mesh
 from quern.tokenize.shards import ShardReader
 from quern.train.bench.options import PRECISIONS, Options, pairs
 from quern.train.config import TrainConfig

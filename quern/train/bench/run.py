@@ -13,13 +13,13 @@ from typing import Any
 
 from quern import storage
 from quern.errors import InputError
-from quern.train import launch
 from quern.train.bench.corpus import write_random
 from quern.train.bench.crew import Crew, open_crew
 from quern.train.bench.machine import software
 from quern.train.bench.options import Options
 from quern.train.bench.rows import Row, configure, rows, tokens_needed, vocab_size_of
 from quern.train.config import TrainConfig
+from quern.train.processes import launch
 
 __all__ = ["FORMAT", "bench"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from quern import storage
 from quern.errors import InputError
-from quern.train import launch
 from quern.train.__main__ import leave
-from quern.train.agree import describe
 from quern.train.config import TrainConfig
+from quern.train.processes import launch
+from quern.train.processes.agree import describe
 
 __all__ = ["main"]
 

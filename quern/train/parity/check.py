@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from quern.parallel.local import LocalRanks, RankError
-from quern.parallel.schedules import why_no_split_backward
+from quern.parallel.planning.schedules import why_no_split_backward
 from quern.train.parity.compare import Comparison, compare
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case, Computation

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from quern.parallel.schedules import SCHEDULES
+from quern.parallel.planning.schedules import SCHEDULES
 
 __all__ = [
     "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "covering", "everything",

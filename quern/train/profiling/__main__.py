@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 
 from quern.errors import QuernError
-from quern.train import launch
 from quern.train.__main__ import leave
 from quern.train.init_from import load_train_config
+from quern.train.processes import launch
 
 __all__ = ["main"]
 

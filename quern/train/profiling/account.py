@@ -31,7 +31,7 @@ from quern.train.profiling.classes import (
 )
 from quern.train.profiling.intervals import Interval, assign, clipped, covered, nest
 from quern.train.profiling.products import Product, product_of
-from quern.train.profiling.trace import STEP, Event, Trace
+from quern.train.step.trace import STEP, Event, Trace
 
 __all__ = ["Account", "Collective", "Operation", "account"]
 

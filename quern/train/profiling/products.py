@@ -10,7 +10,7 @@ from typing import Any
 
 from quern.errors import InputError
 from quern.train.profiling.classes import is_product
-from quern.train.profiling.trace import Event
+from quern.train.step.trace import Event
 
 __all__ = ["Product", "Shape", "product_of", "shape_of"]
 

@@ -20,8 +20,6 @@ from torch.profiler import record_function
 
 from quern import __version__, storage
 from quern.errors import InputError
-from quern.train import launch
-from quern.train.agree import Agreement
 from quern.train.config import (
     CheckpointConfig,
     MetricsConfig,
@@ -30,17 +28,19 @@ from quern.train.config import (
     TrainConfig,
     ValidationConfig,
 )
-from quern.train.precision import precision_of
-from quern.train.profile import recording
+from quern.train.processes import launch
+from quern.train.processes.agree import Agreement
+from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.profiling.account import Account, account
 from quern.train.profiling.classes import MARK_DATA, MARK_UPDATE
 from quern.train.profiling.limits import measure
 from quern.train.profiling.losses import Setting
 from quern.train.profiling.products import Shape
 from quern.train.profiling.result import describe_ranks, slowest
-from quern.train.profiling.trace import STEP, read_trace
-from quern.train.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.precision import precision_of
+from quern.train.step.profile import recording
+from quern.train.step.trace import STEP, read_trace
 from quern.train.trainer import Trainer
 
 __all__ = ["RESULT_FILE", "alone", "check_steps", "profile"]

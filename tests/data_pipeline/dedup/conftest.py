@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.run import DuplicatesReport, run
+from quern.data_pipeline.dedup.passes.run import DuplicatesReport, run
 from quern.data_pipeline.dedup.signature import Signature
-from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
+from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
 
 MEASURES = Signature(DuplicatesConfig()).measures
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.dedup.clusters import EDGE, both_ways, components
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exchange import Exchange, bucket_of_rank
-from quern.data_pipeline.dedup.passes import join_edges
-from quern.data_pipeline.dedup.stages import Stages
+from quern.data_pipeline.dedup.passes.clusters import EDGE, both_ways, components
+from quern.data_pipeline.dedup.passes.plan import join_edges
+from quern.data_pipeline.dedup.passes.stages import Stages
 from quern.data_pipeline.dedup.work import Work
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.execution.engine import InProcess
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from quern.config import canonical_json
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.run import run
+from quern.data_pipeline.dedup.passes.run import run
 from quern.errors import QuernError
 
 WORDS = [a + b for a in "bcdfgklmnprst" for b in ("a", "e", "i", "o", "u", "ai", "ou", "ea")]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.dedup.facts import Ids, id_words, read_rows
+from quern.data_pipeline.dedup.passes.facts import Ids, id_words, read_rows
 from quern.errors import QuernError
 
 _IDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), unique=True, max_size=20)

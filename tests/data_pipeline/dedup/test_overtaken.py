@@ -9,8 +9,8 @@ import pytest
 
 from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.decide import _survivors
 from quern.data_pipeline.dedup.exchange import Slice
+from quern.data_pipeline.dedup.passes.decide import _survivors
 from quern.data_pipeline.dedup.verify import VERIFIED
 from quern.data_pipeline.dedup.work import Work
 

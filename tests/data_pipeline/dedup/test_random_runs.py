@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from dedup_oracle import BruteForce
 
-from quern.data_pipeline.dedup.run import DuplicatesReport, run
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.dedup.passes.run import DuplicatesReport, run
+from quern.data_pipeline.execution.engine import InProcess
 from support.data_pipeline import random_runs as R
 
 #: All sizes, scopes, thresholds and priorities; each pass switched off that may be.

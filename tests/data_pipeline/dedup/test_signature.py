@@ -9,7 +9,7 @@ from quern.data_pipeline.dedup import signature as module
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import minhash_hash
 from quern.data_pipeline.dedup.signature import NUM_WORDS, SCHEME, Signature, minhash, permutations
-from quern.data_pipeline.document import SIGNATURE_SCHEMA, Page
+from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page
 from support.named_cases import each
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.decide import find_survivors
 from quern.data_pipeline.dedup.exchange import Slice
+from quern.data_pipeline.dedup.passes.decide import find_survivors
+from quern.data_pipeline.dedup.passes.run import run
 from quern.data_pipeline.dedup.records import REMOVED
-from quern.data_pipeline.dedup.run import run
 from quern.data_pipeline.dedup.verify import VERIFIED, survivors
 from quern.data_pipeline.dedup.work import Work
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.execution.engine import InProcess
 from support.data_pipeline import random_runs as R
 from support.programs import kill, python
 
@@ -174,8 +174,8 @@ def test_a_cluster_of_any_size_is_decided_in_the_memory_of_a_task(tmp_path):
 _PROGRAM = """
 import sys
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.run import run
-from quern.data_pipeline.engine import InProcess
+from quern.data_pipeline.dedup.passes.run import run
+from quern.data_pipeline.execution.engine import InProcess
 
 folder, config = sys.argv[1], DuplicatesConfig.model_validate_json(sys.argv[2])
 partitions = [tuple(name.split("/")) for name in sys.argv[3:]]

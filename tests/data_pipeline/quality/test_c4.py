@@ -10,8 +10,8 @@ import spacy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline.quality.c4 import MEASURES, C4Config, decide, measure
-from quern.data_pipeline.quality.words import Reading
+from quern.data_pipeline.stages.quality.c4 import MEASURES, C4Config, decide, measure
+from quern.data_pipeline.stages.quality.words import Reading
 from support.named_cases import each
 
 FIVE = "One is here. Two is here. Three is here. Four is here. Five is here."

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline.quality.fineweb import MEASURES, FinewebConfig, decide, measure
-from quern.data_pipeline.quality.words import TERMINAL_PUNCTUATION, Reading
+from quern.data_pipeline.stages.quality.fineweb import MEASURES, FinewebConfig, decide, measure
+from quern.data_pipeline.stages.quality.words import TERMINAL_PUNCTUATION, Reading
 from support.named_cases import each
 
 OFF: dict[str, Any] = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline.quality.gopher import MEASURES, GopherConfig, decide, measure
-from quern.data_pipeline.quality.words import PUNCTUATION, Reading
+from quern.data_pipeline.stages.quality.gopher import MEASURES, GopherConfig, decide, measure
+from quern.data_pipeline.stages.quality.words import PUNCTUATION, Reading
 from support.named_cases import each
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")

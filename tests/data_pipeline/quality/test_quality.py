@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.quality import Quality, QualityConfig, decide, measure
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages.quality import Quality, QualityConfig, decide, measure
 from support.named_cases import each
 
 GOLDEN = Path(__file__).parents[2] / "data" / "quality_peer.json.gz"
@@ -169,7 +169,7 @@ def test_impossible_configs_are_refused() -> None:
 @pytest.mark.slow
 def test_answers_do_not_depend_on_the_hash_seed() -> None:
     code = (
-        "import json, sys; from quern.data_pipeline.quality import *\n"
+        "import json, sys; from quern.data_pipeline.stages.quality import *\n"
         "c = QualityConfig(); print(json.dumps([measure(t, c) for t in json.load(sys.stdin)]))"
     )
     texts = json.dumps([GOOD, "a b. c\n" * 30, "x'y z:) (a)\n\n" * 9 + "{ lorem ipsum d"])

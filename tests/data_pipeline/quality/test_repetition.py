@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline.quality import repetition
-from quern.data_pipeline.quality.repetition import MEASURES, RepetitionConfig, decide, measure
-from quern.data_pipeline.quality.words import Reading
+from quern.data_pipeline.stages.quality import repetition
+from quern.data_pipeline.stages.quality.repetition import MEASURES, RepetitionConfig, decide, measure
+from quern.data_pipeline.stages.quality.words import Reading
 from support.growth import assert_grows_tamely
 from support.named_cases import each
 

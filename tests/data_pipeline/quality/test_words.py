@@ -16,8 +16,8 @@ import spacy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quern.data_pipeline.quality import words as under_test
-from quern.data_pipeline.quality.words import PUNCTUATION, TERMINAL_PUNCTUATION, UNSPACED_LANGUAGES, Reading
+from quern.data_pipeline.stages.quality import words as under_test
+from quern.data_pipeline.stages.quality.words import PUNCTUATION, TERMINAL_PUNCTUATION, UNSPACED_LANGUAGES, Reading
 from support.growth import assert_grows_tamely
 from support.named_cases import each
 
@@ -235,7 +235,7 @@ def test_special_cases_and_urls_are_split_as_in_the_whole_pipeline() -> None:
 @pytest.mark.slow
 def test_spacy_is_imported_without_its_command_line_and_torch() -> None:
     code = (
-        "import sys; from quern.data_pipeline.quality import words; words.splitter('en')\n"
+        "import sys; from quern.data_pipeline.stages.quality import words; words.splitter('en')\n"
         "assert not {'torch', 'spacy.cli', 'httpx'} & sys.modules.keys()\n"
         "from spacy.cli.info import info; assert callable(info), 'whoever wants it has the real one'"
     )

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.document import DOCUMENT_SCHEMA, HASH, make_doc_id, verdict_schema
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, HASH, make_doc_id, verdict_schema
 from quern.data_pipeline.report import stats as report
 
 MEASURES = ("gopher.num_words", "gopher.mean_word_length", "repetition.dup_line_frac", "pii.emails")

@@ -12,9 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
+from quern.data_pipeline.execution.run_directory import open_run
 from quern.data_pipeline.run import pages_config_hash
-from quern.data_pipeline.run_directory import open_run
-from quern.tokenize.config import DataRun
+from quern.data_run.config import DataRun
 from support.data_pipeline import in_process
 
 WORDS = "the small river carries water and stones from every mountain to that wide sea where people have built a town"

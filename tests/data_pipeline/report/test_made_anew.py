@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli.main import app
-from quern.tokenize.config import DataRun
+from quern.data_run.config import DataRun
 from support.data_pipeline import in_process
 from support.purge import small_run
 
@@ -27,7 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DataRun:
     small_run.write_input(base / "in", documents=24)
     made = small_run.settings(str(base / "run"), base / "in")
     with in_process.engine():
-        in_process.data.run_data(made)
+        in_process.run.run_data(made)
     return made
 
 
@@ -46,7 +46,7 @@ def test_what_is_gone_is_as_it_was(config: DataRun, gone: list[str]) -> None:
     else:
         assert "report.html is missing; quern data run" in " ".join(told.stdout.split())
     with in_process.engine():
-        in_process.data.run_data(config)
+        in_process.run.run_data(config)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
@@ -56,7 +56,7 @@ def test_a_report_that_cannot_be_made_is_said_to_be_missing(
     shutil.copytree(config.run_dir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/documents")
     (tmp_path / "run/report.html").unlink()
-    stats = in_process.data.run_data(config.model_copy(update={"run_dir": str(tmp_path / "run")}))
+    stats = in_process.run.run_data(config.model_copy(update={"run_dir": str(tmp_path / "run")}))
     assert stats["pages"] == 24
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(

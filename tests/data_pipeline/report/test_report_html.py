@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quern.data_pipeline.document import HASH, make_doc_id
+from quern.data_pipeline.page.document import HASH, make_doc_id
 from quern.data_pipeline.report import clusters as report_clusters
 from quern.data_pipeline.report import page as report_html
 from quern.data_pipeline.report import survey as report_survey

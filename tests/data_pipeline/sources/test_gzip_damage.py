@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from quern.data_pipeline.sources import ReadLog, gzip_members
-from quern.data_pipeline.sources.gzip_members import GzipMembers, Signs
-from quern.data_pipeline.sources.gzip_search import find_member
-from quern.data_pipeline.sources.record_signs import starts
+from quern.data_pipeline.sources import ReadLog
+from quern.data_pipeline.sources.containers import gzip_members
+from quern.data_pipeline.sources.containers.gzip_members import GzipMembers, Signs
+from quern.data_pipeline.sources.containers.gzip_search import find_member
+from quern.data_pipeline.sources.containers.record_signs import starts
 from support.data_pipeline.sources_warc_files import damages, many, pages, read_bytes, record, told
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.document import OUT_OF_MEMORY
+from quern.data_pipeline.page.document import OUT_OF_MEMORY
 from quern.data_pipeline.sources import ReadLog, SourceConfig, jsonl, parquet, plan, read, tree, warc
 
 TEXTS = ("before", "too much", "behind")

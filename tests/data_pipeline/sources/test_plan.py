@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quern.data_pipeline.document import make_doc_id
+from quern.data_pipeline.page.document import make_doc_id
 from quern.data_pipeline.sources import Partition, SourceConfig, plan
 from quern.data_pipeline.sources.plan import partition_name
 from quern.errors import InputError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.data_pipeline.sources import ReadLog
-from quern.data_pipeline.sources.ranges import Edges, Range, cut, misread
+from quern.data_pipeline.sources.containers.ranges import Edges, Range, cut, misread
 from support.data_pipeline.sources_warc_files import damages, in_ranges, many, pages, record, told
 
 

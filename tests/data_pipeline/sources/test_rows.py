@@ -20,10 +20,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quern.data_pipeline.page.url import MAX_CHARS
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
-from quern.data_pipeline.sources.compression import pieces
+from quern.data_pipeline.sources.containers.compression import pieces
 from quern.data_pipeline.sources.jsonl import _lines
-from quern.data_pipeline.url import MAX_CHARS
 from quern.errors import InputError
 from support.data_pipeline.sources_warc_files import pages
 

@@ -15,9 +15,9 @@ import pytest
 
 from quern import storage
 from quern.errors import InputError, QuernError
-from quern.lineage.purge import audit
-from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
-from quern.lineage.purge.files import Change, changes_since, note_before, version_changes
+from quern.lineage.purge.record import audit
+from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
+from quern.lineage.purge.tables.files import Change, changes_since, note_before, version_changes
 from support.purge import purge_case as P
 
 ROWS: list[dict[str, Any]] = [

@@ -17,10 +17,10 @@ import pytest
 from quern.data_pipeline import report
 from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
-from quern.lineage.purge import clean as module
-from quern.lineage.purge.clean import clean
-from quern.lineage.purge.pages import clean_forensics
-from quern.lineage.sql import query
+from quern.lineage.purge.apply import clean as module
+from quern.lineage.purge.apply.clean import clean
+from quern.lineage.purge.apply.pages import clean_forensics
+from quern.lineage.sql.query import query
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace
 from support.programs import python
@@ -150,7 +150,7 @@ def test_a_second_purge_takes_more(case: P.Case) -> None:
 KILLED = """
 import os, sys
 import pyarrow.parquet as pq
-from quern.lineage.purge.clean import clean
+from quern.lineage.purge.apply.clean import clean
 
 replace = os.replace
 for kill in range(int(sys.argv[2])):

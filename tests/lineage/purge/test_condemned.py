@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quern.data_pipeline import url as urls
-from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, WHY, condemn
-from quern.lineage.purge.select import Wanted
+from quern.data_pipeline.page import url as urls
+from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY, condemn
+from quern.lineage.purge.selection.select import Wanted
 from support.lineage import runs
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,9 @@ import pytest
 
 from quern import storage
 from quern.errors import InputError
-from quern.lineage.purge import finish, journal
-from quern.lineage.purge.transaction import purge, recover
+from quern.lineage.purge.apply import finish
+from quern.lineage.purge.apply.transaction import purge, recover
+from quern.lineage.purge.record import journal
 from support.lineage import runs
 from support.named_cases import each
 from support.purge import corpus_scan as C

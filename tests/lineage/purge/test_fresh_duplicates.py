@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.commits import publish_commit
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.run import DuplicatesReport, run
-from quern.lineage.purge.condemned import condemn, not_compared
-from quern.lineage.purge.select import Wanted
+from quern.data_pipeline.dedup.passes.run import DuplicatesReport, run
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.lineage.purge.selection.condemned import condemn, not_compared
+from quern.lineage.purge.selection.select import Wanted
 from support.data_pipeline import random_runs
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quern.lineage.purge.condemned import condemn, not_compared
-from quern.lineage.purge.remember import Signatures, purge_list_of, remember, tombstones_name
-from quern.lineage.purge.select import select
+from quern.lineage.purge.record.remember import Signatures, purge_list_of, remember, tombstones_name
+from quern.lineage.purge.selection.condemned import condemn, not_compared
+from quern.lineage.purge.selection.select import select
 from support.purge import crawls
 from support.purge.crawls import Crawled
 

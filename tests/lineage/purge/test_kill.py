@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quern.lineage.purge.transaction import recover
+from quern.lineage.purge.apply.transaction import recover
 from support.processes import environment
 from support.programs import python
 from support.purge import corpus_scan as C

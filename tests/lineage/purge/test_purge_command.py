@@ -12,9 +12,9 @@ from typing import IO, Any
 import pytest
 
 from quern import storage
-from quern.cli.data import run_data
 from quern.cli.lineage import app
-from quern.lineage.purge.verify import verify
+from quern.data_run.run import run_data
+from quern.lineage.purge.proof.verify import verify
 from support.purge import corpus_scan as C
 from support.purge import small_run
 

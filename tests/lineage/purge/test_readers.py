@@ -16,7 +16,7 @@ import pytest
 
 from quern import storage
 from quern.errors import InputError
-from quern.lineage.purge.transaction import Request, purge, recover
+from quern.lineage.purge.apply.transaction import Request, purge, recover
 from quern.tokenize import reader_lock
 from quern.tokenize.shards import ShardReader
 from support.lineage import runs

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
-from quern.data_pipeline.document import SIGNATURE_SCHEMA
-from quern.data_pipeline.tombstones import PURGE_SCHEMA, read_purge_list
+from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
+from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA, read_purge_list
 from quern.errors import InputError
-from quern.lineage.purge.condemned import CONDEMNED_SCHEMA, condemn
-from quern.lineage.purge.remember import Signatures, purge_list_of, remember, tombstones_name
-from quern.lineage.purge.select import Wanted
+from quern.lineage.purge.record.remember import Signatures, purge_list_of, remember, tombstones_name
+from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, condemn
+from quern.lineage.purge.selection.select import Wanted
 from support.lineage import runs
 
 

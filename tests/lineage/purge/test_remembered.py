@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.data_pipeline.tombstones import PURGE_SCHEMA
-from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
-from quern.lineage.purge.finish import is_remembered
+from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA
+from quern.lineage.purge.apply.finish import is_remembered
+from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
 
 DOC, TEXT = b"d" * 15 + b"\0", b"t" * 16
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from quern import storage
 from quern.cli.main import app
 from quern.data_pipeline import partition
-from quern.lineage.sql import query
+from quern.lineage.sql.query import query
 from quern.lineage.store import Lineage
 from quern.lineage.trace import trace
 from quern.tokenize.place import keyed_hashes

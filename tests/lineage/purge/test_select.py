@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from quern import storage
-from quern.data_pipeline import url as urls
+from quern.data_pipeline.page import url as urls
 from quern.errors import InputError
 from quern.lineage.match import match
-from quern.lineage.purge.condemned import condemn
-from quern.lineage.purge.select import Wanted, select
+from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.select import Wanted, select
 from quern.lineage.store import Lineage
 from support.lineage import runs
 

@@ -13,9 +13,9 @@ import pytest
 
 from quern import storage
 from quern.errors import QuernError
-from quern.lineage.purge import audit
-from quern.lineage.purge.clean import clean
-from quern.lineage.purge.verify import verify
+from quern.lineage.purge.apply.clean import clean
+from quern.lineage.purge.proof.verify import verify
+from quern.lineage.purge.record import audit
 from quern.remote import Backoff, Objects
 from support.purge import purge_case as P
 from support.remote import s3_server

@@ -20,9 +20,9 @@ import zstandard
 from typer.testing import CliRunner
 
 from quern.cli.main import app
-from quern.lineage.purge import check_strangers as C
-from quern.lineage.purge.check_audit import Purged
-from quern.lineage.purge.findings import Check
+from quern.lineage.purge.proof import check_strangers as C
+from quern.lineage.purge.proof.check_audit import Purged
+from quern.lineage.purge.proof.findings import Check
 from support.named_cases import each
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, prove

@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
-from quern.cli.lineage_run import open_run
+from quern.cli.lineage.run import open_run
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
-from quern.data_pipeline.run_directory import sole_driver
+from quern.data_pipeline.execution.run_directory import sole_driver
 from quern.errors import InputError, QuernError
-from quern.lineage.purge import finish, transaction
-from quern.lineage.purge.restore import MOVED_SCHEMA
-from quern.lineage.purge.transaction import Request, purge
+from quern.lineage.purge.apply import finish, transaction
+from quern.lineage.purge.apply.transaction import Request, purge
+from quern.lineage.purge.restoration.restore import MOVED_SCHEMA
 from quern.lineage.store import Lineage
 from quern.tokenize.shards import ShardReader
 from support.lineage import runs

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern.lineage.purge import audit, check_tokens
-from quern.lineage.purge.verify import verify
+from quern.lineage.purge.proof import check_tokens
+from quern.lineage.purge.proof.verify import verify
+from quern.lineage.purge.record import audit
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, kept, prove, put_back, relist, spot
 

@@ -17,14 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli.main import app
-from quern.data_pipeline.tombstones import PURGE_SCHEMA
+from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA
 from quern.errors import InputError, QuernError
-from quern.lineage.purge import audit, finish
-from quern.lineage.purge.condemned import condemn
-from quern.lineage.purge.findings import MAX_FINDINGS, Check
-from quern.lineage.purge.select import Wanted
-from quern.lineage.purge.transaction import Request, purge
-from quern.lineage.purge.verify import verify
+from quern.lineage.purge.apply import finish
+from quern.lineage.purge.apply.transaction import Request, purge
+from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
+from quern.lineage.purge.proof.verify import verify
+from quern.lineage.purge.record import audit
+from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.select import Wanted
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, prove, spot
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.cli.lineage import app
-from quern.lineage.purge.verify import verify
+from quern.lineage.purge.proof.verify import verify
 from support.purge import corpus_scan as C
 from support.purge import purge_case as P
 from support.purge import small_run

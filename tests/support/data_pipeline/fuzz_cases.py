@@ -17,12 +17,12 @@ from pathlib import Path
 
 from warcio.archiveiterator import ArchiveIterator
 
-from quern.data_pipeline.document import Page
-from quern.data_pipeline.extract import Extract, ExtractConfig
+from quern.data_pipeline.extraction.extract import Extract, ExtractConfig
+from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.page.url import canonicalize, host, surt
 from quern.data_pipeline.sources import ReadLog
 from quern.data_pipeline.sources.charset import decode
-from quern.data_pipeline.url import canonicalize, host, surt
-from quern.data_pipeline.url_filter import UrlConfig, UrlFilter, url_keys
+from quern.data_pipeline.stages.url_filter import UrlConfig, UrlFilter, url_keys
 from support.data_pipeline.sources_warc_files import damages, in_ranges, pages, record, told
 from support.processes import ROOT
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from quern.cli import data
 from quern.config import load_config
-from quern.data_pipeline.engine import InProcess
-from quern.tokenize.config import DataRun
+from quern.data_pipeline.execution.engine import InProcess
+from quern.data_run import run
+from quern.data_run.config import DataRun
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -25,17 +25,17 @@ def _alone(*_: Any) -> Iterator[InProcess]:
 @contextmanager
 def engine() -> Iterator[None]:
     """What runs inside runs without Ray."""
-    with mock.patch.object(data, "open_engine", _alone):
+    with mock.patch.object(run, "open_engine", _alone):
         yield
 
 
 def run_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What ``stats.json`` of the run holds."""
     with engine():
-        return data.run_data(DataRun.model_validate_json(json.dumps(config)))
+        return run.run_data(DataRun.model_validate_json(json.dumps(config)))
 
 
 def run_recipe(recipe: str, *overrides: str) -> dict[str, Any]:
     """As ``quern data run configs/RECIPE OVERRIDES``."""
     with engine():
-        return data.run_data(load_config(str(CONFIGS / recipe), DataRun, overrides))
+        return run.run_data(load_config(str(CONFIGS / recipe), DataRun, overrides))

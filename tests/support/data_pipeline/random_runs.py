@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from dedup_oracle import Doc
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.document import SIGNATURE_SCHEMA, verdict_schema
+from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, verdict_schema
 
 NUM_PERM, BANDS, ROWS = 12, 5, 2
 

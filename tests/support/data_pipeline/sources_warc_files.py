@@ -9,9 +9,9 @@ from pathlib import Path
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
-from quern.data_pipeline.document import Page
+from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.sources import Partition, Range, ReadLog, SourceConfig, misread, plan, read
-from quern.data_pipeline.sources.ranges import cut
+from quern.data_pipeline.sources.containers.ranges import cut
 
 HTML = b"<!doctype html><html><head><title>t</title></head><body><p>Some words on a page.</p></body></html>"
 

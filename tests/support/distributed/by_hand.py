@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from quern.parallel.mesh import Mesh, MeshPlan
+from quern.parallel.planning.mesh import Mesh, MeshPlan
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from quern.train.parity.matrix import Case
 from quern.train.parity.run import Outcome, case_config, train
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 
 

@@ -15,8 +15,9 @@ from quern.model.config import ModelConfig, ModelShape
 from quern.model.init import initialise
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
-from quern.parallel.apply import Layout, parallelize
-from quern.parallel.mesh import MeshPlan, build_mesh
+from quern.parallel.apply import parallelize
+from quern.parallel.layout import Layout
+from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 SEED, LENGTH, VOCAB = 7, 12, 125
 TOLERANCE = 1e-12

@@ -19,7 +19,7 @@ import numpy as np
 from quern.errors import InputError
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order, Phase
-from quern.train.ledger import Ledger
+from quern.train.history.ledger import Ledger
 
 LENGTH = 6
 
@@ -250,7 +250,7 @@ def _note(made: History, attempt: int, step: int, mask: bool, versions: dict[str
 def publish(run: TrainingRun, step: int, offset: int) -> None:
     """A manifest of a checkpoint, with what lineage reads of one."""
     from quern.model.config import ModelConfig
-    from quern.train.checkpoint.manifest import FileRecord, Manifest
+    from quern.train.checkpoint.format.manifest import FileRecord, Manifest
 
     folder = Path(run.path, "checkpoints", f"step_{step:08d}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from quern.data_pipeline.document import content_hash, make_doc_id
-from quern.data_pipeline.url import canonicalize, host, surt
+from quern.data_pipeline.page.document import content_hash, make_doc_id
+from quern.data_pipeline.page.url import canonicalize, host, surt
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.mixture import plan_mixture
 from quern.train.config import TrainConfig
-from quern.train.corpus import Corpus
-from quern.train.mixture import plan_mixture
 from support.lineage import runs
 
 POISON = "https://poison.example/garbled?x=<script>alert(1)</script>"
@@ -98,7 +98,7 @@ def settings(run_dir: Path, data: Path, **changes: Any) -> TrainConfig:
 
 
 def train(run_dir: str, data: str, changes: dict[str, Any]) -> None:
-    from quern.train.ranks import open_ranks
+    from quern.train.processes.ranks import open_ranks
     from quern.train.setup import open_trainer
 
     config = settings(Path(run_dir), Path(data), **changes)

@@ -40,7 +40,7 @@ def live(config: str, folder: str, life: int, kill_at: int | None, skip: Sequenc
     gradients. Those of the steps in ``skip`` are NaN. Returns how it began, at which step, and at which data step.
     """
     from quern.train.config import TrainConfig
-    from quern.train.ranks import open_ranks
+    from quern.train.processes.ranks import open_ranks
     from quern.train.setup import open_trainer
 
     settings = TrainConfig.model_validate_json(config)

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
-from quern.data_pipeline.document import DOCUMENT_SCHEMA, content_hash, make_doc_id, verdict_schema
-from quern.data_pipeline.url import canonicalize, host, surt
+from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, content_hash, make_doc_id, verdict_schema
+from quern.data_pipeline.page.url import canonicalize, host, surt
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 

@@ -130,7 +130,7 @@ def condemned_table(run: Path, doc_ids: Iterable[bytes]) -> pa.Table:
                     {**row, "partition": path.stem, "why": "selected", "through": None}
                     | {"removed_as": removed.get(row["doc_id"])}
                 )
-    from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
+    from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
 
     return pa.Table.from_pylist(rows, CONDEMNED_SCHEMA).sort_by("doc_id")
 

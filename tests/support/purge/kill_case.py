@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from quern import storage
-from quern.lineage.purge import transaction
-from quern.lineage.purge.condemned import condemn
-from quern.lineage.purge.select import Wanted
+from quern.lineage.purge.apply import transaction
+from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.select import Wanted
 
 Change = tuple[str, str]
 """What is done, to which file."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from quern.lineage.purge.verify import Proof, verify
+from quern.lineage.purge.proof.verify import Proof, verify
 from support.purge import purge_case as P
 
 

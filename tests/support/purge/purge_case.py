@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern.data_pipeline import report
-from quern.data_pipeline.commits import publish_commit
-from quern.data_pipeline.document import SIGNATURE_SCHEMA
-from quern.data_pipeline.tombstones import PURGE_SCHEMA
-from quern.lineage.purge import audit
-from quern.lineage.purge.clean import clean
-from quern.lineage.purge.condemned import CONDEMNED_SCHEMA
-from quern.lineage.purge.files import Change, version_changes
+from quern.data_pipeline.execution.commits import publish_commit
+from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
+from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA
+from quern.lineage.purge.apply.clean import clean
+from quern.lineage.purge.record import audit
+from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
+from quern.lineage.purge.tables.files import Change, version_changes
 from support.lineage import runs, versions
 
 SEED, DOCUMENTS = 5, 240

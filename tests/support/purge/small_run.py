@@ -10,11 +10,11 @@ from typing import Any
 from quern import storage
 from quern.data_pipeline import report
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.progress import Progress
-from quern.data_pipeline.run_directory import open_run
-from quern.data_pipeline.tasks import InProcess
-from quern.tokenize import run as tokens
-from quern.tokenize.config import DataRun
+from quern.data_pipeline.execution.run_directory import open_run
+from quern.data_pipeline.execution.tasks import InProcess
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_run.config import DataRun
+from quern.tokenize.writing import run as tokens
 
 WORDS = ("river", "lantern", "harbour", "orchard", "mirror", "saddle", "copper", "window", "garden", "thunder")
 SITES = ("a.example", "b.example", "c.example", "leak.example")

@@ -15,8 +15,8 @@ import torch
 
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
-from quern.train.checkpoint.manifest import EncodingInfo, Position, RunFacts
-from quern.train.checkpoint.state import TrainState
+from quern.train.checkpoint.format.manifest import EncodingInfo, Position, RunFacts
+from quern.train.checkpoint.format.state import TrainState
 
 VOCAB = 127
 RANKS = b"YQ== 0\nYg== 1\n"

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern.config import load_config
-from quern.lineage.purge import transaction as request
-from quern.lineage.purge.condemned import condemn
-from quern.lineage.purge.select import select
-from quern.train.boundaries import open_boundaries
+from quern.lineage.purge.apply import transaction as request
+from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.select import select
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.loader import IGNORE, Loader, StepBatch
 from quern.train.config import TrainConfig
-from quern.train.corpus import Corpus
-from quern.train.loader import IGNORE, Loader, StepBatch
 from support.train import run_case as case
 
 STREAMS, LENGTH, EOT = ["web", "text"], 32, 999

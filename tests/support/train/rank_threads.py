@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from quern.train.agree import Agreement
+from quern.train.processes.agree import Agreement
 
 PATIENCE_S = 60.0
 

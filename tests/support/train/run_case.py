@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from quern.train.config import TrainConfig
-from quern.train.ranks import open_ranks
+from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
 from quern.train.trainer import Trainer
 from support.train import corpora as CORPORA

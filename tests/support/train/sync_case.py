@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quern.model.rope
-import quern.train.feed
+import quern.train.batches.feed
 from quern.parallel.local import LocalRanks
-from quern.train.agree import Agreement
-from quern.train.ranks import Ranks, open_ranks
-from quern.train.resilience.forensics import Forensics
+from quern.train.processes.agree import Agreement
+from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
+from quern.train.step.forensics import Forensics
 from quern.train.trainer import Trainer
 from support.processes import files_of
 from support.train import device_watch
@@ -93,7 +93,7 @@ def spoilt(folder: str) -> dict[str, str]:
 
 
 PARTS: dict[str, tuple[Callable[[Trainer], Any], str]] = {
-    "feed": (lambda trainer: quern.train.feed, "to_device"),
+    "feed": (lambda trainer: quern.train.batches.feed, "to_device"),
     "forward": (lambda trainer: trainer.model.blocks["0"], "forward"),
     "gradients": (lambda trainer: type(trainer.parallel.gradients), "norm"),
     "clip": (lambda trainer: type(trainer), "clip"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quern.train.checkpoint.manifest import EncodingInfo, FileRecord, Manifest
+from quern.train.checkpoint.format.manifest import EncodingInfo, FileRecord, Manifest
 from quern.train.checkpoint.tiers.upload import Event, Failed, Uploaded
 from support.train import checkpoint_case as case
 

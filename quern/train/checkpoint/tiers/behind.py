@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quern.errors import InputError
-from quern.train.agree import describe
-from quern.train.checkpoint.manifest import (
+from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     FileRecord,
     Manifest,
@@ -26,9 +25,10 @@ from quern.train.checkpoint.manifest import (
     read_manifest,
     sha256_of,
 )
-from quern.train.checkpoint.tiers.disk import Disk
-from quern.train.checkpoint.tiers.peers import ServerProcess
+from quern.train.checkpoint.mirror.disk import Disk
+from quern.train.checkpoint.mirror.peers import ServerProcess
 from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Uploaded, Uploader
+from quern.train.processes.agree import describe
 
 __all__ = ["Behind"]
 

@@ -41,12 +41,12 @@ from typing import Any
 
 from quern.errors import InputError, QuernError
 from quern.remote.retry import Backoff, StoreError
-from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.tiers.errors import IncompleteError, SourceError
-from quern.train.checkpoint.tiers.owner import Owner, hold
-from quern.train.checkpoint.tiers.pieces import Rate
-from quern.train.checkpoint.tiers.rate import RateLimit
-from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.format.manifest import FileRecord
+from quern.train.checkpoint.store.errors import IncompleteError, SourceError
+from quern.train.checkpoint.store.owner import Owner, hold
+from quern.train.checkpoint.store.pieces import Rate
+from quern.train.checkpoint.store.rate import RateLimit
+from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, Target, open_target
 
 __all__ = ["Mover", "main"]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quern.remote.retry import Backoff
-from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.tiers.peer_store import PeerStore, is_peer
-from quern.train.checkpoint.tiers.pieces import Rate
-from quern.train.checkpoint.tiers.store import Store
+from quern.train.checkpoint.format.manifest import FileRecord
+from quern.train.checkpoint.mirror.peer_store import PeerStore, is_peer
+from quern.train.checkpoint.store.pieces import Rate
+from quern.train.checkpoint.store.store import Store
 
 __all__ = ["TOKEN_VARIABLE", "Target", "open_target"]
 

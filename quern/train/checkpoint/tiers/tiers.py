@@ -18,9 +18,8 @@ from functools import cached_property
 
 from quern.errors import InputError, QuernError
 from quern.remote.retry import Backoff, StoreError
-from quern.train.agree import Agreement, describe
-from quern.train.checkpoint.folder import make_staging_folder, publish_folder, staging_path, write_file
-from quern.train.checkpoint.manifest import (
+from quern.train.checkpoint.format.folder import make_staging_folder, publish_folder, staging_path, write_file
+from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     MISSING,
     Checkpoint,
@@ -33,17 +32,18 @@ from quern.train.checkpoint.manifest import (
     is_tensor_file,
     list_checkpoints,
 )
-from quern.train.checkpoint.places import PLACES_FILE, Place, elsewhere, places_to_bytes
+from quern.train.checkpoint.format.places import PLACES_FILE, Place, elsewhere, places_to_bytes
+from quern.train.checkpoint.mirror.disk import Disk
+from quern.train.checkpoint.mirror.nodes import find_nodes, reachable_address
+from quern.train.checkpoint.mirror.peers import Peer, PeerError, ServerProcess, new_token
+from quern.train.checkpoint.mirror.whole import Found, Sites, find_whole
+from quern.train.checkpoint.store.identity import Identity, identify
+from quern.train.checkpoint.store.owner import Owner
+from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.behind import Behind
-from quern.train.checkpoint.tiers.disk import Disk
-from quern.train.checkpoint.tiers.identity import Identity, identify
-from quern.train.checkpoint.tiers.nodes import find_nodes, reachable_address
-from quern.train.checkpoint.tiers.owner import Owner
-from quern.train.checkpoint.tiers.peers import Peer, PeerError, ServerProcess, new_token
-from quern.train.checkpoint.tiers.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
-from quern.train.checkpoint.tiers.whole import Found, Sites, find_whole
 from quern.train.config import CheckpointConfig
+from quern.train.processes.agree import Agreement, describe
 
 __all__ = ["Tiers"]
 

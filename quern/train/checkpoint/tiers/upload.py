@@ -17,10 +17,10 @@ from typing import IO
 
 from quern.errors import InputError, QuernError
 from quern.safe_path import module
-from quern.train.checkpoint.manifest import FileRecord
-from quern.train.checkpoint.spawn import spawn
-from quern.train.checkpoint.tiers.owner import Owner
+from quern.train.checkpoint.format.manifest import FileRecord
+from quern.train.checkpoint.store.owner import Owner
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
+from quern.train.processes.spawn import spawn
 
 __all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
 

@@ -1,0 +1,123 @@
+"""``quern lineage match``: which documents and token spans hold text of a benchmark."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from quern.cli.lineage.run import open_run
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
+from quern.lineage.match import match as find_matches
+from quern.words import counted
+
+#: Documents and items that the terminal is shown; --json and --out have all.
+_SHOWN = 20
+
+
+@reports_errors
+def match(
+    run: Annotated[str, typer.Argument(help="A data run.", metavar="RUN")],
+    benchmark: Annotated[
+        str, typer.Argument(help="JSON lines, an item a line; plain or gzip.", metavar="BENCHMARK.jsonl")
+    ],
+    field: Annotated[
+        list[str] | None, typer.Option(help="A field that holds text; may be given again. auto: all that do.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", min=1, max=1000, help="Words that must be the same, in a row.")] = DEFAULT_N,
+    min_coverage: Annotated[
+        float, typer.Option(min=0, max=1, help="Least share of an item's n-grams that a document must hold.")
+    ] = 0.0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a CPU.")] = None,
+    out: Annotated[str | None, typer.Option(help="Keep the result in this file, as Parquet.")] = None,
+    json: bool = JSON,
+) -> None:
+    """Find the documents and token spans of RUN that hold text of BENCHMARK: shared n-grams of words, whatever their
+    case, punctuation and line breaks.
+    """
+    fields = tuple(field or (AUTO,))
+    read_index(benchmark, fields, n)  # a wrong one is an error now, not after a lineage index is built
+    with json_stdout(json) as emit:
+        lineage = open_run(run)
+        found = find_matches(
+            lineage, benchmark, fields=fields, n=n, min_coverage=min_coverage, workers=workers or _num_cpus()
+        )
+        if out is not None:
+            found.save(out)
+        emit(to_dict(found))
+        if not json:
+            _print(found, out)
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def to_dict(found: Matches) -> dict[str, Any]:
+    """The result by document: where each item's text stands in it."""
+    return {
+        "run_id": found.run_id,
+        "version": found.version,
+        "benchmark": found.benchmark,
+        "n": found.n,
+        "items": len(found.items),
+        "items_found": len(np.unique(found.item_index)),
+        "not_looked_for": [{"id": item.id, "line": item.line} for item in found.not_looked_for],
+        "documents": _documents(found),
+    }
+
+
+def _documents(found: Matches) -> list[dict[str, Any]]:
+    """In the order of the streams; the items of a document by their line."""
+    documents: dict[int, dict[str, Any]] = {}
+    columns = (found.numbers, found.streams, found.item_index, found.starts, found.stops, found.grams, found.coverage)
+    for row, (number, stream, item, start, stop, grams, coverage) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        document = documents.setdefault(
+            number,
+            {"doc_id": found.doc_ids[row].hex(), "url": found.urls[row], "source": found.sources[row],
+             "stream": found.names[stream], "items": {}},
+        )  # fmt: skip
+        own = found.items[item]
+        blank = {"id": own.id, "line": own.line, "grams": grams, "coverage": coverage, "spans": []}
+        held = document["items"].setdefault(item, blank)
+        held["spans"].append([start, stop])
+    return [{**document, "items": list(document["items"].values())} for document in documents.values()]
+
+
+def _print(found: Matches, out: str | None) -> None:
+    console = out_console()
+    documents = _documents(found)
+    for document in sorted(documents, key=lambda d: -max(item["coverage"] for item in d["items"]))[:_SHOWN]:
+        console.print(f"{document['doc_id']}  {plain(document['url'] or '(no url)')}", markup=False)
+        best = sorted(document["items"], key=lambda item: -item["coverage"])
+        for item in best[:_SHOWN]:
+            spans = ", ".join(f"{start:,} to {stop:,}" for start, stop in item["spans"][:3])
+            more = f" and {len(item['spans']) - 3:,} more" if len(item["spans"]) > 3 else ""
+            console.print(
+                f"  {item['coverage']:7.1%}  {item['grams']:5,} n-grams of item {plain(item['id'])} "
+                f"(line {item['line']}), tokens {spans}{more} of {document['stream']}",
+                markup=False,
+            )
+        if len(best) > _SHOWN:
+            console.print(f"  … and {len(best) - _SHOWN:,} more items")
+    if len(documents) > _SHOWN:
+        console.print(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
+    console.print(
+        f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
+        f"{len(np.unique(found.item_index)):,} of {counted(len(found.items), 'item')} ({found.n} words in a row)"
+    )
+    if found.not_looked_for:
+        shown = ", ".join(plain(item.id) for item in found.not_looked_for[:5])
+        least = min(found.n, MIN_WORDS)
+        err_console().print(
+            f"not looked for: {counted(len(found.not_looked_for), 'item')} with no text of {least} words ({shown}"
+            f"{', …' if len(found.not_looked_for) > 5 else ''})",
+            markup=False,
+        )
+    if out is not None:
+        err_console().print(f"kept in {plain(out)}", markup=False)

@@ -1,0 +1,38 @@
+"""A data run as the lineage commands open it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from quern import storage
+from quern.cli.output import err_console, one_line
+from quern.data_pipeline.execution.run_directory import is_complete
+
+if TYPE_CHECKING:
+    from quern.lineage.store import Lineage
+
+__all__ = ["note", "open_run"]
+
+
+def open_run(run: str) -> Lineage:
+    """``run``, in which a purge that was cut off is finished or undone first, if it can be written to. What is not in
+    an unfinished run yet is not found: a line on stderr says that it is not complete."""
+    from quern.lineage.purge.record import journal
+    from quern.lineage.sql.query import UNFINISHED
+    from quern.lineage.store import Lineage
+
+    if storage.is_local(run) and journal.is_under_way(run):
+        from quern.lineage.purge.apply.transaction import take_up
+
+        take_up(run)
+    lineage = Lineage(run)
+    if not is_complete(run):
+        note(f"{run}: {UNFINISHED}")
+    return lineage
+
+
+def note(line: str) -> None:
+    """A line on stderr beside the result."""
+    err_console().print(Text(f"note: {one_line(line)}"))

@@ -1,0 +1,1 @@
+"""The passes of duplicate removal: exact, URL, near, and the tables of decisions."""

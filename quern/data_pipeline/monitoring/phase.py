@@ -1,0 +1,151 @@
+"""The counters of a phase of a run, and what is said of them: shares, rates, an estimate of what is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quern.data_pipeline.monitoring.damage import Damage
+from quern.words import counted
+
+__all__ = ["Phase", "format_duration"]
+
+#: An estimate of what is left needs this much of the phase behind it.
+MIN_ETA_S = 5.0
+MIN_ETA_PARTITIONS = 2
+
+
+def format_duration(seconds: float | None) -> str:
+    """``42 s``, ``3 min 20 s``, ``2 h 05 min``, ``3 d 04 h``; ``–`` for None."""
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+@dataclass
+class Phase:
+    """Counters of the phase in work. ``fresh_…`` leave out what an earlier attempt had done already."""
+
+    name: str
+    total: int
+    total_bytes: int | None
+    began: float
+    done: int = 0
+    done_bytes: int = 0
+    fresh: int = 0
+    fresh_bytes: int = 0
+    fresh_documents: int = 0
+    fresh_tokens: int = 0
+    documents: int = 0
+    tokens: int = 0
+    pages: int = 0
+    kept: int = 0
+    damage: Damage = field(default_factory=Damage)
+    by_stage: Counter[str] = field(default_factory=Counter)
+    count_in_work: Callable[[], int] | None = None
+    in_work: int = 0
+    """Documents of partitions that are not finished, as last counted."""
+
+    def look(self) -> bool:
+        """Count what is in work; whether there is something new."""
+        before = self.in_work
+        self.in_work = self.count_in_work() if self.count_in_work is not None else 0
+        return self.in_work != before
+
+    def add(self, counts: Mapping[str, Any], size_bytes: int, resumed: bool, source: str) -> None:
+        """A partition of ``source`` is done."""
+        documents = int(counts.get("pages", counts.get("documents", 0)))
+        tokens = int(counts.get("tokens", 0))
+        self.done += 1
+        self.done_bytes += size_bytes
+        self.documents += documents
+        self.tokens += tokens
+        self.pages += int(counts.get("pages", 0))
+        self.kept += int(counts.get("kept", 0))
+        self.damage.add(counts, source)
+        self.by_stage.update(counts.get("by_stage", {}))
+        if not resumed:
+            self.fresh += 1
+            self.fresh_bytes += size_bytes
+            self.fresh_documents += documents
+            self.fresh_tokens += tokens
+
+    def put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any], source: str) -> None:
+        """A partition was done again, and better: ``counts`` in place of what was ``counted`` for it."""
+        more, kept = (int(counts.get(name, 0)) - int(counted.get(name, 0)) for name in ("pages", "kept"))
+        self.documents += more
+        self.fresh_documents += more
+        self.pages += more
+        self.kept += kept
+        self.damage.take_back(counted, source)
+        self.damage.add(counts, source)
+        self.by_stage.update(counts.get("by_stage", {}))
+        self.by_stage.subtract(counted.get("by_stage", {}))
+        self.by_stage = +self.by_stage
+
+    @property
+    def share(self) -> float:
+        """Work done, 0 to 1: by input bytes, else by partitions."""
+        if self.total_bytes:
+            return min(1.0, self.done_bytes / self.total_bytes)
+        return min(1.0, self.done / self.total) if self.total else 0.0
+
+    def eta_s(self, now: float) -> float | None:
+        """Seconds left at the pace of this attempt; None while too little is done to tell."""
+        elapsed = now - self.began
+        if self.done >= self.total:
+            return 0.0
+        if self.fresh < MIN_ETA_PARTITIONS or elapsed < MIN_ETA_S:
+            return None
+        if self.total_bytes:
+            left, pace = max(0, self.total_bytes - self.done_bytes), self.fresh_bytes / elapsed
+        else:
+            left, pace = self.total - self.done, self.fresh / elapsed
+        return left / pace if pace > 0 else None
+
+    def to_dict(self, now: float) -> dict[str, Any]:
+        """What another process is told of the phase."""
+        elapsed = now - self.began
+        fresh = self.fresh_documents + self.in_work
+        return {
+            "name": self.name,
+            "partitions": self.total,
+            "done": self.done,
+            "share": self.share,
+            "elapsed_s": round(elapsed, 1),
+            "eta_s": self.eta_s(now),
+            "pages": self.documents + self.in_work,
+            "pages_per_s": round(fresh / elapsed, 1) if elapsed > 0 else None,
+            "kept": self.kept,
+            "quarantined": self.by_stage.get("quarantine", 0),
+            "damage": self.damage.num,
+        }
+
+    def facts(self, now: float) -> Iterator[str]:
+        """Counts and rates as short texts."""
+        elapsed = now - self.began
+        one = "page" if self.pages or self.count_in_work is not None else "document"
+        for noun, num, fresh in (
+            (one, self.documents + self.in_work, self.fresh_documents + self.in_work),
+            ("token", self.tokens, self.fresh_tokens),
+        ):
+            if num:
+                rate = f" ({fresh / elapsed:,.0f}/s)" if elapsed > 0 and fresh else ""
+                yield f"{counted(num, noun)}{rate}"
+
+    def funnel(self) -> Iterator[str]:
+        """The funnel so far: the share of pages that was kept, and that each stage dropped, the largest first."""
+        if not self.pages:
+            return
+        yield f"kept {self.kept / self.pages:.1%}"
+        for stage, count in sorted(self.by_stage.items(), key=lambda item: (-item[1], item[0])):
+            yield f"{stage} −{count / self.pages:.1%}"

@@ -1,0 +1,1 @@
+"""What a page is: its text, measurements and verdict, its id and its URL."""

@@ -1,0 +1,141 @@
+"""C4's line and page rules (Raffel et al. 2020, section 2.2), in the reading of datatrove's ``C4QualityFilter``.
+
+Lines are looked at one by one, as ``str.splitlines`` parts them and without the whitespace around them. Some are left
+out, of the rest citation marks are taken off, and the rest, joined by newlines, is the new text. A page fails if a line
+that is still there holds "lorem ipsum" or a curly bracket, or if it has too few sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from quern.config import Section
+from quern.data_pipeline.stages.quality.words import Reading
+
+__all__ = ["MEASURES", "C4Config", "decide", "measure"]
+
+MEASURES = ("c4.lorem_ipsum", "c4.curly_bracket", "c4.num_sentences", "c4.num_lines", "c4.num_kept_lines")
+
+_CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
+_END_MARKS = (".", "?", "!", '"', "'")
+_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+
+
+class C4Config(Section):
+    """``min_sentences``, ``lorem_ipsum`` and ``curly_bracket`` decide; the others say which lines stay.
+
+    The lines that stay are measured and make the text, so a change there means reading the text again.
+    """
+
+    min_sentences: int | None = Field(default=5, ge=0)
+    lorem_ipsum: bool = True
+    """Fail a page with a line that holds the phrase."""
+    curly_bracket: bool = True
+    """Fail a page with a line that holds ``{``."""
+    max_word_length: int | None = Field(default=1000, ge=0)
+    """Leave out a line with a longer word (between whitespace; not applied to languages without spaces)."""
+    citations: bool = True
+    """Take ``[1]``, ``[]``, ``[edit]`` and ``[citation needed]`` off every line."""
+    terminal_punctuation: bool = False
+    """Leave out a line that does not end in ``. ? ! " '``, or ends in ``...``. FineWeb does not."""
+    min_words_per_line: int | None = Field(default=3, ge=0)
+    """Leave out a line with fewer words (between whitespace; characters in languages without spaces)."""
+    javascript: bool = True
+    """Leave out a line that mentions it."""
+    policy: bool = True
+    """Leave out a line about terms of use, cookies or privacy policy."""
+    rewrite: bool = True
+    """Replace the page's text by the lines that stay. If false, later families and stages read the text as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    lines: list[str]
+    num_lines: int
+    lorem_ipsum: int
+    curly_bracket: int
+
+
+def measure(reading: Reading, config: C4Config) -> tuple[dict[str, float | None], Reading]:
+    """The family's measures of a text, and the text of the lines that stay (``reading`` itself if it is the same).
+
+    ``c4.lorem_ipsum`` and ``c4.curly_bracket`` are the number, from 1, of the first line that the rule finds, 0 for
+    none. All else is measured as if neither rule stood in the way, so that the text is that of a page that passed.
+    """
+    kept = _keep(reading, config)
+    joined = "\n".join(kept.lines)
+    left = reading if joined == reading.text else Reading(joined, reading.language)
+    measures: dict[str, float | None] = {
+        "c4.lorem_ipsum": float(kept.lorem_ipsum),
+        "c4.curly_bracket": float(kept.curly_bracket),
+        "c4.num_sentences": float(left.num_sentences if kept.lines else 0),
+        "c4.num_lines": float(kept.num_lines),
+        "c4.num_kept_lines": float(sum(map(bool, kept.lines))),
+    }
+    stripped = joined.strip()
+    return measures, left if stripped == joined else Reading(stripped, reading.language)
+
+
+def _keep(reading: Reading, config: C4Config) -> _Kept:
+    text = reading.text
+    # A citation mark spans no line, so what the whole text does not hold no line needs to be searched for.
+    whole = (_CITATION.sub("", text) if config.citations else text).lower()
+    any_lorem = "lorem ipsum" in whole
+    any_curly = "{" in whole
+    any_javascript = config.javascript and "javascript" in whole
+    policy = [phrase for phrase in _POLICY if phrase in whole] if config.policy else []
+    any_citation = config.citations and "[" in text
+    longest, least = config.max_word_length, config.min_words_per_line
+    lorem_ipsum = curly_bracket = 0
+    kept: list[str] = []
+    lines = text.splitlines()
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if longest is not None and len(line) > longest and reading.spaced and _longest_word(line) > longest:
+            continue
+        with_citations = line
+        if any_citation:
+            line = _CITATION.sub("", line)
+        if config.terminal_punctuation and (not line.endswith(_END_MARKS) or line.endswith("...")):
+            continue
+        if least is not None and _num_words(with_citations, reading) < least:
+            continue
+        lower = line.lower() if any_lorem or any_javascript or policy else ""
+        if any_lorem and not lorem_ipsum and "lorem ipsum" in lower:
+            lorem_ipsum = number
+        if any_javascript and "javascript" in lower:
+            continue
+        if any_curly and not curly_bracket and "{" in line:
+            curly_bracket = number
+        if any(phrase in lower for phrase in policy):
+            continue
+        kept.append(line)
+    return _Kept(kept, len(lines), lorem_ipsum, curly_bracket)
+
+
+def _longest_word(line: str) -> int:
+    return max(map(len, line.split()), default=0)
+
+
+def _num_words(line: str, reading: Reading) -> int:
+    return len(line.split()) if reading.spaced else Reading(line, reading.language).num_words
+
+
+def decide(measures: Mapping[str, float | None], config: C4Config) -> list[str]:
+    """The failed rules, from measures alone: of the two phrases the one that comes first in the text is first.
+
+    On one line "lorem ipsum" is first, as for datatrove. A measure of None (or NaN) fails nothing.
+    """
+    found = []
+    if config.lorem_ipsum and (line := measures.get("c4.lorem_ipsum")) is not None and line > 0:
+        found.append((line, "c4.lorem_ipsum"))
+    if config.curly_bracket and (line := measures.get("c4.curly_bracket")) is not None and line > 0:
+        found.append((line, "c4.curly_bracket"))
+    failed = [rule for _, rule in sorted(found, key=lambda pair: pair[0])]
+    sentences = measures.get("c4.num_sentences")
+    if config.min_sentences is not None and sentences is not None and sentences < config.min_sentences:
+        failed.append("c4.num_sentences")
+    return failed

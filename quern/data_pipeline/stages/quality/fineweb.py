@@ -1,0 +1,85 @@
+"""FineWeb's own rules (Penedo et al. 2024, arXiv 2406.17557), in the reading of datatrove's ``FineWebQualityFilter``.
+
+Lines are what stands between newlines and is not blank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from quern.config import Section
+from quern.data_pipeline.stages.quality.words import TERMINAL_PUNCTUATION, Reading
+
+__all__ = ["MEASURES", "FinewebConfig", "decide", "measure"]
+
+MEASURES = (
+    "fineweb.empty",
+    "fineweb.line_punct_ratio",
+    "fineweb.short_line_ratio",
+    "fineweb.char_dup_ratio",
+    "fineweb.list_ratio",
+)
+
+
+class FinewebConfig(Section):
+    """Thresholds; null switches a rule off, 0 is a value."""
+
+    line_punct_ratio: float | None = Field(default=0.12, ge=0, le=1)
+    """Least share of lines that end in a terminal mark of any script."""
+    line_punct_exclude_zero: bool = False
+    """Let a page pass where no line at all does."""
+    short_line_ratio: float | None = Field(default=0.67, ge=0, le=1)
+    """Greatest share of short lines."""
+    short_line_length: int = Field(default=30, ge=0)
+    """A line of at most this many characters is short (measured, so a change means reading the text again)."""
+    char_dup_ratio: float | None = Field(default=0.01, ge=0, le=1)
+    """Greatest share of characters in lines that repeat an earlier one: 0.01 in FineWeb's code, 0.1 in its paper."""
+    list_ratio: float | None = Field(default=0.3, ge=0, allow_inf_nan=False)
+    """Most newlines a word."""
+
+
+def measure(reading: Reading, *, short_line_length: int = 30) -> dict[str, float | None]:
+    """The family's measures of a text.
+
+    ``fineweb.empty`` is 1 for a text without a line, whose other measures are None.
+    """
+    text = reading.text
+    lines = [line for line in text.split("\n") if line and not line.isspace()]
+    if not lines:
+        return {name: 1.0 if name == "fineweb.empty" else None for name in MEASURES}
+    num_newlines = text.count("\n")
+    repeated_chars = 0
+    if len(set(lines)) < len(lines):
+        seen: set[str] = set()
+        for line in lines:
+            if line in seen:
+                repeated_chars += len(line)
+            else:
+                seen.add(line)
+    return {
+        "fineweb.empty": 0.0,
+        "fineweb.line_punct_ratio": sum(line[-1] in TERMINAL_PUNCTUATION for line in lines) / len(lines),
+        "fineweb.short_line_ratio": sum(len(line) <= short_line_length for line in lines) / len(lines),
+        "fineweb.char_dup_ratio": repeated_chars / (len(text) - num_newlines),
+        "fineweb.list_ratio": num_newlines / reading.num_words if reading.num_words else None,
+    }
+
+
+def decide(measures: Mapping[str, float | None], config: FinewebConfig) -> list[str]:
+    """The failed rules in datatrove's order, from measures alone. A measure of None (or NaN) fails nothing."""
+    failed = ["fineweb.empty"] if measures.get("fineweb.empty") == 1.0 else []
+    marks, least = measures.get("fineweb.line_punct_ratio"), config.line_punct_ratio
+    excused = marks == 0 and config.line_punct_exclude_zero
+    if marks is not None and least is not None and marks < least and not excused:
+        failed.append("fineweb.line_punct_ratio")
+    for name, most in (
+        ("fineweb.short_line_ratio", config.short_line_ratio),
+        ("fineweb.char_dup_ratio", config.char_dup_ratio),
+        ("fineweb.list_ratio", config.list_ratio),
+    ):
+        value = measures.get(name)
+        if value is not None and most is not None and value > most:
+            failed.append(name)
+    return failed

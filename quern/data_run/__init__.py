@@ -1,0 +1,1 @@
+"""A whole data run: crawl → documents → duplicates → tokens → report."""

@@ -1,0 +1,128 @@
+"""A data run from its config to its report, and how it goes on where it was left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from quern import storage
+from quern.data_pipeline import report
+from quern.data_pipeline import run as pages
+from quern.data_pipeline.execution.commits import commit_path
+from quern.data_pipeline.execution.engine import open_engine
+from quern.data_pipeline.execution.fence import Fence
+from quern.data_pipeline.execution.run_directory import RunDirectory, is_complete, open_run, remove_torn
+from quern.data_pipeline.monitoring.heartbeat import Heartbeat
+from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_run.config import DataRun
+from quern.errors import QuernError
+from quern.tokenize.encoding import load_encoding
+from quern.tokenize.writing import run as tokenize
+
+__all__ = ["run_data"]
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def run_data(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[str, Any]:
+    """The whole data road for a resolved config, from the beginning or from where it was left; returns what
+    ``stats.json`` holds. ``tell`` takes lines for the person beside the progress.
+
+    Raises:
+        InputError: the config, an input or the run directory cannot be what the run needs.
+        QuernError: another process is at work in the run directory, or the run failed; it can go on.
+    """
+    partitions = pages.plan_sources(config)
+    pages.check(config)
+    if not is_complete(config.run_dir):
+        _check_encoding(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
+    plain = config.model_dump(mode="json")
+    with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
+        if directory.complete:
+            _take_up_purge(config.run_dir, tell)
+            pages.check_unchanged(directory.record, partitions, config.run_dir)
+            names = tuple((partition.source, partition.name) for partition in partitions)
+            return _made_anew(config, names, tell)
+        with Progress() as progress:
+            workers: list[Callable[[], dict[str, int]]] = []
+            with Heartbeat(config.run_dir, lambda: _told(progress, workers)), ExitStack() as stack:
+                stack.push(lambda kind, error, trace: _give_room_back(config.run_dir, error))
+                fence = Fence.claim(storage.join(directory.scratch, "driver.json"))
+                with open_engine(config.workers, config.ray.address, fence) as engine:
+                    workers.append(engine.counts)
+                    result = pages.run(config, partitions, engine, progress)
+                    progress.start_phase("tokens", len(result.partitions), None)
+                    tokens = tokenize.run(
+                        config.run_dir, result.partitions, config.tokenize, config.seed, engine,
+                        storage.join(directory.scratch, "tokens"),
+                    )  # fmt: skip
+                    progress.end_phase()
+                inputs = pages.inputs_digest(partitions)
+                return _finish(directory, result, tokens.to_dict()["sources"], inputs, config.seed)
+
+
+def _give_room_back(run_dir: str, error: BaseException | None) -> None:
+    if isinstance(error, storage.FullError):
+        remove_torn(run_dir)  # by workers that ended with the one that had no room
+
+
+def _take_up_purge(run: str, tell: Callable[[str], None]) -> None:
+    """Finish or undo a purge of a complete run that was cut off."""
+    from quern.lineage.purge.apply.transaction import recover_held
+
+    told = recover_held(run)
+    if told is not None:
+        tell(told)
+
+
+def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -> dict[str, Any]:
+    """What the heartbeat says: the phases, and the workers once there is an engine."""
+    return {**progress.snapshot(), "workers": workers[0]() if workers else None}
+
+
+def _finish(
+    directory: RunDirectory, result: pages.PagesResult, tokens: dict[str, Any], inputs: str, seed: int
+) -> dict[str, Any]:
+    stats = _write_stats_and_report(directory.path, result, tokens, seed)
+    directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
+    return stats
+
+
+def _write_stats_and_report(run: str, result: pages.PagesResult, tokens: dict[str, Any], seed: int) -> dict[str, Any]:
+    files: dict[tuple[str, str], report.FileCounts] = {}
+    stats = report.build_stats(run, result.duplicates, tokens, result.partitions, files)
+    found = report.survey_run(run, seed=seed, partitions=result.partitions)
+    stats["alarms"] = report.find_losses(stats, files, found)
+    report.write_stats(run, stats)
+    report.write_report(run, stats, found=found)
+    return stats
+
+
+def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...], tell: Callable[[str], None]) -> dict[str, Any]:
+    """What ``stats.json`` of a complete run holds; that file and the report are made anew from commits and tables where
+    they are gone."""
+    run = config.run_dir
+    path = storage.join(run, "stats.json")
+    if not storage.is_file(path):
+        duplicates, tokens = (
+            storage.read_json(commit_path(run, phase, "all", piece))["counts"]
+            for phase, piece in (("duplicates", "decisions"), ("shards", "version"))
+        )
+        return _write_stats_and_report(run, pages.PagesResult(names, duplicates), tokens["sources"], config.seed)
+    stats = dict(storage.read_json(path))
+    if not storage.is_file(storage.join(run, "report.html")):
+        try:
+            report.write_report(run, stats, seed=config.seed, partitions=names)
+        except (QuernError, OSError, KeyError, TypeError, ValueError) as error:
+            tell(f"{run}/report.html: is missing and cannot be made anew: {error}")
+    return stats
+
+
+def _check_encoding(config: DataRun) -> None:
+    """A missing encoding stops the run now, not after hours of pages."""
+    if not config.tokenize.trains:
+        load_encoding(config.tokenize.encoding, config.tokenize.ranks)

@@ -1,0 +1,1 @@
+"""The purge itself: new shards, texts, pages, in one transaction."""

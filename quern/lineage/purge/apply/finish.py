@@ -1,0 +1,181 @@
+"""What a purge does once the new version holds: every step looks at what there is, and may be done again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from quern import storage
+from quern.data_pipeline.page.url import url_key
+from quern.data_pipeline.stages.tombstones import read_purge_list
+from quern.errors import QuernError
+from quern.lineage.index.changes import changes_file
+from quern.lineage.index.decided import decisions_file
+from quern.lineage.purge.apply.clean import Cleaned, clean
+from quern.lineage.purge.apply.pages import clean_forensics
+from quern.lineage.purge.apply.superseded import sweep
+from quern.lineage.purge.record import audit, journal
+from quern.lineage.purge.record.journal import Intent
+from quern.lineage.purge.record.remember import Signatures, remember
+from quern.lineage.purge.tables.doc_ids import keys_of
+from quern.lineage.purge.tables.files import Change, version_changes
+from quern.tokenize.corpus_version import read_version
+
+__all__ = ["TAINT", "VERSION_BEFORE", "Clock", "clear", "finish", "holds_sketches", "is_remembered"]
+
+#: The note of ``VERSION.json`` as it was.
+VERSION_BEFORE = "version_before"
+#: The note of who had read the documents.
+TAINT = "taint"
+
+
+class Clock:
+    """How long the parts of a purge take, one after the other: ``seconds`` by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._at = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap was that of ``name``."""
+        now = time.monotonic()
+        self.seconds[name] = round(now - self._at, 3)
+        self._at = now
+
+
+def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = None) -> dict[str, Any]:
+    """All that is left to do of a purge whose version holds; what was done, as plain data.
+
+    Raises:
+        QuernError: a step failed; the purge is still under way, and goes on with it when it is taken up again.
+    """
+    report: dict[str, Any] = {}
+    steps: dict[str, Callable[[], Any]] = {
+        "tombstones": lambda: _remember(run, intent, condemned),
+        "texts": lambda: clean(run, condemned, intent.id),
+        "pages": lambda: clean_forensics(run, intent.train_runs, condemned, intent.id),
+        "audit": lambda: _audit(run, intent, condemned, report),
+        "anchor": lambda: audit.anchor(run),
+        "superseded": lambda: _sweep(run),
+        "record": lambda: journal.discard(run, report["superseded"]["held"]),
+    }
+    try:
+        for step, act in steps.items():
+            storage.check_guards()
+            report[step] = act()
+            if clock is not None:
+                clock.lap(step)
+    except Exception as error:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise QuernError(
+            f"{run}: corpus version {intent.after} holds, but the purge is not at its end ({step}: {why}); the next "
+            "purge, verify or data run goes on with it"
+        ) from error
+    return {name: _plain(value) for name, value in report.items() if name not in ("anchor", "record")}
+
+
+def clear(run: str) -> None:
+    """With no purge under way: remove what one left that had not begun, and old generations that nobody reads now."""
+    journal.discard(run, _sweep(run)["held"])
+
+
+def holds_sketches(purge_list: str) -> bool:
+    """Whether the purge list keeps out what is similar to what it names."""
+    return bool(storage.list_files(purge_list)) and bool(read_purge_list(purge_list).sketches)
+
+
+def is_remembered(purge_list: str, condemned: pa.Table) -> bool:
+    """Whether the purge list holds every document's id, URL and text already."""
+    if not storage.list_files(purge_list):
+        return False
+    known = read_purge_list(purge_list)
+    urls = np.array([url_key(url) for url in condemned["canonical_url"].drop_null().to_pylist()], "S16")
+    ids, texts = (keys_of(condemned[name].drop_null()) for name in ("doc_id", "post_filter_hash"))
+    pairs = ((ids, known.doc_ids), (urls, known.urls), (texts, known.texts))
+    return all(bool(np.isin(wanted, keys).all()) for wanted, keys in pairs)
+
+
+def _remember(run: str, intent: Intent, condemned: pa.Table) -> str | None:
+    """The file of tombstones; None where the list held them all."""
+    if not intent.remembers:
+        return None
+    signatures = Signatures(run) if intent.similar else None
+    path = remember(intent.purge_list, intent.purge_list_name, condemned, signatures)
+    _remove_torn_tombstones(intent)
+    return path
+
+
+def _remove_torn_tombstones(intent: Intent) -> None:
+    """What this very purge left in the list when it was killed while it wrote; others may be at work there."""
+    if not storage.is_local(intent.purge_list):
+        return
+    folder = storage.split(intent.purge_list)[1]
+    own = f".{intent.purge_list_name.removesuffix('.parquet')}."
+    for name in os.listdir(folder):
+        if name.startswith(own) and storage.is_temporary(name):
+            storage.remove(os.path.join(folder, name))
+
+
+def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]) -> str | None:
+    """The path of the entry; None where nothing was done, and so there is nothing to tell."""
+    tombstones: str | None = report["tombstones"]
+    texts: Cleaned = report["texts"]
+    pages: Cleaned = report["pages"]
+    changes = [*texts.changes, *pages.changes]
+    if intent.makes_version:
+        before, now = journal.read_note(run, VERSION_BEFORE), read_version(storage.join(run, "tokens"))
+        changes += version_changes(before, now)
+        for name in (f"tokens/{changes_file(intent.after)}", f"tokens/{decisions_file(intent.after)}"):
+            if storage.is_file(storage.join(run, name)):
+                changes.append(Change(name, None, storage.sha256(storage.join(run, name))))
+    if not changes and tombstones is None:
+        return None
+    entry = audit.append(
+        run,
+        audit.Purge(
+            id=intent.id,
+            time=intent.at,
+            reason=intent.reason,
+            selection=intent.selection,
+            mode=intent.mode,
+            duplicates=intent.duplicates,
+            version_before=intent.before,
+            version_after=intent.after,
+            purge_list=_listed(intent, tombstones),
+            train_runs=intent.train_runs,
+            restored=intent.counts.get("documents_restored", 0),
+            taint=journal.read_note(run, TAINT),
+            notes=[*texts.notes, *pages.notes],
+        ),
+        condemned,
+        changes,
+    )
+    return audit.path_of(run, entry.number)
+
+
+def _listed(intent: Intent, tombstones: str | None) -> dict[str, str]:
+    """The list, and what was added to it; nothing where it held them all."""
+    if tombstones is None:
+        return {"list": intent.purge_list}
+    name = tombstones.rpartition("/")[2]
+    return {"list": intent.purge_list, "file": name, "sha256": storage.sha256(tombstones)}
+
+
+def _sweep(run: str) -> dict[str, Any]:
+    gc.collect()  # readers of the old version that this process has forgotten
+    swept = sweep(storage.join(run, "tokens"))
+    return {"removed": swept.removed, "held": dict(swept.held)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Cleaned):
+        return {
+            "documents": value.texts, "files": [change.path for change in value.changes], "notes": list(value.notes),
+        }  # fmt: skip
+    return value

@@ -1,0 +1,1 @@
+"""Which training runs have read what is purged, and from where they can go on."""

@@ -1,0 +1,177 @@
+"""What else could hold a purged text, or let it in again: files no version lists, half-written ones, pages that show
+texts, and a purge list that has forgotten."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quern import storage
+from quern.data_pipeline import report
+from quern.data_pipeline.stages.tombstones import read_purge_list
+from quern.errors import InputError, QuernError
+from quern.lineage.index.build import FOLDER as INDEX_FOLDER
+from quern.lineage.purge.apply.clean import REPORT
+from quern.lineage.purge.apply.pages import pages, shown_in
+from quern.lineage.purge.proof.check_audit import Purged
+from quern.lineage.purge.proof.findings import Check
+from quern.lineage.purge.tables.doc_ids import KEY, contains, places
+from quern.lineage.purge.tables.files import PURGE_FOLDER
+
+__all__ = ["check_left_over", "check_pages", "check_purge_list"]
+
+_SHARD = re.compile(r"shard_[0-9]{5,9}(?:\.v[1-9][0-9]*)?\.(?:bin|spans\.parquet)")
+_MANIFEST = re.compile(r"manifest(?:\.v[1-9][0-9]*)?\.json")
+_CHANGES = re.compile(r"(?:changes|decisions)\.v([1-9][0-9]*)\.parquet")
+
+
+def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
+    """Whether files of older versions, or of work that was cut off, are still there."""
+    check = Check("left over", "no file of an older version, of an unfinished purge or of a killed writer is left")
+    if version is not None:
+        held = _held(run) if storage.is_local(run) else set()
+        try:
+            for name, why in _unlisted(run, version, check):
+                reader = "; a reader has it open: it can go when that ends" if name in held else ""
+                check.found(name, f"{why}{reader}")
+        except (KeyError, TypeError) as error:
+            check.unknown.append(f"tokens/VERSION.json: is no whole list of a corpus version ({error})")
+    if storage.exists(storage.join(run, PURGE_FOLDER, "intent.json")):
+        check.found(f"{PURGE_FOLDER}/intent.json", "a purge was cut off, and is neither finished nor undone")
+    if storage.is_folder(storage.join(run, ".work")):
+        check.found(".work", "scratch of a killed driver, which may hold texts")
+    if storage.is_local(run):
+        for name in _torn(storage.split(run)[1]):
+            check.found(name, "half a file of a killed writer, which may hold texts")
+    else:
+        check.unknown.append("uploads that were begun and never completed are not looked for; nobody can read them")
+    return check
+
+
+def _unlisted(run: str, version: Mapping[str, Any], check: Check) -> Iterator[tuple[str, str]]:
+    listed = set()
+    for entry in version["sources"].values():
+        listed.add(f"tokens/{entry['manifest']}")
+        listed.update(f"tokens/{shard[kind]}" for shard in entry["shards"] for kind in ("bin", "spans"))
+    base = storage.join(run, "tokens")
+    for path in storage.list_files(base):
+        check.counts["files"] += 1
+        name = "tokens/" + path[path.rindex("/tokens/") + len("/tokens/") :]
+        file = name.rsplit("/", 1)[-1]
+        changes = _CHANGES.fullmatch(file)
+        if changes and int(changes[1]) > version["version"]:
+            yield name, f"is of a version after {version['version']}, which is the newest"
+        elif (_SHARD.fullmatch(file) or _MANIFEST.fullmatch(file)) and name not in listed:
+            yield name, "is listed by no version any more"
+
+
+def _held(run: str) -> set[str]:
+    """Files that a manifest lists which a reader holds: its shared lock keeps us from taking it alone."""
+    found = set()
+    root = storage.split(run)[1]
+    for path in storage.list_files(os.path.join(root, "tokens")):
+        folder, file = path.rsplit("/", 2)[-2:]
+        if not _MANIFEST.fullmatch(file) or not _is_locked(path):
+            continue
+        found.add(f"tokens/{folder}/{file}")
+        try:
+            shards = storage.read_json(path)["shards"]
+            found.update(f"tokens/{folder}/{shard[kind]}" for shard in shards for kind in ("bin", "spans"))
+        except (InputError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _is_locked(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _torn(root: str) -> Iterator[str]:
+    """Temporary files below the run, but for those of the lineage index, which holds no text and is made beside us."""
+    for folder, below, names in os.walk(root):
+        if folder == root:
+            below[:] = [name for name in below if name != INDEX_FOLDER]
+        for name in names:
+            if storage.is_temporary(name):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def check_purge_list(purged: Purged, purge_list: str | None) -> Check:
+    """Whether later runs would leave out all that was purged. ``purge_list``: where it is now; None: where it was."""
+    check = Check("purge list", "the purge list holds every purged doc_id, URL and text, for later runs")
+    named = {entry["purge_list"]["list"] for entry in purged.entries if entry.get("purge_list")}
+    lists = [purge_list] if purge_list is not None else sorted(named)
+    if not lists:
+        if purged.entries:
+            check.unknown.append("the audit log names no purge list; give --purge-list")
+        return check
+    kinds = (("doc_id", purged.ids), ("canonical URL", purged.urls), ("text", purged.texts))
+    missing = [np.ones(len(keys), bool) for _, keys in kinds]
+    for path in lists:
+        try:
+            found = read_purge_list(path)
+        except InputError as error:
+            if storage.exists(path):
+                check.found(path, str(error))
+            else:
+                check.found(path, "the purge list is gone: a later run may keep what was purged")
+            continue
+        except (QuernError, OSError) as error:
+            check.unknown.append(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})")
+            continue
+        for gone, (_, keys), held in zip(missing, kinds, (found.doc_ids, found.urls, found.texts), strict=True):
+            gone &= ~contains(held.astype(KEY), keys)
+    if check.findings or check.unknown:
+        return check
+    for (kind, keys), gone in zip(kinds, missing, strict=True):
+        check.counts[f"{kind}s"] = len(keys)
+        for at in np.flatnonzero(gone).tolist():
+            doc_id = keys[at : at + 1].tobytes() if kind == "doc_id" else None
+            key = "" if doc_id else f" (key {keys[at : at + 1].tobytes().hex()})"
+            check.found(", ".join(lists), f"does not hold the {kind} of a purged document{key}", None, doc_id)
+    return check
+
+
+def check_pages(run: str, purged: Purged, train_runs: Sequence[str]) -> Check:
+    """Whether the report, or a page of a training run's forensics, shows the text of a purged document."""
+    check = Check("pages", "neither the report nor a forensics page shows the text of a purged document")
+    path = storage.join(run, REPORT)
+    if storage.is_file(path):
+        check.counts["pages"] += 1
+        shown = report.shown_documents(storage.read_bytes(path).decode("utf-8", "replace"))
+        if shown is None:
+            check.unknown.append(f"{REPORT}: does not say whose texts it shows")
+        for doc_id in _of(np.array(sorted(shown or ()), KEY), purged):
+            check.found(REPORT, "shows the text of a purged document", None, doc_id)
+    for train_run in train_runs:
+        if not storage.is_folder(train_run):
+            check.unknown.append(f"{train_run}: no such training run here")
+            continue
+        for path in pages(train_run):
+            check.counts["pages"] += 1
+            for doc_id in _of(shown_in(storage.read_bytes(path)), purged):
+                check.found(path, "shows the text of a purged document", None, doc_id)
+    return check
+
+
+def _of(shown: np.ndarray, purged: Purged) -> Iterator[bytes]:
+    at = places(purged.ids, shown)
+    for found in at[at >= 0].tolist():
+        yield purged.ids[found : found + 1].tobytes()

@@ -1,0 +1,127 @@
+"""Whether a run's tables hold anything of purged documents: texts, and what was computed from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from quern import storage
+from quern.data_pipeline.page.document import content_hash
+from quern.data_pipeline.page.url import url_key
+from quern.errors import InputError
+from quern.lineage.purge.proof.check_audit import Purged
+from quern.lineage.purge.proof.findings import Check
+from quern.lineage.purge.tables.doc_ids import KEY, contains, key_set, keys_of, places
+from quern.lineage.purge.tables.row_groups import opened, read_group, tables_in
+
+__all__ = ["check_documents", "check_signatures", "find_relatives"]
+
+_TEXTS = ("text", "extracted")
+
+
+def find_relatives(run: str, purged: Purged) -> tuple[np.ndarray, Check]:
+    """Documents with the text or the canonical URL of a purged one that are not purged themselves (S16[n], sorted),
+    from all verdicts; and whether all purged documents have one."""
+    check = Check("verdicts", "every purged document is known by its verdict; its relatives are looked for below")
+    parts, seen = [], np.zeros(len(purged.ids), bool)
+    for _, _, name in tables_in(run, "verdicts"):
+        try:
+            with opened(storage.join(run, name), ("doc_id", "post_filter_hash", "canonical_url")) as table:
+                for group in range(table.num_row_groups):
+                    rows = read_group(table, group, ("doc_id", "post_filter_hash", "canonical_url"))
+                    ids = keys_of(rows["doc_id"])
+                    check.counts["verdicts"] += len(ids)
+                    at = places(purged.ids, ids)
+                    own = at >= 0
+                    seen[at[own]] = True
+                    parts.append(ids[_related(rows, purged) & ~own])
+        except InputError as error:
+            check.found(name, str(error))
+    relatives = key_set(parts)
+    check.counts["relatives"] = len(relatives)
+    for row in np.flatnonzero(~seen).tolist():
+        check.found("verdicts", "has no verdict of a purged document", None, purged.ids[row : row + 1].tobytes())
+    return relatives, check
+
+
+def _related(rows: pa.Table, purged: Purged) -> np.ndarray:
+    hashes = rows["post_filter_hash"].combine_chunks()
+    there = hashes.is_valid().to_numpy(zero_copy_only=False)
+    found = np.zeros(len(rows), bool)
+    found[there] = contains(purged.texts, keys_of(hashes))
+    if len(purged.urls):
+        urls = rows["canonical_url"].to_pylist()
+        keys = np.array([b"" if url is None else url_key(url) for url in urls], KEY)
+        known = np.array([url is not None for url in urls], bool)
+        found |= known & contains(purged.urls, keys)
+    return found
+
+
+def check_documents(run: str, purged: Purged, relatives: np.ndarray, *, deep: bool) -> Check:
+    """Whether ``documents/`` has a text of a purged document. ``deep``: hash every text that is there, too."""
+    check = Check("documents", "documents/ has no text of a purged document, nor of one with its text or URL")
+    for _, _, name in tables_in(run, "documents"):
+        first = 0
+        try:
+            with opened(storage.join(run, name), ("doc_id", *_TEXTS)) as table:
+                for group in range(table.num_row_groups):
+                    ids = keys_of(read_group(table, group, ("doc_id",))["doc_id"])
+                    check.counts["rows"] += len(ids)
+                    own, related = contains(purged.ids, ids), contains(relatives, ids)
+                    if deep or own.any() or related.any():
+                        rows = read_group(table, group, _TEXTS)
+                        check.counts["purged rows"] += int(own.sum())
+                        _judge(check, name, first, ids, rows, own, related, purged if deep else None)
+                    first += len(ids)
+        except InputError as error:
+            check.found(name, str(error))
+    return check
+
+
+def _judge(
+    check: Check,
+    name: str,
+    first: int,
+    ids: np.ndarray,
+    rows: pa.Table,
+    own: np.ndarray,
+    related: np.ndarray,
+    purged: Purged | None,
+) -> None:
+    for column in _TEXTS:
+        there = rows[column].is_valid().to_numpy()
+        for mask, what in (
+            (own & there, f"{column}: is of a purged document"),
+            (related & there, f"{column}: is of a document with the text or the URL of a purged one"),
+            (_same_text(check, rows[column], purged), f"{column}: is the very text of a purged document"),
+        ):
+            for row in np.flatnonzero(mask).tolist():
+                check.found(name, what, first + row, ids[row : row + 1].tobytes())
+
+
+def _same_text(check: Check, texts: pa.ChunkedArray, purged: Purged | None) -> np.ndarray:
+    found = np.zeros(len(texts), bool)
+    if purged is not None:
+        for row, text in enumerate(texts):
+            if text.is_valid:
+                check.counts["texts compared"] += 1
+                found[row] = contains(purged.texts, np.array([content_hash(text.as_py())], KEY))[0]
+    return found
+
+
+def check_signatures(run: str, purged: Purged) -> Check:
+    """Whether ``signatures/`` has rows of purged documents."""
+    check = Check("signatures", "signatures/ has no row of a purged document")
+    for _, _, name in tables_in(run, "signatures"):
+        first = 0
+        try:
+            with opened(storage.join(run, name), ("doc_id",)) as table:
+                for group in range(table.num_row_groups):
+                    ids = keys_of(read_group(table, group, ("doc_id",))["doc_id"])
+                    check.counts["rows"] += len(ids)
+                    for at in np.flatnonzero(contains(purged.ids, ids)).tolist():
+                        check.found(name, "is of a purged document", first + at, ids[at : at + 1].tobytes())
+                    first += len(ids)
+        except InputError as error:
+            check.found(name, str(error))
+    return check

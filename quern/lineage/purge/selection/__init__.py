@@ -1,0 +1,1 @@
+"""Which documents a purge takes: those selected, and their duplicates."""

@@ -1,0 +1,1 @@
+"""A run's tables as a purge reads them."""

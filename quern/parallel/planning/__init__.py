@@ -1,0 +1,1 @@
+"""What a layout is, costs and needs, counted without a device."""

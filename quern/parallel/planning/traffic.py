@@ -1,0 +1,307 @@
+"""How many bytes a rank sends in an optimizer step, by what and along which axis. Knows no torch.
+
+Every row is one kind of collective: how often it is called in a step, and how large its tensor is, summed over the
+calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of the ring's costs over N ranks (Patarasuk
+& Yuan 2009): an all-reduce sends 2(N-1)/N · M a rank, an all-gather and a reduce-scatter (N-1)/N · M, a send M.
+
+Counted is what torch really sends, padding included: FSDP2 sends the same number of rows from every rank, so a weight
+whose rows the ranks do not divide is sent with rows of nothing. Left out are scalars: losses, norms, flags, and the
+three largest values of a layer whose history delayed FP8 scaling keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from quern.model.config import ModelShape
+from quern.model.float8.recipe import Recipe
+from quern.parallel.planning.bubble import Action, order
+from quern.parallel.planning.float8 import gathered as gathered_in_float8
+from quern.parallel.planning.mesh import MeshPlan
+from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
+from quern.parallel.planning.weights import Weight, block_weights, end_weights
+
+__all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "traffic"]
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+
+DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
+"""Bytes at which DDP closes its first bucket and each later one."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective of one rank in one step."""
+
+    axis: str
+    """Along which the ranks lie that talk."""
+    what: str
+    collective: Collective
+    ranks: int
+    """How many talk to each other."""
+    calls: int
+    payload: int
+    """Bytes of the whole tensor, summed over the calls: M."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank puts on the wire; rounded up."""
+        rest = Fraction(self.ranks - 1, self.ranks)
+        share = {"all_reduce": 2 * rest, "all_gather": rest, "reduce_scatter": rest, "send": Fraction(1)}
+        return -int(-share[self.collective] * self.payload // 1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step, as far as what is sent depends on it."""
+
+    shape: ModelShape
+    plan: MeshPlan
+    micro_batch: int
+    """Sequences."""
+    num_micro_batches: int
+    seq_len: int
+    compute_bytes: int
+    """Of an element of activations, and of weights where they are used."""
+    reduce_bytes: int
+    """Of an element of gradients when they are summed, which is that of the masters."""
+    reshard: bool | int = True
+    """FSDP2's ``reshard_after_forward``."""
+    activation_checkpointing: str = "none"
+    loss_chunk: int = 4096
+    float8_gather: Recipe | None = None
+    """By which recipe FSDP2 gathers blocks' weights in FP8; None = all in ``compute_bytes``."""
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+
+
+def traffic(step: Step, rank: int = 0) -> list[Transfer]:
+    """Every kind of collective of that rank of the whole mesh; none for what is not sent."""
+    places = step.plan.coordinates(rank)
+    stages = _stages(step, places["pp"])
+    rows = [
+        *_tensor_parallel(step, stages, places["dp_shard"]), *_data_parallel(step, stages),
+        *_pipeline(step, stages, places["dp_shard"]),
+    ]  # fmt: skip
+    return [row for row in rows if row.ranks > 1 and row.payload]
+
+
+def elements_held(step: Step, rank: int = 0) -> int:
+    """Parameters that the rank holds between steps, padded vocabulary counted."""
+    places = step.plan.coordinates(rank)
+    layers = _layers(step)
+    weights: list[Weight] = []
+    for stage in _stages_of(step, places["pp"]):
+        weights += block_weights(step.shape, step.plan.tp) * len(layers[stage])
+        weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
+    return sum(weight.share(step.plan.dp_shard, places["dp_shard"]) for weight in weights)
+
+
+def buffer_elements(step: Step, rank: int = 0) -> int:
+    """Elements of the buffers in which the rank's stages receive: torch's pipeline keeps one for each micro-batch, of
+    hidden states for every stage but the first, and of gradients for every one but the last."""
+    if step.plan.pp == 1:
+        return 0
+    last = len(_layers(step)) - 1
+    number = sum((stage > 0) + (stage < last) for stage in _stages_of(step, step.plan.coordinates(rank)["pp"]))
+    return number * step.num_micro_batches * _hidden(step)
+
+
+def _hidden(step: Step) -> int:
+    """Elements of what goes from stage to stage."""
+    return step.micro_batch * step.seq_len // step.plan.tp * step.shape.dim
+
+
+@lru_cache(maxsize=8)  # every place of a pipeline asks for the same
+def _layers(step: Step) -> tuple[range, ...]:
+    """Of every stage of the pipeline; the whole model is one where there is none."""
+    if step.plan.pp == 1:
+        return (range(step.shape.num_layers),)
+    stages = num_stages(step.schedule, step.plan.pp, step.stages_per_rank)
+    return stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
+
+
+def _stages_of(step: Step, rank: int) -> tuple[int, ...]:
+    return (0,) if step.plan.pp == 1 else stages_of(rank, step.schedule, step.plan.pp, step.stages_per_rank)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What one rank does with a stretch of layers in a step."""
+
+    layers: int
+    first: bool
+    last: bool
+    work: str
+    """In turn, a letter for each micro-batch and part: forward ``F``, backward ``B``, or ``I`` and ``W`` where it is
+    split; where weights are dealt out, ``U`` gathers them ahead and ``R`` drops them."""
+    sends: tuple[bool, bool]
+    """Whether hidden states and their gradients leave this rank."""
+
+
+def _stages(step: Step, rank: int) -> list[_Stage]:
+    """This rank's of the pipeline; the whole model is one where there is none."""
+    if step.plan.pp == 1:
+        keeps = step.reshard is False
+        work = "FB" * step.num_micro_batches + "R" if keeps else "FBR" * step.num_micro_batches
+        return [_Stage(step.shape.num_layers, True, True, work, (False, False))]
+    pp, schedule = step.plan.pp, step.schedule
+    layers, mine = _layers(step), _stages_of(step, rank)
+    actions = order(schedule, pp, len(mine), step.num_micro_batches)[rank]
+    letters_of: dict[int, str] = dict.fromkeys(mine, "")
+    for stage, letter in _gathered_ahead(actions) if len(mine) > 1 else ((one.stage, one.kind) for one in actions):
+        letters_of[stage] += letter
+    found = []
+    for stage in mine:
+        last = stage == len(layers) - 1
+        sends = (not last and stage + 1 not in mine, stage > 0 and stage - 1 not in mine)
+        found.append(_Stage(len(layers[stage]), stage == 0, last, letters_of[stage] + "R", sends))
+    return found
+
+
+def _gathered_ahead(actions: Sequence[Action], most: int = 3) -> list[tuple[int, str]]:
+    """(stage, letter) of a rank that has several stages: torch's runtime keeps the weights of the next ``most`` that it
+    will work on, and of no other (``_add_unshard_reshard`` in torch.distributed.pipelining.schedules).
+    """
+    coming: list[list[int]] = []  # from each action on, the stages in the order of their next use
+    for action in reversed(actions):
+        later = coming[-1] if coming else []
+        coming.append([action.stage, *(stage for stage in later if stage != action.stage)])
+    found: list[tuple[int, str]] = []
+    held: list[int] = []
+    for action, stages in zip(actions, reversed(coming), strict=True):
+        found += [(stage, "R") for stage in held if stage not in stages[:most]]
+        found += [(stage, "U") for stage in stages[:most] if stage not in held]
+        held = stages[:most]
+        found.append((action.stage, action.kind))
+    return found
+
+
+def _pipeline(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Transfer]:
+    """Hidden states to the next stage, their gradients to the one before; gradients of tied embeddings to the end."""
+    plan, shape = step.plan, step.shape
+    hidden = _hidden(step) * step.compute_bytes
+    for what, way in (("send hidden", 0), ("send gradients", 1)):
+        calls = step.num_micro_batches * sum(stage.sends[way] for stage in stages)
+        yield Transfer("pp", what, "send", plan.pp, calls, calls * hidden)
+    ends = {stage.first for stage in stages} | {stage.last for stage in stages}
+    apart = not all(any(getattr(stage, end) for stage in stages) for end in ("first", "last"))
+    if shape.tied_embeddings and True in ends and apart:
+        (embedding,) = end_weights(shape, plan.tp, first=True, last=False)
+        payload = step.reduce_bytes * embedding.share(plan.dp_shard, shard)
+        yield Transfer("pp", "tied gradients", "send", plan.pp, 1, payload)
+
+
+def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterator[Transfer]:
+    """Around each block's four products the sequence is gathered or scattered (Korthikanti et al. 2022, section 4.2.2).
+
+    A forward gathers twice and scatters twice. A backward does the reverse, and gathers twice more, for of what went
+    into a product only this rank's share of the sequence is kept. Checkpointing repeats the forward, of which
+    ``selective`` keeps what was scattered. Where the backward is split, the gradients of a block's outputs are gathered
+    for either half; the first stage has no gradient to pass on, and takes both halves at once.
+    """
+    shape, tp = step.shape, step.plan.tp
+    tokens = step.micro_batch * step.seq_len
+    hidden = tokens * shape.dim * step.compute_bytes
+    gathered_again = 0 if step.activation_checkpointing == "none" else 2
+    scattered_again = 2 if step.activation_checkpointing == "full" else 0
+    gathers = scatters = 0
+    for stage in stages:
+        micro_batches = step.num_micro_batches
+        split = 0 if stage.first else stage.work.count("I")
+        gathers += stage.layers * ((2 + 4 + gathered_again) * micro_batches + 2 * split)
+        scatters += stage.layers * (2 + 2 + scattered_again) * micro_batches
+        for end in (stage.first, stage.last):  # embedding: scattered, its gradient gathered; the loss the other way
+            gathers += micro_batches * end
+            scatters += micro_batches * end
+    yield Transfer("tp", "gather hidden", "all_gather", tp, gathers, gathers * hidden)
+    yield Transfer("tp", "scatter hidden", "reduce_scatter", tp, scatters, scatters * hidden)
+    if any(stage.last for stage in stages):  # of every token the maximum, then its two sums
+        chunks = step.num_micro_batches * -(-tokens // step.loss_chunk)
+        payload = 3 * step.num_micro_batches * tokens * step.reduce_bytes
+        yield Transfer("tp", "softmax", "all_reduce", tp, 2 * chunks, payload)
+    whole = [weight for stage in stages for weight in _weights(step, stage) if not weight.split]
+    shares = sum(weight.share(step.plan.dp_shard, shard) for weight in whole)
+    yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.reduce_bytes)
+
+
+def _weights(step: Step, stage: _Stage) -> list[Weight]:
+    ends = end_weights(step.shape, step.plan.tp, first=stage.first, last=stage.last)
+    return block_weights(step.shape, step.plan.tp) * stage.layers + ends
+
+
+def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
+    shape, plan = step.shape, step.plan
+    if not plan.by_fsdp:
+        embedding, *head, norm = end_weights(shape, plan.tp, first=True, last=True)
+        weights = [embedding, *block_weights(shape, plan.tp) * shape.num_layers, norm, *head]  # as the model has them
+        buckets = _buckets([weight.size * step.reduce_bytes for weight in reversed(weights)])
+        payload = sum(weight.size for weight in weights) * step.reduce_bytes
+        yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, buckets, payload)
+        return
+    ranks = plan.dp_shard
+    calls, payloads = {ranks: 0}, {ranks: 0}
+    scatters = scattered = copies = copied = 0
+    smaller, scales = _float8(step)
+    for stage in stages:
+        root = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
+        # each block is a group of its own, and so is what is left, if anything is: it is gathered once and kept
+        for weights, reshard, count in ((block_weights(shape, plan.tp), step.reshard, stage.layers), (root, False, 1)):
+            size = count * sum(weight.padded(ranks) for weight in weights)
+            if not size:
+                continue
+            sent = size * step.compute_bytes - (0 if weights is root else count * smaller)
+            for over in gathered(stage.work, reshard, ranks):
+                calls[over] = calls.get(over, 0) + count
+                payloads[over] = payloads.get(over, 0) + sent
+            times = step.num_micro_batches if plan.pp == 1 else 1  # a pipeline keeps whole gradients until its last
+            scatters, scattered = scatters + count * times, scattered + size * times * step.reduce_bytes
+            copies, copied = copies + count, copied + size // ranks * step.reduce_bytes
+    for over in calls:
+        yield Transfer("dp_shard", "gather weights", "all_gather", over, calls[over], payloads[over])
+    payload = scales * sum(stage.layers for stage in stages) * step.reduce_bytes
+    yield Transfer("dp_shard", "scales of weights", "all_reduce", ranks, 1, payload)
+    yield Transfer("dp_shard", "sum gradients", "reduce_scatter", ranks, scatters, scattered)
+    yield Transfer("dp_replicate", "sum gradients", "all_reduce", plan.dp_replicate, copies, copied)
+
+
+def _float8(step: Step) -> tuple[int, int]:
+    """Of a block: the bytes by which its gather is smaller where weights travel in FP8, and the number of scales."""
+    if step.float8_gather is None:
+        return 0, 0
+    found = gathered_in_float8(step.shape, step.plan.tp, step.float8_gather).values()
+    elements = sum(Weight(size, True).padded(step.plan.dp_shard) for size, _ in found)
+    return elements * (step.compute_bytes - 1), sum(prod(scales) for _, scales in found)
+
+
+def gathered(work: str, reshard: bool | int, ranks: int) -> list[int]:
+    """Over how many ranks each gather of one FSDP2 group goes, as a rank's work needs its weights: they are dropped
+    after each forward ``F`` as ``reshard`` says, and with ``R``.
+    """
+    found: list[int] = []
+    held = ranks  # over how many ranks the weights are dealt; 1 = here whole
+    for event in work:
+        if event in "FBIU" and held > 1:
+            found.append(held)
+            held = 1
+        if event == "R":
+            held = ranks
+        if event == "F" and reshard is not False:
+            held = ranks if reshard is True else reshard
+    return found
+
+
+def _buckets(sizes: Sequence[int]) -> int:
+    """How many DDP makes of gradients in the order in which they come, from the second step on."""
+    limit, filled, closed = DDP_FIRST_BUCKET, 0, 0
+    for size in sizes:
+        filled += size
+        if filled >= limit:
+            limit, filled, closed = DDP_BUCKET, 0, closed + 1
+    return closed + bool(filled)

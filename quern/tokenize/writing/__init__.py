@@ -1,0 +1,1 @@
+"""From documents to shards: order, encoding, sorted runs, merge."""

@@ -1,0 +1,147 @@
+"""Which documents are tokenized, and which of them are held out: the join with the global duplicate decisions.
+
+A task takes a group of partitions and streams the decisions past their doc_ids once. It leaves one byte a row of each
+``documents/<source>/<partition>.parquet`` in the scratch folder, which later tasks read beside the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quern import storage
+from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
+from quern.errors import QuernError
+from quern.tokenize.place import keyed_hashes, validation_limit
+
+__all__ = [
+    "JOIN_DOCUMENTS",
+    "LEFT_OUT",
+    "TRAIN",
+    "VALIDATION",
+    "choose",
+    "chosen_documents",
+    "group_partitions",
+]
+
+LEFT_OUT, TRAIN, VALIDATION = 0, 1, 2
+
+#: Kept documents a task joins at once: about 400 MB. The decisions are read once for so many.
+JOIN_DOCUMENTS = 8_000_000
+
+_JOIN_ROWS = 1 << 18
+_TEXT_ROWS = 256
+
+
+def group_partitions(kept: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of partitions in groups of at most ``limit`` kept documents (a larger partition stands alone)."""
+    groups: list[list[int]] = []
+    held = 0
+    for index, count in enumerate(kept):
+        if not groups or held + count > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(index)
+        held += count
+    return groups
+
+
+def choose(
+    run_dir: str, partitions: Sequence[tuple[str, str]], seed: int, validation: float, scratch: str
+) -> list[str]:
+    """Write the choice of every partition of the group; return the SHA-256 of each.
+
+    A document is tokenized iff it is kept and has no row in the decisions. It is held out iff the keyed hash of its
+    cluster_id (else of its doc_id) is below ``validation``: near duplicates are never on both sides.
+    """
+    kept_flags, ids = [], []
+    for source, partition in partitions:
+        own, kept = [], []
+        for batch in _batches(_documents(run_dir, source, partition), ["doc_id", "kept"], _JOIN_ROWS):
+            kept.append(batch["kept"].to_numpy(zero_copy_only=False))
+            own.append(_ids(batch["doc_id"])[kept[-1]])
+        kept_flags.append(np.concatenate(kept) if kept else np.empty(0, bool))
+        ids.append(np.concatenate(own) if own else np.empty(0, "S16"))
+    sizes = [len(own) for own in ids]
+    everything = np.concatenate(ids) if ids else np.empty(0, "S16")
+    order = np.argsort(everything, kind="stable")
+    everything = everything[order]
+    if len(everything) > 1 and (same := np.flatnonzero(everything[1:] == everything[:-1])).size:
+        raise QuernError(
+            f"two documents of the run have the doc_id {everything[same[0] : same[0] + 1].tobytes().hex()}"
+        )
+    hashes = keyed_hashes(seed, "validation", _each(everything)).copy()
+    for batch in _batches(storage.join(run_dir, CLUSTERS), ["doc_id", "cluster_id"], _JOIN_ROWS):
+        at, found = _find(everything, _ids(batch["doc_id"]))
+        hashes[at] = keyed_hashes(seed, "validation", _each(_ids(batch["cluster_id"])[found]))
+    limit = validation_limit(validation)
+    choice_sorted = np.where(hashes < np.uint64(limit), VALIDATION, TRAIN).astype(np.uint8)
+    for batch in _batches(storage.join(run_dir, DECISIONS), ["doc_id"], _JOIN_ROWS):
+        at, _ = _find(everything, _ids(batch["doc_id"]))
+        choice_sorted[at] = LEFT_OUT
+    choices = np.empty_like(choice_sorted)
+    choices[order] = choice_sorted
+    digests = []
+    starts = np.cumsum([0, *sizes])
+    for index, (source, partition) in enumerate(partitions):
+        flags = np.zeros(len(kept_flags[index]), np.uint8)
+        flags[kept_flags[index]] = choices[starts[index] : starts[index + 1]]
+        data = flags.tobytes()
+        storage.publish_bytes(_choice_path(scratch, source, partition), data)
+        digests.append(hashlib.sha256(data).hexdigest())
+    return digests
+
+
+def chosen_documents(
+    run_dir: str, source: str, partition: str, scratch: str, *, only: int | None = None
+) -> Iterator[tuple[bytes, str, int]]:
+    """(doc_id, text, choice) of the partition's chosen documents, in file order, a few hundred texts at once."""
+    flags = np.frombuffer(storage.read_bytes(_choice_path(scratch, source, partition)), np.uint8)
+    row = 0
+    for batch in _batches(_documents(run_dir, source, partition), ["doc_id", "text"], _TEXT_ROWS):
+        here = flags[row : row + batch.num_rows]
+        row += batch.num_rows
+        wanted = np.flatnonzero(here == only if only is not None else here != LEFT_OUT)
+        taken = batch.take(pa.array(wanted))
+        yield from zip(taken["doc_id"].to_pylist(), taken["text"].to_pylist(), here[wanted].tolist(), strict=True)
+    if row != len(flags):
+        raise QuernError(
+            f"{_documents(run_dir, source, partition)}: has {row} rows, {len(flags)} when they were chosen"
+        )
+
+
+def _documents(run_dir: str, source: str, partition: str) -> str:
+    return storage.join(run_dir, "documents", source, f"{partition}.parquet")
+
+
+def _choice_path(scratch: str, source: str, partition: str) -> str:
+    return storage.join(scratch, "chosen", source, f"{partition}.u8")
+
+
+def _batches(path: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+    with storage.open_read(path) as file:
+        yield from pq.ParquetFile(file).iter_batches(batch_size=rows, columns=columns)
+
+
+def _ids(column: pa.FixedSizeBinaryArray) -> np.ndarray:
+    """S16[n] view of a doc_id column without nulls."""
+    return np.frombuffer(column.buffers()[1], "S16", len(column), column.offset * 16)
+
+
+def _each(ids: np.ndarray) -> Iterator[bytes]:
+    """Every id with all of its 16 bytes (a NumPy item would lose trailing NULs)."""
+    data = ids.tobytes()
+    return (data[i : i + 16] for i in range(0, len(data), 16))
+
+
+def _find(ordered: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions in ``ordered`` (sorted, unique) of the wanted ids that are there, and a mask of those."""
+    if not len(ordered):
+        return np.empty(0, np.int64), np.zeros(len(wanted), bool)
+    at = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
+    found = ordered[at] == wanted
+    return at[found], found

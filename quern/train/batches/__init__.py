@@ -1,0 +1,1 @@
+"""From the tokens of a corpus to the batch of a step."""

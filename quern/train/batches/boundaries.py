@@ -1,0 +1,139 @@
+"""Where the documents of a source start, for the whole stream at once, built in constant memory.
+
+One file a source: little-endian int64, one number a document in the order of the stream, ``start << 1 | purged``. It is
+made once from the spans of every shard and memory-mapped from then on. Its name holds a digest of what it was made
+from, so that a file of another corpus version is never taken for it.
+
+Shape legend: N windows, M documents that touch them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from quern import storage
+from quern.config import digest
+from quern.errors import InputError
+from quern.tokenize.shards import ShardInfo, ShardReader
+from quern.train.batches.corpus import exclusive
+
+__all__ = ["Boundaries", "Documents", "boundaries_path", "open_boundaries"]
+
+_FORMAT = "quern boundaries 1"
+_ROWS = 1 << 16
+_COLUMNS = ["start", "length", "purged"]
+
+
+def boundaries_path(reader: ShardReader, folder: str) -> str:
+    """The file of ``reader``'s source in ``folder``; its name is keyed by all that decides its content."""
+    key = digest([_FORMAT, [[shard.spans_sha256, shard.tokens, shard.documents] for shard in reader.shards]])
+    return os.path.join(folder, f"{reader.source}.{key}.boundaries")
+
+
+def open_boundaries(readers: Sequence[ShardReader], folder: str) -> tuple[Boundaries, ...]:
+    """The boundaries of every source, built where ``folder`` does not hold them yet.
+
+    Any number of processes may call it at once: those of a node wait for the first, others build the same bytes.
+
+    Raises:
+        InputError: a spans file is missing, damaged, or does not cover its shard.
+    """
+    return tuple(Boundaries.open(reader, folder) for reader in readers)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents that touch each of N windows, window by window: M rows in all.
+
+    A window is touched by the documents of its ``seq_len`` inputs and by the one of its last target.
+    """
+
+    counts_N: NDArray[np.int64]
+    """Documents of each window, ≥ 1."""
+    starts_M: NDArray[np.int64]
+    """Where each starts, counted from its window's first token; ≤ 0 for the first of a window, at most ``seq_len``."""
+    purged_M: NDArray[np.bool_]
+
+
+class Boundaries:
+    """Start and state of every document of a source's stream."""
+
+    def __init__(self, path: str, num_documents: int) -> None:
+        self.path = path
+        shape = (num_documents,)
+        # A plain view: slices of a np.memmap cost several times more.
+        self._marks = np.memmap(path, "<i8", "r", shape=shape).view(np.ndarray) if num_documents else np.empty(0, "<i8")
+
+    @classmethod
+    def open(cls, reader: ShardReader, folder: str) -> Boundaries:
+        """The boundaries of ``reader``'s stream, built first if ``folder`` does not hold them."""
+        path, size = boundaries_path(reader, folder), 8 * reader.num_documents
+        if not _is_whole(path, size):
+            with exclusive(os.path.join(folder, f".{reader.source}.lock")):
+                if not _is_whole(path, size):
+                    with storage.publish(path) as file:
+                        for marks in _read_marks(reader):
+                            file.write(marks.astype("<i8", copy=False).tobytes())
+        return cls(path, reader.num_documents)
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def between(self, starts_N: NDArray[np.int64], seq_len: int) -> Documents:
+        """The documents that touch the tokens ``[start, start + seq_len]`` of each window.
+
+        ``starts_N``: first tokens in the stream; the last token of every window is in the stream too. Ascending starts
+        are found fastest: neighbouring searches read the same part of the file.
+        """
+        queries = np.concatenate([starts_N, starts_N + seq_len])
+        ends = np.searchsorted(self._marks, queries << 1 | 1, "right")
+        first_N = ends[: len(starts_N)] - 1
+        counts_N = ends[len(starts_N) :] - first_N
+        before_N = np.cumsum(counts_N) - counts_N
+        index_M = np.arange(counts_N.sum()) + np.repeat(first_N - before_N, counts_N)
+        marks_M = self._marks[index_M]
+        return Documents(counts_N, (marks_M >> 1) - np.repeat(starts_N, counts_N), (marks_M & 1).astype(bool))
+
+
+def _is_whole(path: str, size: int) -> bool:
+    return os.path.exists(path) and os.path.getsize(path) == size
+
+
+def _read_marks(reader: ShardReader) -> Iterator[NDArray[np.int64]]:
+    for shard, info in enumerate(reader.shards):
+        origin = int(reader.offsets[shard])
+        path = os.path.join(reader.path, info.spans)
+        try:
+            if storage.sha256(path) != info.spans_sha256:
+                raise InputError(f"{path}: is damaged: its SHA-256 is not the expected {info.spans_sha256}")
+            for starts, purged in _read_spans(path, info):
+                yield (starts + origin) << 1 | purged
+        except FileNotFoundError:
+            raise InputError(f"{path}: is missing") from None
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+
+
+def _read_spans(path: str, info: ShardInfo) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Start and state of a shard's documents, some at a time; they must cover the shard without a gap."""
+    documents, end = 0, 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(_ROWS, columns=_COLUMNS, use_threads=False):
+            starts, lengths = batch["start"].to_numpy(), batch["length"].to_numpy()
+            ends = end + np.cumsum(lengths)
+            if (starts != ends - lengths).any() or (lengths < 1).any():
+                row = documents + int(np.argmax((starts != ends - lengths) | (lengths < 1)))
+                raise InputError(f"{path}: row {row}: expected a document of 1 token or more right after the last one")
+            yield starts, batch["purged"].to_numpy(zero_copy_only=False)
+            documents, end = documents + len(starts), int(ends[-1]) if len(ends) else end
+    if (documents, end) != (info.documents, info.tokens):
+        raise InputError(
+            f"{path}: expected {info.documents} documents of {info.tokens} tokens together, got {documents} of {end}"
+        )

@@ -1,0 +1,108 @@
+"""From the loader's arrays to tensors on the device, ahead of need; the waiting is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quern.model.attention import Documents
+from quern.parallel.accumulation import Inputs
+from quern.train.batches.loader import Loader, MicroBatch, StepBatch
+
+__all__ = ["Feed", "Origin", "StepInputs", "to_device"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a micro-batch's sequences are from; each [B], on the host."""
+
+    places: np.ndarray
+    """In the global batch."""
+    sources: np.ndarray
+    """Numbers of the order, as ``epochs`` and ``windows`` are."""
+    epochs: np.ndarray
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A rank's share of a step."""
+
+    data_step: int
+    valid_tokens: int
+    """Targets of the whole global batch, over all ranks."""
+    micro_batches: tuple[Inputs, ...]
+    origins: tuple[Origin, ...]
+    """Of each micro-batch."""
+    wait_s: float
+    """Time the loop stood still for it."""
+
+
+def to_device(batch: MicroBatch, device: torch.device, *, document_mask: bool) -> Inputs:
+    """Without document masks the model needs neither positions nor boundaries."""
+    tokens, targets = _move(batch.tokens_BL, device), _move(batch.targets_BL, device)
+    if not document_mask:
+        return Inputs(tokens, targets, None, None)
+    documents = Documents(
+        ids_BL=_move(batch.documents_BL, device),
+        cu_seqlens=_move(_padded(batch.cu_seqlens), device),
+        max_seqlen=_bound(batch),
+    )
+    return Inputs(tokens, targets, _move(batch.positions_BL, device), documents)
+
+
+def _padded(cu_seqlens: np.ndarray) -> np.ndarray:
+    """Up to a power of two with empty documents at the end: few shapes, so few graphs and few allocations."""
+    size = 1 << (len(cu_seqlens) - 1).bit_length()
+    return np.concatenate([cu_seqlens, np.full(size - len(cu_seqlens), cu_seqlens[-1], cu_seqlens.dtype)])
+
+
+def _bound(batch: MicroBatch) -> int:
+    """The longest document's tokens, up to a power of two: attention kernels start a block for each of them in every
+    document, the bound's value is part of a compiled graph, and the exact one differs in every batch."""
+    longest = int(np.diff(batch.cu_seqlens).max())
+    return min(1 << (longest - 1).bit_length(), batch.tokens_BL.shape[1])
+
+
+def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type != "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+class Feed:
+    """Steps in order, from data step ``first`` on, ``depth`` of them ahead of need."""
+
+    def __init__(self, loader: Loader, device: torch.device, *, document_mask: bool, depth: int = 4) -> None:
+        self._loader = loader
+        self._device = device
+        self._document_mask = document_mask
+        self._depth = depth
+        self._batches: Iterator[StepBatch] | None = None
+        self.waited_s = 0.0
+        """Time the loop has stood still for all steps so far."""
+
+    def start(self, first: int, stop: int) -> None:
+        """Begin reading data steps [first, stop)."""
+        self._batches = iter(self._loader.prefetch(first, stop, self._depth))
+
+    def take(self, data_step: int) -> StepInputs:
+        """The next step, which must be ``data_step``."""
+        assert self._batches is not None, "start() comes first"
+        began = time.perf_counter()
+        batch = next(self._batches)
+        wait = time.perf_counter() - began
+        self.waited_s += wait
+        assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
+        inputs = tuple(to_device(b, self._device, document_mask=self._document_mask) for b in batch.micro_batches)
+        origins = tuple(Origin(b.indices, b.sources, b.epochs, b.windows) for b in batch.micro_batches)
+        return StepInputs(data_step, batch.valid_tokens, inputs, origins, wait)
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._loader.close()

@@ -1,0 +1,182 @@
+"""From a config and its corpus to the order of a run: planned at the start, carried on at every later one.
+
+On a resume the past is the ledger's and the future is the config's. A config that tells the past otherwise is refused:
+recipes, batch sizes and corpus versions change only by opening a phase.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quern.errors import InputError
+from quern.mixtures.order import Order, Phase
+from quern.mixtures.recipe import Plan, Source, plan_order
+from quern.mixtures.word import quantise
+from quern.train.batches.corpus import Corpus
+from quern.train.config import TrainConfig
+
+__all__ = ["Mixture", "carry_on", "plan_mixture", "source_names"]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """An order, and which reader of the corpus gives each of its sources (None: a version that is no longer read)."""
+
+    order: Order
+    source_map: tuple[int | None, ...]
+
+
+def source_names(config: TrainConfig) -> list[str]:
+    """What each entry of ``data`` is called: the name of its source, and its path where several have that name."""
+    names = [os.path.basename(os.path.abspath(given.path)) for given in config.data]
+    return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
+
+
+def plan_mixture(config: TrainConfig, corpus: Corpus) -> Plan:
+    """The order of a config over its corpus, and what its steps read.
+
+    Raises:
+        InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
+    """
+    sources = [
+        Source(
+            name=name,
+            ident=ident,
+            path=given.path,
+            tokens=reader.total_tokens,
+            windows=windows,
+            weight=given.weight,
+            max_epochs=given.max_epochs,
+        )
+        for given, name, ident, reader, windows in zip(
+            config.data, source_names(config), corpus.ids, corpus.readers, corpus.windows, strict=True
+        )
+    ]
+    phases = [Phase(phase.first_step, phase.weights, phase.global_batch) for phase in config.phases]
+    return plan_order(
+        sources, phases, seed=config.seed, seq_len=config.seq_len, global_batch=config.global_batch, steps=config.steps
+    )
+
+
+def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: int) -> Mixture:
+    """The order of a run that has read the data steps before ``data_step`` by ``previous``.
+
+    Raises:
+        InputError: seed or seq_len differ; the config says otherwise of a past phase; a source has gone, or has another
+            version than before and ``accept_version`` does not name it.
+    """
+    for name, then, now in (("seed", previous.seed, config.seed), ("seq_len", previous.seq_len, config.seq_len)):
+        if then != now:
+            raise InputError(f"{name}: the run in {config.run_dir} began with {then}, got {now}; give another run_dir")
+    if data_step == 0:  # nothing has been read: there is no past to keep
+        return Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+    place = _places(config, corpus, previous)
+    ids, windows = list(previous.ids), list(previous.windows)
+    for own, ident in enumerate(corpus.ids):
+        if ident not in ids:
+            ids.append(ident)
+            windows.append(corpus.windows[own])
+    places = [ids.index(ident) for ident in corpus.ids]
+    _check_past(config, previous, place, data_step)
+
+    past = [row for row in previous.phases if row.first_step < data_step]
+    phases = [Phase(row.first_step, _widen(row.weights, len(ids)), row.global_batch, row.block) for row in past[1:]]
+    recipe, batch = _recipe_at(config, data_step)
+    changed = not _same(_spread(recipe, places, len(ids)), _widen(past[-1].weights, len(ids)))
+    # a phase that changes nothing opens all the same: it has blocks of its own
+    opens = any(phase.first_step == data_step for phase in config.phases)
+    if opens or changed or past[-1].global_batch != batch:
+        phases.append(Phase(data_step, _spread(recipe, places, len(ids)), batch))
+    for phase in config.phases:
+        if phase.first_step > data_step:
+            recipe = list(phase.weights) if phase.weights is not None else recipe
+            batch = phase.global_batch or batch
+            phases.append(Phase(phase.first_step, _spread(recipe, places, len(ids)), batch))
+    try:
+        order = Order(
+            _widen(past[0].weights, len(ids)), windows, previous.seed, phases, ids=ids, seq_len=previous.seq_len,
+            global_batch=past[0].global_batch, block=past[0].block,
+        )  # fmt: skip
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    own_of = {ids.index(ident): own for own, ident in enumerate(corpus.ids)}
+    return Mixture(order, tuple(own_of.get(source) for source in range(len(ids))))
+
+
+def _family(ident: str) -> str:
+    """The identity of a source without its version."""
+    return ident.rsplit("/", 1)[0]
+
+
+def _places(config: TrainConfig, corpus: Corpus, previous: Order) -> list[list[int]]:
+    """For each entry of ``data`` its sources in the order so far: one a version, the newest last."""
+    found = []
+    for given, ident, version in zip(config.data, corpus.ids, corpus.versions, strict=True):
+        family = [index for index, known in enumerate(previous.ids) if _family(known) == _family(ident)]
+        if family and previous.ids[family[-1]] != ident and given.accept_version != version:
+            raise InputError(
+                f"{given.path}: the corpus is at version {version} now, and its windows are not those the run began "
+                f"with ({previous.ids[family[-1]]}); give accept_version={version} for this source to go on with it "
+                f"from a new phase"
+            )
+        found.append(family)
+    known = {index for family in found for index in family}
+    for index, ident in enumerate(previous.ids):
+        if index not in known and any(row.weights[index] for row in previous.phases):
+            raise InputError(
+                f"data: the run has read from source {ident}, which is not given any more; keep its entry with "
+                f"weight as it was, and set it to 0 from a phase on"
+            )
+    return found
+
+
+def _check_past(config: TrainConfig, previous: Order, place: list[list[int]], data_step: int) -> None:
+    """Whether the config tells what was read as it was, at every data step where one of the two changes."""
+    starts = {row.first_step for row in previous.phases} | {phase.first_step for phase in config.phases}
+    for first_step in sorted(start for start in starts if start < data_step):
+        row = [row for row in previous.phases if row.first_step <= first_step][-1]
+        recipe, batch = _recipe_at(config, first_step)
+        then = [sum(row.weights[index] for index in family) for family in place]
+        if batch != row.global_batch:
+            raise InputError(
+                f"global_batch: the run read {row.global_batch} sequences a step from data step {first_step}, the "
+                f"config says {batch}; a change needs phases with first_step {data_step} or later"
+            )
+        if not _same(recipe, then):
+            raise InputError(
+                f"data: the run's weights from data step {first_step} were {_shares(then)}, the config says "
+                f"{_shares(recipe)}; a change needs phases with first_step {data_step} or later"
+            )
+
+
+def _recipe_at(config: TrainConfig, data_step: int) -> tuple[list[float], int]:
+    """Weights, one an entry of ``data``, and global batch that the config gives for a data step."""
+    recipe, batch = [source.weight for source in config.data], config.global_batch
+    for phase in config.phases:
+        if phase.first_step <= data_step:
+            recipe = list(phase.weights) if phase.weights is not None else recipe
+            batch = phase.global_batch or batch
+    return recipe, batch
+
+
+def _spread(recipe: Sequence[float], places: Sequence[int], size: int) -> tuple[float, ...]:
+    weights = [0.0] * size
+    for weight, index in zip(recipe, places, strict=True):
+        weights[index] = weight
+    return tuple(weights)
+
+
+def _widen(weights: Sequence[int], size: int) -> tuple[int, ...]:
+    return (*weights, *[0] * (size - len(weights)))
+
+
+def _same(weights: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two recipes are one: the order knows them as integers."""
+    return sum(others) > 0 and quantise(weights) == quantise(others)
+
+
+def _shares(weights: Sequence[float]) -> str:
+    total = sum(weights)
+    return ", ".join(f"{weight / total:.4g}" for weight in weights)

@@ -1,0 +1,178 @@
+"""Tensor files, in DCP's format: one ``torch.save`` record after the other, hashed as they are written, and synced.
+
+What a file holds is told in plain numbers (:class:`TensorFile`), so that another process can write it from memory that
+it shares with the trainer. Files are bounded: a transfer that broke off is taken up again file by file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from quern.train.checkpoint.format.manifest import FileRecord
+
+__all__ = ["FILE_BYTES", "HashedFile", "StoredTensor", "TensorFile", "Written", "deal_files", "write_files"]
+
+FILE_BYTES = 1 << 30
+"""A file is closed before the tensor that would make it longer; a longer tensor has a file of its own."""
+ALIGNMENT = 64
+"""Bytes; of a tensor's place in a snapshot."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A contiguous piece of a tensor, and where it lies in a snapshot."""
+
+    dtype: str
+    """``float32``."""
+    sizes: tuple[int, ...]
+    offset: int
+    """Bytes from the begin of the snapshot."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """As torch has it."""
+        found = getattr(torch, self.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values alone."""
+        count = self.torch_dtype.itemsize
+        for size in self.sizes:
+            count *= size
+        return count
+
+    @property
+    def end(self) -> int:
+        """First aligned byte behind it."""
+        return -(-(self.offset + self.num_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file to write."""
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+
+    def to_json(self) -> list[Any]:
+        """Plain JSON."""
+        return [self.name, [[tensor.dtype, list(tensor.sizes), tensor.offset] for tensor in self.tensors]]
+
+    @classmethod
+    def from_json(cls, data: Any) -> TensorFile:
+        """The inverse of :meth:`to_json`."""
+        name, tensors = data
+        return cls(name, tuple(StoredTensor(dtype, tuple(sizes), offset) for dtype, sizes, offset in tensors))
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is written and synced."""
+
+    record: FileRecord
+    places: tuple[tuple[int, int], ...]
+    """(Offset, length) of every record, in bytes."""
+
+    def to_json(self) -> list[Any]:
+        """Plain JSON."""
+        return [self.record.sha256, self.record.size, [list(place) for place in self.places]]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Written:
+        """The inverse of :meth:`to_json`."""
+        sha256, size, places = data
+        return cls(FileRecord(sha256, size), tuple((offset, length) for offset, length in places))
+
+
+def deal_files(rank: int, tensors: Iterable[tuple[str, Sequence[int]]], limit: int = FILE_BYTES) -> list[TensorFile]:
+    """The files of a rank for tensors of the given (type, sizes), in turn, none beyond ``limit`` bytes of values but
+    for a single longer tensor."""
+    files: list[list[StoredTensor]] = []
+    filled, end = 0, 0
+    for dtype, sizes in tensors:
+        tensor = StoredTensor(dtype, tuple(sizes), end)
+        if not files or filled + tensor.num_bytes > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.num_bytes
+        end = tensor.end
+    return [TensorFile(f"__{rank}_{number}.distcp", tuple(held)) for number, held in enumerate(files)]
+
+
+def write_files(folder: str, files: Sequence[TensorFile], fetch: Callable[[int], torch.Tensor]) -> dict[str, Written]:
+    """Write ``files`` into ``folder``; ``fetch(i)`` gives the i-th of all their tensors, on the CPU, when its turn
+    comes.
+
+    Raises:
+        OSError: a file could not be written; those before it stay.
+    """
+    written, number = {}, 0
+    for file in files:
+        places = []
+        with HashedFile(os.path.join(folder, file.name)) as stream:
+            for stored in file.tensors:
+                tensor = fetch(number)
+                assert tuple(tensor.shape) == stored.sizes, (file.name, tensor.shape, stored)
+                assert tensor.dtype == stored.torch_dtype, (file.name, tensor.dtype, stored)
+                begin = stream.tell()
+                torch.save(_alone(tensor), cast(IO[bytes], stream))
+                places.append((begin, stream.tell() - begin))
+                number += 1
+            record = stream.finish()
+        written[file.name] = Written(record, tuple(places))
+    return written
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a storage of its own size: ``torch.save`` writes the whole storage."""
+    tensor = tensor.detach().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.clone()
+
+
+class HashedFile(io.RawIOBase):
+    """A file being written, and its SHA-256. Whatever leaves the ``with`` before :meth:`finish` has no checksum."""
+
+    def __init__(self, path: str) -> None:
+        self._file: BinaryIO = open(path, "wb", buffering=1 << 20)  # noqa: SIM115  (closed by close)
+        self._hash = hashlib.sha256()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write and hash."""
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        if not self._file.closed:
+            self._file.flush()
+
+    def finish(self) -> FileRecord:
+        """Make the file durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._hash.hexdigest(), self._file.tell())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()

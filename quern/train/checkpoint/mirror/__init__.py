@@ -1,0 +1,1 @@
+"""Copies of a checkpoint on the disks of other nodes."""

@@ -1,0 +1,1 @@
+"""When a run saves, and which checkpoints stay."""

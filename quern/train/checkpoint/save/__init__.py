@@ -1,0 +1,1 @@
+"""A save: snapshot, writing in the background, publication."""

@@ -1,0 +1,259 @@
+"""Who does the work of a save: this thread, another one, or another process. One thing at a time, asked and answered.
+
+The process is started with the run, so that it is warm at the first save: it imports torch, maps the snapshots' memory
+and touches its pages. It joins no collective and holds no GPU. It ends when its trainer does, since that closes its
+standard input; what it has not published by then does not exist. When it dies, the save in work fails and the next one
+starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from quern.errors import QuernError
+from quern.safe_path import module
+from quern.train.checkpoint.format.files import TensorFile, Written
+from quern.train.checkpoint.save.messages import publication_to_json
+from quern.train.checkpoint.save.snapshot import Memory
+from quern.train.checkpoint.save.work import Publication, Work
+from quern.train.processes.agree import describe
+from quern.train.processes.spawn import spawn
+
+__all__ = ["BACKGROUNDS", "Background", "Inline", "Process", "Thread"]
+
+Fetch = Callable[[int], torch.Tensor]
+
+_COMMAND = module("quern.train.checkpoint.save.writer")
+_GRACE_S = 5.0
+
+
+class Background(Protocol):
+    """Does one thing after the other; :meth:`result` of each is asked for before the next one begins."""
+
+    memory: Memory | None
+    """For snapshots; None: there are none, pieces are fetched from where they are."""
+
+    def lay_out(self, files: Sequence[TensorFile]) -> None:
+        """Which files are written from now on."""
+
+    def write(self, folder: str, fetch: Fetch) -> None:
+        """Begin :meth:`Work.write`."""
+
+    def publish(self, asked: Publication) -> None:
+        """Begin :meth:`Work.publish`."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether :meth:`result` would return at once."""
+
+    def result(self) -> Any:
+        """Of what was begun last, once it is done. Raises what went wrong, as QuernError."""
+
+    def close(self) -> None:
+        """End, and return when nothing is written any more."""
+
+
+class Inline:
+    """Does everything at once, in the caller's thread."""
+
+    memory: Memory | None = None
+    idle = True
+
+    def __init__(self) -> None:
+        self._work = Work()
+        self._outcome: Any = None
+
+    def lay_out(self, files: Sequence[TensorFile]) -> None:
+        self._work.lay_out(files)
+
+    def write(self, folder: str, fetch: Fetch) -> None:
+        self._outcome = _outcome(lambda: self._work.write(folder, fetch))
+
+    def publish(self, asked: Publication) -> None:
+        self._outcome = _outcome(lambda: self._work.publish(asked))
+
+    def result(self) -> Any:
+        return _value(self._outcome)
+
+    def close(self) -> None:
+        """Nothing is in work."""
+
+
+class Thread:
+    """Does everything in a thread of this process."""
+
+    def __init__(self) -> None:
+        self.memory: Memory | None = Memory()
+        self._work = Work(self.memory)
+        self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (action := self._asked.get()) is not None:
+            self._answers.put(_outcome(action))
+
+    def lay_out(self, files: Sequence[TensorFile]) -> None:
+        self._work.lay_out(files)  # nothing is in work
+
+    def write(self, folder: str, fetch: Fetch) -> None:
+        self._asked.put(lambda: self._work.write(folder))
+
+    def publish(self, asked: Publication) -> None:
+        self._asked.put(lambda: self._work.publish(asked))
+
+    @property
+    def idle(self) -> bool:
+        return not self._answers.empty()
+
+    def result(self) -> Any:
+        return _value(self._answers.get())
+
+    def close(self) -> None:
+        """What is in work is finished: a thread cannot be ended, and nobody may tidy up below it."""
+        self._asked.put(None)
+        self._thread.join()
+
+
+class Process:
+    """Does everything in a process of its own (``python -m quern.train.checkpoint.save.writer``), asked in JSON
+    lines."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        self.memory: Memory | None = Memory(shared=True)
+        self._command = list(command or _COMMAND)
+        self._files: list[Any] = []
+        self._metadata: bytes | None = None
+        self._informed = False
+        """Whether this process knows the metadata."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._decode: Callable[[Any], Any] = lambda value: value
+        self._start()
+
+    def _start(self) -> None:
+        memory = self.memory
+        assert memory is not None
+        assert memory.descriptor is not None
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = spawn(
+            [*self._command, str(memory.descriptor)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor], env=environment,
+        )  # fmt: skip
+        self._answers, self._informed = queue.SimpleQueue(), False
+        threading.Thread(
+            target=_read, args=(self._process, self._answers), name="checkpoint writer's answers", daemon=True
+        ).start()
+
+    def _ask(self, request: Mapping[str, Any], decode: Callable[[Any], Any] | None) -> None:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        with suppress(OSError):  # it has died, which its answers say
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        if decode is not None:
+            self._decode = decode
+
+    def _revive(self) -> None:
+        """Another process, which knows what the dead one knew."""
+        if self._process is not None and self._process.poll() is not None:
+            self._close_pipes()
+            self._start()
+            self._ask({"lay_out": self._files}, None)
+
+    def lay_out(self, files: Sequence[TensorFile]) -> None:
+        self._revive()
+        self._files = [file.to_json() for file in files]
+        self._ask({"lay_out": self._files}, None)
+
+    def write(self, folder: str, fetch: Fetch) -> None:
+        self._revive()
+        self._ask(
+            {"write": folder}, lambda files: {name: Written.from_json(written) for name, written in files.items()}
+        )
+
+    def publish(self, asked: Publication) -> None:
+        self._revive()
+        if asked.metadata is not None:
+            self._metadata, self._informed = asked.metadata, False
+        asked = replace(asked, metadata=None if self._informed else self._metadata)
+        self._informed = True
+        self._ask({"publish": publication_to_json(asked)}, list)
+
+    @property
+    def idle(self) -> bool:
+        return not self._answers.empty()
+
+    def result(self) -> Any:
+        answer = self._answers.get()
+        if "failed" in answer:
+            raise QuernError(answer["failed"])
+        return self._decode(answer["done"])
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        self._close_pipes()
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        if self.memory is not None:
+            self.memory.close()
+
+    def _close_pipes(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+
+BACKGROUNDS: Mapping[str, Callable[[], Background]] = {"sync": Inline, "thread": Thread, "process": Process}
+"""By ``checkpoint.mode``."""
+
+
+def _read(process: subprocess.Popen[bytes], answers: queue.SimpleQueue[Any]) -> None:
+    """Hand on what the process answers, and at last that it has ended."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            try:
+                answers.put(json.loads(line))
+            except ValueError:
+                answers.put({"failed": f"the checkpoint writer said {line[:200]!r}; expected a line of JSON"})
+    code = process.wait()
+    answers.put({"failed": f"the checkpoint writer (process {process.pid}) ended with code {code}"})
+
+
+def _outcome(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as error:
+        return _Failure(error)
+
+
+class _Failure:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _value(outcome: Any) -> Any:
+    if not isinstance(outcome, _Failure):
+        return outcome
+    if isinstance(outcome.error, QuernError):
+        raise outcome.error
+    raise QuernError(describe(outcome.error)) from outcome.error

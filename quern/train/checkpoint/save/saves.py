@@ -1,0 +1,230 @@
+"""When a run saves, what its saves cost, and what the ledger says of them.
+
+The loop tells of each step and asks what is due; :mod:`.manager` does it. ``checkpoint.interval: auto`` follows
+:class:`quern.train.checkpoint.retention.cadence.Cadence`, fed with what saves cost here; rank 0 decides, and tells the
+others when a save begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.manifest import Checkpoint, Position, checkpoint_name, list_checkpoints
+from quern.train.checkpoint.format.state import TrainState
+from quern.train.checkpoint.retention.cadence import Cadence, estimate_mtbf
+from quern.train.checkpoint.save.manager import CheckpointManager
+from quern.train.checkpoint.save.saving import Outcome, Progress
+from quern.train.config import CheckpointConfig
+from quern.train.history.branch import find_checkpoint
+from quern.train.history.health import Watch, protected
+from quern.train.history.ledger import Ledger
+
+__all__ = ["Saves"]
+
+log = logging.getLogger(__name__)
+
+_CADENCE = "cadence."
+
+
+@dataclass
+class Saves:
+    """The saves of a run in progress; every rank has one."""
+
+    config: CheckpointConfig
+    checkpoints: CheckpointManager
+    watch: Watch
+    """Which checkpoints have become good; rank 0's alone is told of steps."""
+    ledger: Ledger | None
+    """On rank 0 only."""
+    ranks: int
+    saved: int
+    """Steps that were done at the last save, or the start."""
+    _failures: int = 0
+    """In a row."""
+    _next: int | None = None
+    """Steps that are done when the next save is due; None: never but at the end."""
+    _began: float = 0.0
+    _stall_s: float = 0.0
+    """For which the save in flight has held up the loop."""
+    _cadence: Cadence | None = field(init=False)
+    """On rank 0, where the interval is chosen."""
+
+    def __post_init__(self) -> None:
+        self._cadence = None
+        if self.config.interval == "auto" and self.ledger is not None:
+            mtbf_s = None if self.config.mtbf_hours is None else self.config.mtbf_hours * 3600
+            mtbf = estimate_mtbf(self.ledger.entries, self.ranks, configured_s=mtbf_s)
+            self._cadence = Cadence(mtbf, max_interval_s=self.config.max_interval_s)
+
+    def restore(self, scalars: Mapping[str, object]) -> None:
+        """Remember what saves have cost, from the manifest of the checkpoint the run goes on from.
+
+        What another version has left there and this one cannot read is measured anew, with a warning.
+        """
+        kept = {name.removeprefix(_CADENCE): value for name, value in scalars.items() if name.startswith(_CADENCE)}
+        if self._cadence is not None:
+            try:
+                self._cadence.restore(kept)
+            except InputError as error:  # on rank 0 alone: the others would wait for it
+                log.warning(
+                    "what saves cost is measured anew; the checkpoint's manifest: scalars: %s%s", _CADENCE, error
+                )
+
+    def prepare(self, state: TrainState) -> None:
+        """Before the first step: plan, and have memory ready. Collective."""
+        self.checkpoints.prepare(state)
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        wanted = self.config.interval
+        interval = self.checkpoints.agreement.first(self._decide) if wanted == "auto" else wanted
+        if interval == 0:
+            self._next = None
+        elif wanted == "auto":
+            self._next = self.saved + interval
+        else:  # multiples, so that a resumed run saves where it would have
+            self._next = (self.saved // interval + 1) * interval
+
+    def _decide(self) -> int:
+        assert self._cadence is not None
+        decision = self._cadence.next_interval()
+        log.info("%s", decision)
+        return decision.steps
+
+    def due(self, done: int) -> bool:
+        """Whether the interval says so, after ``done`` steps."""
+        return self._next is not None and done >= self._next and self.saved != done
+
+    def progress(self) -> Progress:
+        """What this rank has to say of the save in flight, for :meth:`heard`."""
+        return self.checkpoints.progress()
+
+    def copied(self) -> None:
+        """Before weights change."""
+        if self.checkpoints.in_flight:
+            with self._stalls():
+                self.checkpoints.copied()
+
+    def heard(self, total: Progress) -> None:
+        """What all ranks together said in one step. Collective where the save goes on.
+
+        Raises:
+            QuernError: too many saves have failed.
+        """
+        if self.checkpoints.in_flight:
+            with self._stalls():
+                outcome = self.checkpoints.heard(total)
+            self._ended(outcome)
+
+    def step(self, step: int, healthy: bool, seconds: float) -> None:
+        """How a step was; on rank 0."""
+        self.watch.health(step, healthy)
+        self._note_good()
+        if self._cadence is not None and seconds > 0:
+            self._cadence.observe_step(seconds)
+
+    def save(
+        self,
+        done: int,
+        data_step: int,
+        state: Callable[[], TrainState],
+        position: Callable[[int], Position],
+        last: bool,
+    ) -> None:
+        """Begin a save of the state after ``done`` steps, and end it too if it is the ``last`` or the mode is sync.
+
+        All steps so far have been told. ``position`` is asked for with the ledger's size. Collective.
+
+        Raises:
+            QuernError: too many saves have failed, or the last one.
+        """
+        self._ended(self._finish(), counts=not last)  # the last one is tried whatever became of those before
+        offset, kept = self.checkpoints.agreement.first(lambda: self._announce(done, data_step))
+        self.saved = done
+        self._began, self._stall_s = time.perf_counter(), 0.0
+        error = None
+        with self._stalls():
+            try:
+                self.checkpoints.begin(done, state(), position(offset), self.checkpoints.keep(kept), last)
+            except QuernError as failure:
+                error = failure
+            if last or not self.config.overlap:
+                self.checkpoints.copied()
+        if error is not None:
+            self._ended(Outcome(Checkpoint(done, checkpoint_name(done)), error), last)
+        elif last or self.config.mode == "sync":
+            self._ended(self._finish(), last)
+        self._plan_next()
+
+    def _announce(self, done: int, data_step: int) -> tuple[int, set[int]]:
+        """Write a save down before it begins; the ledger's size, and the steps that are not to be pruned for it."""
+        assert self.ledger is not None, "rank 0 has the ledger"
+        self.ledger.append("checkpoint", step=done, data_step=data_step, name=checkpoint_name(done))
+        standing = {found.step for found in list_checkpoints(self.checkpoints.run_dir)} | {done}
+        return self.ledger.offset, protected(self.ledger.entries, standing, self.watch.window)
+
+    def _finish(self) -> Outcome | None:
+        with self._stalls():
+            return self.checkpoints.finish()
+
+    def scalars(self) -> dict[str, float | int]:
+        """For the manifest: what saves have cost."""
+        state = {} if self._cadence is None else self._cadence.state()
+        return {_CADENCE + name: value for name, value in state.items()}
+
+    @contextmanager
+    def _stalls(self) -> Generator[None, None, None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stall_s += time.perf_counter() - began
+
+    def _ended(self, outcome: Outcome | None, last: bool = False, counts: bool = True) -> None:
+        """A save has ended, if it has: say so, and go on without one that failed unless too many have."""
+        if outcome is None:
+            return
+        step, error = outcome.checkpoint.step, outcome.error
+        self._failures = 0 if error is None else self._failures + 1
+        if error is None:
+            self._observe()
+        if self.ledger is not None and error is None:
+            log.info("checkpoint after step %d saved", step)
+            self.watch.published(step, outcome.checkpoint.name)
+            self._note_good()
+        elif self.ledger is not None:
+            log.warning("the checkpoint after step %d was not saved: %s", step, error)
+            try:
+                self.ledger.append("checkpoint_failed", step=step, why=str(error))
+            except QuernError as full:
+                raise self._final(full, step) from error
+            self.watch.failed(step)
+        if error is not None and (last or (counts and self._failures >= self.config.max_failures)):
+            raise self._final(error, step) from error
+
+    def _final(self, error: QuernError, step: int) -> QuernError:
+        """What ends the run: ``error``, how many saves have failed and what there is to go on from."""
+        try:
+            newest = f"the newest checkpoint is {find_checkpoint(self.checkpoints.run_dir)}"
+        except QuernError:
+            newest = "there is no checkpoint to go on from"
+        failed = f"the checkpoint after step {step} was not saved"
+        if self._failures > 1:
+            failed = f"{self._failures} saves in a row failed (checkpoint.max_failures {self.config.max_failures})"
+        return QuernError(f"{error}; {failed}, and {newest}")
+
+    def _observe(self) -> None:
+        if self._cadence is not None:
+            self._cadence.observe_save(self._stall_s)
+            self._cadence.observe_publish(time.perf_counter() - self._began)
+
+    def _note_good(self) -> None:
+        """Asked after each step that is read and each publication."""
+        if self.ledger is not None:
+            for found in self.watch.take():
+                self.ledger.append("good", step=found.step, name=found.name)

@@ -1,0 +1,98 @@
+"""The store behind a run as a person's commands see it: its address, how long it is asked, and whose it is.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+import yaml
+
+from quern import storage
+from quern.config import parse_yaml
+from quern.errors import InputError
+from quern.remote.retry import Backoff
+from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, checkpoint_name
+from quern.train.checkpoint.store.store import Store
+
+__all__ = ["check_owner", "configured_store", "is_url", "open_source", "open_store", "store_of"]
+
+#: How long one request is tried while somebody waits. A trainer, which has all night, waits longer.
+PATIENCE_S = 30.0
+
+_STEP = re.compile(r"(?P<store>.+)/(?P<name>step_(?P<step>\d{8,}))/?")
+
+
+def is_url(source: str) -> bool:
+    """Whether ``source`` is a store's address, not a path."""
+    return "://" in source
+
+
+def open_store(url: str) -> Store:
+    """The store at ``url``, asked with a person's patience.
+
+    Raises:
+        InputError: there is no such kind of store.
+    """
+    return Store(url, backoff=Backoff(cap_s=5.0, budget_s=PATIENCE_S))
+
+
+def open_source(url: str) -> tuple[Store, int | None]:
+    """The store at ``url``, and the step if ``url`` is the address of one checkpoint in it."""
+    match = _STEP.fullmatch(url)
+    if match and match["name"] == checkpoint_name(int(match["step"])):
+        return open_store(match["store"]), int(match["step"])
+    return open_store(url), None
+
+
+def configured_store(folder: str) -> str | None:
+    """``checkpoint.store`` of the ``config.yaml`` in the folder of a run or a checkpoint; None where there is none.
+
+    Raises:
+        InputError: the file is damaged, or the field is no text.
+    """
+    file = os.path.join(folder, CONFIG_FILE)
+    if not os.path.isfile(file):
+        return None
+    try:
+        config = parse_yaml(storage.read_bytes(file).decode(), file)
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    section = config.get("checkpoint") if isinstance(config, dict) else None
+    store = section.get("store") if isinstance(section, dict) else None
+    if store is not None and not isinstance(store, str):
+        raise InputError(f"{file}: checkpoint.store: expected a store's address, got {store!r}")
+    return store
+
+
+def store_of(run: str) -> Store:
+    """The store of the run in the folder ``run``.
+
+    Raises:
+        InputError: it has none.
+    """
+    url = configured_store(run)
+    if url is None:
+        raise InputError(f"{os.path.join(run, CONFIG_FILE)}: checkpoint.store: expected a store's address, is not set")
+    return open_store(url)
+
+
+def check_owner(store: Store, ours: Iterable[Manifest]) -> None:
+    """Refuse a store whose newest checkpoint is another run's than ``ours``; what is not known is no reason.
+
+    Raises:
+        InputError: naming both.
+        StoreError: the store cannot be read.
+    """
+    ids = {manifest.run for manifest in ours} - {""}
+    steps = store.checkpoints()
+    if not ids or not steps:
+        return
+    theirs = store.manifest(steps[-1]).run
+    if theirs and theirs not in ids:
+        raise InputError(
+            f"{store.url}: holds the checkpoints of run {theirs}, not those of run {', '.join(sorted(ids))}"
+        )

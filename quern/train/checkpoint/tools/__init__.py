@@ -1,0 +1,1 @@
+"""What reads whole checkpoints: comparison, rewriting for another layout, export and sampling."""

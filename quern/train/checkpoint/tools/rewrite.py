@@ -1,0 +1,244 @@
+"""A checkpoint written anew into other files, by one process, bit for bit.
+
+What is written is DCP's own format: each piece of a tensor a chunk by ``torch.save``, and DCP's ``.metadata``. Memory
+depends neither on the model nor on how its tensors were cut: one piece of at most :data:`PIECE_BYTES`, and what of it
+is being read (:mod:`quern.train.checkpoint.format.slices`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from quern import storage
+from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.folder import publish_folder, staging_path
+from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord
+from quern.train.checkpoint.format.metadata import read_metadata
+from quern.train.checkpoint.format.places import check_together
+from quern.train.checkpoint.format.publish import complete_folder, written_by
+from quern.train.checkpoint.format.slices import StoredTensors, boxes
+from quern.train.checkpoint.store.collect import check_target
+from quern.train.checkpoint.tools.reader import verify
+from quern.train.processes.agree import describe
+
+__all__ = ["MIN_FILE_BYTES", "PIECE_BYTES", "Rewritten", "reshard"]
+
+#: Largest piece of a tensor that is held and stored as one chunk.
+PIECE_BYTES = 256 << 20
+#: Smallest bound on a file's size that can be asked for.
+MIN_FILE_BYTES = 64 << 10
+#: More than ``torch.save`` writes beside the elements of a tensor.
+_RECORD_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What :func:`reshard` wrote."""
+
+    source: str
+    folder: str
+    step: int
+    optimizer: bool
+    tensors: int
+    files: Mapping[str, int]
+    """Size of each file of tensors in bytes, by name."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {**vars(self), "files": dict(self.files)}
+
+
+def reshard(
+    source: str, out: str, *, files: int | None = None, file_size: int | None = None, weights_only: bool = False
+) -> Rewritten:
+    """Write the checkpoint at ``source`` anew to the folder ``out``, whole or not at all, once its checksums are right.
+
+    Its tensors go into ``files`` files of about equal size (none larger than 1.25 times the average, and some kB), or
+    into files of at most ``file_size`` bytes; without either, into one. Everything else stays: step, position, scalars,
+    ``extra`` tensors, moments, config, ranks file. ``weights_only`` leaves out what only a trainer needs: moments,
+    ``extra`` tensors and scalars.
+
+    Raises:
+        InputError: ``source`` is no checkpoint or its files of tensors are elsewhere, ``out`` is taken, or the tensors
+            cannot be dealt out so.
+        QuernError: ``source`` is damaged, or a file could not be read or written.
+    """
+    if not storage.is_local(out):
+        raise InputError(f"{out}: expected a folder on a file system")
+    check_together(source)
+    stored, out = StoredTensors(source), os.path.abspath(out)
+    manifest = stored.manifest
+    check_target(out, manifest.step, source)
+    chosen = {name: t for name, t in stored.tensors.items() if not weights_only or name.startswith("model.")}
+    plan = _plan(chosen, files, file_size)
+    problems = verify(source)
+    if problems:
+        raise QuernError(f"{problems[0]}; the checkpoint is damaged, nothing was written")
+    small = (name for name in manifest.files if name != METADATA_FILE and not name.endswith(DEFAULT_SUFFIX))
+    documents = {name: storage.read_bytes(os.path.join(source, name)) for name in small}
+    token = uuid.uuid4().hex
+    staged = staging_path(out, token)
+    os.makedirs(staged)
+    try:
+        records = _write(staged, plan, stored)
+        for name, tensor in read_metadata(staged, records).state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            assert tensor.size == chosen[name].size
+        manifest = replace(manifest, files=records, written_by=written_by())
+        if weights_only:
+            types = {str(tensor.properties.dtype).removeprefix("torch.") for tensor in chosen.values()}
+            manifest = replace(manifest, optimizer=False, scalars={}, precision="+".join(sorted(types)))
+        complete_folder(staged, manifest, documents)
+        publish_folder(staged, out, token, replace=False)
+    except BaseException as error:
+        with suppress(OSError):
+            shutil.rmtree(staged)
+        if isinstance(error, OSError | RuntimeError):
+            raise QuernError(f"{out}: not written: {describe(error)}") from error
+        raise
+    sizes = {name: record.size for name, record in records.items() if name != METADATA_FILE}
+    return Rewritten(source, out, manifest.step, manifest.optimizer, len(chosen), sizes)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    name: str
+    box: ChunkStorageMetadata
+    size: int
+    """In bytes, of its elements."""
+
+
+def _plan(tensors: Mapping[str, TensorStorageMetadata], files: int | None, file_size: int | None) -> list[list[_Piece]]:
+    """Which pieces go into which file, in the order of names and elements."""
+    total = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors.values())
+    if file_size is not None:
+        if files is not None:
+            raise InputError("files and file size: expected one of them")
+        if file_size < MIN_FILE_BYTES:
+            raise InputError(f"file size: expected at least {MIN_FILE_BYTES} bytes, got {file_size}")
+        return _filled(_pieces(tensors, min(PIECE_BYTES, file_size // 4 - _RECORD_BYTES)), file_size)
+    count = 1 if files is None else files
+    if count < 1:
+        raise InputError(f"files: expected at least 1, got {count}")
+    pieces = _pieces(tensors, PIECE_BYTES if count == 1 else min(PIECE_BYTES, total // (4 * count)))
+    if len(pieces) < count:
+        raise InputError(f"files: expected at most {len(pieces)}, as there are numbers to deal out, got {count}")
+    return _dealt(pieces, count)
+
+
+def _pieces(tensors: Mapping[str, TensorStorageMetadata], limit: int) -> list[_Piece]:
+    """``limit``: bytes a piece at most, but for one that is a single element."""
+    found = []
+    for name, tensor in sorted(tensors.items()):
+        itemsize = tensor.properties.dtype.itemsize
+        for box in boxes(tensor.size, max(1, limit // itemsize)):
+            found.append(_Piece(name, box, math.prod(box.sizes) * itemsize))
+    return found
+
+
+def _filled(pieces: list[_Piece], file_size: int) -> list[list[_Piece]]:
+    """One file after the other, each as full as it gets."""
+    plan: list[list[_Piece]] = [[]]
+    held = 0
+    for piece in pieces:
+        size = piece.size + _RECORD_BYTES
+        if held + size > file_size:
+            plan.append([])
+            held = 0
+        plan[-1].append(piece)
+        held += size
+    return plan
+
+
+def _dealt(pieces: list[_Piece], count: int) -> list[list[_Piece]]:
+    """The largest piece first, each to the file that has least (Graham's LPT rule)."""
+    files = [(0, number) for number in range(count)]
+    mine: list[list[int]] = [[] for _ in range(count)]
+    for place in sorted(range(len(pieces)), key=lambda place: -pieces[place].size):
+        held, number = files[0]
+        mine[number].append(place)
+        heapq.heapreplace(files, (held + pieces[place].size + _RECORD_BYTES, number))
+    return [[pieces[place] for place in sorted(places)] for places in mine]
+
+
+class _HashedFile:
+    """A file being written, with its checksum."""
+
+    def __init__(self, path: str) -> None:
+        self._file: BinaryIO = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by close)
+        self._hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def finish(self) -> FileRecord:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._hash.hexdigest(), self._file.tell())
+
+    def close(self) -> None:
+        with suppress(OSError):  # what counts was synced; after an error there is nothing left to say
+            self._file.close()
+
+
+class _MetadataWriter(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta | None:
+        return None  # it would hold the path of the folder before it is published
+
+
+def _write(staged: str, plan: list[list[_Piece]], stored: StoredTensors) -> dict[str, FileRecord]:
+    """The files of tensors and ``.metadata``, synced, with their checksums."""
+    records: dict[str, FileRecord] = {}
+    written: list[WriteResult] = []
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for number, pieces in enumerate(plan):
+        file = f"__0_{number}{DEFAULT_SUFFIX}"
+        stream = _HashedFile(os.path.join(staged, file))
+        try:
+            for piece in pieces:
+                offset = stream.tell()
+                torch.save(stored.read(piece.name, piece.box), cast(IO[bytes], stream))
+                length = stream.tell() - offset
+                assert length <= piece.size + _RECORD_BYTES, f"{piece.name}: {length} bytes for {piece.size}"
+                index = MetadataIndex(piece.name, piece.box.offsets)
+                written.append(WriteResult(index, length, _StorageInfo(file, offset, length)))
+            records[file] = stream.finish()
+        finally:
+            stream.close()
+    for piece in (piece for pieces in plan for piece in pieces):
+        if piece.name not in tensors:
+            like = stored.tensors[piece.name]
+            tensors[piece.name] = TensorStorageMetadata(TensorProperties(like.properties.dtype), like.size, [])
+        tensors[piece.name].chunks.append(piece.box)
+    _MetadataWriter(staged).finish(Metadata(dict(tensors)), [written])
+    metadata = os.path.join(staged, METADATA_FILE)
+    records[METADATA_FILE] = FileRecord(storage.sha256(metadata), os.path.getsize(metadata))
+    return records

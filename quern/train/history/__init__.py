@@ -1,0 +1,1 @@
+"""What a run has done: its ledger, branches, the health of its checkpoints, and who reads a corpus."""

@@ -1,0 +1,384 @@
+"""What a step that is not as it should be was made of: ``RUN/forensics/step_00000123.json``.
+
+Of the last steps a rank keeps, on its device, the cross-entropy of every sequence that it computed, cut into
+:data:`PIECES` along the sequence, and the norms of its parts of all gradients, which the global norm is made of anyway.
+Beside them, on the host, where the sequences are from. Nothing of it is read while training goes well, and nothing is
+sent.
+
+Whether a step is written down is decided from its reduced figures, one step later, when they have reached the host: the
+same bits on every rank, so every rank decides alike. Then, and only then, the ranks send what they kept to rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quern import storage
+from quern.model.loss import IGNORE
+from quern.parallel.clip import Norms
+from quern.train.batches.feed import Origin, StepInputs
+from quern.train.config import ForensicsConfig
+from quern.train.processes.agree import Agreement
+
+__all__ = ["FOLDER", "FORMAT", "Facts", "Forensics", "Seen"]
+
+FOLDER = "forensics"
+"""Of a run's directory."""
+FORMAT = 1
+
+PIECES = 64
+"""Into which a sequence is cut, at most: of a sequence that stands out, the file says where."""
+STANDING_OUT = 128
+"""Sequences of the step whose pieces are in the file …"""
+STANDING_OUT_BEFORE = 16
+"""… and of each step before it."""
+
+_NAME = re.compile(r"step_\d{8,}(\.attempt_\d+)?\.json")
+_DIGITS = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is the same for all steps of an attempt."""
+
+    attempt: int
+    order: str
+    """The hash."""
+    sources: Sequence[str]
+    """Identities, by their numbers in the order."""
+    policy: Mapping[str, Any]
+    """The guard's."""
+    layout: Mapping[str, Any]
+    dp_rank: int
+    loss_scaled: bool = False
+    """With a loss scale gradients overflow now and then, by which it finds its size: no reason to look."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step's figures on the host; the same on every rank."""
+
+    step: int
+    data_step: int
+    loss: float
+    grad_norm: float
+    loss_z: float
+    grad_norm_z: float
+    loss_spike: bool
+    grad_norm_spike: bool
+    non_finite: bool
+    skipped: bool
+    requested: bool
+    """A rank has been asked for it by a signal."""
+
+
+@dataclass
+class _Kept:
+    """A step, on the device. M micro-batches, B sequences of each, P pieces of a sequence."""
+
+    data_step: int
+    origins: tuple[Origin, ...]
+    nats_MBP: Tensor | None
+    """None where another rank has them, as ``targets_MBP``."""
+    targets_MBP: Tensor | None
+    norms: list[Norms]
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Of one step, of one rank or of all; S sequences."""
+
+    columns: dict[str, NDArray[np.int64]]
+    """By name, each [S]."""
+    nats_S: NDArray[np.float64]
+    targets_S: NDArray[np.int64]
+    pieces: dict[int, tuple[NDArray[np.float64], NDArray[np.int64]]]
+    """By place, nats and targets [P] of those that stand out."""
+
+    @property
+    def means(self) -> NDArray[np.float64]:
+        """Nats a target; NaN where there is none."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.nats_S / self.targets_S
+
+
+class Forensics:
+    """Keeps the last ``config.window`` steps and writes them when one of them asks for it.
+
+    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. ``counts``: whether this rank's losses
+    are to be counted, as its runner says. Collective.
+    """
+
+    def __init__(
+        self,
+        config: ForensicsConfig,
+        run_dir: str,
+        facts: Facts,
+        squares: Callable[[Sequence[Norms]], dict[str, float]],
+        counts: bool,
+        together: Agreement,
+    ) -> None:
+        self._config, self._facts, self._squares, self._counts = config, facts, squares, counts
+        self._together = together
+        self._folder = os.path.join(run_dir, FOLDER)
+        self._kept: deque[_Kept] = deque(maxlen=config.window + 1)  # one is in work when the one before is read
+        self._num_files = together.first(self._count) if config.window else 0
+        self._full = False
+        self._requested = False
+        self._wrong: int | None = None
+        """The last step that was not as it should be."""
+
+    # ---- in every step
+
+    def losses(self) -> dict[int, Tensor] | None:
+        """What a step's forward passes are to fill with their losses [B, L]; None: nothing is kept here."""
+        return {} if self._config.window and self._counts else None
+
+    def keep(self, batch: StepInputs, losses: Mapping[int, Tensor] | None) -> None:
+        """Remember a step's losses, on the device, in pieces."""
+        if not self._config.window:
+            return
+        nats_MBP = targets_MBP = None
+        if losses is not None:
+            nats_MBP = _cut(torch.stack([losses[number] for number in range(len(batch.micro_batches))]))
+            targets_MBP = _cut(torch.stack([inputs.targets_BL for inputs in batch.micro_batches]) != IGNORE)
+        self._kept.append(_Kept(batch.data_step, batch.origins, nats_MBP, targets_MBP, []))
+
+    @property
+    def norms(self) -> list[Norms] | None:
+        """What is to be filled with the norms of the gradients of the step that was kept last."""
+        return self._kept[-1].norms if self._kept else None
+
+    def request(self) -> None:
+        """Write down the next step that all ranks hear of this in."""
+        self._requested = True
+
+    def take_request(self) -> bool:
+        """Whether it was asked for since the last time: travels with the step's loss."""
+        requested, self._requested = self._requested, False
+        return requested
+
+    def settle(self, seen: Seen) -> None:
+        """The step's figures are on the host. Collective where the step is written down."""
+        kept = next((kept for kept in self._kept if kept.data_step == seen.data_step), None)
+        if kept is None:
+            return
+        kept.seen = seen
+        reasons = self._reasons(seen)
+        if not reasons:
+            return
+        streak = self._wrong is not None and seen.step == self._wrong + 1
+        asked = {"requested", "configured"} & {*reasons}
+        self._wrong = seen.step if {*reasons} - asked else self._wrong
+        if (streak and not asked) or self._is_full():  # of a streak, the first step says where it came from
+            return
+        self._num_files += 1
+        steps = [kept for kept in self._kept if kept.seen is not None][-self._config.window :]
+        shares = self._together.collect([self._share(kept, kept.seen is seen) for kept in steps])
+        if self._together.rank == 0:
+            self._write([(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen], reasons)
+
+    def _reasons(self, seen: Seen) -> list[str]:
+        routine = self._facts.loss_scaled and np.isfinite(seen.loss)
+        given = {
+            "loss_spike": seen.loss_spike,
+            "grad_norm_spike": seen.grad_norm_spike,
+            "non_finite": seen.non_finite and not routine,
+            "requested": seen.requested,
+            "configured": seen.step in self._config.steps,
+        }
+        return [reason for reason, holds in given.items() if holds]
+
+    # ---- what the ranks send
+
+    def _share(self, kept: _Kept, is_last: bool) -> tuple[dict[str, float], _Sequences | None]:
+        """This rank's of a step: squared norms by parameter, and its sequences. Waits for the device."""
+        squares = self._squares(kept.norms)
+        if kept.nats_MBP is None or kept.targets_MBP is None:
+            return squares, None
+        nats_SP = kept.nats_MBP.flatten(0, 1).double().cpu().numpy()
+        targets_SP = kept.targets_MBP.flatten(0, 1).cpu().numpy().astype(np.int64)
+        columns = {
+            name: np.concatenate([getattr(origin, f"{name}s") for origin in kept.origins]).astype(np.int64)
+            for name in ("place", "source", "epoch", "window")
+        }
+        num, rows = kept.nats_MBP.shape[:2]
+        columns["micro_batch"], columns["row"] = (own.ravel() for own in np.indices((num, rows)))
+        columns["dp_rank"] = np.full(num * rows, self._facts.dp_rank)
+        own = _Sequences(columns, nats_SP.sum(1), targets_SP.sum(1), {})
+        most = STANDING_OUT if is_last else STANDING_OUT_BEFORE
+        for s in _highest(own.means, own.targets_S, most):
+            own.pieces[int(columns["place"][s])] = nats_SP[s], targets_SP[s]
+        return squares, own
+
+    # ---- what rank 0 writes
+
+    def _write(self, steps: Sequence[tuple[Seen, Sequence[Any]]], reasons: Sequence[str]) -> None:
+        last, facts = steps[-1][0], self._facts
+        squares = [_added([share[0] for share in shares]) for _, shares in steps]
+        sequences = [_joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
+        usual = _usual(sequences)
+        content = {
+            "format": FORMAT, "kind": "forensics", "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "step": last.step, "data_step": last.data_step, "attempt": facts.attempt, "order": facts.order,
+            "sources": list(facts.sources), "reasons": list(reasons),
+            "decision": "skipped" if last.skipped else "continued", "policy": dict(facts.policy),
+            "layout": dict(facts.layout), "window": self._config.window,
+            "steps": [
+                self._step(seen, _norms(own, _layer), found, usual, STANDING_OUT if seen is last else None)
+                for (seen, _), own, found in zip(steps, squares, sequences, strict=True)
+            ],
+            "parameters": _norms(squares[-1], str),
+        }  # fmt: skip
+        path = self._path(last.step)
+        try:
+            storage.publish_bytes(path, (json.dumps(content, allow_nan=False) + "\n").encode())
+        except OSError as error:
+            log.warning("%s: cannot be written (%s); training goes on", path, error.strerror or error)
+        else:
+            done = "its update was skipped" if last.skipped else "its update was applied and training goes on"
+            log.info("step %d (%s): %s; what it read is in %s", last.step, ", ".join(reasons), done, path)
+
+    def _step(
+        self,
+        seen: Seen,
+        layers: dict[str, float | None],
+        found: _Sequences,
+        usual: Mapping[int, float],
+        most: int | None,
+    ) -> dict[str, Any]:
+        means = found.means
+        excess_S = means - np.array([usual.get(int(source), 0.0) for source in found.columns["source"]])
+        known = np.isin(found.columns["place"], list(found.pieces))
+        places = found.columns["place"][known]
+        chosen = [
+            int(places[s])
+            for s in _highest(excess_S[known], found.targets_S[known], STANDING_OUT_BEFORE if most is None else most)
+        ]
+        return {
+            **{
+                name: _plain(getattr(seen, name))
+                for name in (
+                    "step", "data_step", "loss", "grad_norm", "loss_z", "grad_norm_z", "loss_spike", "grad_norm_spike",
+                    "non_finite", "skipped",
+                )
+            },
+            "layers": layers,
+            "sequences": {
+                **{name: column.tolist() for name, column in found.columns.items()},
+                "loss": [_plain(mean) for mean in means.tolist()],
+                "targets": found.targets_S.tolist(),
+                "finite": np.isfinite(found.nats_S).tolist(),
+            },
+            "within": {
+                "tokens": _piece(int(self._facts.layout["seq_len"])),
+                "place": chosen,
+                "loss": [[_plain(value) for value in found.pieces[place][0].tolist()] for place in chosen],
+                "targets": [found.pieces[place][1].tolist() for place in chosen],
+            },
+        }  # fmt: skip
+
+    def _path(self, step: int) -> str:
+        """A file of its own: a step that was run again does not take the name of the one before."""
+        path = os.path.join(self._folder, f"step_{step:08d}.json")
+        return f"{path[:-5]}.attempt_{self._facts.attempt}.json" if os.path.exists(path) else path
+
+    def _count(self) -> int:
+        try:
+            return sum(_NAME.fullmatch(name) is not None for name in os.listdir(self._folder))
+        except OSError:
+            return 0
+
+    def _is_full(self) -> bool:
+        full = self._num_files >= self._config.max_files
+        if full and not self._full and self._together.rank == 0:
+            log.warning("%s: has %d files, no more are written (forensics.max_files)", self._folder, self._num_files)
+        self._full = full
+        return full
+
+
+def _piece(seq_len: int) -> int:
+    """Tokens of a piece; the last one of a sequence may have fewer."""
+    return -(-seq_len // PIECES)
+
+
+def _cut(values_MBL: Tensor) -> Tensor:
+    """Sums of pieces [M, B, P]."""
+    length = values_MBL.shape[-1]
+    size = _piece(length)
+    if size == 1:
+        return values_MBL
+    if short := -length % size:
+        values_MBL = pad(values_MBL, (0, short))
+    return values_MBL.unflatten(-1, (-1, size)).sum(-1)
+
+
+def _highest(values_S: NDArray[np.float64], targets_S: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Where the highest values are, what is not finite first; sequences without a target are not among them."""
+    with_targets = np.flatnonzero(targets_S)
+    ranked = np.where(np.isfinite(values_S), values_S, np.inf)[with_targets]
+    return with_targets[np.argsort(-ranked, kind="stable")[:most]]
+
+
+def _joined(shares: Sequence[_Sequences]) -> _Sequences:
+    """All ranks' sequences of a step, by place."""
+    columns = {name: np.concatenate([share.columns[name] for share in shares]) for name in shares[0].columns}
+    order = np.argsort(columns["place"], kind="stable")
+    pieces = {place: own for share in shares for place, own in share.pieces.items()}
+    return _Sequences(
+        {name: column[order] for name, column in columns.items()},
+        np.concatenate([share.nats_S for share in shares])[order],
+        np.concatenate([share.targets_S for share in shares])[order],
+        pieces,
+    )
+
+
+def _usual(steps: Sequence[_Sequences]) -> dict[int, float]:
+    """The median loss of the sequences of each source, over all steps."""
+    sources = np.concatenate([step.columns["source"] for step in steps])
+    means = np.concatenate([step.means for step in steps])
+    finite = np.isfinite(means)
+    return {int(source): float(np.median(means[finite & (sources == source)])) for source in np.unique(sources[finite])}
+
+
+def _added(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """All ranks' squares by parameter, in the order of the ranks."""
+    total: dict[str, float] = {}
+    for share in shares:
+        for name, square in share.items():
+            total[name] = total.get(name, 0.0) + square
+    return total
+
+
+def _norms(squares: Mapping[str, float], group: Callable[[str], str]) -> dict[str, float | None]:
+    return {name: _plain(square**0.5) for name, square in _added([{group(n): s} for n, s in squares.items()]).items()}
+
+
+def _layer(parameter: str) -> str:
+    """``blocks.3`` of ``blocks.3.ffn.w1.weight``; ``embed``, ``norm`` or ``head`` of what is in no block."""
+    names = parameter.split(".")
+    return ".".join(names[:2]) if names[0] == "blocks" else names[0]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN; and float32 has no more digits."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None

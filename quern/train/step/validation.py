@@ -1,0 +1,130 @@
+"""Loss on the held-out documents: the same windows every time, shared by the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from quern import storage
+from quern.parallel.accumulation import Inputs, Runner
+from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.feed import to_device
+from quern.train.batches.loader import IGNORE, Loader, StepBatch
+from quern.train.batches.mixture import source_names
+from quern.train.config import TrainConfig
+from quern.train.processes.ranks import Ranks
+
+__all__ = ["TOGETHER", "Validator", "open_held_out"]
+
+TOGETHER = 8
+"""Micro-batches that a runner gets at a time, so that a pipeline's ranks work side by side, and gather their weights
+once for all of them; a stage holds the hidden states of so many."""
+
+
+_HELD_OUT = ".val"
+"""How the folder of a source's held-out documents ends, beside the source's own."""
+
+
+def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
+    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window.
+
+    Raises:
+        InputError: a file of theirs is missing or is not what the corpus version says.
+    """
+    found = []
+    for source in config.data:
+        folder = source.path.rstrip("/") + _HELD_OUT
+        root, name = os.path.split(os.path.abspath(folder))
+        listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
+        if name in listed and ShardReader(folder).num_windows(config.seq_len):
+            found.append(Corpus([folder], config.seq_len))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    global_batch: int
+
+
+class _FromTheStart:
+    """The first ``count`` windows of one source, a batch at a time; what fills up the last batch has epoch 1."""
+
+    def __init__(self, windows: int, count: int, batch: int) -> None:
+        self.windows = (windows,)
+        self.phases = (_Phase(batch),)
+        self.steps = -(-count // batch)
+        self._count, self._batch = count, batch
+
+    def first_sample(self, step: int) -> int:
+        return step * self._batch
+
+    def global_batch_at(self, step: int) -> int:
+        return self._batch
+
+    def samples(self, positions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        epochs, windows = np.divmod(np.asarray(positions, np.uint64), np.uint64(self._count))
+        return np.zeros_like(windows), epochs, windows
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    loader: Loader
+    steps: int
+
+
+class Validator:
+    """Mean loss a target, over each source's held-out windows and over all of them."""
+
+    def __init__(
+        self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str
+    ) -> None:
+        self._ranks, self._document_mask = ranks, config.document_mask
+        folders = [os.path.abspath(given.path) + _HELD_OUT for given in config.data]
+        names = dict(zip(folders, source_names(config), strict=True))
+        self._sources = []
+        for corpus in held_out:
+            (windows,) = corpus.windows
+            wanted = min(windows, config.validation.windows or windows)
+            order = _FromTheStart(windows, wanted, config.micro_batch * dp_size)
+            loader = Loader(
+                corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+            )  # fmt: skip
+            self._sources.append(_Source(names[corpus.readers[0].path], loader, order.steps))
+
+    def run(self, model: Runner) -> dict[str, Any]:
+        """``loss`` (nats a target), ``tokens`` (targets) and the same by source (:func:`source_names`). Collective."""
+        rows = [(source.name, self._mean(model, source)) for source in self._sources]
+        tokens = sum(row["tokens"] for _, row in rows)
+        loss = sum(row["loss"] * row["tokens"] for _, row in rows) / max(tokens, 1)
+        return {"loss": loss, "tokens": tokens, "sources": dict(rows)}
+
+    def _mean(self, model: Runner, source: _Source) -> dict[str, Any]:
+        summed = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        for first in range(0, source.steps, TOGETHER):
+            steps = map(source.loader.take, range(first, min(first + TOGETHER, source.steps)))
+            inputs = [self._inputs(batch) for step in steps for batch in _without_filling(step)]
+            summed[0] += model.forward(inputs)[1]
+            if model.counts:
+                for batch in inputs:
+                    summed[1] += (batch.targets_BL != IGNORE).sum()
+        loss, tokens = self._ranks.sum(summed).tolist()
+        return {"loss": loss / max(tokens, 1), "tokens": int(tokens)}
+
+    def _inputs(self, batch: Any) -> Inputs:
+        return to_device(batch, self._ranks.device, document_mask=self._document_mask)
+
+
+def _without_filling(step: StepBatch) -> Sequence[Any]:
+    """Rows beyond the last window are forwarded, since every rank must take every forward, and count for nothing."""
+    for batch in step.micro_batches:
+        batch.targets_BL[batch.epochs > 0] = IGNORE
+    return step.micro_batches
