@@ -32,3 +32,14 @@ class InputError(QuernError):
     """
 
     exit_code = 2
+
+
+def one_line(error: BaseException, chars: int = 300) -> str:
+    """The message of an error in one line of at most ``chars`` characters; where it has none, the name of its class."""
+    return " ".join(str(error).split())[:chars] or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message: Arrow, DuckDB and Ray draw and tell more below it. Where it has no message,
+    the name of its class."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

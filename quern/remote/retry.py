@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-from quern.errors import QuernError
+from quern.errors import QuernError, one_line
 
 __all__ = ["Backoff", "ChangedError", "StoreError", "translated"]
 
@@ -134,7 +134,7 @@ def translated(error: Exception, url: str, fix: str = "correct the address") -> 
         said = (getattr(error, name, None) for name in ("status", "status_code", "code"))
         status = next((number for number in said if isinstance(number, int)), 0)
         headers = getattr(error, "headers", None) or {}
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = one_line(error)
     what = f"{url}: {f'{code}: ' if code else ''}{text}"
     number = error.errno if isinstance(error, OSError) else None
     names = {cls.__name__ for cls in type(error).__mro__}

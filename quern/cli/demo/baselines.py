@@ -19,6 +19,7 @@ from typing import Self
 
 import numpy as np
 
+from quern.data_pipeline.page.keys import places
 from quern.tokenize.shards import ShardReader
 
 __all__ = ["NGram", "Stream", "read_stream"]
@@ -109,10 +110,10 @@ def _table(keys: np.ndarray, vocab_size: int) -> _Table:
 
 
 def _find(sorted_keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, missing: int) -> np.ndarray:
-    if not len(sorted_keys):
-        return np.full(len(wanted), missing, np.int64)
-    at = np.minimum(np.searchsorted(sorted_keys, wanted), len(sorted_keys) - 1)
-    return np.where(sorted_keys[at] == wanted, values[at], missing)
+    found = np.full(len(wanted), missing, np.int64)
+    at = places(sorted_keys, wanted)
+    found[at >= 0] = values[at[at >= 0]]
+    return found
 
 
 def _keys(stream: Stream, order: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from quern import storage
 from quern.data_pipeline.execution.fence import Fence
 from quern.data_pipeline.execution.ray_life import Pulse, pulse_of, start
 from quern.data_pipeline.execution.tasks import MAX_DEATHS, Death, Engine, InProcess, OnDeath
-from quern.errors import QuernError
+from quern.errors import QuernError, first_line
 
 __all__ = ["Death", "Engine", "InProcess", "RayPool", "open_engine"]
 
@@ -318,7 +318,7 @@ def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any,
         log.warning(
             "machine %s does not say what its worker died of: %s",
             machine[:8],
-            (str(error).splitlines() or [type(error).__name__])[0],
+            first_line(error),
         )
         return None
 

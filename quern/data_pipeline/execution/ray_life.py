@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quern import storage
-from quern.errors import InputError, QuernError, ended_by
+from quern.errors import InputError, QuernError, ended_by, first_line
 
 __all__ = ["Pulse", "pulse_of", "start"]
 
@@ -53,7 +53,7 @@ def start(workers: int | None, address: str | None) -> None:
     except storage.FullError:
         raise
     except Exception as error:  # Ray raises no class of its own when a machine is too busy for it to start
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         if address is None:
             raise QuernError(f"no Ray could be started on this machine ({why})") from None
         if isinstance(error, ValueError):

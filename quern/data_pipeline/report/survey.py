@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH
+from quern.data_pipeline.page.keys import contains
 from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
 from quern.errors import QuernError
 
@@ -240,7 +241,7 @@ class _Scan:
             for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=_COLUMNS):
                 keys = id_keys(batch.column("doc_id"))
                 dropped = np.asarray(pc.is_valid(batch.column("stage")))
-                outcome = np.where(dropped, 2, _in(keys, self.removed).astype(np.int64))
+                outcome = np.where(dropped, 2, contains(self.removed, keys).astype(np.int64))
                 columns = [batch.column(name) for name in ("language", "stage", "reason")]
                 for language, stage, reason, index, count in _groups(*columns, outcome):
                     by_outcome = self.found.languages.setdefault(language or NO_LANGUAGE, [0] * len(OUTCOMES))
@@ -251,7 +252,7 @@ class _Scan:
                 self.found.duplicates[source, name] += int(np.count_nonzero(outcome == 1))
                 for host, index, count in _groups(batch.column("host"), outcome):
                     self.found.hosts.add(host or NO_HOST, index, count)
-                for row in np.flatnonzero(_in(keys, self.wanted)):
+                for row in np.flatnonzero(contains(self.wanted, keys)):
                     self.places[batch.column("doc_id")[int(row)].as_py()] = (source, name, first + int(row))
                 order = mix(keys, self.seed)
                 for stratum, rows in _strata(batch, outcome):
@@ -289,7 +290,7 @@ class _Scan:
                     batch = batch.filter(pc.is_valid(text))
                     text = batch.column("text")
                 kept = np.asarray(pc.fill_null(batch.column("kept"), False))
-                outcome = np.where(kept, _in(id_keys(batch.column("doc_id")), self.removed).astype(np.int64), 2)
+                outcome = np.where(kept, contains(self.removed, id_keys(batch.column("doc_id"))).astype(np.int64), 2)
                 chars = np.asarray(pc.fill_null(pc.utf8_length(text), 0)).astype(np.int64)
                 words = np.asarray(pc.fill_null(pc.count_substring_regex(text, r"\S+"), 0)).astype(np.int64)
                 for table, edges, lengths in (
@@ -300,14 +301,6 @@ class _Scan:
                     np.add.at(table, (outcome, bins), 1)
                 self.found.unique_chars[source] += int(chars[outcome == 0].sum())
         return num_bytes
-
-
-def _in(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """bool[n]: which keys stand in the sorted table."""
-    if not len(table):
-        return np.zeros(len(keys), bool)
-    at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-    return np.asarray(table[at] == keys)
 
 
 def _groups(*columns: pa.Array | np.ndarray) -> Iterator[tuple[Any, ...]]:
@@ -345,7 +338,7 @@ def _load(run_dir: str, places: Sequence[_Place]) -> dict[_Place, tuple[dict[str
             first = 0
             keys = np.sort(id_keys(pa.array(sorted(by_id), HASH)))
             for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=["doc_id"]):
-                at += [first + int(i) for i in np.flatnonzero(_in(id_keys(batch.column(0)), keys))]
+                at += [first + int(i) for i in np.flatnonzero(contains(keys, id_keys(batch.column(0))))]
                 first += batch.num_rows
         for document in _take(path, at, ["doc_id", "text"]):
             texts[document["doc_id"]] = document["text"]

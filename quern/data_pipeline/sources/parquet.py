@@ -14,7 +14,7 @@ from quern.data_pipeline.page.url import MAX_CHARS
 from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
-from quern.errors import InputError
+from quern.errors import InputError, first_line
 
 __all__ = ["read_parquet"]
 
@@ -39,7 +39,7 @@ def read_parquet(
             file = pq.ParquetFile(stream)
         except (pa.ArrowException, OSError) as error:
             _raise_if_not_damage(error)
-            log.damaged(path, 0, f"not a readable Parquet file: {_first_line(error)}")
+            log.damaged(path, 0, f"not a readable Parquet file: {first_line(error)}")
             return
         columns, shared = _columns(path, source, file.schema_arrow)
         # As dictionaries: a text or URL that all rows share is held once, as it is stored.
@@ -66,7 +66,7 @@ def read_parquet(
                         row += 1
             except (pa.ArrowException, OSError) as error:
                 _raise_if_not_damage(error)
-                log.damaged(path, row, f"row group {group} cannot be read from here: {_first_line(error)}")
+                log.damaged(path, row, f"row group {group} cannot be read from here: {first_line(error)}")
             first_row += file.metadata.row_group(group).num_rows
 
 
@@ -192,7 +192,3 @@ def _raise_if_not_damage(error: Exception) -> None:
     process runs out of memory."""
     if getattr(error, "errno", None) is not None or isinstance(error, MemoryError):
         raise error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,8 +20,9 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, content_hash
+from quern.data_pipeline.page.keys import KEY, contains
 from quern.data_pipeline.page.url import canonicalize, url_key
-from quern.errors import InputError
+from quern.errors import InputError, first_line
 
 __all__ = [
     "MADE_WITH",
@@ -240,7 +241,7 @@ def _read(file: str) -> pa.Table:
     except IsADirectoryError:
         raise InputError(f"{file}: expected *.parquet files in the folder, found none") from None
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
+        raise InputError(f"{file}: not a readable Parquet file ({first_line(error)})") from None
     for field in PURGE_SCHEMA:
         column = table[field.name]
         if not _is_accepted(column.type, field.type):
@@ -317,16 +318,9 @@ def _is_accepted(given: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(pa.types.is_binary(given) or pa.types.is_large_binary(given))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _keys(values: Iterable[bytes]) -> np.ndarray:
     return np.array(list(values), dtype="S16")
 
 
 def _contains(keys: np.ndarray, wanted: bytes) -> bool:
-    # as an S16 itself: numpy leaves zero bytes at the end out of what it compares
-    key = np.array(wanted, dtype="S16")[()]
-    place = int(np.searchsorted(keys, key))
-    return place < len(keys) and bool(keys[place] == key)
+    return bool(contains(keys, np.array([wanted], KEY))[0])

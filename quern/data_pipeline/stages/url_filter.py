@@ -20,6 +20,7 @@ from pydantic import Field
 from quern import storage
 from quern.config import Section
 from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.page.keys import contains
 from quern.data_pipeline.page.url import MAX_CHARS, TRACKING_VERSION, canonicalize, host, surt
 from quern.errors import InputError
 
@@ -210,9 +211,7 @@ def _url_entry(line: str) -> str | None:
 
 def _any_listed(hashes: np.ndarray, keys: list[str]) -> int:
     wanted = np.array([xxhash.xxh64_intdigest(key.encode()) for key in keys], np.uint64)
-    places = np.searchsorted(hashes, wanted)
-    found = hashes[np.minimum(places, len(hashes) - 1)] == wanted
-    return int(found.any())
+    return int(contains(hashes, wanted).any())
 
 
 Phrases = tuple[frozenset[str], int]

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from quern import storage
+from quern.data_pipeline.page.keys import places
 from quern.errors import InputError
 from quern.lineage.index.tables import require_columns
 
@@ -173,12 +174,10 @@ def _joined(ids: np.ndarray, versions: U32, new: np.ndarray, version: int) -> tu
 def _look_up(ids: np.ndarray, versions: U32, doc_ids: bytes | memoryview) -> tuple[NDArray[np.bool_], U32]:
     """Whether each document is one of ``ids``, and its version (0 if not)."""
     wanted = np.frombuffer(doc_ids, _ID)
-    known, found = np.zeros(len(wanted), np.bool_), np.zeros(len(wanted), np.uint32)
-    if len(ids) and len(wanted):
-        places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-        known = ids[places] == wanted
-        found[known] = versions[places[known]]
-    return known, found
+    at = places(ids, wanted)
+    found = np.zeros(len(wanted), np.uint32)
+    found[at >= 0] = versions[at[at >= 0]]
+    return at >= 0, found
 
 
 def _read(path: str) -> pa.Table:

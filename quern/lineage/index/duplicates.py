@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.lineage.index.columns import I64, Column, DamagedIndexError
 from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
@@ -140,7 +140,7 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
         except pa.ArrowException:
             raise InputError(f"{path}: row {row}: {name}: expected {kind}, got {column.type}") from None
         except (OverflowError, ValueError, KeyError) as error:  # a time that Python has not, a zone that nobody knows
-            why = " ".join(str(error).split())[:120]
+            why = one_line(error, 120)
             raise InputError(f"{path}: row {row}: {name}: expected {kind} ({why})") from None
     return found
 

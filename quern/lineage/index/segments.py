@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from quern.data_pipeline.page import url as urls
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.lineage.index.columns import I64, Column, DamagedIndexError, write_column
 from quern.lineage.index.hashes import Hashes, halves, sort_order, write_hashes
 from quern.lineage.index.records import Opened, read_sealed
@@ -160,7 +160,7 @@ def _cast(path: str, rows: pa.Table, name: str, *kinds: pa.DataType) -> pa.Chunk
         for kind in kinds:
             column = column.cast(kind)
     except pa.ArrowException as error:
-        why = " ".join(str(error).split())[:120]
+        why = one_line(error, 120)
         raise InputError(f"{path}: {name}: expected {kinds[-1]}, got {rows[name].type} ({why})") from None
     return column
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quern import storage
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.lineage.index.tables import require_columns
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Matches:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
         except (pa.ArrowException, InputError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            why = " ".join(str(error).split())[:120]
+            why = one_line(error, 120)
             raise InputError(f"{path}: expected a result of quern lineage match --out ({why})") from None
 
     @staticmethod

@@ -12,12 +12,12 @@ import json
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from quern.errors import InputError
+from quern.errors import InputError, first_line
 
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["check", "first_line"]
+__all__ = ["check"]
 
 #: Queries, what they read from, and what is done to their rows.
 _NODES = frozenset({
@@ -71,11 +71,6 @@ def check(connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str
         "SELECT view_name FROM duckdb_views() WHERE internal AND schema_name <> ?", [_CATALOG]
     ).fetchall()
     return _views(list(_dicts(tree["statements"])), {name.lower() for name in views}, {name.lower() for (name,) in own})
-
-
-def first_line(error: Exception) -> str:
-    """DuckDB's message without the drawing of the query below it."""
-    return str(error).split("\n", 1)[0]
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:

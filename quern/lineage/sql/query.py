@@ -35,10 +35,10 @@ from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.dedup.schemas import DECISIONS
 from quern.data_pipeline.execution.run_directory import is_complete
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, first_line
 from quern.lineage.index.changes import Purges, written_by
 from quern.lineage.index.decided import Redecided
-from quern.lineage.sql.guard import check, first_line
+from quern.lineage.sql.guard import check
 from quern.lineage.sql.steps import steps_table
 from quern.train.history.branch import LEDGER_FILE
 from quern.train.history.consumers import read_consumers

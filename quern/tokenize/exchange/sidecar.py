@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.page.document import verdict_schema
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, one_line
 from quern.tokenize.exchange.columns import I64
 
 __all__ = [
@@ -246,13 +246,13 @@ class _Verdicts:
                         columns = [batch[field.name].cast(field.type) for field in _VERDICTS]
                         yield pa.record_batch(columns, schema=_VERDICTS)
             except (OSError, KeyError, pa.ArrowException) as error:
-                why = " ".join(str(error).split())[:120]
+                why = one_line(error, 120)
                 self._failed = InputError(f"{path}: cannot be read: {why}")
                 raise self._failed from None
 
     def why(self, error: Exception, what: str) -> QuernError:
         """What to raise for an error of DuckDB's."""
-        told = " ".join(str(error).split())[:200]
+        told = one_line(error, 200)
         return self._failed or QuernError(f"{self._folder}: {what}: {told}")
 
 

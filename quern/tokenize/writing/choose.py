@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
+from quern.data_pipeline.page.keys import keys_of, places
 from quern.errors import QuernError
 from quern.tokenize.place import keyed_hashes, validation_limit
 
@@ -63,7 +64,7 @@ def choose(
         own, kept = [], []
         for batch in _batches(_documents(run_dir, source, partition), ["doc_id", "kept"], _JOIN_ROWS):
             kept.append(batch["kept"].to_numpy(zero_copy_only=False))
-            own.append(_ids(batch["doc_id"])[kept[-1]])
+            own.append(keys_of(batch["doc_id"])[kept[-1]])
         kept_flags.append(np.concatenate(kept) if kept else np.empty(0, bool))
         ids.append(np.concatenate(own) if own else np.empty(0, "S16"))
     sizes = [len(own) for own in ids]
@@ -76,13 +77,14 @@ def choose(
         )
     hashes = keyed_hashes(seed, "validation", _each(everything)).copy()
     for batch in _batches(storage.join(run_dir, CLUSTERS), ["doc_id", "cluster_id"], _JOIN_ROWS):
-        at, found = _find(everything, _ids(batch["doc_id"]))
-        hashes[at] = keyed_hashes(seed, "validation", _each(_ids(batch["cluster_id"])[found]))
+        at = places(everything, keys_of(batch["doc_id"]))
+        found = at >= 0
+        hashes[at[found]] = keyed_hashes(seed, "validation", _each(keys_of(batch["cluster_id"])[found]))
     limit = validation_limit(validation)
     choice_sorted = np.where(hashes < np.uint64(limit), VALIDATION, TRAIN).astype(np.uint8)
     for batch in _batches(storage.join(run_dir, DECISIONS), ["doc_id"], _JOIN_ROWS):
-        at, _ = _find(everything, _ids(batch["doc_id"]))
-        choice_sorted[at] = LEFT_OUT
+        at = places(everything, keys_of(batch["doc_id"]))
+        choice_sorted[at[at >= 0]] = LEFT_OUT
     choices = np.empty_like(choice_sorted)
     choices[order] = choice_sorted
     digests = []
@@ -127,21 +129,7 @@ def _batches(path: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatc
         yield from pq.ParquetFile(file).iter_batches(batch_size=rows, columns=columns)
 
 
-def _ids(column: pa.FixedSizeBinaryArray) -> np.ndarray:
-    """S16[n] view of a doc_id column without nulls."""
-    return np.frombuffer(column.buffers()[1], "S16", len(column), column.offset * 16)
-
-
 def _each(ids: np.ndarray) -> Iterator[bytes]:
     """Every id with all of its 16 bytes (a NumPy item would lose trailing NULs)."""
     data = ids.tobytes()
     return (data[i : i + 16] for i in range(0, len(data), 16))
-
-
-def _find(ordered: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions in ``ordered`` (sorted, unique) of the wanted ids that are there, and a mask of those."""
-    if not len(ordered):
-        return np.empty(0, np.int64), np.zeros(len(wanted), bool)
-    at = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-    found = ordered[at] == wanted
-    return at[found], found

@@ -22,9 +22,9 @@ from quern import storage
 from quern.data_pipeline import report
 from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.execution.run_directory import remove_torn
-from quern.errors import QuernError
+from quern.data_pipeline.page.keys import contains, key_set, keys_of
+from quern.errors import QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
-from quern.lineage.purge.tables.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.tables.files import Change, changes_since, note_before
 from quern.lineage.purge.tables.row_groups import opened, read_group
 
@@ -236,7 +236,7 @@ def _clean_report(run: str, ids: np.ndarray) -> list[str]:
             report.write_report(run, storage.read_json(stats), seed=_seed(run))
             return []
         except (QuernError, OSError, KeyError, TypeError, ValueError) as error:
-            why = " ".join(str(error).split())[:200]
+            why = one_line(error, 200)
     storage.remove(path)
     return [f"{REPORT}: showed texts of purged documents and is removed; it could not be made anew: {why}"]
 

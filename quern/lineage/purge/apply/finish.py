@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from quern import storage
+from quern.data_pipeline.page.keys import keys_of
 from quern.data_pipeline.page.url import url_key
 from quern.data_pipeline.stages.tombstones import read_purge_list
-from quern.errors import QuernError
+from quern.errors import QuernError, one_line
 from quern.lineage.index.changes import changes_file
 from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.apply.clean import Cleaned, clean
@@ -23,7 +24,6 @@ from quern.lineage.purge.apply.superseded import sweep
 from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.record.journal import Intent
 from quern.lineage.purge.record.remember import Signatures, remember
-from quern.lineage.purge.tables.doc_ids import keys_of
 from quern.lineage.purge.tables.files import Change, version_changes
 from quern.tokenize.corpus_version import read_version
 
@@ -72,7 +72,7 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
             if clock is not None:
                 clock.lap(step)
     except Exception as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
+        why = one_line(error)
         raise QuernError(
             f"{run}: corpus version {intent.after} holds, but the purge is not at its end ({step}: {why}); the next "
             "purge, verify or data run goes on with it"

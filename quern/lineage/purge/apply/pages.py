@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline import report
+from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of
 from quern.lineage.forensics.file import FOLDER
 from quern.lineage.purge.apply.clean import Cleaned
-from quern.lineage.purge.tables.doc_ids import KEY, contains, key_set, keys_of
 from quern.lineage.purge.tables.files import changes_since, note_before
 
 __all__ = ["clean_forensics", "pages", "shown_in"]

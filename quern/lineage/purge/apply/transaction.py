@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from quern import storage
 from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.execution.run_directory import BusyError, is_complete, remove_torn, sole_driver
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, one_line
 from quern.lineage.index.changes import Purges
 from quern.lineage.purge.apply import version
 from quern.lineage.purge.apply.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, holds_sketches, is_remembered
@@ -223,8 +223,8 @@ def _carry_out(
                 _undo(run, intent)
         except Exception as second:
             raise QuernError(
-                f"{run}: the purge failed ({_line(error)}), and could not be undone ({_line(second)}); the next purge, "
-                "verify or data run does so first; the corpus is as it was"
+                f"{run}: the purge failed ({one_line(error)}), and could not be undone ({one_line(second)}); the next "
+                "purge, verify or data run does so first; the corpus is as it was"
             ) from error
         if not done:
             raise _failed(run, error) from error
@@ -234,9 +234,9 @@ def _failed(run: str, error: Exception) -> QuernError:
     if isinstance(error, InputError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, storage.FullError) else _line(error)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, storage.FullError) else one_line(error)
         return QuernError(f"{run}: no space left on the device ({told}); the purge was undone, nothing is changed")
-    return QuernError(f"{run}: the purge failed ({_line(error)}); it was undone, nothing is changed")
+    return QuernError(f"{run}: the purge failed ({one_line(error)}); it was undone, nothing is changed")
 
 
 def recover(run: str) -> str | None:
@@ -279,7 +279,7 @@ def take_up(run: str) -> None:
     except (BusyError, InputError):
         return
     except (QuernError, OSError) as error:  # what is there can be read all the same
-        told = _line(error)
+        told = one_line(error)
     if told is not None:
         print(told, file=sys.stderr)
 
@@ -289,7 +289,3 @@ def _undo(run: str, intent: Intent) -> None:
     if intent.makes_version:
         version.undo(storage.join(run, "tokens"), intent.after)
     journal.discard(run)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

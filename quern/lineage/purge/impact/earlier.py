@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quern import storage
+from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of
 from quern.errors import InputError
 from quern.lineage.exposure import Tally
 from quern.lineage.index.changes import Purges
 from quern.lineage.purge.record import audit
-from quern.lineage.purge.tables.doc_ids import KEY, contains, key_set, keys_of
 from quern.lineage.purge.tables.rows import batches
 from quern.lineage.training import Attempt, Stretch, TrainingRun
 from quern.words import counted

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.data_pipeline.committed import Committed, read_committed
 from quern.data_pipeline.execution.commits import TABLES
+from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of
 from quern.data_pipeline.page.url import url_key
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
@@ -24,7 +25,6 @@ from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import audit
 from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY
-from quern.lineage.purge.tables.doc_ids import KEY, contains, key_set, keys_of
 from quern.lineage.purge.tables.row_groups import tables_in
 
 __all__ = ["Purged", "check_audit", "check_files"]

@@ -13,6 +13,7 @@ import numpy as np
 
 from quern import storage
 from quern.data_pipeline import report
+from quern.data_pipeline.page.keys import KEY, contains, places
 from quern.data_pipeline.stages.tombstones import read_purge_list
 from quern.errors import InputError, QuernError
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
@@ -20,7 +21,6 @@ from quern.lineage.purge.apply.clean import REPORT
 from quern.lineage.purge.apply.pages import pages, shown_in
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
-from quern.lineage.purge.tables.doc_ids import KEY, contains, places
 from quern.lineage.purge.tables.files import PURGE_FOLDER
 
 __all__ = ["check_left_over", "check_pages", "check_purge_list"]

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import zstandard
 
 from quern import storage
+from quern.data_pipeline.page.keys import KEY, contains
 from quern.errors import InputError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.proof.placed import Kind, strangers
-from quern.lineage.purge.tables.doc_ids import KEY, contains
 from quern.words import counted
 
 __all__ = ["check_strangers"]

@@ -7,11 +7,11 @@ import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.page.document import content_hash
+from quern.data_pipeline.page.keys import KEY, contains, key_set, keys_of, places
 from quern.data_pipeline.page.url import url_key
 from quern.errors import InputError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
-from quern.lineage.purge.tables.doc_ids import KEY, contains, key_set, keys_of, places
 from quern.lineage.purge.tables.row_groups import opened, read_group, tables_in
 
 __all__ = ["check_documents", "check_signatures", "find_relatives"]

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.page.keys import contains, keys_of
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
-from quern.lineage.purge.tables.doc_ids import contains, keys_of
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.exchange.texts import Vocabulary
 from quern.tokenize.shards import SPANS_SCHEMA

@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import __version__, storage
+from quern.data_pipeline.page.keys import key_set, keys_of
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY
-from quern.lineage.purge.tables.doc_ids import key_set, keys_of
 from quern.lineage.purge.tables.files import Change
 from quern.tokenize.shard_format import VERSION_FILE
 

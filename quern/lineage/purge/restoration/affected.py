@@ -25,8 +25,8 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exact import scope_words
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.execution.commits import commit_path
+from quern.data_pipeline.page.keys import contains, key_set, keys_of, places
 from quern.errors import InputError, QuernError
-from quern.lineage.purge.tables.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.tables.rows import batches, matching
 
 __all__ = ["affected", "check_closed", "partitions_of", "signatures_of"]
@@ -137,8 +137,8 @@ def _share_full_band(run: str, doc_ids: np.ndarray, config: DuplicatesConfig) ->
     mine = np.unique(np.concatenate([np.empty(0, np.uint64), *own]))
     counts = np.zeros(len(mine), np.int64)
     for _, found in rows(None):
-        at, known = _find(mine, found.ravel())
-        counts += np.bincount(at[known], minlength=len(mine))
+        at = places(mine, found.ravel())
+        counts += np.bincount(at[at >= 0], minlength=len(mine))
     full = mine[counts > config.max_band_members]
     if not len(full):
         return False
@@ -151,9 +151,9 @@ def _full_without_equal(run: str, full: np.ndarray, rows: Iterator[tuple[np.ndar
     """Whether a band is still full without what the exact and the URL pass removed: copies have every band alike."""
     sharing_ids, sharing_keys = [np.empty(0, "S16")], [np.empty(0, np.int64)]
     for ids, found in rows:
-        at, known = _find(full, found.ravel())
-        sharing_ids.append(np.repeat(ids, found.shape[1])[known])
-        sharing_keys.append(at[known])
+        at = places(full, found.ravel())
+        sharing_ids.append(np.repeat(ids, found.shape[1])[at >= 0])
+        sharing_keys.append(at[at >= 0])
     doc_ids, key = np.concatenate(sharing_ids), np.concatenate(sharing_keys)
     different = np.unique(doc_ids)
     removed = []
@@ -162,11 +162,3 @@ def _full_without_equal(run: str, full: np.ndarray, rows: Iterator[tuple[np.ndar
         removed.append(equal[contains(different, equal)])
     stays = ~contains(key_set(removed), doc_ids)
     return bool((np.bincount(key[stays], minlength=len(full)) > most).any())
-
-
-def _find(ordered: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each of ``wanted`` would stand in ``ordered``, and whether it does."""
-    if not len(ordered):
-        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-    at = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-    return at, ordered[at] == wanted

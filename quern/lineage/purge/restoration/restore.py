@@ -28,11 +28,11 @@ from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISION_SCHEMA, DECISIO
 from quern.data_pipeline.dedup.signature import NUM_WORDS
 from quern.data_pipeline.execution.tasks import InProcess
 from quern.data_pipeline.page.document import HASH
+from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import InputError
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.decided import Redecided
 from quern.lineage.purge.restoration.affected import affected, check_closed, partitions_of, signatures_of
-from quern.lineage.purge.tables.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.tables.rows import batches, matching, with_value
 from quern.tokenize.place import keyed_hashes, validation_limit
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH, content_hash
+from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import InputError
-from quern.lineage.purge.tables.doc_ids import contains, key_set, keys_of
 from quern.lineage.purge.tables.rows import matching
 from quern.tokenize.encoding import Encoding, load_encoding
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
+from quern.data_pipeline.page.keys import key_set, keys_of
 from quern.errors import InputError
-from quern.lineage.purge.tables.doc_ids import key_set, keys_of
 
 __all__ = ["batches", "matching", "with_value"]
 

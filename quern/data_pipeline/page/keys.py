@@ -1,4 +1,4 @@
-"""Sets of 128-bit keys, doc_ids and hashes, as sorted arrays: 16 bytes a key, whatever their number."""
+"""Look-ups in sorted arrays of keys, most of them of 16 bytes: doc_ids and hashes."""
 
 from __future__ import annotations
 
