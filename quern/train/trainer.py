@@ -30,6 +30,7 @@ from quern.train.history.health import Watch
 from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
 from quern.train.processes.ranks import Ranks
+from quern.train.step import figures
 from quern.train.step.forensics import Forensics, Seen
 from quern.train.step.guard import Guard, Health
 from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
@@ -52,8 +53,7 @@ class _Pending:
     data_step: int
     valid_tokens: int
     values: torch.Tensor
-    """Objective, loss, asked to stop, ranks that have written their part of a checkpoint, whether it is published,
-    asked for forensics; gradient norm, non-finite, loss spike, norm spike, skipped, both z-scores, loss scale."""
+    """:class:`.figures.Figures`, on their way to the host."""
     lr: float
     tokens: int
     wait_s: float
@@ -164,12 +164,11 @@ class Trainer:
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
         self.forensics.keep(batch, losses)
         self.parallel.gradients.finish()
-        mine = torch.zeros(6, dtype=self._master, device=self.ranks.device)
-        mine[:2] = sums / batch.valid_tokens
-        save, asked = self.saves.progress(), self.forensics.take_request()
-        for place, value in enumerate((self._signal, save.ended, save.published, asked), start=2):
-            if value:  # travels with the loss, so that all ranks know it at the same step
-                mine[place] = value
+        save = self.saves.progress()
+        mine = figures.of_this_rank(
+            sums / batch.valid_tokens, self._master, stop=self._signal, saves_ended=save.ended,
+            saves_published=save.published, asked=self.forensics.take_request(),
+        )  # fmt: skip
         self._summed = self.ranks.sum(mine)
         return self._summed[1]
 
@@ -194,12 +193,11 @@ class Trainer:
 
     def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
         """Send the step's figures to the host, and read those of the step before, which have arrived."""
-        figures = (
-            norm, health.non_finite, health.loss_spike, health.norm_spike, health.skip, health.loss_z, health.norm_z,
-            self.loss_scale.scale,
+        values = figures.pack(
+            self._summed, norm=norm, non_finite=health.non_finite, loss_spike=health.loss_spike,
+            norm_spike=health.norm_spike, skipped=health.skip, loss_z=health.loss_z, norm_z=health.norm_z,
+            scale=self.loss_scale.scale,
         )  # fmt: skip
-        own = torch.stack([figure.to(self._master) for figure in figures])
-        values = torch.cat((self._summed, own)).to("cpu", non_blocking=True)
         self._pending.append(
             _Pending(
                 step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
@@ -213,9 +211,9 @@ class Trainer:
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
             pending.ended.wait()
-            figures = pending.values.tolist()
-            self.forensics.settle(self._read(pending, figures))
-            self.saves.heard(Progress(int(figures[3]), int(figures[4])))
+            found = figures.unpack(pending.values)
+            self.forensics.settle(self._read(pending, found))
+            self.saves.heard(Progress(int(found.saves_ended), int(found.saves_published)))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 done = pending.step + 1 - self._skips
                 before = newest_until(self.config.run_dir, done)
@@ -229,45 +227,46 @@ class Trainer:
                     f"then {way}"
                 )
 
-    def _read(self, pending: _Pending, figures: list[float]) -> Seen:
-        objective, loss, stop, _, _, asked = figures[:6]
-        norm, non_finite, loss_spike, norm_spike, skipped, loss_z, norm_z, scale = figures[6:]
-        if stop and self.stopped_by is None:
+    def _read(self, pending: _Pending, found: figures.Figures) -> Seen:
+        if found.stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
             if self.ledger is not None:
                 log.info("%s: the step in work is finished and saved; the same command goes on", self.stopped_by)
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
-        self._skips = self._skips + 1 if skipped else 0
+        self._skips = self._skips + 1 if found.skipped else 0
         where = {"step": pending.step, "data_step": pending.data_step}
         flags = {
-            "loss_spike": bool(loss_spike), "grad_norm_spike": bool(norm_spike), "non_finite": bool(non_finite),
-            "skipped": bool(skipped),
+            "loss_spike": bool(found.loss_spike), "grad_norm_spike": bool(found.norm_spike),
+            "non_finite": bool(found.non_finite), "skipped": bool(found.skipped),
         }  # fmt: skip
         seen = Seen(
-            pending.step, pending.data_step, loss, norm, loss_z, norm_z, **flags, requested=bool(asked)
+            pending.step, pending.data_step, found.loss, found.norm, found.loss_z, found.norm_z, **flags,
+            requested=bool(found.asked),
         )  # fmt: skip
         if self.ledger is None or self.metrics is None:
             return seen
-        if skipped:
-            reason = "non_finite" if non_finite else "spike"
+        if found.skipped:
+            reason = "non_finite" if found.non_finite else "spike"
             most = self.config.guard.max_skips
             why = reason if pending.valid_tokens else f"{reason}: no position of its batch is a target"
             log.warning("step %d skipped (%s), %d in a row of %d", pending.step, why, self._skips, most)
             self.ledger.append("skipped", **where, reason=reason)
-        elif non_finite:
-            self.ledger.append("non_finite", **where, loss=loss, grad_norm=norm)
-        if loss_spike or norm_spike:
-            self.ledger.append("spike", **where, loss=loss, grad_norm=norm, loss_z=loss_z, grad_norm_z=norm_z)
-        self.saves.step(pending.step, not (non_finite or loss_spike or norm_spike or skipped), seconds)
+        elif found.non_finite:
+            self.ledger.append("non_finite", **where, loss=found.loss, grad_norm=found.norm)
+        if found.loss_spike or found.norm_spike:
+            self.ledger.append(
+                "spike", **where, loss=found.loss, grad_norm=found.norm, loss_z=found.loss_z, grad_norm_z=found.norm_z
+            )
+        self.saves.step(pending.step, not any(flags.values()), seconds)
         speed = self._sequences(pending.step) * self.config.seq_len / seconds
         row = {
-            **where, "attempt": self.start.attempt, "loss": loss, "grad_norm": norm, "lr": pending.lr,
+            **where, "attempt": self.start.attempt, "loss": found.loss, "grad_norm": found.norm, "lr": pending.lr,
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
             **self.utilisation.of(speed), **flags,
         }  # fmt: skip
-        row |= {"loss_scale": scale} if self.loss_scale.enabled else {}
-        self.metrics.report(row | ({"z_loss": objective - loss} if self.config.z_loss else {}))
+        row |= {"loss_scale": found.scale} if self.loss_scale.enabled else {}
+        self.metrics.report(row | ({"z_loss": found.objective - found.loss} if self.config.z_loss else {}))
         return seen
 
     def save_if_due(self, step: int) -> None:

@@ -1,0 +1,62 @@
+"""The figures of a step: one tensor while they are on the device, named numbers once they have reached the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Figures", "of_this_rank", "pack", "unpack"]
+
+
+class Figures(NamedTuple):
+    """What is known of a step when it has ended; the same on every rank."""
+
+    objective: float
+    loss: float
+    """Both are means over the targets of the global batch, in nats."""
+    stop: float
+    """The sum of the signals that ranks have had; 0: none."""
+    saves_ended: float
+    saves_published: float
+    """How far the newest asynchronous save is, summed over ranks."""
+    asked: float
+    """How many ranks were asked for forensics of this step."""
+    norm: float
+    """Of the gradient, before it was clipped."""
+    non_finite: float
+    loss_spike: float
+    norm_spike: float
+    skipped: float
+    """Whether the guard found the step so, and whether it left the update out: 0 or 1."""
+    loss_z: float
+    norm_z: float
+    """Robust z-scores of loss and norm."""
+    scale: float
+    """Of the loss, in fp16."""
+
+
+_SUMMED = Figures._fields.index("norm")
+"""How many, from the first, are sums over ranks."""
+
+
+def of_this_rank(objective_and_loss: torch.Tensor, dtype: torch.dtype, **counts: float) -> torch.Tensor:
+    """[6]: what this rank adds to the figures that are summed. ``counts``: those behind the first two, by name; they
+    travel with the loss, so that all ranks know them at the same step."""
+    mine = torch.zeros(_SUMMED, dtype=dtype, device=objective_and_loss.device)
+    mine[:2] = objective_and_loss
+    for name, value in counts.items():
+        if value:
+            mine[Figures._fields.index(name)] = value
+    return mine
+
+
+def pack(summed: torch.Tensor, **own: torch.Tensor) -> torch.Tensor:
+    """[14], on its way to the host: the summed figures and the others by name, which are the same on every rank."""
+    rest = torch.stack([own[name].to(summed.dtype) for name in Figures._fields[_SUMMED:]])
+    return torch.cat((summed, rest)).to("cpu", non_blocking=True)
+
+
+def unpack(values: torch.Tensor) -> Figures:
+    """The figures, once the copy to the host has ended."""
+    return Figures(*values.tolist())
