@@ -13,8 +13,7 @@ import pytest
 import torch
 import typer
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from support.checkpoint_commands import invoke
 
 from quern.cli.checkpoint import app
 from quern.model.config import ModelConfig
@@ -67,25 +66,6 @@ def run(tmp_path: Path, encoding: Encoding) -> Path:
     for step in (1000, 2000):
         write_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{step:08d}", encoding, step)
     return tmp_path / "run"
-
-
-def invoke(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-@pytest.fixture
-def as_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The one document on file descriptor 1."""
-
-    def get(*arguments: Any, code: int = 0) -> Any:
-        capfd.readouterr()
-        invoke(*arguments, "--json", code=code)
-        return json.loads(capfd.readouterr().out)
-
-    return get
 
 
 def damage(checkpoint: Path, *, length: int | None = None) -> Path:

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from support.checkpoint_commands import invoke
 
-from quern.cli.checkpoint import app
 from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import read_manifest
@@ -84,23 +82,6 @@ def flip(path: Path) -> None:
 
 def steps(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*"))
-
-
-def invoke(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-@pytest.fixture
-def as_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def get(*arguments: Any, code: int = 0) -> Any:
-        capfd.readouterr()
-        invoke(*arguments, "--json", code=code)
-        return json.loads(capfd.readouterr().out)
-
-    return get
 
 
 @pytest.fixture

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
+from support.checkpoint_commands import invoke
 
-from quern.cli.checkpoint import app
 from quern.config import dump_yaml
 from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import read_manifest
@@ -60,25 +58,6 @@ def configure(run: Path, **checkpoint: Any) -> None:
 
 def steps(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
-
-
-def invoke(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-@pytest.fixture
-def as_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The one document on file descriptor 1."""
-
-    def get(*arguments: Any, code: int = 0) -> Any:
-        capfd.readouterr()
-        invoke(*arguments, "--json", code=code)
-        return json.loads(capfd.readouterr().out, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
-
-    return get
 
 
 # ---- diff
