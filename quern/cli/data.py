@@ -30,6 +30,7 @@ from quern.data_pipeline.monitoring import run_status
 from quern.data_run.config import DataRun
 from quern.data_run.run import run_data
 from quern.errors import InputError
+from quern.tokenize.corpus_version import read_version
 from quern.words import counted, size
 
 app = typer.Typer(help="Crawl → documents → duplicates → tokens.", no_args_is_help=True)
@@ -79,6 +80,23 @@ def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
     gone = "" if storage.is_file(path) else " is missing; quern data run with the config of the run makes it anew"
     console.print(f"report     {plain(path)}{gone}", markup=False)
     console.print(f"tokens     {plain(storage.join(run_dir, 'tokens', 'VERSION.json'))}", markup=False)
+    if (since := _purged_since(run_dir)) is not None:
+        console.print(f"purged     {since}", markup=False)
+
+
+def _purged_since(run_dir: str) -> str | None:
+    """What purges have taken out of a run, whose figures stay as they were; None where there was none."""
+    if not storage.list_files(storage.join(run_dir, "audit")):
+        return None
+    from quern.lineage.purge.record import audit
+
+    numbers = audit.numbers(run_dir)
+    documents = sum(audit.read_entry(run_dir, number).record["documents"]["count"] for number in numbers)
+    version = read_version(storage.join(run_dir, "tokens"))["version"]
+    return (
+        f"{counted(documents, 'document')} in {counted(len(numbers), 'purge')}; the figures above are of the run as it "
+        f"was, the tokens are those of corpus version {version}"
+    )
 
 
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 #: Raised whenever the code would make other bytes from the same config.
 PAGES_FORMAT = 3
+#: The same, of runs with a purge list alone. 2: a place counts only where URLs do not tell that it is another page.
+_PURGE_RULES = "2"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
     """Source name → digest of everything that decides the rows of its partitions, contents of named files included."""
     chain = config.chain.model_dump(mode="json")
     files = {path: storage.sha256(path) for path in sorted(named_files(chain))}
+    if config.purge_list is not None:
+        files["rules of purge lists"] = _PURGE_RULES
     hashes = {}
     for source in config.sources:
         own = source.model_dump(mode="json", exclude=set(NOT_DECIDING))

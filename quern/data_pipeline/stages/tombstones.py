@@ -20,7 +20,7 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, content_hash
-from quern.data_pipeline.page.keys import KEY, contains
+from quern.data_pipeline.page.keys import KEY, contains, places
 from quern.data_pipeline.page.url import canonicalize, url_key
 from quern.errors import InputError, first_line
 
@@ -71,6 +71,8 @@ class PurgeList:
     """Three sorted unique arrays of 128-bit keys, ``S16[n]`` each; and sketches, if the list was made with them."""
 
     doc_ids: np.ndarray
+    their_urls: np.ndarray
+    """S16[n]: which of ``urls`` each document had; empty where that is not known."""
     urls: np.ndarray
     texts: np.ndarray
     sketches: tuple[Sketches, ...] = ()
@@ -79,7 +81,9 @@ class PurgeList:
 class Tombstones:
     """Stage: fails a page whose ``doc_id`` or canonical URL was purged; fills ``canonical_url``.
 
-    A page that was purged under ``http`` does not return under ``https``, nor the other way round.
+    A page that was purged under ``http`` does not return under ``https``, nor the other way round. A ``doc_id`` is a
+    place: the same line of another file of that name has it too. So it counts only where URLs do not tell that it is
+    another page.
     """
 
     name = "purged"
@@ -93,9 +97,11 @@ class Tombstones:
             page.canonical_url = canonicalize(page.url)
         if self._purged is None:
             return page
-        if _contains(self._purged.doc_ids, page.doc_id):
+        url = None if page.canonical_url is None else url_key(page.canonical_url)
+        (at,) = places(self._purged.doc_ids, np.array([page.doc_id], KEY)).tolist()
+        if at >= 0 and (url is None or self._purged.their_urls[at] in (b"", np.array(url, KEY)[()])):
             page.fail("purged", "purged.doc_id")
-        if page.canonical_url is not None and _contains(self._purged.urls, url_key(page.canonical_url)):
+        if url is not None and _contains(self._purged.urls, url):
             page.fail("purged", "purged.canonical_url")
         return page
 
@@ -190,17 +196,23 @@ def read_purge_list(path: str) -> PurgeList:
     Raises:
         InputError: there is no such file, it is not Parquet, or a column is missing or of another type.
     """
-    doc_ids, urls, texts = [], [], []
+    doc_ids, their_urls, urls, texts = [], [], [], []
     sketches: dict[tuple[int, int, int], list[pa.Table]] = {}
     for file in _files(path):
         table = _read(file)
         if "shingles" in table.column_names:
             sketches.setdefault(_made_with(file, table), []).append(table)
+        keys = _keys(url and url_key(canonicalize(url) or url) for url in table["canonical_url"].to_pylist())
         doc_ids.append(_keys(table["doc_id"].drop_null().to_pylist()))
+        their_urls.append(keys[table["doc_id"].is_valid().to_numpy()])
+        urls.append(keys[keys != b""])
         texts.append(_keys(table["post_filter_hash"].drop_null().to_pylist()))
-        urls.append(_keys(url_key(canonicalize(url) or url) for url in table["canonical_url"].drop_null().to_pylist()))
-    by_id, by_url, by_text = (np.unique(np.concatenate(parts)) for parts in (doc_ids, urls, texts))
-    return PurgeList(by_id, by_url, by_text, _all_sketches(sketches))
+    by_id, first, which = np.unique(np.concatenate(doc_ids), return_index=True, return_inverse=True)
+    beside = np.concatenate(their_urls)
+    own = beside[first]
+    own[which[beside != own[which]]] = b""  # of a document with several nothing is told
+    by_url, by_text = (np.unique(np.concatenate(parts)) for parts in (urls, texts))
+    return PurgeList(by_id, own, by_url, by_text, _all_sketches(sketches))
 
 
 def fingerprints(path: str | None) -> tuple[str, ...]:
@@ -318,8 +330,9 @@ def _is_accepted(given: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(pa.types.is_binary(given) or pa.types.is_large_binary(given))
 
 
-def _keys(values: Iterable[bytes]) -> np.ndarray:
-    return np.array(list(values), dtype="S16")
+def _keys(values: Iterable[bytes | None]) -> np.ndarray:
+    """S16[n]; empty for None."""
+    return np.array([value or b"" for value in values], KEY)
 
 
 def _contains(keys: np.ndarray, wanted: bytes) -> bool:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from typer.testing import CliRunner
 
 from quern import storage
+from quern.cli import data
 from quern.cli.lineage import app
 from quern.data_run.run import run_data
 from quern.lineage.purge.proof.verify import verify
@@ -107,6 +109,10 @@ def test_data_run_leaves_a_purged_run_as_it_is(run: Path, made: Path, purge: Cal
     purge("--domain", "leak.example", "--mode", "rewrite")
     files = C.tree(run)
     again = run_data(config)
+    gone = len(C.rows(run / "audit/00001.parquet"))
+    told = CliRunner().invoke(data.app, ["report", str(run)]).output
+    assert f"purged     {gone} documents in 1 purge; " in told
+    assert "corpus version 2" in told
     assert C.tree(run) == files
     assert again == json.loads((run / "stats.json").read_text())
     assert again["pages"] == stats["pages"]
