@@ -242,12 +242,13 @@ def _open(purge_list: str | PurgeList | None) -> PurgeList | None:
 def _read(file: str) -> pa.Table:
     try:
         with storage.open_read(file) as stream:
-            parquet = pq.ParquetFile(stream)
+            # In this thread alone: one of pyarrow's own may still hold bytes when the process ends, which aborts then.
+            parquet = pq.ParquetFile(stream, pre_buffer=False)
             missing = [name for name in PURGE_SCHEMA.names if name not in parquet.schema_arrow.names]
             if missing:
                 raise InputError(f"{file}: purge list has no column {missing[0]!r}; it may be null but must be there")
             also = [name for name in _SKETCH if name in parquet.schema_arrow.names]
-            table = parquet.read([*PURGE_SCHEMA.names, *also])
+            table = parquet.read([*PURGE_SCHEMA.names, *also], use_threads=False)
     except FileNotFoundError:
         raise InputError(f"{file}: no such purge list") from None
     except IsADirectoryError:

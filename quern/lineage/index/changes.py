@@ -184,7 +184,7 @@ def _read(path: str) -> pa.Table:
     """Its actions as bytes."""
     schema = pa.schema([CHANGES_SCHEMA.field("doc_id"), pa.field("action", pa.binary(), nullable=False)])
     try:
-        with storage.open_read(path) as stream, pq.ParquetFile(stream) as file:
+        with storage.open_read(path) as stream, pq.ParquetFile(stream, pre_buffer=False) as file:
             require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
             found = file.read(schema.names, use_threads=False).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -110,7 +110,7 @@ def redecided(run: str) -> pa.Table:
 
 def _read(path: str) -> Iterator[dict[str, Any]]:
     try:
-        with storage.open_read(path) as stream, pq.ParquetFile(stream) as file:
+        with storage.open_read(path) as stream, pq.ParquetFile(stream, pre_buffer=False) as file:
             require_columns(path, file.schema_arrow.names, DECISION_SCHEMA.names, "a table of decisions")
             for batch in file.iter_batches(1 << 14, columns=DECISION_SCHEMA.names, use_threads=False):
                 yield from pa.Table.from_batches([batch]).cast(DECISION_SCHEMA).to_pylist()

@@ -169,7 +169,7 @@ class Matches:
         import pyarrow.parquet as pq
 
         try:
-            table = pq.ParquetFile(io.BytesIO(storage.read_bytes(path))).read()
+            table = pq.ParquetFile(io.BytesIO(storage.read_bytes(path)), pre_buffer=False).read(use_threads=False)
             return cls._of_table(table)
         except FileNotFoundError:
             raise InputError(f"{path}: no such file") from None

@@ -264,7 +264,10 @@ def test_on_a_store_it_is_the_same(
         f"run/{path.relative_to(run)}" for path in (run / "tokens").rglob("*") if path.is_file()
     )
     for name in names:
-        assert server.read(name) == (run / name.removeprefix("run/")).read_bytes(), name
+        found, own = server.read(name), (run / name.removeprefix("run/")).read_bytes()
+        if name.endswith("VERSION.json"):  # the audit entries tell of different purge lists
+            found, own = ({**json.loads(data), "audit": None} for data in (found, own))
+        assert found == own, name
     assert set(corpus(run)) - there
     proof = CliRunner().invoke(app, ["lineage", "verify", away])
     assert proof.exit_code == 0, proof.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from quern import storage
 from quern.lineage.purge.proof import check_tokens
 from quern.lineage.purge.proof.verify import verify
 from quern.lineage.purge.record import audit
@@ -37,6 +40,26 @@ def test_a_purged_run_holds(case: P.Case) -> None:
     assert tokens["purged spans"] == len(case.placed) > 10
     assert tokens["texts compared"] == len(spans) - len(case.placed)
     assert documents["purged rows"] == sum(doc_id in case.listing.texts for doc_id in case.condemned)
+
+
+def test_files_are_read_by_threads_of_python_alone(case: P.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of pyarrow's own that lets go of a file's bytes while the process ends aborts it."""
+    readers = set()
+
+    class Noted(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            readers.add(type(threading.current_thread()))
+            return super().read(-1 if size is None else size)
+
+    class NotedBytes(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            readers.add(type(threading.current_thread()))
+            return super().read(size)
+
+    monkeypatch.setattr(storage, "open_read", lambda path, fingerprint=None: Noted(storage.split(path)[1]))
+    monkeypatch.setattr(io, "BytesIO", NotedBytes)
+    assert prove(case, deep=True).holds
+    assert readers == {threading.Thread, type(threading.main_thread())}  # and no thread that Python did not start
 
 
 def test_a_run_that_was_never_purged_holds(made: P.Case) -> None:

@@ -15,11 +15,11 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge.restoration.restored_tokens import Tokens
+from quern.lineage.purge.tables.row_groups import read_whole
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import SPANS_SCHEMA, ShardInfo, shard_name, spans_file
 
@@ -79,8 +79,8 @@ def read_spans(folder: str, info: ShardInfo) -> SpanTable:
     if hashlib.sha256(data).hexdigest() != info.spans_sha256:
         raise InputError(f"{path}: is damaged: its SHA-256 is not the one in the manifest")
     try:
-        table = pq.read_table(io.BytesIO(data), schema=SPANS_SCHEMA, use_threads=False).combine_chunks()
-    except (OSError, pa.ArrowException) as error:
+        table = read_whole(data).select(SPANS_SCHEMA.names).cast(SPANS_SCHEMA).combine_chunks()
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{path}: is damaged: {' '.join(str(error).split())[:120]}") from None
     lengths, starts = table["length"].to_numpy(), table["start"].to_numpy()
     ends = np.cumsum(lengths)

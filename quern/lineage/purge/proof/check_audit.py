@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.committed import Committed, read_committed
@@ -25,7 +23,7 @@ from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import audit
 from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY
-from quern.lineage.purge.tables.row_groups import tables_in
+from quern.lineage.purge.tables.row_groups import read_whole, tables_in
 
 __all__ = ["Purged", "check_audit", "check_files"]
 
@@ -112,7 +110,7 @@ def _table(run: str, number: int, end: str, sha256: str, schema: pa.Schema, chec
     if hashlib.sha256(data).hexdigest() != sha256:
         check.found(name, "is not what was written: its SHA-256 is not the one in its entry")
     try:
-        return pq.read_table(io.BytesIO(data)).select(schema.names).cast(schema)
+        return read_whole(data).select(schema.names).cast(schema)
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         check.found(name, f"cannot be read: {' '.join(str(error).split())[:120]}")
         return None
@@ -153,7 +151,7 @@ def _check_versions(run: str, version: Mapping[str, Any], purged: Purged, check:
                 check.found(name, "is missing: nobody can say what this version purged")
             continue
         try:
-            rows = pq.read_table(io.BytesIO(storage.read_bytes(path))).select(CHANGES_SCHEMA.names)
+            rows = read_whole(storage.read_bytes(path)).select(CHANGES_SCHEMA.names)
             ids, taken = keys_of(rows["doc_id"]), pc.equal(rows["action"], PURGED).to_numpy()
             gone = taken & ~contains(_displaced(run, later), ids)
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
@@ -170,7 +168,7 @@ def _displaced(run: str, version: int) -> np.ndarray:
     path = storage.join(run, "tokens", decisions_file(version))
     if not storage.exists(path):
         return key_set([])
-    return key_set([keys_of(pq.read_table(io.BytesIO(storage.read_bytes(path)), columns=["doc_id"])["doc_id"])])
+    return key_set([keys_of(read_whole(storage.read_bytes(path), ["doc_id"])["doc_id"])])
 
 
 def check_files(run: str, purged: Purged) -> Check:

@@ -167,7 +167,7 @@ def _of_compressed_parquet(stream: IO[bytes]) -> Iterator[tuple[int | None, byte
 
 def _of_parquet(file: IO[bytes]) -> Iterator[tuple[int | None, bytes]]:
     first = 0
-    for batch in pq.ParquetFile(file).iter_batches(batch_size=_ROWS, use_threads=False):
+    for batch in pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=_ROWS, use_threads=False):
         for column in batch.columns:
             for leaf, flat in _leaves(column):
                 for at, value in enumerate(leaf.to_pylist()):

@@ -176,7 +176,7 @@ def _read_spans(job: _Job, shard: _Shard, check: Check) -> _Spans:
     row = end = 0
     try:
         with storage.open_read(storage.join(job.run, shard.spans)) as file:
-            table = pq.ParquetFile(file)
+            table = pq.ParquetFile(file, pre_buffer=False)
             for group in range(table.num_row_groups):
                 rows = table.read_row_group(group, columns=SPANS_SCHEMA.names, use_threads=False).cast(SPANS_SCHEMA)
                 ids = keys_of(rows["doc_id"])

@@ -6,7 +6,6 @@ folder without it was left by one that had not begun, or had ended.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from types import NoneType
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
+from quern.lineage.purge.tables.row_groups import read_whole
 from quern.tokenize.corpus_version import inside
 
 __all__ = [
@@ -144,7 +144,7 @@ def read_condemned(run: str) -> pa.Table:
     """
     path = path_of(run, "condemned.parquet")
     try:
-        table = pq.read_table(io.BytesIO(storage.read_bytes(path)))
+        table = read_whole(storage.read_bytes(path))
     except FileNotFoundError:
         raise InputError(f"{path}: is missing") from None
     except (OSError, pa.ArrowException) as error:

@@ -85,7 +85,7 @@ def read_tokens(path: str, stream: str, dtype: str, first: int = 0, last: int = 
     """
     little = np.dtype(dtype).newbyteorder("<")
     try:
-        with storage.open_read(path) as file, pq.ParquetFile(file) as table:
+        with storage.open_read(path) as file, pq.ParquetFile(file, pre_buffer=not storage.is_local(path)) as table:
             for group in range(table.num_row_groups):
                 if not _may_hold(table.metadata.row_group(group), stream, first, last):
                     continue

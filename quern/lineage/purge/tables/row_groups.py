@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from quern import storage
 from quern.errors import InputError
 from quern.lineage.index.tables import require_columns
 
-__all__ = ["name_below", "opened", "read_group", "tables_in"]
+__all__ = ["name_below", "opened", "read_group", "read_whole", "tables_in"]
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def opened(path: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
     """
     try:
         with storage.open_read(path) as file:
-            table = pq.ParquetFile(file)
+            table = pq.ParquetFile(file, pre_buffer=not storage.is_local(path))
             schema = table.schema_arrow
             require_columns(path, schema.names, columns)
             for name in ("doc_id", "post_filter_hash"):
@@ -43,6 +44,13 @@ def opened(path: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
 def read_group(table: pq.ParquetFile, group: int, columns: Sequence[str] | None = None) -> pa.Table:
     """A row group; ``columns`` None: all."""
     return table.read_row_group(group, columns=None if columns is None else list(columns), use_threads=False)
+
+
+def read_whole(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table in a file's bytes; read in this thread alone: one of pyarrow's own may still hold a Python object when
+    the process ends, which aborts then."""
+    file = pq.ParquetFile(io.BytesIO(data), pre_buffer=False)
+    return file.read(None if columns is None else list(columns), use_threads=False)
 
 
 def name_below(folder: str, path: str) -> str:

@@ -75,7 +75,7 @@ def with_value(path: str, name: str) -> np.ndarray:
 @contextmanager
 def _opened(path: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
     try:
-        with storage.open_read(path) as file, pq.ParquetFile(file) as table:
+        with storage.open_read(path) as file, pq.ParquetFile(file, pre_buffer=not storage.is_local(path)) as table:
             missing = [name for name in columns if name not in table.schema_arrow.names]
             if missing:
                 raise InputError(f"{path}: has no column {missing[0]!r}")
