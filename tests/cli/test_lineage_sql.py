@@ -138,8 +138,8 @@ finally:
 
 def test_a_query_whose_process_dies_is_one_line(run: str) -> None:
     program = (
-        "import os, signal; from quern.cli import lineage_sql; from quern.cli.main import main\n"
-        "lineage_sql.query = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\nmain()"
+        "import os, signal; from quern.cli.lineage import sql; from quern.cli.main import main\n"
+        "sql.query = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\nmain()"
     )
     command = [python(), "-c", program, "lineage", "sql", run, "SELECT 1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -149,9 +149,9 @@ def test_a_query_whose_process_dies_is_one_line(run: str) -> None:
 
 def test_an_error_of_the_query_s_process_is_told_as_what_it_is(run: str) -> None:
     program = (
-        "from quern.cli import lineage_sql; from quern.cli.main import main\n"
+        "from quern.cli.lineage import sql; from quern.cli.main import main\n"
         "def fail(*_, **__): raise OSError(28, 'No space left on device', '/tmp/x')\n"
-        "lineage_sql.query = fail\nmain()"
+        "sql.query = fail\nmain()"
     )
     command = [python(), "-c", program, "lineage", "sql", run, "SELECT 1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -358,7 +358,8 @@ def test_the_marker_names_the_page_in_work_and_outlives_its_writer(tmp_path: Pat
 SLOW = """
 import ctypes, sys, time
 from pathlib import Path
-from quern.data_pipeline import isolation, partition, run as pages
+from quern.data_pipeline import partition, run as pages
+from quern.data_pipeline.execution import isolation
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.execution.engine import InProcess
 from quern.data_pipeline.monitoring.progress import Progress

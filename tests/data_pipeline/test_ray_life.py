@@ -96,7 +96,7 @@ def test_nobody_else_can_read_the_token_of_a_local_ray(tmp_path: Path, made: str
     if made:
         (tmp_path / ".ray" / "auth_token").write_text(made)
     program = (
-        "import os, ray; from quern.data_pipeline import ray_life\n"
+        "import os, ray; from quern.data_pipeline.execution import ray_life\n"
         "os.umask(0o022); ray.init = lambda **_: None; ray_life.start(1, None)"
     )
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH_")}

@@ -37,9 +37,11 @@ SITECUSTOMIZE = """
 import os, signal, sys
 given = " ".join(sys.orig_argv)
 if "tiers.mover" in given and os.environ.get("STRIKE_URL", "-") in given:
-    from quern.train.checkpoint.tiers import peer_files, pieces
+    from quern.train.checkpoint.mirror import peer_files
+    from quern.train.checkpoint.store import pieces
     peer_files.CHUNK = pieces.PART_BYTES = 256
-    from quern.train.checkpoint.tiers import peer_store, rate, store
+    from quern.train.checkpoint.mirror import peer_store
+    from quern.train.checkpoint.store import rate, store
     pieces_left = None
 
     def struck(put):

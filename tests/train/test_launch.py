@@ -148,7 +148,7 @@ def test_a_request_goes_on_to_the_workers_and_ends_nobody(tmp_path: Path) -> Non
 
 
 RANK = (
-    "import os, subprocess, sys, time; from quern.train import launch; launch.end_with_launcher()\n"
+    "import os, subprocess, sys, time; from quern.train.processes import launch; launch.end_with_launcher()\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     "with open(os.path.join(sys.argv[1], os.environ['RANK'] + '.part'), 'w') as file:\n"
     "    file.write(f'{os.getpid()} {child.pid}')\n"
@@ -163,7 +163,7 @@ OF_A_BENCHMARK = (
     "worker._run = run; worker.main(sys.argv[1])"
 )
 OURS = (
-    "import sys; from quern.train import launch\n"
+    "import sys; from quern.train.processes import launch\n"
     "with launch.started([sys.executable, '-c', *sys.argv[1:]], launch.environments(2), launch.send) as workers:\n"
     "    launch.wait(workers)"
 )
