@@ -1,4 +1,4 @@
-"""One YAML a run, validated: a file plus dotted ``key=value`` overrides becomes a frozen, typed config.
+"""Loads a validated config: a YAML file with dotted ``key=value`` overrides becomes a frozen, typed object.
 
 Every error is one line that names the file (or the override), the field, the value and what was expected.
 """
@@ -94,7 +94,7 @@ def parse_overrides(overrides: Iterable[str]) -> list[tuple[str, Any]]:
 
 
 def parse_yaml(text: str, what: str, chars: int = _MOST_CHARS, nodes: int = _MOST_NODES) -> Any:
-    """What YAML means, if it has at most ``chars`` characters and ``nodes`` keys and values; errors name ``what``.
+    """Parse YAML of at most ``chars`` characters and ``nodes`` keys and values; errors name ``what``.
 
     Raises:
         InputError: it is too large, nested too deeply, or its aliases repeat too much.
@@ -307,7 +307,7 @@ def _model_in(annotation: Any) -> Any:
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a config or a part of it: sorted keys, no spaces."""
+    """The canonical JSON of a config or a part of it: sorted keys, no spaces."""
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 

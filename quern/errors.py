@@ -1,4 +1,4 @@
-"""The two errors a person meets: what they gave us was wrong, or the run could not go on."""
+"""The two errors shown to users: invalid input, and a run that could not continue."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ STDOUT = "standard output"
 
 @contextmanager
 def of_stdout() -> Iterator[None]:
-    """An error of writing to standard output says whose it is: the system gives no name."""
+    """Name standard output in its write error, since the system gives no name."""
     try:
         yield
     except OSError as error:
@@ -26,7 +26,7 @@ class QuernError(Exception):
 
 
 class InputError(QuernError):
-    """Something given to quern is wrong: a config, a path, a file's content. Exit code 2.
+    """An input is wrong: a config, a path, a file's content. Exit code 2.
 
     The message is one line that names the file, the field or record, the value and the expectation.
     """

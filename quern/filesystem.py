@@ -1,4 +1,4 @@
-"""Files on this machine's file system: whole under their names or not there, and durable once they are."""
+"""Local files, written atomically and durably."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
 class FullError(QuernError, OSError):
-    """No room is left for ``filename``, on its file system or in a quota; ``strerror`` says how much there is."""
+    """There is no space left for ``filename``, on its file system or in a quota; ``strerror`` says how much is free."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}; make room and the same command goes on, or give another folder"
@@ -32,7 +32,7 @@ class FullError(QuernError, OSError):
 
 @contextmanager
 def needs_room(path: str) -> Iterator[None]:
-    """What in the block fails for want of room, in a library too, is a :class:`FullError` of ``path``."""
+    """Turn every failure for lack of space in the block, in a library too, into a :class:`FullError` of ``path``."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def _room(path: str) -> str:
 
 
 def is_temporary(path: str) -> bool:
-    """Whether ``path`` is a file that has not yet got its name, or never will."""
+    """Whether ``path`` is a temporary file of :func:`publish`."""
     return _TEMPORARY.fullmatch(os.path.basename(path)) is not None
 
 
@@ -91,7 +91,7 @@ def publish(path: str, check: Callable[[], None]) -> Iterator[IO[bytes]]:
 
 
 def create(path: str, data: bytes) -> None:
-    """A whole file where there is none; of two at once, one does.
+    """Create a complete file if none exists; of two at once, one does.
 
     Raises:
         FileExistsError: something is there.

@@ -1,4 +1,4 @@
-"""The working folder may hold anybody's files: no process of quern imports a ``torch.py`` or ``yaml.py`` from there.
+"""Removes the working folder from the import path: a ``torch.py`` or ``yaml.py`` there must not be imported.
 
 ``python -m`` puts the working folder first on the path of imports. A process that quern starts is started with ``-P``
 (:func:`module`); an entry point takes the folder off its own path, and lets everything that it starts do without
@@ -17,7 +17,7 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def leave_working_folder() -> None:
-    """Import nothing more from the working folder, here and in every Python that this process starts.
+    """Stop importing from the working folder, in this process and every Python that it starts.
 
     Called by entry points before they import what is large. A folder that ``PYTHONPATH`` names stays.
     """

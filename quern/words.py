@@ -1,4 +1,4 @@
-"""Numbers of things, names of files and long texts, as messages for people show them."""
+"""Formats counts, file names and long texts for messages."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def shorten(text: str, limit: int) -> str:
 
 
 def is_plain_name(text: object) -> bool:
-    """Whether it can be the name of a file in a folder, and be shown: no way elsewhere, no control."""
+    """Whether a text can be a file name in a folder and be displayed: no path separators, no control characters."""
     return isinstance(text, str) and text not in ("", ".", "..") and text.isprintable() and not set("/\\") & set(text)

@@ -1,1 +1,1 @@
-"""The command line: it parses, composes and prints; the wings do the work."""
+"""The command line: parses arguments, calls the packages that do the work, and prints results."""

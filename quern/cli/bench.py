@@ -1,4 +1,4 @@
-"""``quern bench``: tokens a second, MFU and memory of the trainer, by model, layout and precision."""
+"""``quern bench``: the trainer's tokens per second, MFU and memory, by model, layout and precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern``: the command groups. Only the one that is called is imported: the data road's libraries take a second."""
+"""``quern``: the command groups, imported only when called, since the data libraries take a second to import."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def main() -> None:
             (_build([asked]) if asked in _COMMANDS else _whole())()
         finally:
             if sys.stdout is not None:  # it was closed
-                sys.stdout.flush()  # what cannot be written is an error here, and not at the interpreter's end
+                sys.stdout.flush()  # report write errors here, not at the interpreter's end
     except OSError as error:
         if error.filename != STDOUT or error.errno == errno.EPIPE:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what it still holds is dropped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drop the buffered output
         print(f"error: {STDOUT}: {error.strerror}; what the command has done otherwise stands", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``quern mix``: which tokens a training run reads, before it reads one."""
+"""``quern mix``: shows which tokens a training run is going to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command shares: errors as one line, exit codes, and a stdout that is one JSON document when asked."""
+"""Shared by all commands: one-line errors, exit codes, and one JSON document on stdout if requested."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ JSON = typer.Option(False, "--json", help="Print one JSON document on stdout and
 
 
 def out_console() -> Console:
-    """For results."""
+    """A console on stdout, for results."""
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def err_console() -> Console:
-    """For everything that is not the result."""
+    """A console on stderr, for everything that is not the result."""
     return Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def plain(text: str) -> str:
-    """Text of a page as a terminal may show it: what would move its cursor or colour it stands as ``\\x1b``."""
+    """A page's text made safe for a terminal: characters that would move its cursor or colour it become ``\\x1b``."""
     return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 

@@ -1,4 +1,4 @@
-"""``quern selftest``: every layout trains as one process does, or the tensor that differs is named."""
+"""``quern selftest``: compares training on every layout with one process, and names any tensor that differs."""
 
 from __future__ import annotations
 

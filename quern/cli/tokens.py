@@ -1,4 +1,4 @@
-"""``quern tokens``: look into shards, and carry them to other trainers and from them."""
+"""``quern tokens``: inspects token shards, exports them to other trainers, and imports theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern tokens export`` and ``quern tokens import``: shards to other trainers' formats, and from them."""
+"""``quern tokens export`` and ``quern tokens import``: convert shards to and from other trainers' formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern train fork``: a run of its own from a checkpoint of another one."""
+"""``quern train fork``: starts a new run from a checkpoint of another one."""
 
 from __future__ import annotations
 

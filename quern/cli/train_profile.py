@@ -1,4 +1,4 @@
-"""``quern train profile``: what a step's time goes into."""
+"""``quern train profile``: profiles where a step's time goes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["Chain", "Gate", "Stage", "chain"]
 
 
 class Stage(Protocol):
-    """One page to one page: it measures, it may rewrite the text, it never drops."""
+    """Maps a page to a page: it measures, may rewrite the text, and never drops."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ Gate = tuple[Stage, ...]
 
 
 def chain(config: ChainConfig) -> tuple[Gate, ...]:
-    """The per-page road, cheapest refusal first. Duplicates come after, over the whole run."""
+    """The stages of a page in order, cheapest rejection first. Duplicates come after, over the whole run."""
     return (
         (
             Tombstones(config.purge_list),  # by doc_id and canonical URL; by text hash at the last gate
@@ -65,7 +65,7 @@ QUALITY_GATE = 4
 
 
 class Chain:
-    """Walks pages through the gates and keeps each stage's CPU seconds."""
+    """Runs pages through the stages and gates, and counts each stage's CPU seconds."""
 
     def __init__(self, config: ChainConfig) -> None:
         self.gates = chain(config)

@@ -1,4 +1,4 @@
-"""Which tables a run has, as its commits tell; a folder cannot say what is missing in it.
+"""Lists the tables that a run must have, from its commits, since a folder cannot tell what is missing in it.
 
 A purge gives the commits the checksums of the tables that it writes anew, so they are those of the present version. An
 imported run has no commits: its ``run.json`` lists the files that it was made from, each of which has verdicts.
@@ -20,7 +20,7 @@ __all__ = ["Committed", "missing_tables", "named", "read_committed"]
 
 @dataclass(frozen=True)
 class Committed:
-    """What the commits of a run tell, or its ``run.json``."""
+    """What the commits of a run, or its ``run.json``, list."""
 
     tables: Mapping[str, str | None]
     """Path below the run → its SHA-256; None where only the name is known. Verdicts, documents, signatures and what
@@ -53,7 +53,7 @@ def read_committed(run: str) -> Committed:
 
 
 def missing_tables(run: str, folders: Collection[str], source: str | None = None) -> list[str]:
-    """Paths below the run, sorted: the committed tables of ``folders`` that are not there. ``source``: its own only."""
+    """The sorted paths below the run of committed tables of ``folders`` that are missing. ``source``: its own only."""
     own = [folder for folder in TABLES if folder in folders]
     wanted = {f"{folder}/{piece[0]}/{piece[1]}.parquet" for piece in _pieces(run) for folder in own}
     wanted |= {path for path in _imported(_record(run)) if path.split("/")[0] in folders}
@@ -67,7 +67,7 @@ def missing_tables(run: str, folders: Collection[str], source: str | None = None
 
 
 def named(missing: Sequence[str]) -> str:
-    """The first of some paths, and how many more there are."""
+    """The first of some paths, and the number of others."""
     return missing[0] + (f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else "")
 
 

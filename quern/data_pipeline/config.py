@@ -1,4 +1,4 @@
-"""The sections of a data run that decide which pages are kept, and what they become."""
+"""Config sections of a data run that determine which pages are kept and how their text changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ChainConfig", "IsolationConfig", "PipelineConfig", "RayConfig"]
 
 
 class ChainConfig(Section):
-    """What the chain does to a page."""
+    """Config of everything that the chain does to a page."""
 
     purge_list: str | None = None
     urls: UrlConfig = UrlConfig()
@@ -39,7 +39,7 @@ class RayConfig(Section):
 
 
 class IsolationConfig(Section):
-    """What one page may cost before its worker is ended and the page quarantined."""
+    """Limits of one page, beyond which its worker is killed and the page quarantined."""
 
     page_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """CPU seconds of the worker; ten times as many by the wall clock."""
@@ -48,7 +48,7 @@ class IsolationConfig(Section):
 
 
 class PipelineConfig(ChainConfig):
-    """A data run up to its unique documents."""
+    """Config of a data run up to its unique documents."""
 
     run_dir: str
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

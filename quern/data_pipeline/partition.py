@@ -1,4 +1,4 @@
-"""One partition through the chain, on one worker: read → stages → rows → files → commit.
+"""Processes one partition on one worker: read → stages → rows → files → commit.
 
 Runs in whatever process the engine gives it. Every :data:`FLUSH_PAGES` pages the finished rows are set down in the
 scratch folder; after a crash the partition goes on behind the last of them. Each attempt sets down in a folder of its
@@ -226,7 +226,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
         return publish_commit(*task.piece, inputs=task.inputs, config=task.config_hash, outputs=outputs, counts=counts)
     finally:
         marker.close()
-        Marker.remove(task.marker)  # on a machine of its own nobody else can; who dies does not come by
+        Marker.remove(task.marker)  # nobody else can on a remote machine; a killed worker skips this
 
 
 def _identified(task: PartitionTask, read_log: ReadLog, seen: set[bytes]) -> Iterator[Page]:

@@ -1,4 +1,4 @@
-"""Judged pages as rows of the three tables of a partition."""
+"""Converts finished pages into rows of the three tables of a partition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """Finished pages as columns, set down as one Arrow table of each kind."""
+    """Finished pages as columns, written as one Arrow table of each kind."""
 
     def __init__(self, measures: tuple[str, ...]) -> None:
         self.schemas = {

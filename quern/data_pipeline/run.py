@@ -1,4 +1,4 @@
-"""Drives the chain: plans partitions, runs them, survives their deaths, then finds the duplicates."""
+"""Runs the chain over all partitions, restarts those whose worker died, then finds the duplicates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PURGE_RULES = "2"
 
 @dataclass(frozen=True)
 class PagesResult:
-    """What the first half of a data run leaves for the second."""
+    """The results of the pages phase that the later phases need."""
 
     partitions: tuple[tuple[str, str], ...]
     """(source, partition) of every committed partition."""
@@ -56,7 +56,7 @@ class PagesResult:
 
 
 def plan_sources(config: PipelineConfig) -> list[Partition]:
-    """Every partition of every source.
+    """Plan every partition of every source.
 
     Raises:
         InputError: an entry matches nothing, or two files of a source have the same relative path.
@@ -65,7 +65,7 @@ def plan_sources(config: PipelineConfig) -> list[Partition]:
 
 
 def check(config: PipelineConfig) -> None:
-    """Set up the chain once here: what it names (lists, lexicons, models) is missing now or never.
+    """Build the chain once on the driver, so that missing lists, lexicons and models are found before the run.
 
     Raises:
         InputError: a named file is missing or not what it should be.
@@ -112,7 +112,7 @@ def named_files(tree: Any) -> set[str]:
 
 
 def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: Progress) -> PagesResult:
-    """Pages, then duplicates, over ``partitions`` (from :func:`plan_sources`); what is committed is not done again.
+    """Run the phases pages and duplicates over ``partitions`` (from :func:`plan_sources`), except what is committed.
 
     Raises:
         QuernError: an input cannot be opened, or a worker dies again and again without a page to blame.
@@ -254,7 +254,7 @@ class _Sweeper:
 
 
 class _Strikes:
-    """What a worker's death means for the page it had in work.
+    """Decides what a worker's death means for the page that it was processing.
 
     A page on which a clock ran out (its process wrote that down) is quarantined at once. Any other death of the process
     (out of memory, a kill) may not be the page's fault: the page is tried once more, and quarantined when a worker dies
@@ -321,7 +321,7 @@ def _run_duplicates(
 
 
 def check_unchanged(record: Mapping[str, Any], partitions: Sequence[Partition], run_dir: str) -> None:
-    """A complete run is for the inputs it was made from.
+    """Raise if the inputs of a complete run have changed.
 
     Raises:
         InputError: files were added, removed or changed since.

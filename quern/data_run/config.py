@@ -9,6 +9,6 @@ __all__ = ["DataRun"]
 
 
 class DataRun(PipelineConfig):
-    """One YAML of ``quern data run``."""
+    """The config of ``quern data run``."""
 
     tokenize: TokenizeConfig = TokenizeConfig()

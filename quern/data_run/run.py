@@ -1,4 +1,4 @@
-"""A data run from its config to its report, and how it goes on where it was left."""
+"""Runs a data run from its config to its report, and resumes an interrupted one."""
 
 from __future__ import annotations
 

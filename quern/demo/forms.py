@@ -1,4 +1,4 @@
-"""Pages that are good and do not look like articles: threads, code, verse, recipes, tables, questions, dialogue.
+"""Good pages that do not look like articles: threads, code, verse, recipes, tables, questions, dialogue.
 
 They are written the way such pages are on the web, not the way a filter would like them.
 """

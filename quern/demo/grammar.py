@@ -1,4 +1,4 @@
-"""Sentences from a stock of frames: slots in braces, alternatives in square brackets.
+"""Generates sentences from templates: slots in braces, alternatives in square brackets.
 
 ``{P}`` draws a word list, ``{3-9}`` a number, ``[a|b]`` one alternative. Every draw comes from a page's own keyed
 generator, so a page is the same whatever other pages are written.

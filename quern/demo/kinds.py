@@ -1,4 +1,4 @@
-"""The kinds of pages on the sample site, how many there are of each, and how one is made."""
+"""The kinds of pages of the sample site, how many there are of each, and their generators."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Draft:
 
 @cache
 def expectations() -> dict[str, Any]:
-    """What a careful reader wants of each kind: ``expected.json``, written by hand.
+    """The expected verdicts of each kind: ``expected.json``, written by hand.
 
     By kind: ``what`` it is; ``verdict`` (``kept``, ``dropped``, or ``one_kept`` of each pair); ``hard`` for good pages
     that rules made for articles tend to drop; for dropped pages the ``stages`` that may do it, and for one dropped at

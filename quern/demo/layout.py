@@ -1,4 +1,4 @@
-"""The furniture around a text: page layouts with menus, banners, teasers and footers."""
+"""Page layouts around a text: menus, banners, teasers and footers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _head(title: str, language: str, charset: str, extra: str = "") -> str:
 
 
 def page(title: str, body: str, language: str, host: str, layout: int = 0, charset: str = "utf-8") -> str:
-    """A page with ordinary furniture; ``layout`` picks one of three ways to nest it."""
+    """A page in ordinary layout; ``layout`` picks one of three ways to nest it."""
     head = _head(title, language, charset, '<link rel="stylesheet" href="/style.css">\n')
     heading = f"<h1>{escape(title, quote=False)}</h1>"
     footer = f'<footer class="footer"><p>© {host}. {BOILERPLATE[language][2]}</p></footer>'
@@ -150,7 +150,7 @@ def navigation_page(title: str, items: list[str], language: str, host: str) -> s
 
 
 def break_markup(html: str, rng: random.Random) -> str:
-    """The page as a careless hand would have typed it: unclosed, misnested, unquoted, with entities that are none."""
+    """The page with careless markup: unclosed, misnested, unquoted, with invalid entities."""
     html = html.replace("<!DOCTYPE html>\n", "").replace("<body>\n", "<body bgcolor=white text=#222>\n<center></div>\n")
     html = re.sub(r"</p>", lambda match: "" if rng.random() < 0.6 else match[0], html)
     html = re.sub(r"</body>\s*</html>\s*", "", html)

@@ -29,7 +29,7 @@ NUM_PUZZLES = 40
 
 @dataclass(frozen=True)
 class SitePage:
-    """One page-carrying record of the crawl, and what a careful reader wants to become of it."""
+    """One page-carrying record of the crawl, and its expected verdict."""
 
     url: str
     kind: str

@@ -1,4 +1,4 @@
-"""What a corpus should not learn from: link farms, spam, placeholders, abuse, errors; and what hides in good pages."""
+"""Bad pages: link farms, spam, placeholders, abuse, errors; and unwanted content inside good pages."""
 
 from __future__ import annotations
 

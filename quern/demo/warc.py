@@ -1,4 +1,4 @@
-"""WARC files as CommonCrawl lays them out: a gzip member a record; request, response and metadata for each page.
+"""Writes WARC files in CommonCrawl's layout: one gzip member per record; request, response and metadata per page.
 
 Written with the standard library, so that the bytes depend on nothing but the pages (ISO 28500; RFC 1952).
 """

@@ -1,1 +1,1 @@
-"""Where every token came from, and where it went: reads what all the others wrote, both ways."""
+"""Lineage: where every token came from and which steps read it, from what the other packages wrote."""

@@ -1,4 +1,4 @@
-"""Word by word, what one text has that another has not; in bounded time and memory for texts of any length.
+"""Word diff of two texts, in bounded time and memory for texts of any length.
 
 The middle between what both texts begin and end with is compared by Myers' greedy algorithm (E. W. Myers 1986, *An
 O(ND) difference algorithm and its variations*), up to :data:`MAX_EDITS` edits and :data:`MAX_WORDS` words. A
@@ -32,7 +32,7 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Words that follow one another: in both texts, only in the ``removed`` one, or only in the ``kept`` one."""
+    """Consecutive words: in both texts, only in the ``removed`` one, or only in the ``kept`` one."""
 
     kind: Kind
     words: int
@@ -63,7 +63,7 @@ class Difference:
 
 
 def difference(removed: str, kept: str) -> Difference:
-    """What changed from ``removed`` to ``kept``."""
+    """The word diff from ``removed`` to ``kept``."""
     cut = max(len(removed), len(kept)) > MAX_CHARS
     left, right = removed[:MAX_CHARS].split(), kept[:MAX_CHARS].split()
     runs, stops, complete = _common(left, right)

@@ -1,4 +1,4 @@
-"""From documents to every step that saw them: which sequence, which part, as input or as target, applied or not.
+"""Finds every training step that read given documents: the sequence and positions, as input or target, applied or not.
 
 Each attempt of a run is asked by the order it read from: a window is located in it for every epoch, and the attempt saw
 it if its data step lies in what the ledger proves. What later attempts did not go back behind survives: it is in the
@@ -128,7 +128,7 @@ class Exposures:
 
 @dataclass
 class Tally:
-    """What :func:`walk` has counted on its way; one number an attempt in the arrays."""
+    """Counts of :func:`walk`; one number per attempt in the arrays."""
 
     run: TrainingRun
     documents: int = 0
@@ -196,7 +196,7 @@ def exposures(run: TrainingRun, selection: Sequence[tuple[Lineage, ArrayLike] | 
 
 
 def walk(run: TrainingRun, selection: Sequence[Selection], tally: Tally) -> Iterator[Exposures]:
-    """The exposures in blocks, and ``tally`` of them and of what no step has read."""
+    """Yield the exposures in blocks, and count them and the unread tokens in ``tally``."""
     for index, chosen in enumerate(selection):
         tally.documents += len(chosen.documents)
         tally.without_tokens += len(chosen.documents) - len(np.unique(chosen.numbers))
@@ -347,7 +347,7 @@ def _locate(reading: _Reading, windows: I64, num_epochs: int) -> Iterator[_Locat
 
 
 def _note_next(tally: Tally, located: _Located, attempt: Attempt) -> None:
-    """Where an attempt of which nobody knows the end would next have read something."""
+    """Note where an attempt with an unknown end would next have read one of the documents."""
     place = int(np.searchsorted(located.data_steps, attempt.data_stop))
     if not attempt.ended and place < len(located.data_steps):
         step = attempt.step + int(located.data_steps[place]) - attempt.data_step
@@ -359,7 +359,7 @@ def _note_next(tally: Tally, located: _Located, attempt: Attempt) -> None:
 
 @dataclass(frozen=True)
 class Clean:
-    """Which checkpoints' weights took something of a selection in."""
+    """Which checkpoints have read any of a selection."""
 
     seen: tuple[tuple[Seen, int], ...]
     """With the first step that put it there, of the checkpoint's own branch."""
@@ -371,7 +371,7 @@ class Clean:
 
 
 def clean(run: TrainingRun, found: Exposures | Tally, *, store: bool = False) -> Clean:
-    """Divide the run's checkpoints by whether their weights have seen any of ``found``.
+    """Divide the run's checkpoints by whether their weights have read any of ``found``.
 
     Skipped steps and what was purged before it was read do not count. ``store``: also the checkpoints that only the
     run's store has.

@@ -1,4 +1,4 @@
-"""Between which values a measurement passes, by the config that a run has recorded: no rule's code is imported."""
+"""The range in which each measurement passes, by the run's recorded config, without importing the rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Limit", "limits"]
 
 @dataclass(frozen=True)
 class Limit:
-    """A measurement below ``least`` or above ``most`` fails; None: on that side nothing does."""
+    """The bounds of a measurement: below ``least`` or above ``most`` it fails; None: no bound."""
 
     least: float | None = None
     most: float | None = None

@@ -1,4 +1,4 @@
-"""From a step to its documents: what every sequence of its batch held, and which rank computed it.
+"""Finds the documents of a step: what every sequence of its batch contained, and which rank computed it.
 
 The batch is planned again by the code that planned it for the trainer (:mod:`quern.train.batches.step_plan`), from the
 order of the attempt and the spans of the index.
@@ -62,7 +62,7 @@ class DocumentParts:
 
 @dataclass(frozen=True)
 class StepRead:
-    """What an attempt read at a model step; the arrays [G] go by place in the global batch."""
+    """The samples that an attempt read at a model step; the arrays [G] go by place in the global batch."""
 
     step: int
     data_step: int
@@ -133,7 +133,7 @@ def read_step(run: TrainingRun, step: int, attempt: int | None = None) -> StepRe
     spans: dict[int, Spans] = {}
 
     def documents_of(source: int, starts_N: I64) -> Documents:
-        if source not in streams:  # one document that is the whole window stands for what nobody knows
+        if source not in streams:  # unknown: assume one document that is the whole window
             ones = np.ones(len(starts_N), np.int64)
             return Documents(ones, ones - 1, np.zeros(len(starts_N), np.bool_))
         lineage, stream = streams[source]

@@ -1,4 +1,4 @@
-"""A data run as lineage sees it: its documents by number, how they are found, and where they stand in its tokens."""
+"""Reads a data run for lineage: finds documents, and where they are in its tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Documents:
-    """Who documents are: one item each, in the order asked for."""
+    """Identities of documents: one item each, in the order asked for."""
 
     numbers: I64
     doc_ids: list[bytes]
@@ -173,7 +173,7 @@ class Lineage:
         domain: str | None = None,
         hash: str | bytes | None = None,
     ) -> I64:
-        """The numbers of all documents that fit, ascending. Exactly one argument is given.
+        """The numbers of all matching documents, ascending. Exactly one argument is given.
 
         ``doc``: a doc_id, 16 bytes or 32 hex digits. ``url``: any spelling that has the same canonical form. ``surt``:
         a prefix. ``host``: that host. ``domain``: that host and all below it. ``hash``: a pre- or post-filter hash.
@@ -224,7 +224,7 @@ class Lineage:
 
     @_guarded
     def documents(self, numbers: ArrayLike) -> Documents:
-        """Who documents are."""
+        """Identities of the given documents."""
         checked, parts = self._by_segment(numbers)
         ids: list[bytes] = [b""] * len(checked)
         texts: list[str | None] = [None] * len(checked)

@@ -1,5 +1,4 @@
-"""A document's whole life, as plain data: the record it came from, what was measured, why it stayed or went, which
-duplicates it met, where its tokens stand, and who has read them."""
+"""A document's complete history as plain data: source record, measures, verdict, duplicates, tokens, and readers."""
 
 from __future__ import annotations
 

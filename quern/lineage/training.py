@@ -1,4 +1,4 @@
-"""A training run as lineage reads it: its attempts, their orders, where their tokens are, and its checkpoints.
+"""Reads a training run for lineage: its attempts, their orders and sources, and its checkpoints.
 
 An *attempt* is what one line of the ledger opened: steps [``step``, ``stop``) of it are proven, by the lines that
 follow it and, of the newest, by the last line of ``metrics.jsonl``. The present weights are made of the attempts'
@@ -46,7 +46,7 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the trainer. Step t of it read data step ``data_step + (t - step)`` of ``order``."""
+    """One start, resume or rollback. Step t of it read data step ``data_step + (t - step)`` of ``order``."""
 
     number: int
     """From 0, as in metrics.jsonl."""
@@ -80,18 +80,18 @@ class Attempt:
         return self.versions.get(identity, int(since) if since.isdecimal() else 1)
 
     def tells_version(self, identity: str) -> bool:
-        """Whether the ledger tells the corpus version it read a source at."""
+        """Whether the ledger records the corpus version at which it read a source."""
         return identity in self.versions
 
     @property
     def data_stop(self) -> int:
-        """One beyond the last data step that was read for certain."""
+        """One beyond the last data step that was certainly read."""
         return self.data_step + self.stop - self.step
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Model steps [step, stop) of one attempt."""
+    """The model steps [step, stop) of one attempt."""
 
     attempt: Attempt
     step: int
@@ -99,12 +99,12 @@ class Stretch:
 
     @property
     def data_step(self) -> int:
-        """What its first step read."""
+        """The data step of its first step."""
         return self.attempt.data_step + self.step - self.attempt.step
 
     @property
     def data_stop(self) -> int:
-        """One beyond what its last step read."""
+        """One beyond the data step of its last step."""
         return self.data_step + self.stop - self.step
 
 
@@ -166,11 +166,11 @@ class TrainingRun:
 
     @property
     def reached(self) -> int:
-        """How many steps the present branch has complete for certain."""
+        """How many steps the present branch has certainly completed."""
         return self.attempts[-1].stop
 
     def branch(self, steps: int | None = None, lines: int | None = None) -> tuple[Stretch, ...]:
-        """What the weights after ``steps`` steps (by default all of the present branch) are made of, ascending.
+        """The stretches that made the weights after ``steps`` steps (default: all of the present branch), ascending.
 
         ``lines``: as the first so many lines of the ledger tell it: those before a checkpoint of an abandoned branch.
         """
@@ -365,7 +365,7 @@ class TrainingRun:
         return [found[step] for step in sorted(found)]
 
     def branch_of(self, seen: Seen) -> tuple[Stretch, ...]:
-        """What the weights of a checkpoint are made of."""
+        """The stretches that made the weights of a checkpoint."""
         return self.branch(seen.step, self._lines(seen.offset))
 
     def _add(self, found: dict[int, Seen], manifest: Manifest, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Which windows read a span of a stream, and what of it is input and what is target there.
+"""Finds which windows contain a span of a stream, and which of its tokens are inputs and targets there.
 
 Window i of a stream holds tokens iL … iL + L: position p of its sequence has token iL + p as input and token iL + p + 1
 as target. Parts are given in positions of the sequence, [0, L).
@@ -57,7 +57,7 @@ def parts(
 
 
 def never_visited(starts: I64, stops: I64, seq_len: int, windows: int) -> I64:
-    """How many tokens of each span are in no window: those behind the last one's last target."""
+    """The number of tokens of each span outside every window: those after the last one's last target."""
     end = windows * seq_len + 1 if windows else 0
     return np.maximum(0, stops - np.maximum(starts, end))
 

@@ -1,1 +1,1 @@
-"""Which tokens come next: recipes in tokens, and the invertible order."""
+"""Mixtures: recipes in tokens, and the invertible training order."""

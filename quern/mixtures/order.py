@@ -168,7 +168,7 @@ class Order:
     # ---- identity
 
     def agrees(self, other: Order, before_step: int) -> bool:
-        """Whether both orders hold the same samples of the same sources in all steps before ``before_step``."""
+        """Whether both orders have the same samples of the same sources in all steps before ``before_step``."""
         return self._prefix(before_step) == other._prefix(before_step)
 
     def to_dict(self) -> dict[str, Any]:

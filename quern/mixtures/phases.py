@@ -1,8 +1,8 @@
 """The phase table of an order: its rows, and what each phase needs to know of those before it.
 
-A phase goes on where the one before has left each source: at its *frontier*, the first running index that was not
-given, and first at its *carry*, the indices below the frontier that were not given either. They lie in the part of the
-last block that the cut left out; where the block divides the cut there are none.
+A phase continues each source where the phase before has left it: first with its *carry*, the running indices below the
+frontier that were not given yet, then at its *frontier*, the first index that was never given. The carry comes from the
+part of the last block after the cut; it is empty if the block divides the cut.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ResolvedPhase:
 
 @dataclass(frozen=True)
 class PhaseState:
-    """A row of the table and what follows for it from the rows before."""
+    """A row of the table and the state that follows from the rows before."""
 
     row: ResolvedPhase
     word: Word

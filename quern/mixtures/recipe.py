@@ -1,4 +1,4 @@
-"""From sources and their weights to a planned order, and what a run of so many steps will read of each source.
+"""Plans an order from sources and their weights, and reports what a run will read of each source.
 
 Weights are shares of tokens: every sample has the same number of them. A plan counts what the order gives, it estimates
 nothing: the samples of each source are :meth:`Order.consumed` at the end of the budget, over all phases.
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def planned_tokens(self) -> int:
-        """Targets of the whole budget."""
+        """The targets of the whole budget."""
         return self.samples * self.seq_len
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +111,8 @@ def plan_order(
     global_batch: int,
     steps: int,
 ) -> Plan:
-    """The order of a recipe and what its first ``steps`` data steps read. ``phases``: the changes after the first.
+    """Plan a recipe's order, and count what its first ``steps`` data steps read. ``phases``: the changes after the
+    first.
 
     A block is a global batch, so every step's shares are exact to a few samples and a phase's cut leaves no window out.
 

@@ -1,1 +1,1 @@
-"""The network, knowing nothing of devices."""
+"""The network, independent of devices and layouts."""

@@ -1,4 +1,4 @@
-"""Causal attention over grouped queries, with and without documents, by three routes.
+"""Causal grouped-query attention, with or without document masks, by three implementations.
 
 Shapes: B batch, L sequence, N query heads, K key/value heads (N a multiple of K), H head dim, T = B·L tokens in a row.
 
@@ -29,7 +29,7 @@ BACKENDS = ("sdpa", "varlen", "flex")
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where documents lie in a batch: a token attends to the tokens before it in its own document only."""
+    """The positions of documents in a batch: a token attends only to earlier tokens of its own document."""
 
     ids_BL: Tensor
     """Number of each token's document within its row, ascending from left to right; any integer dtype."""
@@ -40,7 +40,7 @@ class Documents:
 
 
 def attention_mask(backend: str, documents: Documents | None, device: torch.device) -> Any:
-    """What :func:`attend` needs to know of the documents; build it once a forward pass, share it between blocks.
+    """The mask for :func:`attend`; build it once per forward pass and share it between blocks.
 
     None without documents; else bool [B, 1, L, L], True where a query (row) may look at a key (column), for ``sdpa``,
     the documents themselves for ``varlen`` and a ``BlockMask`` for ``flex``.

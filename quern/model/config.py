@@ -1,4 +1,4 @@
-"""What a model is: sizes and switches, presets, and what follows from them by arithmetic. Imports no torch."""
+"""Model config: sizes, switches, presets, and figures derived from them. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling from a model, one token after the other, with the keys and values of earlier tokens kept.
+"""Samples text from a model token by token, with a key-value cache.
 
 Shapes: B batch, L prompt, S capacity (prompt and new tokens), K key/value heads, H head dim, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Weights and sizes in the layout of ``transformers`` (LlamaForCausalLM, with qk_norm Qwen3ForCausalLM), and back.
+"""Converts weights and config to and from ``transformers`` (LlamaForCausalLM; Qwen3ForCausalLM with qk_norm).
 
 The tensors are the same numbers under other names: both layouts hold a projection as [out, in], rotate the halves of a
 head against each other, and norm queries and keys a head before the rotation. The vocabulary is unpadded. Files are

@@ -1,8 +1,8 @@
-"""The first weights, the same for every layout.
+"""Initialises weights identically for every layout.
 
-Every parameter is drawn in chunks of rows, each from a generator keyed by (seed, parameter name, chunk). Whoever holds
-a slice draws the chunks that overlap it and keeps its part, so neither the number of ranks nor the way of sharding nor
-the order of drawing changes a weight, and no rank ever holds a whole tensor that it does not own.
+Every parameter is drawn in chunks of rows, each from a generator keyed by (seed, parameter name, chunk). A rank draws
+the chunks that overlap its slice and keeps its part, so neither the number of ranks nor the way of sharding nor the
+order of drawing changes a weight, and no rank ever holds a whole tensor that it does not own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cross-entropy straight from the last hidden state, without the matrix of all logits.
+"""Cross-entropy computed from the last hidden state in chunks, without the matrix of all logits.
 
 Shapes: N tokens, D model, V rows of the output projection (padded vocabulary), C tokens of a chunk.
 
@@ -25,7 +25,7 @@ IGNORE = -100
 
 
 class Split(Protocol):
-    """Which rows of the output projection this rank holds, and how the ranks that hold the others are asked."""
+    """This rank's rows of the output projection, and the collectives with the ranks that hold the others."""
 
     @property
     def first_row(self) -> int:

@@ -1,1 +1,1 @@
-"""How a model is laid out over devices."""
+"""Distributes a model over devices."""

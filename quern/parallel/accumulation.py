@@ -1,4 +1,4 @@
-"""One step's micro-batches through a model that is not a pipeline, one after the other."""
+"""Gradient accumulation for models without a pipeline: runs one step's micro-batches one after the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Inputs:
 
 
 class Runner(Protocol):
-    """Takes micro-batches through a model, wherever its layers are. Collective."""
+    """Runs micro-batches through a model, wherever its layers are. Collective."""
 
     def forward_backward(
         self, inputs: Sequence[Inputs], weigh: Callable[[Tensor], Tensor], losses: dict[int, Tensor] | None = None
@@ -43,7 +43,7 @@ class Runner(Protocol):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums are to be counted: of ranks that compute the same ones, one has them."""
+        """Whether this rank's sums count: of ranks that compute the same sums, one does."""
 
 
 class Accumulation:

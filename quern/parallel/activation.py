@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's activations are computed again in backward instead of being kept.
+"""Activation checkpointing: recomputes a block's activations in backward instead of storing them.
 
 ``full`` keeps a block's input alone. ``selective`` keeps also what its matrix products, its attention and the sums
 over ranks gave (of a sum, not what went into it), and computes only the cheap rest again (norms, rotations, SwiGLU's

@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks: the one place where the order is written down."""
+"""Applies a layout to a model; this is the one place that defines the order of application."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Parallel", "parallelize"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model laid out: what trains it, and what is seen of it from outside."""
+    """A model with its layout applied: what trains it, and its views from outside."""
 
     model: Transformer
     """This rank's parameters, each under its global name, wrapped by nothing. In a pipeline it is not called."""
@@ -39,7 +39,7 @@ class Parallel:
     """To be rolled after each step; None without delayed scaling."""
 
     def looking(self) -> AbstractContextManager[None]:
-        """Around forwards that are no part of a step."""
+        """Context for forwards outside of a step, as in validation."""
         return nullcontext() if self.amaxes is None else self.amaxes.kept()
 
 

@@ -1,4 +1,4 @@
-"""The gradient's norm over all parameters and ranks, and clipping by it, without the host waiting for the device."""
+"""Computes the gradient norm over all parameters and ranks and clips by it, without a host sync."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Norms", "clip", "global_grad_norm", "local_part"]
 
 @dataclass(frozen=True)
 class Norms:
-    """2-norms of this rank's parts of gradients that are dealt out alike."""
+    """2-norms of this rank's parts of gradients that are sharded in the same way."""
 
     parameters: Sequence[nn.Parameter]
     groups: Sequence[dist.ProcessGroup]
@@ -84,7 +84,7 @@ def global_grad_norm(
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
-    """Scales all gradients by ``max_norm / norm`` where that is below 1 (Pascanu et al. 2013), on device, in place.
+    """Scale all gradients by ``max_norm / norm`` where that is below 1 (Pascanu et al. 2013), on device, in place.
 
     ``norm`` is :func:`global_grad_norm`'s; 1e-6 is added to it as :func:`torch.nn.utils.clip_grad_norm_` does. A
     norm that is not finite leaves gradients that are not either: the step must be skipped.

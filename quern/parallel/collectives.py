@@ -1,4 +1,4 @@
-"""Products of a sequence-sharded stream with split weights, and the sums and gathers around them; gradients explicit.
+"""Products of a sequence-sharded stream with split weights, with their collectives and explicit gradients.
 
 Between split products the residual stream is sharded along the sequence (Korthikanti et al. 2022, section 4.2.2):
 every rank of the group holds ``x_BlD``, its L/ranks tokens of all B rows. A product with a weight split by rows gathers
@@ -48,7 +48,7 @@ KEEPING: ContextVar[bool] = ContextVar("KEEPING", default=False)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks over which tensors are split, and this one's place among them."""
+    """The ranks over which tensors are split, and this rank's position among them."""
 
     group: str
     """The name of their process group, which is what operators in a compiled graph know it by."""
@@ -57,7 +57,7 @@ class Ranks:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Ranks:
-        """Of a 1-D mesh."""
+        """The ranks of a 1-D mesh."""
         return Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
@@ -185,7 +185,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _to_be_summed(x_TI: Tensor, weight_DI: Tensor, recipe: Recipe | None) -> Tensor:
-    """This rank's part of a sum, as large as the whole stream, which nobody looks at once it is summed.
+    """This rank's part of a sum, as large as the whole stream, not needed once it is summed.
 
     ``out=`` keeps it from what selective recomputation keeps; products in FP8 are led there.
     """

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank sees other samples, gradients are SUMMED over ranks.
+"""Data parallelism: every rank has other samples, and gradients are SUMMED over ranks.
 
 A loss is the sum over a rank's targets divided by the number of targets of the whole global batch, so the sum over
 ranks and micro-batches is the gradient of the mean, however unevenly targets are spread. A mean over ranks, which is
@@ -79,7 +79,7 @@ def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
-    """Memory for a model built on ``meta``, values not yet set; a model with values is moved. In place."""
+    """Allocate a model built on ``meta``, without setting values; a model with values is moved. In place."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return model.to_empty(device=device)
     return model.to(device)

@@ -1,4 +1,4 @@
-"""FSDP2 gathers weights in FP8: a byte a value travels, and the products take what arrives as it is.
+"""Lets FSDP2 gather weights in FP8: one byte per value, used in the products without a further cast.
 
 Each rank quantises its rows with scales of the WHOLE weight, so that what arrives has the bits that a weight gathered
 in the dtype of activations and then quantised would have. The scales come from the masters, once after each update:
@@ -118,7 +118,7 @@ class Float8Gather:
 
     @torch.no_grad()
     def update(self) -> None:
-        """The scales of the weights as they are now. After each change of them. Collective."""
+        """Compute the scales of the present weights. After each change of them. Collective."""
         for rows in self._rows:
             rows.measure()
         # as integers: they have the order of the numbers, which are not negative, and NaN is above them all once it

@@ -1,4 +1,4 @@
-"""What is left to do with gradients once every micro-batch is through: sums that no wrapper makes, the norm, clipping.
+"""Completes gradients after the last micro-batch: the sums that no wrapper makes, the norm, and clipping.
 
 Data parallelism has summed over its ranks already. Two sums are left. A parameter that tensor parallelism does not
 split (norms; key and value heads that several ranks share) has seen this rank's tokens or heads alone. And embeddings
@@ -29,14 +29,14 @@ EMBEDDING, TIED = "embed.weight", "tied.weight"
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of this rank's parameters; ``model`` knows them by their global names."""
+    """The gradients of this rank's parameters; ``model`` provides their global names."""
 
     model: Transformer
     mesh: Mesh
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that have a gradient, copies too."""
+        """The parameters that have a gradient, copies too."""
         return [parameter for parameter in self._all if parameter.grad is not None]
 
     @cached_property
@@ -46,7 +46,7 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make every gradient whole. After the last backward, before anything looks at one. Collective."""
+        """Add the missing sums to every gradient. After the last backward, before anything looks at one. Collective."""
         if self.mesh.tp is not None:
             _sum_together(
                 [local_part(p.grad) for p in self.parameters if p.grad is not None and not _is_split(p.grad, "tp")],

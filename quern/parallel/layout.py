@@ -1,4 +1,4 @@
-"""What is done to a model besides the sizes of its mesh."""
+"""Layout settings other than the sizes of the mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is done to a model besides the sizes of its mesh."""
+    """Layout settings other than the sizes of its mesh."""
 
     compute_dtype: torch.dtype
     reshard_after_forward: bool | int = True

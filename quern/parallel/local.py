@@ -1,4 +1,4 @@
-"""Ranks on this machine, for what proves itself on several of them: fresh processes that meet in 0.1 s.
+"""Starts ranks as fresh processes on this machine, in 0.1 s, for self-tests and tests.
 
 They are forked from a server that has imported torch once (``multiprocessing``'s forkserver), because importing torch
 anew in every rank is all that a start by torchrun costs. They meet through a file, not a port, so that several sets of
@@ -44,7 +44,7 @@ GRACE_S = 3.0
 
 
 class RankError(Exception):
-    """At least one rank failed, died or did not finish; the message holds what each of them said last.
+    """At least one rank failed, died or timed out; the message has the last output of each.
 
     ``failed``: what went wrong, by rank, the first to fail first. ``results``: what the other ranks returned.
     """

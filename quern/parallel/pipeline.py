@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one step's micro-batches through stages that lie on several ranks.
+"""Pipeline parallelism: runs one step's micro-batches through stages on several ranks.
 
 torch's schedules drive the stages and move hidden states and their gradients between ranks. They are given the number
 of a micro-batch, not its tensors: every stage needs tokens, positions and documents, of which torch would have to cut
@@ -36,7 +36,7 @@ __all__ = ["Pipeline", "Stage", "local_view", "my_stages"]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of layers that one rank computes at a time."""
+    """Consecutive layers that one rank computes at a time."""
 
     index: int
     """Among all stages of the pipeline."""
@@ -44,7 +44,7 @@ class Stage:
 
 
 def my_stages(shape: ModelShape, mesh: Mesh, layout: Layout) -> list[Stage] | None:
-    """This rank's, in the order of the model; None without a pipeline.
+    """This rank's stages, in the order of the model; None without a pipeline.
 
     Raises :class:`quern.errors.InputError` where layers and stages do not fit together.
     """
@@ -295,7 +295,7 @@ class _Part:
         self._inputs, self._weigh, self._sums, self._losses = (), None, {}, None
 
     def reshard(self) -> None:
-        """Let gathered weights go: after a forward without a backward nothing else does."""
+        """Free gathered weights after a forward without a backward, since nothing else does."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

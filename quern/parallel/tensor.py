@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022): a model's matrices over a few ranks.
+"""Tensor and sequence parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022): splits a model's matrices over ranks.
 
 Queries, keys, values and the feed-forward's two entries are split by rows, that is by heads and by width; the two
 products that lead back into the residual stream by columns; embedding and head by rows of the vocabulary. Between them
@@ -34,7 +34,7 @@ __all__ = ["split_tensors"]
 
 
 def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = False) -> None:
-    """Splits a whole model, or a stretch of one, over a 1-D mesh. In place; sends nothing.
+    """Split a whole model, or part of one, over a 1-D mesh. In place; sends nothing.
 
     Weights may be on ``meta``; values that are there stay, each rank's share of them. The model then takes the same
     tokens on every rank of the mesh and gives the same loss, and its hidden states are ``x_BlD``; ``logits`` gathers

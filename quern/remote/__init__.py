@@ -1,4 +1,4 @@
-"""Stores that are not this machine's disk: what their errors mean, when a request is tried again, whole objects only.
+"""Access to object stores and web servers: error classification, retries, and whole objects only.
 
 Everything that goes over a network to a file goes through here; :mod:`quern.storage` is the door.
 """

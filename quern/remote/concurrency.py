@@ -1,4 +1,4 @@
-"""A bounded number of requests under way, results in the order of what was asked."""
+"""Runs a bounded number of requests concurrently, and returns results in the order of the requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_order(action: Callable[[S, Callable[[], bool]], T], items: Iterable[S], w
         try:
             for item in items:
                 waiting.append(pool.submit(action, item, stop.is_set))
-                del item  # its bytes live no longer than its request
+                del item  # free its bytes with its request
                 if len(waiting) == width:
                     yield waiting.popleft().result()
             while waiting:

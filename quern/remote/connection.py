@@ -1,4 +1,4 @@
-"""Requests to a store by fsspec: each in bounded time, its errors translated, tried again as :mod:`.retry` says."""
+"""Makes fsspec requests with a time-out, translated errors, and retries by :mod:`.retry`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RENEW_AFTER_S = 60.0
 
 
 class Connection:
-    """The file system of ``url``. Threads may share one.
+    """The connection to the file system of ``url``. Threads may share one.
 
     Attributes:
         root: the path of ``url`` in it.
@@ -58,7 +58,7 @@ class Connection:
         self._connect()
 
     def renew(self) -> None:
-        """Begin a new session; credentials are read again from where they come from."""
+        """Open a new session; credentials are read again from their source."""
         type(self.fs).clear_instance_cache()  # those that write
         self._connect()
 
@@ -68,7 +68,7 @@ class Connection:
             given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
             limits = {"connect_timeout": min(self.timeout_s, 20.0), "read_timeout": self.timeout_s}
             options["config_kwargs"] = limits | given | {"retries": {"total_max_attempts": 1}}
-        elif self.is_http:  # what is stored is wanted, not what it was compressed from
+        elif self.is_http:  # read the stored bytes, without content decoding
             given = fsspec.config.conf.get("http", {}).get("client_kwargs", {})
             options["client_kwargs"] = {"trust_env": True} | given | {"auto_decompress": False}
         try:
@@ -129,11 +129,11 @@ class Connection:
                 raise self.translated(error, url) from error
 
     def translated(self, error: Exception, url: str) -> StoreError | FileNotFoundError:
-        """What an error of this store means."""
+        """The meaning of an error of this store."""
         return translated(error, url, self.fix)
 
     def ask(self, url: str, method: str | Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """As :meth:`once`, tried again while it may pass."""
+        """Like :meth:`once`, with retries of transient errors."""
         return self.backoff.run(lambda: self.once(url, method, *arguments, **options))
 
     def entries(self, path: str, url: str) -> list[dict[str, Any]]:

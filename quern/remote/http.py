@@ -1,4 +1,4 @@
-"""Files of a web server: read only, by ranges."""
+"""Reads files of a web server by ranges."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Web:
         return sink.info
 
     def get(self, sink: Sink) -> None:
-        """One try to bring what is missing in ``sink``."""
+        """Make one attempt to read what is missing in ``sink``."""
         headers = dict(_HEADERS)
         if sink.range is not None:
             headers["Range"] = sink.range

@@ -1,8 +1,8 @@
-"""Who may work on something in a store, one at a time: an object with a heartbeat, taken by conditional writes.
+"""A lease in a store: an object with a heartbeat, taken by conditional writes, held by one process at a time.
 
-A store has no locks that go with a process. So the holder writes the object anew every few seconds, but only if it
-is still the one it wrote before (``If-Match``). Whoever finds it takes it over only once it has stood unchanged for
-``stale_s`` seconds, by the store's clock or by watching it, or if its process, on this very machine, is gone.
+A store has no locks that end with a process. So the holder rewrites the object every few seconds, but only if it is
+still the one it wrote before (``If-Match``). Another process takes it over only after ``stale_s`` seconds without a
+change, by the store's clock or by watching it, or if its process, on the same machine, has ended.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Lease:
         return said if isinstance(said, dict) else {}
 
     def take(self) -> None:
-        """Take the lease, waiting for ``stale_s`` at most to learn whether its holder lives.
+        """Take the lease, waiting at most ``stale_s`` to learn whether its holder is alive.
 
         Raises:
             QuernError: it does.
@@ -145,7 +145,7 @@ class Lease:
         while True:
             held, etag = self._standing()
             if held is None:
-                with suppress(ChangedError):  # somebody was quicker
+                with suppress(ChangedError):  # another process was faster
                     self._put(None)
                     self._look_again()
                     return
@@ -183,7 +183,7 @@ class Lease:
             raise QuernError(f"{self._what}: another driver is at work in this run ({who})")
 
     def keep(self) -> None:
-        """Write it anew every ``period_s`` until :meth:`let_go`. A store that is away for a while is waited for."""
+        """Renew the lease every ``period_s`` until :meth:`let_go`. A store that is away for a while is waited for."""
         with self._changing:  # from now on patience is short: the next heartbeat is another try
             self._store = Objects(self._url, Backoff(budget_s=self._period_s), min(10.0, self._stale_s), 1)
         while not self._ended.wait(self._period_s):
@@ -195,7 +195,7 @@ class Lease:
                     self._put(self._etag)
                 except ChangedError:
                     self.lost = True
-                except FileNotFoundError:  # removed: by whoever takes the run for abandoned
+                except FileNotFoundError:  # removed by a process that considers the run abandoned
                     self.lost = True
                 except StoreError:
                     continue
@@ -212,7 +212,7 @@ class Lease:
                     self._put(self._etag)
                 except (ChangedError, FileNotFoundError):
                     self.lost = True
-                except StoreError:  # it is away: for whoever else wants the lease, too
+                except StoreError:  # unreachable, also for other processes that want the lease
                     pass
         if self.lost:
             raise QuernError(
@@ -231,7 +231,7 @@ class Lease:
                     raise
 
     def let_go(self) -> None:
-        """End the heartbeat and remove the lease, if it is still this one's."""
+        """Stop the heartbeat and remove the lease if this process still holds it."""
         self.end()
         with self._changing:
             if not self.lost and self._etag is not None:

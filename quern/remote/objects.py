@@ -1,4 +1,4 @@
-"""Whole objects of a store: read by ranges that go on where they were cut, written whole or not at all."""
+"""Reads objects by ranges that resume after a cut, and writes objects atomically."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Objects:
             return list(in_order(lambda url, stopped: self.stat(url), urls, self.width))
 
     def fetch(self, sink: Sink) -> bytearray:
-        """Bring what is missing in ``sink``.
+        """Read what is missing in ``sink``.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -89,7 +89,7 @@ class Objects:
         return sink.data
 
     def read(self, url: str) -> bytes:
-        """A whole object; what this package put is compared with the SHA-256 it was put with."""
+        """Read a whole object; one that this package wrote is compared with its recorded SHA-256."""
         with waiting():
             for _ in range(2):
                 sink = Sink(url, 0, None)
@@ -136,7 +136,7 @@ class Objects:
             self._writable(url).put(url, file, size, sha256)
 
     def create(self, url: str, data: bytes) -> None:
-        """A small object where there is none yet. A store that knows no conditions is asked first.
+        """Create a small object if none exists. A store that knows no conditions is asked first.
 
         Raises:
             FileExistsError: there is one, of other bytes.
@@ -160,9 +160,9 @@ class Objects:
                 self._writable(urls[0]).remove(urls)
 
     def give_up_uploads(self, folder: str) -> None:
-        """Remove what killed processes left of uploads below a folder, as far as that is allowed."""
+        """Abort uploads below a folder that killed processes left, as far as that is allowed."""
         if isinstance(self.backend, S3):
-            with waiting(), suppress(StoreError, FileNotFoundError):  # it takes room, and harms nobody
+            with waiting(), suppress(StoreError, FileNotFoundError):  # a left-over upload only takes space
                 self.backend.give_up_uploads(folder)
 
     def _writable(self, url: str) -> S3 | Other:

@@ -1,4 +1,4 @@
-"""Any other fsspec store, by what every one of them can do."""
+"""Access to other fsspec stores, with only the calls that all of them support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Other:
         return _info(info)
 
     def get(self, sink: Sink) -> None:
-        """One try to bring what is missing in ``sink``; these stores take no condition."""
+        """Make one attempt to read what is missing in ``sink``; these stores take no condition."""
         info = self.stat(sink.url)
         if sink.info is not None and sink.info != info:
             sink.begins(info.etag, info.size, f"bytes {sink.at}-{sink.at}/{info.size}")  # says what is wrong

@@ -1,4 +1,4 @@
-"""Objects whose URLs match a pattern, found with few listings."""
+"""Finds objects whose URLs match a pattern, with few listings."""
 
 from __future__ import annotations
 

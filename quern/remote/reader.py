@@ -1,4 +1,4 @@
-"""An object as a file: read forward with the next piece under way, or here and there by small ranges."""
+"""An object as a file: sequential reads with prefetching, or random reads by small ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store's errors mean, and when a request is tried again.
+"""Classifies a store's errors, and decides when a request is tried again.
 
 What may pass by itself (5xx, ``SlowDown``, timeouts, broken connections) is tried again with exponential delays and
 full jitter (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
@@ -46,7 +46,7 @@ _NETWORK = {
 
 
 class StoreError(QuernError):
-    """The store did not do what it was asked.
+    """The store did not carry out a request.
 
     ``transient``: it may pass by itself. Otherwise somebody has to act, as the message says.
     ``retry_after_s``: how long the store wants to be left alone first (its ``Retry-After``).
@@ -71,7 +71,7 @@ def _restored(kind: type[StoreError], message: str, state: dict[str, Any]) -> St
 
 
 class ChangedError(StoreError):
-    """A condition on the object did not hold: it is another one than expected, or there already."""
+    """A condition on the object failed: it differs from the expected one, or exists already."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, transient=False)
@@ -93,7 +93,7 @@ class Backoff:
     """Uniform in [0, 1); by default seeded by the system, so that machines differ."""
 
     def run(self, action: Callable[[], T], stopped: Callable[[], bool] = lambda: False) -> T:
-        """What ``action`` returns, at its first success.
+        """The result of ``action`` at its first success.
 
         Raises:
             StoreError: a permanent one at once; a transient one when the next try would exceed the budget, or once
@@ -118,7 +118,7 @@ class Backoff:
 
 
 def translated(error: Exception, url: str, fix: str = "correct the address") -> StoreError | FileNotFoundError:
-    """What a store's error means, told from the answer's code, else from its type; ``fix`` is what to do otherwise."""
+    """Classify a store's error by the answer's code, else by its type; ``fix`` is the advice to add."""
     code, status, headers = "", 0, {}
     chain: list[BaseException] = []
     link: BaseException | None = error

@@ -1,4 +1,4 @@
-"""S3 request by request."""
+"""S3 requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class S3:
         return self.link.locate(url.split("://", 1)[1])
 
     def stat(self, url: str) -> Info:
-        """What a HEAD says."""
+        """The result of a HEAD request."""
         where = self._where(url)
         if not where["Key"]:
             raise FileNotFoundError(url)
@@ -49,7 +49,7 @@ class S3:
         return (parsedate_to_datetime(date) - head["LastModified"]).total_seconds()
 
     def get(self, sink: Sink) -> None:
-        """One try to bring what is missing in ``sink``."""
+        """Make one attempt to read what is missing in ``sink``."""
         options = self._where(sink.url)
         if sink.range is not None:
             options["Range"] = sink.range
@@ -142,7 +142,7 @@ class S3:
         self.link.backoff.run(delete)
 
     def give_up_uploads(self, folder: str) -> None:
-        """Abort what killed processes left of uploads below a folder; what cannot be seen or aborted stays."""
+        """Abort uploads below a folder that killed processes left; what cannot be seen or aborted stays."""
         give_up_uploads(self.link, folder, folder.split("://", 1)[1], below=True)
 
 

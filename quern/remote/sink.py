@@ -1,4 +1,4 @@
-"""Bytes of an object as they come, over as many connections as it takes."""
+"""Receives the bytes of an object over as many connections as needed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sink:
 
     @property
     def at(self) -> int:
-        """The next byte that is missing."""
+        """The offset of the next missing byte."""
         return self.start + len(self.data)
 
     @property
@@ -76,7 +76,7 @@ class Sink:
     def begins(
         self, etag: str, length: int | None, content_range: str | None, sha256: str | None = None, modified: str = ""
     ) -> Taker:
-        """An answer begins: is it of the same object, and of the bytes that were asked for?
+        """Check that an answer is of the same object and of the requested bytes.
 
         Raises:
             ChangedError: it is another object by now.
@@ -106,13 +106,14 @@ class Sink:
 
 
 class Taker:
-    """Takes one answer's bytes into its sink, until the try is over: a late byte must not go behind another try's."""
+    """Writes one answer's bytes into its sink until the attempt ends, so that late bytes cannot follow a newer
+    attempt's."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink: Sink | None = sink
 
     def take(self, data: bytes) -> bool:
-        """Whether more is wanted."""
+        """Take bytes; return whether more are wanted."""
         sink = self._sink
         if sink is None:
             return False

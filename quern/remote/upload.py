@@ -1,4 +1,4 @@
-"""An object of S3 out of pieces: by one request or by parts, there whole or not at all, nothing left of what failed."""
+"""Uploads an S3 object atomically, by one request or by parts, and removes the parts of failed uploads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def upload_parts(
 
 
 def give_up_uploads(link: Connection, url: str, path: str, *, below: bool) -> None:
-    """Abort what killed processes left of uploads to ``path``, or ``below`` it.
+    """Abort uploads to ``path``, or ``below`` it, that killed processes left.
 
     Raises:
         StoreError, FileNotFoundError: the store refused, or could not be reached.

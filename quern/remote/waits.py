@@ -1,4 +1,4 @@
-"""Who waits for a store is not at work: whoever keeps a clock on the work can stop it meanwhile."""
+"""Hooks around blocking I/O: a caller that times work can pause its clock during waits for a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def around_waits(before: Callable[[], object], after: Callable[[], object]) -> I
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """This thread waits for a store inside the block."""
+    """Mark the block as a wait of this thread for a store."""
     pair, _hooks.pair = getattr(_hooks, "pair", None), None  # once, however deep waits are nested
     if pair is None:
         yield

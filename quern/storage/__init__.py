@@ -1,4 +1,4 @@
-"""Paths on any store (fsspec), atomic publish, checksums.
+"""Paths on any store (fsspec), atomic publication, checksums.
 
 A path is a local path or an fsspec URL (``s3://bucket/key``). Nothing here ever leaves half a file under its final
 name: on a file system a file is written beside its place and renamed, on an object store the upload is the publish.
@@ -206,7 +206,7 @@ def read_json(path: str) -> Any:
 
 @contextmanager
 def guarded(check: Callable[[], None]) -> Iterator[None]:
-    """Inside the block :func:`publish` calls ``check`` before a file gets its name; where it raises, none appears."""
+    """Inside the block :func:`publish` calls ``check`` before it publishes a file; if that raises, none appears."""
     _guards.append(check)
     try:
         yield
@@ -215,14 +215,14 @@ def guarded(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_guards() -> None:
-    """What :func:`publish` does before a file gets its name; for who is about to remove files."""
+    """Run the checks of :func:`guarded`, for a caller that is about to remove files."""
     for check in _guards:
         check()
 
 
 @contextmanager
 def publish(path: str) -> Iterator[IO[bytes]]:
-    """A binary stream that appears under ``path`` whole, when the block ends without an error, or not at all.
+    """A binary stream that is published atomically under ``path`` when the block ends without an error.
 
     On a file system the bytes are synced before the rename, so a published name always holds all of them.
     """
@@ -243,7 +243,7 @@ def publish(path: str) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def lease(path: str, what: str) -> Iterator[None]:
-    """Be the only one inside the block, on a store that can tell (S3); elsewhere nothing is held.
+    """Hold an exclusive lease inside the block, on stores that support it (S3); elsewhere nothing is held.
 
     Inside the block nothing is published any more, and :func:`check_guards` raises, once another process has it.
 
@@ -258,7 +258,7 @@ def lease(path: str, what: str) -> Iterator[None]:
 
 
 def give_up_uploads(folder: str) -> None:
-    """Remove what killed processes left of uploads below a store's folder; nobody could ever read it."""
+    """Abort uploads below a store's folder that killed processes left."""
     store = _store(folder)
     if store is not None:
         store.give_up_uploads(folder)
@@ -280,7 +280,7 @@ def publish_bytes(path: str, data: bytes) -> None:
 
 
 def create_bytes(path: str, data: bytes) -> None:
-    """Write ``data`` under ``path``, atomically, where nothing is yet; of two at once, one does (not on every store).
+    """Write ``data`` under ``path`` atomically if nothing is there; of two at once one wins (not on every store).
 
     Raises:
         FileExistsError: something else is there already. On a store, an object with these very bytes is no error: the

@@ -1,1 +1,1 @@
-"""Documents to uint16 and uint32 token shards in which every token knows its document."""
+"""Turns documents into uint16 and uint32 token shards that record the document of every token."""

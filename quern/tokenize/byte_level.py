@@ -1,4 +1,4 @@
-"""Bytes as byte-level BPE writes them down."""
+"""The byte-to-character table of byte-level BPE."""
 
 from __future__ import annotations
 

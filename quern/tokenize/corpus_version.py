@@ -1,4 +1,4 @@
-"""What a corpus version lists: ``VERSION.json`` and the manifests of its sources, read from any store and checked."""
+"""Reads and checks a corpus version: ``VERSION.json`` and the manifests of its sources, from any store."""
 
 from __future__ import annotations
 

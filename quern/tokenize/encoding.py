@@ -1,4 +1,4 @@
-"""tiktoken encodings, and where their ranks come from.
+"""Loads tiktoken encodings and their ranks.
 
 Page text is encoded with ``encode_ordinary`` only: a page that says ``<|endoftext|>`` gets the tokens of these
 characters, never the control token.
@@ -47,7 +47,7 @@ DOWNLOAD_TIMEOUT_S = 60.0
 
 
 class Keys(NamedTuple):
-    """What the caller's user calls the name of the encoding and its ranks file."""
+    """The names by which error messages call the encoding and its ranks file."""
 
     encoding: str = "tokenize.encoding"
     ranks: str = "tokenize.ranks"
@@ -105,7 +105,7 @@ def known_encodings() -> list[str]:
 
 
 class Encoding:
-    """A text ⇄ ids mapping; a pickle holds only (name, ranks path)."""
+    """Maps text to ids and back; a pickle holds only (name, ranks path)."""
 
     def __init__(self, name: str, ranks_path: str | None, core: tiktoken.Encoding, ranks: Mapping[bytes, int]) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""A tiktoken encoding as ``tokenizer.json`` of the ``tokenizers`` library, with the same ids for every text, and back.
+"""Converts a tiktoken encoding to ``tokenizer.json`` of the ``tokenizers`` library and back, with the same ids.
 
 Both merge the leftmost pair with the lowest priority until none is left, but tiktoken looks pairs up by what they make
 (any two neighbours whose bytes together are a token), ``tokenizers`` in a list of pairs. One pair a token is enough:

@@ -1,4 +1,4 @@
-"""What stands at a position of a shard: the text around it, the document, and the page it came from."""
+"""Shows what is at a position of a shard: surrounding text, the document, and its source page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Inspection:
 
 
 def inspect(shard_path: str, at: int, context: int = 64) -> Inspection:
-    """What stands at token ``at`` of the shard file ``shard_path``, with ``context`` tokens on either side.
+    """The token at position ``at`` of the shard file ``shard_path``, with ``context`` tokens on either side.
 
     Raises:
         InputError: the shard is a folder or not on a local file system, the corpus version does not list it, or it has

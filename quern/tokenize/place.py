@@ -1,4 +1,4 @@
-"""Where a document goes: its place in the one order of a source, and whether it is held out.
+"""Keyed hashes that determine a document's place in its source, and whether it is held out.
 
 Both are keyed hashes of identity, so neighbours are unrelated and nothing depends on workers, on partitions or on the
 order of the input. A hash is blake2b-64, little-endian, of ``seed \\0 purpose \\0 identity``: the seed in decimal, the

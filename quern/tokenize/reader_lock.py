@@ -1,7 +1,7 @@
-"""Who reads which generation of a source's shards: shared locks on its manifest, which go with the reader.
+"""Shared locks on the manifest of a generation of shards, held by each reader and released with it.
 
-Readers take one, whoever removes a superseded generation takes it alone or leaves the files. Nothing is written, so
-that a corpus may be read-only. Where the file system has no locks nobody holds anything.
+A process that removes a superseded generation needs the exclusive lock, else it leaves the files. Nothing is written,
+so that a corpus may be read-only. On a file system without locks nothing is locked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def share(manifest: str) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # who holds it alone removes a few files and is gone
+        fcntl.flock(lock, fcntl.LOCK_SH)  # an exclusive holder only removes a few files
     except OSError:
         os.close(lock)
         return None
@@ -29,7 +29,7 @@ def share(manifest: str) -> int | None:
 
 
 def take_alone(manifest: str) -> tuple[bool, int | None]:
-    """Whether no reader holds the generation; then none comes to it until the lock that is given is released."""
+    """Try to lock the generation exclusively; while held, no reader can open it."""
     try:
         lock = _open_for_change(manifest)
     except OSError:
@@ -46,7 +46,7 @@ def take_alone(manifest: str) -> tuple[bool, int | None]:
 
 
 def release(lock: int | None) -> None:
-    """Let go. The lock of a forked process's parent stays: the file is closed, not unlocked."""
+    """Release the lock. The lock of a forked process's parent stays: the file is closed, not unlocked."""
     if lock is not None:
         with suppress(OSError):
             os.close(lock)

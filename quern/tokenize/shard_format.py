@@ -1,4 +1,4 @@
-"""The on-disk format of tokens: names, schemas, and the writer of a shard. Its reader is :mod:`.shards`.
+"""The on-disk format of tokens: names, schemas, and the writer of a shard. :mod:`.shards` has the reader.
 
 ``RUN/tokens/<source>/shard_00000.bin`` holds raw little-endian ids, one EOT after each document, and
 ``shard_00000.spans.parquet`` says which document stands where. ``RUN/tokens/VERSION.json`` is the only list of files a

@@ -1,4 +1,4 @@
-"""The reader of token shards, and the names of their format (:mod:`.shard_format`)."""
+"""The reader of token shards (format: :mod:`.shard_format`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OPEN_ATTEMPTS = 20
 
 @dataclass(frozen=True)
 class Span:
-    """Where a document stands: ``length`` tokens from ``start`` of a shard, the EOT included."""
+    """A document's position: ``length`` tokens from ``start`` of a shard, the EOT included."""
 
     shard: int
     index: int
@@ -114,7 +114,7 @@ class ShardReader:
         raise InputError(f"{os.path.join(self.root, VERSION_FILE)}: changes all the time; try again later")
 
     def close(self) -> None:
-        """Let go of the version that was opened: its files may be removed when a later one has none of them.
+        """Release the version that was opened, so that its files may be removed when superseded.
 
         What is not closed is let go with the last reference. Tokens that are in use stay readable.
         """

@@ -1,1 +1,1 @@
-"""The loop, and what keeps it alive."""
+"""The training loop and everything that keeps it running."""

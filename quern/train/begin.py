@@ -1,4 +1,4 @@
-"""Where a run begins or goes on: checkpoint, step, data step and order, written down before anything is read."""
+"""Determines where a run starts or resumes (checkpoint, step, data step, order), and records it before any read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where the loop enters. The same on every rank."""
+    """The step, data step and checkpoint at which the loop starts. The same on every rank."""
 
     kind: str
     """``start``, ``resume`` or ``rollback``."""
@@ -61,7 +61,7 @@ class Start:
 def begin(
     config: TrainConfig, corpus: Corpus, manager: CheckpointManager, ledger: Ledger | None, ranks: Ranks
 ) -> Start:
-    """Decide where to go on, and append it to the ledger (rank 0's; None on the others). Collective.
+    """Decide where to start or resume, and append it to the ledger (rank 0's; None on the others). Collective.
 
     Raises:
         InputError: ``resume.step`` has no usable checkpoint, or is ``good`` and none is; or the config does not
@@ -89,8 +89,8 @@ def begin(
 
 
 def ahead(config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
-    """Where a start would go on by the run's folder: ``kind``, ``step``, ``data_step``, and ``checkpoint``, its path.
-    Nothing is written, and of checkpoints the manifests alone are read. None: a fresh run, or a store has to be asked.
+    """Predict where a start would resume: ``kind``, ``step``, ``data_step`` and ``checkpoint`` (its path). Nothing is
+    written, and of checkpoints the manifests alone are read. None: a fresh run, or a store has to be asked.
 
     Raises:
         InputError: as :func:`begin`.
@@ -229,7 +229,7 @@ def _append(
 def continuation(
     config: TrainConfig, corpus: Corpus, entries: Sequence[Mapping[str, Any]], kind: str, checkpoint: Checkpoint | None
 ) -> tuple[int, int, int, Mixture]:
-    """Step, data step, tokens and mixture with which a run goes on from ``checkpoint``; ``entries``: its ledger's.
+    """The step, data step, tokens and mixture from which a run resumes at ``checkpoint``; ``entries``: its ledger's.
 
     Raises:
         InputError: the config does not continue what the checkpoint and the ledger say.
@@ -279,7 +279,7 @@ def _position(
     if not moves:
         return manifest.step, manifest.data_step, manifest.tokens
     _check_skips(entries, checkpoint, manifest.data_step)
-    # the ledger's, not the checkpoint's: the run may have gone back to this very step, beyond data it skips
+    # the ledger's, not the checkpoint's: the run may have returned to this step with data skipped
     return manifest.step, data_step_of(entries, manifest.step), manifest.tokens
 
 

@@ -1,4 +1,4 @@
-"""A run of its own from a checkpoint of another one: with its weights, moments, data order and ledger."""
+"""Starts a new run from a checkpoint of another, with its weights, moments, data order and ledger."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ONCE = ("resume={}", "data_skip=0")
 
 @dataclass(frozen=True)
 class Forked:
-    """What a fork made."""
+    """The result of a fork."""
 
     folder: str
     run: str
@@ -66,7 +66,7 @@ class Forked:
 
 
 def fork(run_dir: str, step: int, to: str, overrides: Sequence[str] = ()) -> Forked:
-    """Make the folder ``to`` a training run that goes on from the checkpoint of ``run_dir`` after ``step`` steps.
+    """Make the folder ``to`` a training run that continues from the checkpoint of ``run_dir`` after ``step`` steps.
 
     It gets a copy of the checkpoint, brought together as :func:`quern.train.checkpoint.store.collect.collect` does, the
     ledger up to it and a line ``fork``, the config under which the checkpoint was saved with ``overrides`` (and without

@@ -1,4 +1,4 @@
-"""``init_from``: the checkpoint that a fresh run begins with, and the shape of the model, which it brings.
+"""``init_from``: starts a fresh run with a checkpoint's weights and model shape.
 
 Imports no torch: a config is loaded before torch is.
 """
@@ -94,7 +94,7 @@ def starting_checkpoint(config: TrainConfig) -> str | None:
 
 
 def check_init_from(config: TrainConfig, encoding: EncodingInfo) -> None:
-    """Whether a fresh run's model and the ids of its data are those of the checkpoint it is to begin with.
+    """Check that the model and ids of a fresh run are those of the checkpoint that it starts with.
 
     Raises:
         InputError: ``init_from`` names no checkpoint, or one that does not fit: with every key that differs.

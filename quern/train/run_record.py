@@ -1,4 +1,4 @@
-"""What the folder of a training run says of it: ``config.yaml`` and ``run.json``, and what is told at a start."""
+"""Writes the records of a training run: ``config.yaml``, ``run.json``, and the messages at its start."""
 
 from __future__ import annotations
 

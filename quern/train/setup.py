@@ -1,4 +1,4 @@
-"""From a config to a :class:`Trainer`: every refusal a config can earn comes before the first step."""
+"""Builds a :class:`Trainer` from a config; every config error is raised before the first step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Checked:
-    """What :func:`check` had to open to find nothing wrong."""
+    """What :func:`check` opened while checking."""
 
     corpus: Corpus
     mesh: MeshPlan
@@ -71,7 +71,7 @@ class Checked:
 
 
 def check(config: TrainConfig, world: int) -> Checked:
-    """Everything that can be wrong with a config and needs no device.
+    """Check everything in a config that needs no device.
 
     Raises:
         InputError: naming the field, what it is and what would fit.
@@ -138,7 +138,7 @@ def _check_run_dir(path: str) -> None:
 def open_trainer(
     config: TrainConfig, ranks: Ranks, first_weights: Callable[[Transformer, int], None] = initialise
 ) -> Iterator[Trainer]:
-    """The run of ``config``, begun or taken up again where it was left, ready for :meth:`Trainer.fit`. Collective.
+    """Open the run of ``config``, new or resumed, ready for :meth:`Trainer.fit`. Collective.
 
     ``first_weights`` fills the parameters of a run that no checkpoint begins, by ``config.seed``.
 

@@ -1,6 +1,4 @@
-"""What a run will be, before it is one: parameters, layout, memory of its state, what it sends, tokens, and the hash of
-its order.
-"""
+"""Summary of a run before it starts: parameters, layout, memory of its state, traffic, tokens, and the order's hash."""
 
 from __future__ import annotations
 

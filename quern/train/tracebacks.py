@@ -1,4 +1,4 @@
-"""Why a rank ended: its traceback goes to ``RUN/tracebacks/rank_<N>.txt``, and one line to whoever watches.
+"""Writes a failed rank's traceback to ``RUN/tracebacks/rank_<N>.txt``, and one line to the terminal.
 
 Imports no torch.
 """
@@ -26,12 +26,12 @@ _HEAD = re.compile(r"(\d+\.\d+) (.*)")
 
 
 def file_of(run_dir: str, rank: int) -> str:
-    """Where a rank's traceback goes."""
+    """The path of a rank's traceback."""
     return os.path.join(run_dir, _FOLDER, f"rank_{rank}.txt")
 
 
 def clear(run_dir: str) -> None:
-    """Remove those of an earlier start; before the ranks begin."""
+    """Remove tracebacks of an earlier start, before the ranks begin."""
     shutil.rmtree(os.path.join(run_dir, _FOLDER), ignore_errors=True)
 
 
@@ -42,7 +42,7 @@ def one_line(error: BaseException) -> str:
 
 
 def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
-    """Write the traceback down; returns the file, None where it cannot be written."""
+    """Write the traceback to its file; return the path, None if it cannot be written."""
     file = file_of(run_dir, rank)
     lines = traceback.format_exception(error)
     try:

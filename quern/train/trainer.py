@@ -1,4 +1,4 @@
-"""The loop: read aloud, it is what training is. Everything it needs is built by :mod:`quern.train.setup`."""
+"""The training loop. :mod:`quern.train.setup` builds everything that it needs."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ class Trainer:
             self.finish()
 
     def begin(self) -> None:
-        """The data from here on, and the clock."""
+        """Start prefetching data and the step timer."""
         self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
         self._mark = Mark(self.ranks.device)
 
     def train_step(self, step: int) -> None:
-        """One step, the whole of it but for what is not done in each: validation, saving, tracing."""
+        """Run one step, without what is not done in each: validation, saving, tracing."""
         batch = self.feed.take(self.data_step(step))
         loss = self.forward_backward(batch)
         norm = self.clip(step)
@@ -142,7 +142,7 @@ class Trainer:
         self.report(step, batch, norm, health)
 
     def steps(self) -> Iterator[int]:
-        """Steps that are left, the first of a run being 0; ends early when all ranks know of a signal."""
+        """Iterate over the remaining steps (the first of a run is 0); ends early when all ranks know of a signal."""
         for step in range(self.start.step, self.config.steps):
             if self.stopped_by is not None:
                 return
@@ -173,7 +173,7 @@ class Trainer:
         return self._summed[1]
 
     def clip(self, step: int) -> torch.Tensor:
-        """Bring the gradient's norm over all parameters and ranks down to ``optimizer.clip``; returns what it was."""
+        """Clip the gradient's norm over all parameters and ranks to ``optimizer.clip``; return the norm before."""
         gradients = self.parallel.gradients
         self.loss_scale.unscale_(gradients.parameters)
         if self.on_gradients is not None:
@@ -184,7 +184,7 @@ class Trainer:
         return norm
 
     def update(self, step: int, health: Health) -> None:
-        """One optimizer step, or none where the guard says so; the host does not know which."""
+        """Take one optimizer step, or none if the guard says so; the host does not know which."""
         self.saves.copied()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip)
@@ -192,7 +192,7 @@ class Trainer:
         self._done = step + 1
 
     def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
-        """Send the step's figures to the host, and read those of the step before, which have arrived."""
+        """Send the step's figures to the host asynchronously, and read those of the step before."""
         values = figures.pack(
             self._summed, norm=norm, non_finite=health.non_finite, loss_spike=health.loss_spike,
             norm_spike=health.norm_spike, skipped=health.skip, loss_z=health.loss_z, norm_z=health.norm_z,
@@ -270,11 +270,11 @@ class Trainer:
         return seen
 
     def save_if_due(self, step: int) -> None:
-        """Every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
+        """Save every ``checkpoint.interval`` steps, after the last, and when a signal asks for an end."""
         done = step + 1
         if not (self.saves.due(done) or (self._last(done) and self.saves.saved != done)):
             return
-        self.settle()  # what the ledger has to say of these weights is written before they are published
+        self.settle()  # the ledger's lines about these weights precede their publication
         last = self._last(done)  # what was settled may have said so
         data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
 
@@ -296,13 +296,13 @@ class Trainer:
         return TrainState(self.model, self.optimizer, self.state.facts, extra)
 
     def validate_if_due(self, step: int) -> None:
-        """Held-out loss every ``validation.interval`` steps and after the last."""
+        """Compute the held-out loss every ``validation.interval`` steps and after the last."""
         done, interval = step + 1, self.config.validation.interval
         if self.validator is None or (done < self.config.steps and not (interval and done % interval == 0)):
             return
         self.settle()
         if self.stopped_by is not None:
-            self.save_if_due(step)  # whoever ended the run may not wait for long; a resumed run does not come back here
+            self.save_if_due(step)  # a signal leaves little time, and a resumed run does not repeat this
         with self.parallel.looking():
             losses = self.validator.run(self.parallel.run)
         self._held_out = losses["loss"]
@@ -311,7 +311,7 @@ class Trainer:
         self._mark = Mark(self.ranks.device)
 
     def finish(self) -> None:
-        """Say in the ledger how the run ended. No rank leaves before: a launcher ends the others when one has left."""
+        """Record how the run ended (ledger). No rank leaves before: a launcher ends the others when one has left."""
         self.settle()
         if self.forensics.take_request():
             log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
@@ -328,7 +328,7 @@ class Trainer:
         self.ranks.barrier()
 
     def close(self) -> None:
-        """End threads, close files, let the run's lock go."""
+        """Stop threads, close files and release the run's lock."""
         self.feed.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -353,7 +353,7 @@ class Trainer:
         return self._done >= self.config.steps
 
     def asked_to_stop(self, number: int) -> None:
-        """A signal has arrived: the step in work and the one after it are finished and saved."""
+        """Whether a signal has arrived: then the current step and the next one are finished and saved."""
         self._signal = number
 
 

@@ -1,4 +1,4 @@
-"""``quern checkpoint``: look at a run's checkpoints, prove them whole, take them elsewhere.
+"""``quern checkpoint``: lists, verifies, compares, copies, exports and removes a run's checkpoints.
 
 Listing, verifying and fetching stand in :mod:`quern.cli.checkpoint.look`, comparing, rewriting and pruning in
 :mod:`quern.cli.checkpoint.tools`.

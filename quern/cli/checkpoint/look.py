@@ -1,5 +1,5 @@
-"""``quern checkpoint list``, ``verify`` and ``fetch``: what a run, its nodes and its store have, whether it is whole,
-and bringing it together."""
+"""``quern checkpoint list``, ``verify`` and ``fetch``: list checkpoints of a run, its nodes and store, check or copy
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern demo``: the whole road on the embedded sample."""
+"""``quern demo``: the whole pipeline, from crawl to trained model, on a generated sample site."""
 
 from __future__ import annotations
 

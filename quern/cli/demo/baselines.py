@@ -1,4 +1,4 @@
-"""What counting alone predicts: interpolated n-gram models, which a trained model has to beat.
+"""Interpolated n-gram models, the baseline that a trained model has to beat.
 
 Jelinek-Mercer smoothing (Jelinek & Mercer 1980) in the form Chen & Goodman (1998, "An Empirical Study of Smoothing
 Techniques for Language Modeling", section 4.1) found better than one weight a total count: contexts share a weight when
@@ -255,7 +255,7 @@ class NGram:
         return losses
 
     def loss(self, streams: Sequence[Stream], seq_len: int, windows: int | None = None) -> tuple[float, int]:
-        """Nats in all, and the number of targets, over the targets of each stream's first ``windows`` windows.
+        """The total nats and the number of targets, over the targets of each stream's first ``windows`` windows.
 
         They are those a model with document masks is evaluated on: window i ends in target ``(i + 1) · seq_len``, and
         what is left after the last whole window is nobody's target. null = all windows.

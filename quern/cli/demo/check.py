@@ -1,4 +1,4 @@
-"""Holds a demo run against what a careful person expects of each kind of page."""
+"""Compares a demo run with the verdicts expected for each kind of page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_outcomes(run_dir: str) -> dict[str, Outcome]:
 
 
 def compare(pages: Sequence[SitePage], outcomes: Mapping[str, Outcome]) -> list[KindResult]:
-    """One result a kind, in the order of first appearance; ``wrong`` holds a sentence for each page that differs."""
+    """One result per kind, in the order of first appearance; ``wrong`` holds a sentence for each page that differs."""
     results: dict[str, KindResult] = {}
     groups: dict[str, list[tuple[SitePage, Outcome]]] = {}
     for page in pages:

@@ -1,4 +1,4 @@
-"""The end of the demo: a URL's life, every step of the training that saw it, and the documents of one step."""
+"""The lineage part of the demo: a URL's history, the training steps that read it, and the documents of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last part of the demo: a domain is purged and proved gone, and the training goes on without it."""
+"""The last part of the demo: purges a domain, verifies the purge, and continues training without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second half of the demo: tokens → a model that learns, is killed, goes on, and is held against counting."""
+"""The second part of the demo: trains on the tokens, kills and resumes the run, and compares with n-gram models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern lineage exposure``: from documents to every step that saw them, and the last checkpoint that did not."""
+"""``quern lineage exposure``: the training steps that read documents, and the last checkpoint before them."""
 
 from __future__ import annotations
 

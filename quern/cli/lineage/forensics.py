@@ -1,4 +1,4 @@
-"""``quern lineage forensics``: what a step that was a spike was made of, down to its documents."""
+"""``quern lineage forensics``: traces a spike of loss or gradient norm to the documents of its step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern lineage index``: the index of a data run, built or compared with its checksums."""
+"""``quern lineage index``: builds the index of a data run, or verifies its checksums."""
 
 from __future__ import annotations
 

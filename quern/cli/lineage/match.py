@@ -1,4 +1,4 @@
-"""``quern lineage match``: which documents and token spans hold text of a benchmark."""
+"""``quern lineage match``: finds the documents and token spans that contain text of a benchmark."""
 
 from __future__ import annotations
 

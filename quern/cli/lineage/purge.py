@@ -1,4 +1,4 @@
-"""``quern lineage purge``: documents out of a data run, out of every version after, and out of every run to come."""
+"""``quern lineage purge``: removes documents from a data run, its later versions, and all later runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data run as the lineage commands open it."""
+"""Opens a data run for the lineage commands."""
 
 from __future__ import annotations
 

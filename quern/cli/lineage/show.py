@@ -1,4 +1,4 @@
-"""``quern lineage show``: a document's whole life."""
+"""``quern lineage show``: the complete history of one document."""
 
 from __future__ import annotations
 

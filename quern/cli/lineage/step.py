@@ -1,4 +1,4 @@
-"""``quern lineage step``: from a step of a training run to its documents."""
+"""``quern lineage step``: the documents of one training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who read what a purge removes, in lines: what :func:`quern.lineage.purge.impact.taint.taint` found."""
+"""Formats the report of :func:`quern.lineage.purge.impact.taint.taint`: which training runs read purged documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quern lineage verify``: the proof that nothing of what was purged is left."""
+"""``quern lineage verify``: proves that nothing of the purged documents is left."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Duplicates: signatures → bands → candidates → verified pairs → survivors."""
+"""Duplicate removal: signatures → bands → candidates → verified pairs → survivors."""

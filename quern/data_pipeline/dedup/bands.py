@@ -1,4 +1,4 @@
-"""Bands of a signature and the pairs of documents they propose. A proposal removes nothing: see ``verify``."""
+"""LSH bands of a signature, and the candidate pairs they propose. Only ``verify`` decides a removal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sizes_of(docs: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BandStats:
-    """What a key range saw."""
+    """Counts of one key range."""
 
     shared: int
     """Band values shared by at least two documents."""
@@ -77,7 +77,7 @@ def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 
 def repeated(members: np.ndarray) -> np.ndarray:
-    """The rows (:data:`MEMBER`) whose key occurs more than once: most do not."""
+    """The rows (:data:`MEMBER`) whose key occurs more than once."""
     keys = np.ascontiguousarray(members["key"])
     order = np.argsort(keys)
     keys = keys[order]

@@ -1,4 +1,4 @@
-"""The settings of duplicate removal, and what they promise to find."""
+"""Config of duplicate removal, and the recall that it implies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents with an equal key: the same text, the same URL."""
+"""Finds documents with an equal key: the same text or the same URL."""
 
 from __future__ import annotations
 

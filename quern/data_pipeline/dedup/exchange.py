@@ -1,4 +1,4 @@
-"""Records on their way from task to task: files of a scratch folder, on any store.
+"""Shuffles records between tasks through files of a scratch folder, on any store.
 
 An *exchange* has a number of buckets. Every writer leaves files of fixed-size records grouped by bucket, with the
 buckets' offsets at their head, each of a bounded size: a writer holds one in memory. A reader takes a range of buckets
@@ -40,7 +40,7 @@ _LEAST_RECORDS = 64
 
 @dataclass(frozen=True)
 class Written:
-    """What one writer left."""
+    """The files of one writer."""
 
     files: int
     counts: np.ndarray
@@ -49,7 +49,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What all writers of a stage left."""
+    """The files of all writers of a stage."""
 
     folder: str
     files: tuple[int, ...]
@@ -176,7 +176,7 @@ class Writer:
         self._held = 0
 
     def close(self) -> Written:
-        """Write what is left."""
+        """Write the remaining records."""
         if self._held:
             self._flush()
         return Written(self._files, self._counts)
@@ -187,7 +187,7 @@ def _path(folder: str, writer: int, number: int) -> str:
 
 
 def num_buckets(records: int, max_records: int) -> int:
-    """How many buckets ``records`` want: a function of the data alone, never of the workers."""
+    """The number of buckets for ``records``; depends on the data alone, never on the workers."""
     if records <= max_records:
         return 1
     return min(_BUCKETS_PER_TASK * -(-records // max_records), MAX_BUCKETS)

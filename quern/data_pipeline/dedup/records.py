@@ -1,4 +1,4 @@
-"""The passes in their order, and the record of a removal that all of them leave."""
+"""The passes in their order, and the record of a removal that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the two tables of decisions are in a run, and their columns."""
+"""Paths and columns of the two tables of decisions of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to shingles: normalised words, and the 64-bit hashes of their n-grams.
+"""Turns text into shingles: normalised words, and the 64-bit hashes of their n-grams.
 
 A text is lower-cased; a number (digits, also with ``.`` or ``,`` between them) becomes ``0``; every character is
 decomposed (NFD) and loses its nonspacing marks (Mn); letters, numbers and other marks make words, everything else

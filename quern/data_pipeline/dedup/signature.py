@@ -1,4 +1,4 @@
-"""MinHash signatures, bit for bit those of datasketch 2's ``affine32`` scheme, and the stage that computes them."""
+"""Computes MinHash signatures, bit for bit those of datasketch 2's ``affine32`` scheme, as a stage of the chain."""
 
 from __future__ import annotations
 

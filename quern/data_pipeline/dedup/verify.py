@@ -1,4 +1,4 @@
-"""The decision: exact Jaccard similarity of proposed pairs, and who survives it."""
+"""Decides removals by the exact Jaccard similarity of candidate pairs, in survivor order."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _multiplied(sets: Any, width: np.ndarray, a: np.ndarray, b: np.ndarray) -> n
 
 
 class Removed:
-    """Which of the documents 0 … n − 1 were removed so far: a bit each."""
+    """A bit array of which of the documents 0 … n − 1 have been removed so far."""
 
     def __init__(self, documents: int) -> None:
         self._bits = np.zeros(-(-documents // 8), dtype=np.uint8)
@@ -167,7 +167,7 @@ def survivors(verified: np.ndarray) -> np.ndarray:
 
 
 def survivors_after(removed: Removed, verified: np.ndarray) -> np.ndarray:
-    """As :func:`survivors`, when every document before the first ``high`` is decided; ``removed`` is added to."""
+    """Like :func:`survivors` if every document before the first ``high`` is decided; ``removed`` is updated."""
     ordered = verified[np.lexsort((verified["low"], -verified["similarity"], verified["high"]))]
     pieces = [ordered[:0]]
     start = 0

@@ -1,4 +1,4 @@
-"""What every task of duplicate removal is given, and what it gives back."""
+"""Inputs and results of every task of duplicate removal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Shard:
-    """Partitions that are read by one task: as many as have few enough documents, or one."""
+    """Partitions that one task reads: as many as have few enough documents, or a single larger one."""
 
     index: int
     places: tuple[Place, ...]
@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Work:
-    """What every task is given."""
+    """The inputs that every task is given."""
 
     run_dir: str
     scratch: str
@@ -79,7 +79,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """What a task gives back: how much it found, and which files of which exchanges it left."""
+    """The result of a task: counts, and the files that it wrote to each exchange."""
 
     numbers: tuple[int, ...] = ()
     written: dict[str, Written] = field(default_factory=dict)

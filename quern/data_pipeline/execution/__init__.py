@@ -1,1 +1,1 @@
-"""How tasks run: on Ray or in this process, isolated, fenced, and committed to a run directory."""
+"""Task execution: on Ray or in this process, isolated, fenced, and committed to a run directory."""

@@ -1,7 +1,7 @@
-"""The commit log: what is done, decided by content and not by a marker.
+"""The commit log: which pieces of work are done, identified by hashes of their inputs and config.
 
-One JSON object a piece of work. It counts only while its input fingerprint and config hash still are those of the
-run; counters are summed from these objects, so they survive any number of resumes.
+There is one JSON object per piece of work. It counts only while its input fingerprint and config hash equal those of
+the run; counters are summed from these objects, so they survive any number of resumes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_commit(
 
 
 def withdraw_commit(run_dir: str, phase: str, source: str, piece: str) -> None:
-    """Remove a commit whose outputs are about to be replaced: it would count again if its inputs came back."""
+    """Remove a commit before its outputs are replaced, since it would count again if the inputs changed back."""
     storage.remove(commit_path(run_dir, phase, source, piece))
 
 

@@ -1,9 +1,9 @@
-"""Where tasks run: a pool of fat Ray actors, or this process.
+"""Executes tasks on a pool of Ray actors, or in this process.
 
 Every phase is a function mapped over small task tuples; data moves through files, never through return values. An
 engine keeps one task an actor in flight, so nothing piles up in the object store: at any moment it holds at most one
-task and one result a worker. An actor that died is replaced, and what its death means for the task is the caller's to
-say (``on_death``), who is told whether the process died or its whole machine was lost.
+task and one result a worker. A dead actor is replaced. The caller decides what happens to its task (``on_death``), and
+is told whether the process died or its whole machine was lost.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class RayPool:
                 elif done in doubtful:
                     index, hand, since = doubtful.pop(done)
                     try:
-                        ray.get(done)  # it is there after all, but what it answered is not
+                        ray.get(done)  # the actor exists after all, but its result is lost
                         died(index, hand, "its answer was lost", lost=True)
                     except ActorUnavailableError:
                         doubtful[hand.actor.ready.remote()] = (index, hand, since)
@@ -255,7 +255,7 @@ class RayPool:
                         raise result
                     yield index, result
         finally:
-            # Left early: what still runs must not write into a run that has ended.
+            # Left early: running tasks must not write into a run that has ended.
             for hand in [*(hand for _, hand in running.values()), *(hand for _, hand, _ in doubtful.values())]:
                 self._dismiss(hand)
             self._busy = 0
@@ -278,7 +278,7 @@ class RayPool:
         return ready[0] if ready else None
 
     def close(self) -> None:
-        """End the actors."""
+        """Stop the actors."""
         for hand in list(self._hands):
             self._dismiss(hand)
         self._starting.clear()
@@ -303,7 +303,7 @@ def _is_loss(death: Exception, machine: str | None) -> bool:
 
 
 def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any | None:
-    """``function(*args)`` on that machine of the cluster; None when it is gone before it has answered."""
+    """``function(*args)`` on that machine of the cluster; None if the machine is lost before it has answered."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -328,7 +328,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _deaths() -> tuple[type[Exception], ...]:
-    """What Ray raises for a task whose process ended, whoever ended it; its memory monitor has an error of its own."""
+    """The errors that Ray raises for a task whose process died, for whatever reason; its memory monitor has its own."""
     from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
     return (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)

@@ -1,8 +1,8 @@
-"""Who may still write in a run: its present driver's workers, and of two that do one partition the later.
+"""Fencing: only workers of the current driver may write, and of two attempts at one partition only the later.
 
-A driver that was killed, or a machine that was given up, may have a worker that is not gone yet. What it still writes
-must not stand over the work of its successor. So before a file gets its name, the worker looks whether it is still
-meant: the run's folder says whose workers may write, a partition's folder which attempt. Nobody but the driver removes.
+A killed driver or a lost machine may have a worker that is still running. It must not overwrite the work of its
+successor. So before a worker publishes a file, it checks that it may still write: a file in the run's folder names the
+driver, one in a partition's folder the attempt. Only the driver removes files.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ __all__ = ["Fence", "SupersededError"]
 
 
 class SupersededError(QuernError):
-    """What this process was at is another's now; it has written nothing since."""
+    """Another process has taken over this one's work; this one has written nothing since."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """A file that names who may write: its holder until another claims it."""
+    """A file that names its current holder, who alone may write."""
 
     path: str
     holder: str
 
     @classmethod
     def claim(cls, path: str) -> Fence:
-        """Name a new holder; whoever held it before is shut out."""
+        """Write a new holder into the file; the previous holder may no longer write."""
         fence = cls(path, uuid.uuid4().hex)
         storage.write_json(path, {"holder": fence.holder, "host": socket.gethostname()})
         return fence
 
     def check(self) -> None:
-        """Nothing happens while the holder is the one named.
+        """Raise unless this process is still the holder.
 
         Raises:
             SupersededError: another is named.

@@ -1,10 +1,10 @@
-"""One page never costs a partition: who was on the table when the process ended, and an end that cannot be ignored.
+"""Per-page crash isolation: finds the page on which a worker died, and enforces a time-out that C code cannot block.
 
-A parser can hang for minutes in C, where neither Python's signal handlers nor its other threads run. So the clocks are
-the kernel's, and what they ring is faulthandler's handler in C: it writes the stack down and lets the signal end the
-process, whoever holds the interpreter lock. A page's time is CPU time of its process, so that a busy machine costs no
-page its life; a wall clock, ten times as patient, catches what sleeps. The ordinal of the page in work stands in a
-small mapped file, and the stack beside it: both outlive the process and tell the driver which page it was, and why.
+A parser can hang for minutes in C, where neither Python's signal handlers nor its other threads run. So kernel timers
+signal faulthandler's handler in C, which writes the stack to a file and lets the signal end the process, even while the
+interpreter lock is held. A page's time-out counts CPU time of its process, so that a busy machine quarantines no page;
+a wall-clock limit ten times as long catches pages that sleep. A small mapped file holds the ordinal of the current
+page, another file the stack: both outlive the process and tell the driver which page failed, and why.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 @dataclass(frozen=True)
 class Last:
-    """The page that was in work: its ordinal in the partition, and when it began (Unix seconds)."""
+    """The page that was being processed: its ordinal in the partition, and its start (Unix seconds)."""
 
     ordinal: int
     began: float
@@ -60,13 +60,13 @@ class Last:
 
     @property
     def place(self) -> str:
-        """The innermost frame of ``stack``, in a few words."""
+        """A short description of the innermost frame of ``stack``."""
         found = _FRAME.search(self.stack or "")
         return f"{os.path.basename(found[1])}:{found[2]} in {found[3]}" if found else "no Python code"
 
 
 class Marker:
-    """The ordinal of the page in work, in a file that outlives the process."""
+    """The ordinal of the current page, in a file that outlives the process."""
 
     def __init__(self, path: str) -> None:
         with storage.needs_room(path):
@@ -75,17 +75,17 @@ class Marker:
         self._map = mmap.mmap(self._file.fileno(), _LAYOUT.size)
 
     def set(self, ordinal: int) -> None:
-        """The page with this ordinal is now in work; -1: none is."""
+        """Record the ordinal of the page that is now processed; -1: none."""
         _LAYOUT.pack_into(self._map, 0, ordinal, time.time())
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Close the file without removing it."""
         self._map.close()
         self._file.close()
 
     @staticmethod
     def stack_of(path: str) -> str:
-        """Where the stack of the process that writes the marker ``path`` is written when a clock runs out."""
+        """The path to which the process that writes the marker ``path`` writes its stack on a time-out."""
         return path + _STACK
 
     @staticmethod
@@ -112,7 +112,7 @@ class Marker:
 
     @staticmethod
     def read(path: str) -> Last | None:
-        """What the marker last said; None when there is none, or no page was in work."""
+        """The recorded page; None without a marker, or if no page was being processed."""
         data = _content(path)
         if len(data) != _LAYOUT.size:
             return None
@@ -130,7 +130,7 @@ def _begin(path: str) -> None:
             with open(path, "wb") as file:
                 file.write(_LAYOUT.pack(-1, 0.0))
             return
-        except FileNotFoundError:  # the folder went with somebody's last marker
+        except FileNotFoundError:  # another worker removed the folder with its last marker
             if attempt == _ATTEMPTS - 1:
                 raise
 
@@ -144,7 +144,7 @@ def _content(path: str) -> bytes:
 
 
 def pages_in_work(folder: str) -> int:
-    """Pages that the partitions with a marker in ``folder`` are through with."""
+    """The number of pages done in partitions that have a marker in ``folder``."""
     paths = (
         os.path.join(parent, name)
         for parent, _, names in os.walk(folder)
@@ -155,7 +155,7 @@ def pages_in_work(folder: str) -> int:
 
 
 def marker_folder(scratch: str) -> str:
-    """A new place for the markers of one driver: in its scratch folder, or on each machine when that is on a store.
+    """Create the folder for one driver's markers: in its scratch folder, or on each machine if that is on a store.
 
     Others use that machine too: no name in its common folder is one that another user has, or could foresee.
     """
@@ -164,7 +164,7 @@ def marker_folder(scratch: str) -> str:
 
 
 class Watchdog:
-    """Ends the process when one page takes more than ``limit_s`` CPU seconds, of all its threads together.
+    """Kills the process when one page takes more than ``limit_s`` CPU seconds, all threads together.
 
     So it does at :data:`WALL_FACTOR` times as many seconds by the wall clock, which runs while a page is judged and
     not while it is read: a slow store is no page's fault. What ran out is in ``stack_path``, empty or missing else.
@@ -193,16 +193,16 @@ class Watchdog:
         return self
 
     def page(self) -> None:
-        """A new page begins: it is read."""
+        """Start the clocks of the next page, which is about to be read."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, self.limit_s)
 
     def judge(self) -> None:
-        """The page is read: what it costs from here on is its own, sleep too."""
+        """The page has been read: from here on its wall time counts too."""
         signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * self.limit_s)
 
     def rest(self) -> None:
-        """No page is in work: the clocks stand still until the next one."""
+        """Pause the clocks until the next page."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -214,7 +214,7 @@ class Watchdog:
 
 @contextmanager
 def bounded_memory(limit_mib: int | None) -> Iterator[None]:
-    """Cap this process's private memory inside the block: who asks for more gets MemoryError, or ends the process."""
+    """Cap this process's private memory inside the block: beyond it MemoryError is raised, or the process ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if limit_mib is not None:
         limit = limit_mib << 20
@@ -226,7 +226,7 @@ def bounded_memory(limit_mib: int | None) -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Let the system have what a huge page left free in the heap; the C library keeps it for ever else (glibc only)."""
+    """Return freed heap memory to the system, which the C library would otherwise keep (glibc only)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

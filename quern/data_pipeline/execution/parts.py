@@ -1,7 +1,7 @@
-"""Finished rows of an unfinished partition, set down in the scratch folder: one file a part, there whole or not at all.
+"""Finished rows of an unfinished partition, flushed to the scratch folder, one atomically published file per part.
 
 A file is a line of JSON (what the rows were made from, how far the partition is, where its tables stand) and the tables
-behind it, each in Arrow's file format. One file costs one round trip to a store, and its progress is its own commit.
+behind it, each in Arrow's file format. One file costs one round trip to a store, and commits its own progress.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Ray that a run works on. Its ports tell whether it is still there: its own calls wait for it."""
+"""Starts or joins Ray, and watches its ports, because Ray's own calls block when its control store is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 
 
 def start(workers: int | None, address: str | None) -> None:
-    """Start a Ray on this machine, or connect to the one at ``address``; who listens to SIGTERM goes on to."""
+    """Start a Ray on this machine, or connect to the one at ``address``; handlers of SIGTERM stay."""
     import ray
     from ray.exceptions import RayError
 
@@ -101,7 +101,7 @@ def _job() -> Any:
 
 
 class Pulse:
-    """Looks, at most once a second, whether somebody listens at all ``addresses`` (``host:port``).
+    """Checks, at most once a second, whether all ``addresses`` (``host:port``) accept connections.
 
     Where one has refused for ``patience_s`` seconds it has gone for good, which ``message`` says.
     """
@@ -113,7 +113,7 @@ class Pulse:
         self.beats = True
 
     def check(self, *, again: bool = False) -> bool:
-        """Whether all listen; ``again`` looks though less than a second has passed.
+        """Whether all addresses accept connections; ``again`` forces a new check within a second.
 
         Raises:
             QuernError: one has gone for good.

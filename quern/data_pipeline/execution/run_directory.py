@@ -1,4 +1,4 @@
-"""A run directory's life: opened by one driver at a time, resumed only by the same config, complete in the end."""
+"""A run directory: opened by one driver at a time, resumed only with the same config, finally marked complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FASTTEXT = ("fasttext-predict", "fasttext-turbo")
 
 
 class BusyError(QuernError):
-    """Another process of this machine is at work in the run."""
+    """Another process of this machine is using the run."""
 
 
 @dataclass
@@ -48,16 +48,16 @@ class RunDirectory:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has ended well before."""
+        """Whether the run has been completed."""
         return bool(self.record["status"] == "complete")
 
     @property
     def scratch(self) -> str:
-        """A folder for unfinished work; gone when the run is complete."""
+        """A folder for intermediate files, removed when the run is complete."""
         return storage.join(self.path, ".work")
 
     def finish(self, counts: Mapping[str, Any], inputs: str) -> None:
-        """Set the run to complete, with its counts and the digest of its inputs; nothing half written is left."""
+        """Mark the run complete, with its counts and the digest of its inputs; remove half-written files."""
         remove_torn(self.path)
         self.record = {**self.record, "status": "complete", "counts": dict(counts), "inputs": inputs}
         storage.write_json(storage.join(self.path, "run.json"), self.record)
@@ -65,7 +65,7 @@ class RunDirectory:
 
 
 def is_complete(path: str) -> bool:
-    """Whether a run that has ended well stands at ``path``."""
+    """Whether ``path`` holds a completed run."""
     file = storage.join(path, "run.json")
     record = storage.read_json(file) if storage.exists(file) else None
     return isinstance(record, dict) and record.get("status") == "complete"
@@ -126,7 +126,7 @@ def look(path: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_writable(path: str) -> None:
-    """Make a file without a name where a local run is or would be made; nothing is left of it.
+    """Check that a local run can be written at ``path``, by a temporary file without a name.
 
     Raises:
         InputError: it cannot be made.
@@ -264,7 +264,7 @@ def sole_driver(path: str) -> Iterator[None]:
 
 
 def remove_torn(path: str) -> None:
-    """What drivers and workers left that were killed while they wrote: temporary files, uploads never completed."""
+    """Remove what killed drivers and workers left: temporary files and incomplete uploads."""
     if not storage.is_local(path):
         storage.give_up_uploads(path)
         return

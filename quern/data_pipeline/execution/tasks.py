@@ -1,4 +1,4 @@
-"""A function over tasks: what every engine promises, and the one that needs nothing but this process."""
+"""The interface of engines, which map a function over tasks, and the engine that runs in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_DEATHS = 3
 
 @dataclass(frozen=True)
 class Death:
-    """How the process that ran a task ended."""
+    """How a worker process died while running a task."""
 
     lost_machine: bool = False
     """The whole machine went, or cannot be reached any more: nothing that the task did is to blame."""

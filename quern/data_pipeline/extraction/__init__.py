@@ -1,1 +1,1 @@
-"""The main text of an HTML page, as trafilatura finds it, in less time."""
+"""The main text of an HTML page, equal to trafilatura's but computed faster."""

@@ -1,4 +1,4 @@
-"""trafilatura's look for the body of a page, without the copies and texts that nobody reads."""
+"""trafilatura's search for the body of a page, without copies and texts that are never read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENOUGH_CHARS = 10_000
 
 
 class Backup(threading.local):
-    """The copy that trafilatura makes of a page before it looks for the body, and reads where it found too little.
+    """The page copy that trafilatura makes before it searches for the body, and reads if it found too little.
 
     Where no expression names a body the look changes nothing, so that the page is as good as its copy.
     """
@@ -46,7 +46,7 @@ class Backup(threading.local):
 
 
 class PageElement(HtmlElement):
-    """An element of a page, which answers two of trafilatura's expressions sooner."""
+    """An element of a page that answers two of trafilatura's expressions faster."""
 
     def xpath(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """As lxml's, but of the texts in all paragraphs only the first where they are long: trafilatura asks whether

@@ -1,4 +1,4 @@
-"""trafilatura's cleaning of a page and the conversion of its tags, on what the page has of each."""
+"""trafilatura's cleaning of a page and conversion of its tags, limited to the tags that the page has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CleanedLater", "Cleaning", "conversions", "converting"]
 
 
 class Cleaning:
-    """trafilatura's cleaning of a tree, that walks it once for each of fifty tags: here, for those that it has."""
+    """trafilatura's cleaning of a tree, limited to the tags that the tree has."""
 
     def __init__(self, clean: Callable[[HtmlElement, Any], HtmlElement]) -> None:
         self._clean = clean
@@ -34,7 +34,7 @@ class Cleaning:
 
 @dataclass(frozen=True)
 class CleanedLater:
-    """The cleaned page that justext reads, and that on most pages nobody asks for: made when somebody does."""
+    """A lazily cleaned page, which only justext reads, on few pages."""
 
     tree: HtmlElement
     options: Any
@@ -49,11 +49,11 @@ class CleanedLater:
 
     @staticmethod
     def resolving(clean: Callable[[HtmlElement], HtmlElement]) -> Callable[[Any], HtmlElement]:
-        """A function of a tree as one that also takes a tree for later."""
+        """Wrap a function of a tree so that it also accepts a lazy tree."""
 
         def cleaned(tree: Any) -> HtmlElement:
             if isinstance(tree, CleanedLater):
-                # in precision mode nobody looks at the page after justext
+                # in precision mode the page is not used after justext
                 page = tree.tree if tree.options.focus == "precision" else copy.copy(tree.tree)
                 tree = trafilatura.core.tree_cleaning(page, tree.options)
             return clean(tree)
@@ -62,7 +62,7 @@ class CleanedLater:
 
 
 def converting(convert: Callable[..., HtmlElement]) -> Callable[..., HtmlElement]:
-    """trafilatura's conversion of tags, that is given no link to look for: those are converted here."""
+    """trafilatura's conversion of tags, with links converted here."""
 
     def converted(tree: HtmlElement, options: Any, url: str | None = None) -> HtmlElement:
         if not options.links:

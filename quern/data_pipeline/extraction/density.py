@@ -1,4 +1,4 @@
-"""trafilatura's link densities, counted once: the same elements are deleted.
+"""trafilatura's link densities, computed once per element; the same elements are deleted.
 
 A page is asked three times for dense divisions, lists and paragraphs, and then once more. Each question collects the
 text of every element that asks, and of the links in it; here a link's length is kept until something is deleted, and a
@@ -37,7 +37,7 @@ def length_of(element: HtmlElement) -> int:
 
 
 class OwnText:
-    """Two of trafilatura's looks at an element's whole text, answered from its own where that is enough."""
+    """Two of trafilatura's queries of an element's whole text, answered from the element's own text where possible."""
 
     def __init__(self, text: Callable[[Any], str], has_text: Callable[[Any], bool]) -> None:
         self._text, self._has_text = text, has_text
@@ -63,7 +63,7 @@ class LinkDensity(threading.local):
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of any tree."""
+        """Clear all cached trees."""
         self._tree: HtmlElement | None = None
         self._settled: set[tuple[str, bool, bool]] = set()
         self._lengths: dict[HtmlElement, int] = {}

@@ -1,4 +1,4 @@
-"""Extraction: the main text of a page, within bounds that keep a hostile page from stopping the run.
+"""Stage that extracts the main text of a page, within limits that keep a hostile page from stopping the run.
 
 HTML goes through trafilatura without comments (see :mod:`quern.data_pipeline.extraction.trafilatura_fast`) or, as the
 fast option, through resiliparse. ``deduplicate`` stays off: it remembers earlier pages, so the text would depend on

@@ -1,4 +1,4 @@
-"""justext's opinion on a page, sooner and the same: its paragraphs and stop words are looked at once, not many times.
+"""justext with the same result but faster: paragraphs and stop words are processed once.
 
 Nothing is copied: the library's own functions run, on less.
 """
@@ -19,7 +19,7 @@ __all__ = ["Neighbours", "Paragraph", "Paragraphs", "StopWords"]
 
 
 class Neighbours(threading.local):
-    """justext's look for the nearest decided paragraph, in linear time over a page of many undecided ones.
+    """justext's search for the nearest classified paragraph, in linear time on pages with many unclassified ones.
 
     A scan stops early where the one before it passed: undecided paragraphs stay undecided until the questions, which
     come in ascending order, have passed them. A question at a lower index is the start of a new round.
@@ -52,11 +52,11 @@ class Neighbours(threading.local):
 
 
 class Paragraph(justext.paragraph.Paragraph):
-    """justext's paragraph, which joins and collapses its text once and not at every look at it."""
+    """justext's paragraph with its joined text cached."""
 
     def __init__(self, path: Any) -> None:
         self.dom_path = path.dom
-        self.xpath = ""  # nobody asks for it, and spelling it out takes longer than the text
+        self.xpath = ""  # never read, and slower to build than the text
         self.text_nodes: list[str] = []
         self.chars_count_in_links = self.tags_count = 0
         self.class_type = ""
@@ -77,7 +77,7 @@ class _Place(NamedTuple):
 
 
 class Paragraphs:
-    """justext's paragraphs of a tree by a plain walk, without the events of a parser for every element."""
+    """justext's paragraphs of a tree, by a plain walk instead of parser events."""
 
     def __init__(self, make: Callable[[HtmlElement], list[Any]]) -> None:
         self._make = make
@@ -154,7 +154,7 @@ class _Walk:
 
 
 class StopWords:
-    """justext's classification with those stop words alone that the page has: it makes a new set of all every time."""
+    """justext's classification with only those stop words that the page contains."""
 
     def __init__(self, classify: Callable[..., None]) -> None:
         self._classify = classify

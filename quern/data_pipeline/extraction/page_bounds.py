@@ -1,4 +1,4 @@
-"""What a page would cost its parser, counted on the raw HTML in linear time.
+"""Estimates what a page would cost its parser, by counting on the raw HTML in linear time.
 
 Every count is an upper bound on what the parser builds, or refines one that was passed; none parses.
 """
@@ -36,7 +36,7 @@ def num_elements(html: str) -> int:
 
 
 def inline_run(html: str) -> int:
-    """The most opening tags between two of blocks: the children a paragraph can have."""
+    """The largest number of opening tags between two block tags, a bound on the children of a paragraph."""
     longest = run = 0
     for match in _OPENING.finditer(html):
         if match.group(1).lower() in _BLOCK_TAGS:

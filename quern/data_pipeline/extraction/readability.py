@@ -1,4 +1,4 @@
-"""readability's opinion on a page, asked only where it could win, and sooner where it is asked.
+"""readability with the same result but faster, run only where its result could be preferred.
 
 trafilatura compares its text with readability's. Where a bound says beforehand that readability's cannot be preferred
 it is not run, or not to its end; where it is run, what it looks at for every element is looked at once.
@@ -53,7 +53,7 @@ def _grows(tag: str) -> bool:
 
 
 class Comparison:
-    """trafilatura's comparison with readability, less the readability runs that cannot change the answer.
+    """trafilatura's comparison with readability, without the runs that cannot change the result.
 
     Outside of recall mode readability replaces a sound extraction only if its text is more than twice as long
     (``_prefer_readability``), and it only ever leaves text out: its collapsed text is no longer than that of the tree
@@ -122,7 +122,7 @@ class Comparison:
             trafilatura.external.SANITIZED_XPATH = _NO_NODE
 
     def sanitizing(self, sanitize: Callable[..., str]) -> Callable[..., str]:
-        """readability's last step, the cleaning of what it chose, left out where that is too short already."""
+        """readability's last step, cleaning the chosen text, skipped where that is too short already."""
 
         def sanitized(document: Any, node: HtmlElement, candidates: Any) -> str:
             limit = getattr(self._state, "limit", -1)
@@ -190,12 +190,12 @@ class Scores(threading.local):
 
 
 def class_weight(document: Any, element: HtmlElement) -> float:
-    """What an element's class and identity speak for or against it."""
+    """The weight of an element's class and id, for or against it being content."""
     return sum(_of_value(_weight, value) for value in (element.get("class"), element.get("id")) if value)
 
 
 def drop_unlikely(document: Any) -> None:
-    """Drops the elements whose class and identity say that they are no content."""
+    """Remove the elements whose class and id suggest that they are not content."""
     frames = trafilatura.readability_lxml.FRAME_TAGS
     for element in _MARKED(document.doc):
         value = " ".join(filter(None, (element.get("class"), element.get("id"))))

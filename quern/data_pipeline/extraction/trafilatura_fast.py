@@ -1,4 +1,4 @@
-"""trafilatura, faster, with the same text: its pruning XPaths run as one Python walk each.
+"""trafilatura with the same text but faster: its pruning XPaths run as one Python walk each.
 
 Most of trafilatura's time goes into XPath predicates with ``re:test``, which call back into Python for every element
 and pattern. Here the very expressions trafilatura holds are parsed and become tests of single attribute values, whose
@@ -90,7 +90,7 @@ def stock_text(html: str, favor: Favor = "precision", include_tables: bool = Tru
 
 
 def extract_text(html: str, favor: Favor = "precision", include_tables: bool = True) -> str | None:
-    """The same text as :func:`stock_text`, sooner. Threads wait for each other."""
+    """The same text as :func:`stock_text`, computed faster. Threads wait for each other."""
     with _ONE_AT_A_TIME:
         replacements, _, groups = _prepare(favor)
         if not replacements:

@@ -1,4 +1,4 @@
-"""Reading a subset of XPath 1.0: tags, and tests of attribute values.
+"""Parses a subset of XPath 1.0: tags, and tests of attribute values.
 
 The subset is what boilerplate-pruning expressions use: ``.//*[self::a or self::b][test or test …][condition …]``,
 ``(…)[1]``, and tests by ``re:test``, ``contains``, ``starts-with``, ``translate``, equality and presence.

@@ -1,4 +1,4 @@
-"""A subset of XPath 1.0 as Python walks: tags, and tests of attribute values whose answers are remembered.
+"""Evaluates a subset of XPath 1.0 by Python walks over a tree, and caches the tests of attribute values.
 
 lxml evaluates ``re:test(@class, '…')`` by calling back into Python once for every element and pattern. A page repeats
 the same few hundred attribute values, so a walk over the elements with a memo by value is several times faster.
@@ -96,7 +96,7 @@ class Walk:
 
 
 class Walks:
-    """Several walks that prune one tree one after the other, in one pass over it.
+    """Evaluates several walks that prune one tree in sequence, in one pass over it.
 
     ``members`` stand in for the walks, in their order. The first one asked about a tree answers for all; a later one
     that is asked about the same tree next gives what was found for it then and is still there, once. Asked about any
@@ -128,7 +128,7 @@ class Walks:
         return [element for element in found if place == 0 or _is_below(element, root)]
 
     def forget(self) -> None:
-        """Let go of the last tree."""
+        """Release the last tree."""
         self._last.root = self._last.found = None
 
     def find_all(self, root: HtmlElement) -> list[list[HtmlElement]]:
@@ -153,7 +153,7 @@ def _is_below(element: HtmlElement, root: HtmlElement) -> bool:
 
 
 class Firsts:
-    """Several expressions of which only the first node is wanted, asked in order until one has an answer: in one pass.
+    """Evaluates several expressions in one pass, for the first node of each.
 
     ``members`` stand in for the expressions. The first one asked about a tree looks for the earliest expression with an
     answer; until that is given, the tree is taken to stay as it is. After that, and of any other tree, a member looks
@@ -199,7 +199,7 @@ class Firsts:
         return [self._earliest(root, place, place + 1)[1] for place in range(self._end)]
 
     def forget(self) -> None:
-        """Let go of the last tree."""
+        """Release the last tree."""
         self._last.root = self._last.found = None
 
     def _earliest(self, root: HtmlElement, begin: int, end: int) -> tuple[int, list[HtmlElement]]:

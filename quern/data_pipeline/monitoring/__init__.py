@@ -1,1 +1,1 @@
-"""How far a run is: progress, heartbeat and status."""
+"""Progress, heartbeat and status of a run."""

@@ -1,4 +1,4 @@
-"""Damaged places of a run's inputs, counted from the commits of its partitions."""
+"""Counts damaged places of a run's inputs from the commits of its partitions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Damage"]
 
 
 class Damage:
-    """A count of damaged places: two ranges of a file may both tell of one at their edge, and it counts once."""
+    """Counts damaged places; a place that two ranges of a file report at their edge counts once."""
 
     def __init__(self) -> None:
         self.num = 0
         self._told: Counter[tuple[str, str, int, str]] = Counter()
 
     def add(self, counts: Mapping[str, Any], source: str = "") -> list[Mapping[str, Any]]:
-        """Count what the ``counts`` of a partition of ``source`` tell; the places that no other range has told of."""
+        """Count the damaged places in a partition's ``counts`` that no other range of the file has reported."""
         found = list(counts.get("damage", ()))
         if "range" in counts:
             keys = _keys(found, source)
@@ -27,7 +27,7 @@ class Damage:
         return found
 
     def take_back(self, counts: Mapping[str, Any], source: str = "") -> None:
-        """Undo :meth:`add`: the partition was done again."""
+        """Undo :meth:`add`, because the partition was processed again."""
         gone = len(counts.get("damage", ()))
         if "range" in counts:
             keys = _keys(counts["damage"], source)

@@ -1,7 +1,7 @@
-"""``RUN/status.json``: what the driver says of itself every few seconds, for whoever looks from outside.
+"""Writes ``RUN/status.json`` every few seconds: the driver's state, for other processes to read.
 
-It decides nothing: who may drive is the run's lock, what is done are the commits. A beat that cannot be written is
-left out.
+It is informational only: the lock decides who drives the run, the commits what is done. A heartbeat that cannot be
+written is skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 
 
 class Heartbeat:
-    """Writes the status of a run while the block runs, and how it ended.
+    """Writes the status of a run while the block runs, and then how the run ended.
 
     Args:
         run_dir: the run.
@@ -90,12 +90,12 @@ class Heartbeat:
 
 
 def this_process() -> dict[str, Any]:
-    """Host, pid, and what tells this process from a later one with its pid."""
+    """Host, pid, and a mark that distinguishes this process from a later one with its pid."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "where": _where(), "ticks": _start_ticks(os.getpid())}
 
 
 def process_lives(about: dict[str, Any]) -> bool | None:
-    """Whether the process that :func:`this_process` told of is there; None when it cannot be seen from here."""
+    """Whether the process described by :func:`this_process` exists; None if this machine cannot tell."""
     if about.get("host") != socket.gethostname() or about.get("where") != _where():
         return None
     ticks = _start_ticks(int(about["pid"]))
@@ -112,7 +112,7 @@ def _where() -> str | None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process began, in clock ticks since boot; None when it is gone."""
+    """When the process began, in clock ticks since boot; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

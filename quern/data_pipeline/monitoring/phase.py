@@ -1,4 +1,4 @@
-"""The counters of a phase of a run, and what is said of them: shares, rates, an estimate of what is left."""
+"""Counters of a phase of a run, and its shares, rates and estimated time left."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def format_duration(seconds: float | None) -> str:
 
 @dataclass
 class Phase:
-    """Counters of the phase in work. ``fresh_…`` leave out what an earlier attempt had done already."""
+    """Counters of the current phase. ``fresh_…`` leave out what an earlier attempt had done already."""
 
     name: str
     total: int
@@ -56,7 +56,7 @@ class Phase:
     """Documents of partitions that are not finished, as last counted."""
 
     def look(self) -> bool:
-        """Count what is in work; whether there is something new."""
+        """Update the counts of partitions in progress; returns whether they changed."""
         before = self.in_work
         self.in_work = self.count_in_work() if self.count_in_work is not None else 0
         return self.in_work != before
@@ -80,7 +80,7 @@ class Phase:
             self.fresh_tokens += tokens
 
     def put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any], source: str) -> None:
-        """A partition was done again, and better: ``counts`` in place of what was ``counted`` for it."""
+        """Replace what was ``counted`` for a partition by ``counts``, since it was processed again."""
         more, kept = (int(counts.get(name, 0)) - int(counted.get(name, 0)) for name in ("pages", "kept"))
         self.documents += more
         self.fresh_documents += more
@@ -94,13 +94,13 @@ class Phase:
 
     @property
     def share(self) -> float:
-        """Work done, 0 to 1: by input bytes, else by partitions."""
+        """The share of work done, 0 to 1: by input bytes, else by partitions."""
         if self.total_bytes:
             return min(1.0, self.done_bytes / self.total_bytes)
         return min(1.0, self.done / self.total) if self.total else 0.0
 
     def eta_s(self, now: float) -> float | None:
-        """Seconds left at the pace of this attempt; None while too little is done to tell."""
+        """Estimated seconds left at the speed of this attempt; None while too little is done."""
         elapsed = now - self.began
         if self.done >= self.total:
             return 0.0
@@ -113,7 +113,7 @@ class Phase:
         return left / pace if pace > 0 else None
 
     def to_dict(self, now: float) -> dict[str, Any]:
-        """What another process is told of the phase."""
+        """The phase as plain data for other processes."""
         elapsed = now - self.began
         fresh = self.fresh_documents + self.in_work
         return {

@@ -1,4 +1,4 @@
-"""What a running data run shows on stderr: a live view on a terminal, plain lines elsewhere.
+"""Shows a data run's progress on stderr: a live view on a terminal, plain lines elsewhere.
 
 A view never breaks a run: when drawing fails it says so once and the run goes on.
 """
@@ -93,7 +93,7 @@ class Progress:
         total_bytes: int | None = None,
         count_in_work: Callable[[], int] | None = None,
     ) -> None:
-        """A phase begins; ``total_bytes`` of input make the estimate better than partitions do.
+        """Begin a phase; with ``total_bytes`` of input the estimate is better than by partitions.
 
         ``count_in_work`` tells at any moment how many pages the unfinished partitions are through with.
         """
@@ -131,7 +131,7 @@ class Progress:
                 self._tick()
 
     def partition_put_right(self, counts: Mapping[str, Any], counted: Mapping[str, Any], *, source: str = "") -> None:
-        """A partition was done again: ``counts`` of its new commit in place of those ``counted`` before."""
+        """Replace the counts ``counted`` for a partition by ``counts`` of its new commit."""
         with self._guarded():
             if self._phase is not None:
                 self._phase.put_right(counts, counted, source)
@@ -139,7 +139,7 @@ class Progress:
                 self._tick()
 
     def error(self, message: str) -> None:
-        """Something went wrong and the run goes on; the last few are shown, all are counted."""
+        """Report an error after which the run continues; the last few are shown, all are counted."""
         with self._guarded():
             self._num_errors += 1
             shown = shorten(_CONTROL.sub(" ", message).strip(), MAX_MESSAGE_CHARS)
@@ -156,7 +156,7 @@ class Progress:
                 self._end("done")
 
     def snapshot(self) -> dict[str, Any]:
-        """The phase in work (None between two), the phases that are over, and the errors, as plain data."""
+        """The current phase (None between two), the finished phases, and the errors, as plain data."""
         with self._lock:
             now = self._clock()
             phase = self._phase
@@ -170,7 +170,7 @@ class Progress:
             }
 
     def tick(self) -> None:
-        """Draw if it is time to; the background thread calls this."""
+        """Redraw if it is time; called by the background thread."""
         with self._guarded():
             self._tick()
 
@@ -193,7 +193,7 @@ class Progress:
         self._reported = True
         try:
             print(f"progress cannot be shown, the run goes on ({type(error).__name__}: {error})", file=sys.stderr)
-        except Exception:  # stderr itself is gone: there is nobody left to tell
+        except Exception:  # stderr is closed: the error cannot be reported
             self._num_errors += 1
 
     def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""How far a run is, from its files alone: at work, killed, ended; on a file system or an object store."""
+"""Reads how far a run is from its files alone: running, killed or ended; on a disk or an object store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PHASES = ("pages", "duplicates", "tokens", "shards")
 
 
 def read_status(run_dir: str) -> dict[str, Any]:
-    """What is known of the run, as plain data.
+    """The status of the run as plain data.
 
     ``status`` is ``running`` (at work), ``stopped`` (not complete, and no driver lives) or ``complete``. While a
     driver lives, and when it has said that all is done, its own counters are taken; else the commits are counted.
@@ -168,7 +168,7 @@ def _place(row: tuple[str, int]) -> tuple[int, str]:
 
 
 def describe(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
-    """The same as lines of text.
+    """The status as lines of text.
 
     Raises:
         InputError: what the driver has said is damaged.

@@ -1,1 +1,1 @@
-"""What a page is: its text, measurements and verdict, its id and its URL."""
+"""A page: its text, measurements, verdict, id and URL."""

@@ -33,7 +33,7 @@ STAGES = ("read", "purged", "url", "language", "extract", "quality", "pii", "tox
 
 
 def make_doc_id(source: str, relative_path: str, position: int) -> bytes:
-    """blake2b-128 of ``source \\0 relative_path \\0 position``: identity by place, stable for ever."""
+    """blake2b-128 of ``source \\0 relative_path \\0 position``: a permanent identity by place."""
     return hashlib.blake2b(f"{source}\0{relative_path}\0{position}".encode(), digest_size=16).digest()
 
 
@@ -44,7 +44,7 @@ def content_hash(text: str) -> bytes:
 
 @dataclass(slots=True)
 class Page:
-    """One page-carrying record on its way down the chain.
+    """One page-carrying record as it passes the chain.
 
     A source fills the first block; stages fill the rest. A stage measures and may rewrite ``text``; it never drops:
     it calls :meth:`fail`, and the chain decides at the next gate.
@@ -99,15 +99,15 @@ class Page:
             self.doc_id = make_doc_id(self.source, self.relative_path, self.position)
 
     def fail(self, stage: str, rule: str) -> None:
-        """Note a failed rule; the page is dropped at the next gate."""
+        """Record a failed rule; the page is dropped at the next gate."""
         self.failures.append((stage, rule))
 
     def note(self, rule: str) -> None:
-        """Note a failed rule that drops nothing."""
+        """Record a failed rule that does not drop the page."""
         self.failed_rules.append(rule)
 
     def settle(self) -> bool:
-        """A gate: True if the page passes, else it is dropped with its first failed rule as the reason."""
+        """Apply a gate: True if the page passes, else it is dropped with its first failed rule as the reason."""
         if not self.failures:
             return True
         self.stage, self.reason = self.failures[0]

@@ -1,4 +1,4 @@
-"""One spelling for every URL, and the key under which CommonCrawl's index knows it."""
+"""Canonical form of a URL, and the key (SURT) under which CommonCrawl's index lists it."""
 
 from __future__ import annotations
 
@@ -158,5 +158,5 @@ def _minimal_escapes(part: str) -> str:
 
 
 def url_key(canonical: str) -> bytes:
-    """By which canonical URLs are compared: the scheme counts for nothing."""
+    """The key by which canonical URLs are compared, without the scheme."""
     return blake2b(canonical.partition("://")[2].encode() or canonical.encode(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""What a run did, for a person: the funnel as a table and ``stats.json``, and one self-contained HTML page."""
+"""Reports of a run for people: the funnel as a table, ``stats.json``, and one self-contained HTML page."""
 
 from quern.data_pipeline.report.losses import check_sources, find_losses
 from quern.data_pipeline.report.page import survey_run, write_report

@@ -1,4 +1,4 @@
-"""The duplicates of a finished run as its report shows them: sizes of clusters, the largest, and evidence of pairs."""
+"""Duplicates in the report of a finished run: sizes of clusters, the largest clusters, and verified pairs."""
 
 from __future__ import annotations
 

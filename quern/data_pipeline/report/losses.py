@@ -1,4 +1,4 @@
-"""Sources, input files and languages that lose nearly all of their documents at one gate; sources without a record.
+"""Finds sources, input files and languages that lose nearly all documents at one gate, and sources without records.
 
 Sources and files are counted from the commits of their partitions, languages and the duplicates of a file from the
 verdicts that the survey of the report has read.

@@ -1,4 +1,4 @@
-"""``report.html``: what a data run did, as one page that needs no network and trusts nothing it shows."""
+"""Writes ``report.html``, one page that needs no network and escapes everything it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pieces a report page is built of: text that cannot act, numbers, tables, bars and plots.
+"""Building blocks of a report page: escaped text, numbers, tables, bars and plots.
 
 Page text is hostile. Every string from data goes through :func:`show`, which leaves no markup, no control character
 and no character that reorders its neighbours. Drawings are HTML and inline SVG that stretch with the page; their labels

@@ -1,4 +1,4 @@
-"""What a data run did, in numbers that add up: ``stats.json`` and the funnel on the terminal.
+"""Sums the counts of a data run into ``stats.json``, and prints the funnel.
 
 Counters come from the commits of finished partitions and from nowhere else, so they are the same after any number of
 resumes. The HTML page stands in :mod:`quern.data_pipeline.report.page`.
@@ -80,7 +80,7 @@ class FunnelRow:
 
 @dataclass
 class FileCounts:
-    """What the commits tell of one input file, its ranges together."""
+    """Counts of one input file from its commits, all ranges together."""
 
     partitions: list[str] = field(default_factory=list)
     pages: int = 0
@@ -321,7 +321,7 @@ def _count_tokens(tokens: Mapping[str, Any], sources: Mapping[str, dict[str, Any
 
 
 def funnel(stats: Mapping[str, Any], num_reasons: int = 3) -> tuple[FunnelRow, ...]:
-    """The rows of the funnel in the order of the road, duplicates last; the last ``left`` is ``stats["unique"]``."""
+    """The rows of the funnel in the order of the chain, duplicates last; the last ``left`` is ``stats["unique"]``."""
     dropped = Counter(stats["by_stage"])
     dropped["pre_skip"] = stats["pre_skip"]
     dropped["language"] -= stats["pre_skip"]

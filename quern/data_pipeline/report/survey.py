@@ -1,4 +1,4 @@
-"""What the report page shows beyond counters: languages, hosts, lengths, clusters and samples of a run's tables.
+"""Reads a run's tables for the report: languages, hosts, lengths, clusters and sample pages.
 
 Everything is streamed, a batch or a row group at a time. A run too large for the budget is surveyed by a keyed choice
 of its partitions, and the survey says how much it has read. The same run and seed give the same survey.
@@ -53,7 +53,7 @@ WORD_EDGES = 10.0 ** (1 + np.arange(33) / 8)
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a run the survey may read; the first partition of the keyed choice is always read whole."""
+    """The limit of what the survey reads; the first partition of the keyed choice is always read entirely."""
 
     rows: int = 20_000_000
     text_bytes: int = 2 << 30
@@ -268,7 +268,7 @@ class _Scan:
             self.strata[stratum] = sorted(self.strata.get(stratum, []) + new)[: self._size(stratum)]
 
     def choose(self) -> list[_Place]:
-        """A third kept; of the dropped, one of every reason in turn, so that rare reasons are seen too."""
+        """Choose samples: a third kept pages; of the dropped, one of every reason in turn, also of rare ones."""
         kept = [place for _, place in self.strata.get("kept", ())][: (self.max_samples + 2) // 3]
         queues = [self.strata[name] for name in sorted(self.strata) if name != "kept"]
         chosen: list[_Place] = []

@@ -1,4 +1,4 @@
-"""The parts of the report page that show texts: duplicates with their evidence, and samples of pages."""
+"""Sections of the report page that show texts: duplicate pairs and sample pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where pages come from: WARC, ARC and WET files, JSON lines, Parquet, folders of text or code.
+"""Readers of pages: WARC, ARC and WET files, JSON lines, Parquet, folders of text or code.
 
 :func:`plan` lists a source's files and cuts them into partitions; :func:`read` gives a partition's pages;
 :func:`misread` says which ranges of a large file did not meet their neighbours.

@@ -1,4 +1,4 @@
-"""Bytes to text: which encoding a page is in, and what it says.
+"""Decodes the bytes of a page or file: finds the encoding and returns the text.
 
 Valid UTF-8 always wins: of pages that are valid multi-byte UTF-8 and carry another label, the label is what is wrong.
 After that the order is the browsers' (WHATWG, *Encoding* and *HTML*, "determining the character encoding"): byte order

@@ -1,4 +1,4 @@
-"""Files of a crawl as Common Crawl publishes it: a gzipped list of paths, and the files below the same address.
+"""Lists the files of a crawl as Common Crawl publishes it, from its gzipped list of paths.
 
 ``<base>/crawl-data/<crawl>/warc.paths.gz`` has one path a line, relative to ``<base>``. A file's number is its line's,
 from 0; its relative path, which page identities rest on, is the line itself. Nothing is read but the list.

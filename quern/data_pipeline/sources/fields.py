@@ -1,4 +1,4 @@
-"""A row's fields into a page: the same reading for JSON lines and Parquet."""
+"""Fills a page from the fields of a row, in the same way for JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _moment(value: object) -> dt.datetime | None:
 def _told_otherwise(text: str) -> dt.datetime | None:
     """The moment of a date in words, or of seconds or milliseconds since 1970 in digits."""
     if _HOUR.fullmatch(text):
-        return None  # in which zone, nobody says; as seconds it would be of the years 2030 to 2036
+        return None  # its zone is unknown; as seconds it would be of the years 2030 to 2036
     if _SECONDS.fullmatch(text):
         return _moment(float(text) if "." in text else int(text))
     try:

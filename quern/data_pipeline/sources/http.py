@@ -1,4 +1,4 @@
-"""The HTTP layer of a record: status, headers, and the payload without its transfer and content codings.
+"""Parses an HTTP response record: status, headers, and the payload with transfer and content codings decoded.
 
 warcio parses the headers and defines the lenient readings (a payload that is not in the coding its header names is
 taken as it is). The decoding is our own, because it must be bounded: a few kilobytes can inflate to gigabytes.
@@ -30,7 +30,7 @@ _MAX_MEMBERS = 1000
 
 
 class TooLarge(Exception):  # noqa: N818 - not an error of the program: a page that asks for more than it may have
-    """The decoded payload passes the bound."""
+    """The decoded payload exceeds the limit."""
 
 
 @dataclass(frozen=True)

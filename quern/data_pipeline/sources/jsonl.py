@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, one page a line."""
+"""Reads JSON lines: each line is one object and one page."""
 
 from __future__ import annotations
 

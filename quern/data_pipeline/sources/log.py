@@ -1,4 +1,4 @@
-"""What a reader met beside pages."""
+"""Counts what a reader found besides pages: other records and damage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_DAMAGE = 1000
 
 @dataclass
 class ReadLog:
-    """Filled while :func:`read` is iterated; one log may serve many partitions."""
+    """Counts filled while :func:`read` is iterated; one log may serve many partitions."""
 
     other_records: dict[str, int] = field(default_factory=dict)
     """Number of records that carry no page, by type (``request``, ``revisit``, …)."""
@@ -33,7 +33,7 @@ class ReadLog:
     """Called while a reader is at work and has no page to show for it: it passes over damage, or a large record."""
 
     def damaged(self, file: str, offset: int, why: str) -> None:
-        """Note one damage."""
+        """Record one damaged place."""
         if len(self.damage) < _MAX_DAMAGE:
             self.damage.append({"file": file, "offset": offset, "why": why})
         else:

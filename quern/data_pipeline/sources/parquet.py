@@ -1,4 +1,4 @@
-"""Parquet files: one row, one page."""
+"""Reads Parquet files: each row is one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a source has, how they are named for ever, and how they are cut into partitions.
+"""Lists the files of a source, gives them permanent names, and divides them into partitions.
 
 A page's identity rests on ``relative_path``, so it depends only on how an entry is written and what lies on the store,
 never on the order of entries, on other files or on the working directory.

@@ -1,4 +1,4 @@
-"""A partition's pages, whatever its kind."""
+"""Reads the pages of a partition of any kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of plain text or source code: one file, one page."""
+"""Reads folders of plain text or source code: each file is one page."""
 
 from __future__ import annotations
 

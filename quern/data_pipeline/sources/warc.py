@@ -1,4 +1,4 @@
-"""Pages out of WARC, ARC and WET files: one page for each response, resource and conversion record or ARC document."""
+"""Reads pages from WARC, ARC and WET files: response, resource and conversion records, ARC documents."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each page passes: URL filter, language, quality, PII, toxicity and the purge list."""
+"""Stages of the chain: URL filter, language, quality, PII, toxicity and purge list."""

@@ -1,4 +1,4 @@
-"""Language identification with fastText's lid.176, before extraction as a guess and after it as the decision.
+"""Language identification with fastText's lid.176: a guess before extraction, and the decision after it.
 
 The decision is that of datatrove's ``LanguageFilter``: the whole text on one line, every label's probability, kept if
 a wanted one lies strictly above the threshold. The guess reads samples of a page's visible text and saves extraction,
@@ -34,7 +34,7 @@ GUESS_SAMPLES, GUESS_SAMPLE_CHARS = 10, 300
 
 
 class LanguageConfig(Section):
-    """Which languages stay, how sure the identification must be, and when a page is not even extracted."""
+    """Config of language identification: kept languages, thresholds, and when to skip extraction."""
 
     keep: list[str] | None = None
     """Labels of the model (ISO 639-1 codes such as ``en``, else 639-3); null or empty keeps every language."""

@@ -1,4 +1,4 @@
-"""Personal data in a page's text: e-mail addresses, phone numbers, payment cards, IBANs and public IP addresses."""
+"""Finds and replaces personal data: e-mail addresses, phone numbers, payment cards, IBANs, public IP addresses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REGIONS = {
 
 
 class PiiTags(Section):
-    """What stands where personal data stood. A tag is plain text, never a tokenizer's control token."""
+    """The replacements of personal data. A tag is plain text, never a tokenizer's control token."""
 
     email: str = "|||EMAIL_ADDRESS|||"
     phone: str = "|||PHONE_NUMBER|||"
@@ -56,7 +56,7 @@ class PiiTags(Section):
 
 
 class PiiConfig(Section):
-    """Which personal data is looked for, and what becomes of it."""
+    """Config of personal data: which types are searched for, and what is done with them."""
 
     types: tuple[PiiType, ...] = TYPES
     action: Literal["mask", "measure"] = "mask"

@@ -1,4 +1,4 @@
-"""Where personal data stands in a text, one finder a type.
+"""Finders of personal data in a text, one for each type.
 
 Every pattern looks at a bounded stretch from where it starts, so the time is linear in the text whatever the text is.
 Letters of scripts written without spaces are boundaries: an address between Chinese words is found.

@@ -1,4 +1,4 @@
-"""What was purged once and must not return: applied first by place and URL, and last by text and by similarity."""
+"""Drops purged documents: first by id and URL, and at the last gates by text and by similarity."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sketches:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PurgeList:
-    """Three sorted unique arrays of 128-bit keys, ``S16[n]`` each; and sketches, if the list was made with them."""
+    """Three sorted unique arrays of 128-bit keys, ``S16[n]`` each; also sketches, if the list was made with them."""
 
     doc_ids: np.ndarray
     their_urls: np.ndarray

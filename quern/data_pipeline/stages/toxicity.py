@@ -1,4 +1,4 @@
-"""Toxic and obscene pages: how dense a lexicon's terms stand in a text, and what a classifier says."""
+"""Measures toxic and obscene pages: density of a lexicon's terms, and a classifier's score."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LABEL = re.compile(r"[a-z0-9_]+")
 
 
 class ToxicityConfig(Section):
-    """How toxicity is measured and from where on a page fails."""
+    """Config of toxicity: how it is measured, and the thresholds."""
 
     action: Literal["drop", "measure"] = "drop"
     embedded: bool = True

@@ -1,4 +1,4 @@
-"""Pages refused by where they come from: block lists of domains and URLs, and words in the URL."""
+"""Drops pages by URL: block lists of domains and URLs, and words in the URL."""
 
 from __future__ import annotations
 

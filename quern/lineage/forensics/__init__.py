@@ -1,1 +1,1 @@
-"""Which documents were in the batch of a spike of loss or gradient norm."""
+"""Finds which documents were in the batch of a spike of loss or gradient norm."""

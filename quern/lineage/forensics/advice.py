@@ -1,4 +1,4 @@
-"""What can be done about a spike: the commands that go back, leave its data out, or look further."""
+"""Suggests commands after a spike: go back, leave its data out, or investigate further."""
 
 from __future__ import annotations
 

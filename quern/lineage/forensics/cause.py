@@ -1,4 +1,4 @@
-"""What a step that was a spike points to, documents or weights, and the findings in sentences.
+"""Decides whether documents or weights caused a spike, and states the findings in sentences.
 
 The excess of a document is the loss of its own targets above what is usual for its source, in nats. Damaged weights
 raise every document alike; a document raises itself. So documents are the cause where a few of them hold most of the
@@ -64,7 +64,7 @@ class Cause:
 
 
 def find_cause(parts: Sequence[Part], other_excess: float, other_targets: int, broad: bool) -> Cause:
-    """What a step points to in which sequences stand out.
+    """Determine the cause of a step in which sequences stand out.
 
     ``other_excess``, ``other_targets``: of sequences whose documents cannot be known. ``broad``: half of the sequences
     or more stand out.
@@ -175,7 +175,7 @@ def _accused(
 
 
 def said_of(repeat: Mapping[str, Any]) -> str:
-    """What an earlier step had read, beside the name of a document."""
+    """What an earlier step had read of a document, as a note beside its name."""
     return "this document" if repeat["what"] == "itself" else str(repeat["what"])
 
 

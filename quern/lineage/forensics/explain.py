@@ -1,4 +1,4 @@
-"""From a step that was a spike to the documents that made it: what the trainer wrote down, resolved and ranked.
+"""Resolves the trainer's record of a spike to documents, and ranks them.
 
 What is *usual* for a source is the median loss of its sequences in the steps before, and the spread their median
 absolute deviation (times 1.4826). A sequence's z is its loss above that in spreads. A document's is that of the targets
@@ -41,7 +41,7 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Usual:
-    """What sequences of a source lose, in nats a target."""
+    """The usual loss of a source's sequences, in nats per target."""
 
     loss: float
     spread: float

@@ -1,4 +1,4 @@
-"""``forensics/step_00000123.json`` of a training run, as the trainer wrote it, checked."""
+"""Reads and checks a training run's ``forensics/step_00000123.json``."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """A file."""
+    """The content of a file."""
 
     path: str
     attempt: int

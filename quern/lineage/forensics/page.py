@@ -1,4 +1,4 @@
-"""The page of a step that was a spike: one file that needs no network and trusts nothing it shows."""
+"""HTML page about a spike: one file that needs no network and escapes everything it shows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The index of a data run below ``RUN/lineage``: derived from its other files, built when asked, deleted at will."""
+"""The lineage index of a data run in ``RUN/lineage``: derived from its other files, built on demand, safe to delete."""

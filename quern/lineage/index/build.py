@@ -1,8 +1,8 @@
-"""The index as a whole: what it was built from, whether that still stands, and how it is built anew.
+"""Builds the index, and checks whether an existing one still matches the files that it was built from.
 
 ``RUN/lineage/index.json`` names the folders it consists of; their names are digests of what they were made from, and
 none is ever written to again. A build writes folders under temporary names, renames them, replaces ``index.json`` last,
-and then removes what that no longer names: whoever is killed leaves the old index or none.
+and then removes folders that it no longer names: a killed build leaves the old index or none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _elsewhere: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class State:
-    """What a run holds now, as far as the index is made from it."""
+    """The state of a run, as far as the index depends on it."""
 
     run: str
     run_id: str
@@ -67,7 +67,7 @@ class State:
 
     @cached_property
     def digest(self) -> str:
-        """Of everything the index is made from."""
+        """The digest of everything the index is made from."""
         return digest([FORMAT, self.run_id, self.files, self.version_sha256, self.duplicates, self.changes])
 
     @property
@@ -78,7 +78,7 @@ class State:
 
 @dataclass(frozen=True)
 class Built:
-    """An index that stands. ``segments_written``: how many were made for this call; 0 and not ``new``: all stood."""
+    """An existing index. ``segments_written``: how many were made for this call; 0 and not ``new``: all stood."""
 
     record: dict[str, Any]
     new: bool
@@ -88,7 +88,7 @@ class Built:
 
 
 def survey(run: str) -> State:
-    """What the run at ``run`` holds now.
+    """The present state of the run at ``run``.
 
     Raises:
         InputError: it is not on a local file system, or no data run.
@@ -131,7 +131,7 @@ def _stamps(folder: str, only: str | None = None) -> Iterator[tuple[str, int, in
 
 
 def open_index(run: str, *, build: bool = True, segment_documents: int = SEGMENT_DOCUMENTS) -> tuple[State, Built]:
-    """The index of a run, built first where it does not stand.
+    """Open the index of a run, built first if necessary.
 
     Raises:
         InputError: no data run, or one whose files are damaged; with ``build=False``, an index that does not stand.
@@ -163,7 +163,7 @@ def open_index(run: str, *, build: bool = True, segment_documents: int = SEGMENT
 
 
 def discard(built: Built) -> bool:
-    """Forget an index that was found damaged: the next to open it builds what is damaged anew.
+    """Drop an index that was found damaged: the next to open it rebuilds the damaged parts.
 
     False if another stands there by now.
 
@@ -191,7 +191,7 @@ def _build(state: State, folder: str, segment_documents: int) -> Built:
     os.makedirs(folder, exist_ok=True)
     with exclusive(os.path.join(folder, ".lock")):
         record = _read(state, folder)
-        if record is not None:  # somebody else has just built it
+        if record is not None:  # another process has just built it
             return Built(record, False, 0, folder)
         for name in os.listdir(folder):
             if name.startswith(".building-"):

@@ -1,4 +1,4 @@
-"""Since which corpus version a document is purged: ``tokens/changes.v<V>.parquet`` of every later version.
+"""The corpus version in which each document was purged, from ``tokens/changes.v<V>.parquet``.
 
 A spans file says whether a document is purged *now*. A training run that read an older version may have read it before:
 what it saw is judged by the version it read, and so every span keeps the version that purged it.
@@ -67,7 +67,7 @@ def purged_at(since: ArrayLike, version: ArrayLike) -> NDArray[np.bool_]:
 
 
 class Purges:
-    """What the versions up to ``version`` of the corpus in folder ``tokens`` purged, and did not restore since.
+    """The documents that versions up to ``version`` of the corpus in ``tokens`` purged and did not restore since.
 
     A version without a file purged nothing. Memory: 20 bytes a purged document and 20 a restored one, and the table of
     one version while it is read.
@@ -123,11 +123,11 @@ class Purges:
         return None
 
     def purged_ids(self) -> np.ndarray:
-        """S16, sorted: what is purged and was not restored since."""
+        """S16, sorted: the purged documents that were not restored since."""
         return self._ids
 
     def restored_ids(self) -> np.ndarray:
-        """S16, sorted: what was restored and not purged since."""
+        """S16, sorted: the restored documents that were not purged since."""
         return np.setdiff1d(self._restored, self._ids, assume_unique=True)
 
     def last_change(self, doc_id: bytes) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""A column on disk: a raw little-endian array, memory-mapped, with a checksum for every 4 KiB of it.
+"""A memory-mapped column: a raw little-endian array with a checksum for every 4 KiB.
 
 File: the items; one XXH3-64 a block; for a sorted column the first item of each block (*fences*); a footer. A look-up
 reads the fences and the one block they point to, and nothing is answered from a block whose checksum is wrong.
@@ -32,14 +32,14 @@ _FOOTER = struct.Struct("<8sIIQQ")
 
 
 class DamagedIndexError(QuernError):
-    """A file of the index is not what was written."""
+    """A file of the index is missing or differs from what was written."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}")
 
 
 def not_opened(path: str, error: OSError) -> QuernError:
-    """What is said of a file of the index that cannot be opened; one that is missing is damage."""
+    """The error for a file of the index that cannot be opened; a missing one is damage."""
     if isinstance(error, FileNotFoundError):
         return DamagedIndexError(path, "is missing")
     advice = "; allow more (ulimit -n)" if error.errno == errno.EMFILE else ""
@@ -96,7 +96,7 @@ class ColumnWriter:
         self._file.write(data)
 
     def close(self) -> None:
-        """Write what is left, the checksums and the footer."""
+        """Write the remaining items, the checksums and the footer."""
         self._write(memoryview(self._rest))
         guide = np.array(self._sums, "<u8").tobytes() + b"".join(self._fences)
         head = _FOOTER.pack(_MAGIC, self.dtype.itemsize, self._fenced, self.count, 0)[:-8]

@@ -1,4 +1,4 @@
-"""What later corpus versions decided anew about duplicates: ``tokens/decisions.v<V>.parquet`` of each.
+"""Overlays decisions about duplicates by those of later corpus versions (``tokens/decisions.v<V>.parquet``).
 
 ``duplicates/decisions.parquet`` is what the run decided, and stays. A version that restores documents writes the rows
 that hold from then on instead (the same columns): of documents that leave the corpus as duplicates of restored ones,
@@ -46,7 +46,7 @@ def is_decisions_file(name: str) -> bool:
 
 
 class Redecided:
-    """What the versions up to ``version`` of the corpus in folder ``tokens`` decided anew; local or on a store.
+    """New decisions about duplicates by versions up to ``version`` of the corpus in ``tokens``; local or on a store.
 
     Memory: about 500 bytes a document of which they did.
 

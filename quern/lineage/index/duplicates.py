@@ -1,4 +1,4 @@
-"""What duplicate removal decided, by document: its decision, what was removed for it, who is in its cluster."""
+"""Looks up duplicate decisions by document: its own decision, what was removed for it, and its cluster."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
             raise InputError(f"{path}: row {row}: {name}: expected UTF-8") from None
         except pa.ArrowException:
             raise InputError(f"{path}: row {row}: {name}: expected {kind}, got {column.type}") from None
-        except (OverflowError, ValueError, KeyError) as error:  # a time that Python has not, a zone that nobody knows
+        except (OverflowError, ValueError, KeyError) as error:  # a time outside Python's range, an unknown zone
             why = one_line(error, 120)
             raise InputError(f"{path}: row {row}: {name}: expected {kind} ({why})") from None
     return found
@@ -195,7 +195,7 @@ class _Pairs:
 
 
 class Duplicates:
-    """What :func:`write_duplicates` wrote."""
+    """Reads what :func:`write_duplicates` wrote."""
 
     def __init__(self, folder: str) -> None:
         self._decision_of = _Pairs(f"{folder}/decision_of")

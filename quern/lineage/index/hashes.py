@@ -1,4 +1,4 @@
-"""128-bit hashes → documents of a segment: sorted columns, one for each half of the hash and one for the number."""
+"""Maps 128-bit hashes to documents of a segment by sorted columns: two for the hash, one for the number."""
 
 from __future__ import annotations
 

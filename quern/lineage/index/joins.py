@@ -1,4 +1,4 @@
-"""Joins over more rows than fit in memory: rows are dealt into buckets by key range, then joined bucket by bucket."""
+"""Joins more rows than fit in memory: partitions them by key range, then joins one bucket at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAIR = np.dtype([("number", "<i8"), ("value", "<i8")])
 
 
 class Buckets:
-    """Records dealt into ``count`` buckets: files in ``folder``, or memory if there is but one."""
+    """Records partitioned into ``count`` buckets: files in ``folder``, or memory if there is only one."""
 
     def __init__(self, folder: str, name: str, dtype: DTypeLike, count: int) -> None:
         self.count = count
@@ -44,7 +44,7 @@ class Buckets:
                 file.write(records[order[edges[bucket] : edges[bucket + 1]]].tobytes())
 
     def take(self, bucket: int) -> NDArray[Any]:
-        """The records of a bucket in the order in which they came; they are gone afterwards."""
+        """Remove and return the records of a bucket in the order of arrival."""
         if self.count == 1:
             parts, self._parts = self._parts, []
             return np.concatenate([np.empty(0, self._dtype), *parts])

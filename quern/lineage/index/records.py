@@ -1,4 +1,4 @@
-"""JSON with its own digest in it, and the parts of an index that are held open."""
+"""JSON files that contain their own digest, and the open parts of an index."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _place(path: str) -> str:
 
 
 class Opened:
-    """Parts that are open, at most ``limit``: each holds up to four file descriptors; the least lately used one goes.
+    """A cache of at most ``limit`` open parts with up to four file descriptors each; evicts the least recently used.
 
     What has been given out stays readable; what nobody holds any more is closed at once, by its count of references:
     a part must be in no cycle of them.
@@ -48,7 +48,7 @@ class Opened:
         self._parts: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, path: str, make: Callable[..., T], *arguments: Any) -> T:
-        """``make(path, *arguments)``, or what it has made before."""
+        """Return ``make(path, *arguments)``, cached."""
         if path not in self._parts:
             self._parts[path] = make(path, *arguments)
             if len(self._parts) > self._limit:

@@ -1,4 +1,4 @@
-"""Documents by URL, SURT, host and domain, within a segment."""
+"""Finds documents by URL, SURT, host and domain within a segment."""
 
 from __future__ import annotations
 

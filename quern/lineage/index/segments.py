@@ -1,4 +1,4 @@
-"""A segment: some verdict files' documents, numbered in the order of their SURTs. How one is built and read."""
+"""Builds and reads a segment: the documents of some verdict files, numbered in the order of their SURTs."""
 
 from __future__ import annotations
 

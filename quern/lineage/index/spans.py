@@ -1,4 +1,4 @@
-"""Where documents stand in the streams of tokens, and which document a token is of.
+"""Finds where documents are in the token streams, and which document a token belongs to.
 
 A stream has three columns, one item a span: where it starts in the stream (and at last where the stream ends), which
 document it is, since which corpus version it is purged (0: it is not). Each segment has one: for each of its documents
@@ -35,7 +35,7 @@ _CODE = np.dtype([("number", "<i8"), ("code", "<i8")])
 
 @dataclass(frozen=True)
 class Spans:
-    """Where documents stand: parallel arrays [m]."""
+    """Spans of documents in the token streams, as parallel arrays [m]."""
 
     numbers: I64
     streams: I64
@@ -190,7 +190,7 @@ class _Stream:
 
 
 class SpanColumns:
-    """What :func:`write_spans` wrote. ``bases``: the number of each segment's first document."""
+    """Reads what :func:`write_spans` wrote. ``bases``: the number of each segment's first document."""
 
     def __init__(self, folder: str, num_streams: int, bases: Sequence[int], opened: Opened | None = None) -> None:
         self._folder, self._num_streams = folder, num_streams

@@ -1,4 +1,4 @@
-"""What is asked of a Parquet table before a column of it is read."""
+"""Checks a Parquet table before one of its columns is read."""
 
 from __future__ import annotations
 

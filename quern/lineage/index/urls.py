@@ -1,4 +1,4 @@
-"""The URLs of a segment in their order, and how they are found: blocks of 64 documents, each compressed on its own.
+"""Stores a segment's sorted URLs in compressed blocks of 64, and searches them.
 
 A block holds three texts a document, each kind in a frame of its own, for most questions are of one: its SURT
 (documents are ordered by it), its URL as the crawl gave it, its host.

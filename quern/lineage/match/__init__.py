@@ -1,4 +1,4 @@
-"""Which documents and token spans of a tokenized corpus hold text of a benchmark.
+"""Finds the documents and token spans of a corpus that contain text of a benchmark.
 
 What counts as the same text is in :mod:`.normalise`, what is looked for in :mod:`.index`, how tokens become words in
 :mod:`.pieces`, and how a corpus streams through in :mod:`.scan`.

@@ -1,4 +1,4 @@
-"""A benchmark file as what is looked for: its items, and an index of their n-grams.
+"""Reads the items of a benchmark file, and builds an index of their n-grams.
 
 As GPT-3 (Brown et al. 2020, appendix C) and Llama 2 do: n-grams of normalised words, 13 of them by default. A text of
 fewer than n words that still has :data:`MIN_WORDS` is one gram, whole; a shorter one is not looked for. No gram reaches

@@ -1,4 +1,4 @@
-"""What was found: which documents and token spans hold text of which items; kept as one Parquet table."""
+"""Matches between documents and benchmark items, stored as one Parquet table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _schema() -> pa.Schema:
 
 @dataclass(frozen=True)
 class Matched:
-    """One item of the benchmark, as it was looked for."""
+    """One item of the benchmark and how it was searched for."""
 
     id: str
     line: int
@@ -89,7 +89,7 @@ class Matches:
 
     @property
     def not_looked_for(self) -> list[Matched]:
-        """Items too short to be told from chance."""
+        """The items that are too short to be told from chance."""
         return [item for item in self.items if item.grams == 0]
 
     def save(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""What counts as the same text: a text as words, whatever its case, marks, punctuation and line breaks.
+"""Normalises text to words for matching: ignores case, marks, punctuation and line breaks.
 
 Each character stands alone (linear time for any text, and every word knows its bytes): compatibility decomposition
 (NFKD), full case folding, NFKD again. Of what that gives, letters, numbers (Unicode categories L and N) and spacing
@@ -45,7 +45,7 @@ _EMITTED = _Emitted()
 
 
 def emitted(code: int) -> str:
-    """What a code point becomes: parts of words, with a space wherever it separates; empty where it is left out."""
+    """The normalised form of a code point: word characters, with a space where it separates words; may be empty."""
     return _EMITTED[code]
 
 

@@ -1,4 +1,4 @@
-"""Token ids → words, for millions of tokens at once, without decoding them one by one.
+"""Converts millions of token ids to words at once, without decoding them one by one.
 
 What a token of whole characters makes of a text is known beforehand: parts of words (*pieces*), and whether it
 separates them from what stands before and behind. Other tokens hold parts of characters; the bytes of each run of them
@@ -159,7 +159,7 @@ class Words:
 
 
 class Pieces:
-    """The table of one encoding: its tokens, and the characters that texts have shown so far."""
+    """The table of one encoding: its tokens, and the characters seen in texts so far."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """``tokens``: the bytes of each id; an empty one separates words."""

@@ -1,4 +1,4 @@
-"""Token streams against an index: the corpus flows through in chunks, the benchmark stays.
+"""Streams a corpus in chunks against the index of a benchmark, which stays in memory.
 
 A chunk is whole documents, or a part of a long one; the next part begins early enough to hold every gram that the last
 one could not. Memory is that of a chunk. (Where n words of one document take more tokens than a chunk, the chunk grows
@@ -53,7 +53,7 @@ class Found:
 
 
 def scan_streams(paths: Sequence[str], index: Index, *, workers: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Found:
-    """What of ``index`` stands in the streams at ``paths`` (``RUN/tokens/<source>``), the same for any ``workers``.
+    """The matches of ``index`` in the streams at ``paths`` (``RUN/tokens/<source>``), the same for any ``workers``.
 
     Raises:
         InputError: a stream that cannot be read.
@@ -117,7 +117,7 @@ class _Scanner:
         return reader, self._pieces[reader.ranks_path]
 
     def run(self, stream: int, shard: int, first: int, last: int) -> Found:
-        """What stands in documents [first, last) of a shard."""
+        """The matches in documents [first, last) of a shard."""
         reader, pieces = self._open(stream)
         origin = int(reader.offsets[shard])
         starts = reader.starts(shard)
@@ -174,11 +174,11 @@ class Hits:
     stops: np.ndarray
 
     def where(self, which: np.ndarray) -> Hits:
-        """Those that ``which`` picks."""
+        """The hits that the mask ``which`` selects."""
         return Hits(self.grams[which], self.starts[which], self.stops[which])
 
     def moved(self, by: int) -> Hits:
-        """The same, ``by`` tokens further."""
+        """The hits shifted ``by`` tokens."""
         return Hits(self.grams, self.starts + by, self.stops + by)
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Documents taken out of a data run for good: chosen, condemned with all that hangs on them, removed, remembered."""
+"""Permanently removes documents from a data run: selection, closure, removal, and tombstones."""

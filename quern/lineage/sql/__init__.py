@@ -1,1 +1,1 @@
-"""SQL over the tables of a run, that reads its views and nothing else."""
+"""SQL over the tables of a run, restricted to its views."""

@@ -1,4 +1,4 @@
-"""A query in a process of its own, whose memory the system bounds.
+"""Runs a query in a child process with limited memory.
 
 DuckDB's own limit is of its buffers: a list or a text that one function makes is beyond it.
 """

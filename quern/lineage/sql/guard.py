@@ -1,4 +1,4 @@
-"""What a person's SQL may be: one query that reads the views.
+"""Checks user SQL: only one query that reads the views is allowed.
 
 DuckDB can forbid all of its files to a query or none of a folder's: where a view may read, ``COPY … TO`` may write, and
 since DuckDB 2.0 it may stand inside a ``WITH``. So the query's own syntax tree, by DuckDB's own parser, is looked at,

@@ -1,4 +1,4 @@
-"""SQL over a run: DuckDB views of what the chain, the duplicates, the tokens and the trainers wrote.
+"""Runs SQL over a run, through DuckDB views of its verdicts, documents, duplicates, tokens and training steps.
 
 Of a data run:
 

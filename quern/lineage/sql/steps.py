@@ -1,4 +1,4 @@
-"""The steps of training runs as a table: what the SQL view ``steps`` shows."""
+"""The rows of the SQL view ``steps``: the steps of training runs."""
 
 from __future__ import annotations
 

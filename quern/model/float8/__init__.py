@@ -1,1 +1,1 @@
-"""Products of matrices in FP8: scales, casts, kernels and their emulation, and the linear layer made of them."""
+"""FP8 matrix products: scales, casts, kernels and their emulation, and the linear layer made of them."""

@@ -1,5 +1,4 @@
-"""Delayed scaling: one scale a matrix, from the largest magnitudes of the steps before (Micikevicius et al. 2022,
-section 3.3; a history of 16 steps).
+"""Delayed scaling: one scale per matrix, from the maxima of the 16 steps before (Micikevicius et al. 2022, 3.3).
 
 Every rank then multiplies with the same scales, however a layer's tokens and weights are split; with dynamic
 ``tensorwise`` scaling each takes its own part's. What is larger than all of the history is clamped for a step. Where
@@ -30,7 +29,7 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Delayed(Recipe):
-    """A recipe of one layer, with what is known of its magnitudes; equal to itself alone."""
+    """The recipe of one layer with its recorded magnitudes; equal to itself alone."""
 
     known_3: Tensor
     """Largest magnitudes of the history; 0 = not known."""
@@ -63,7 +62,7 @@ class Amaxes:
         self._seen = [torch.zeros(3, device=device) for _ in self.names]  # apart: a graph changes no view of another's
 
     def of(self, name: str, recipe: Recipe) -> Delayed:
-        """The recipe of a layer; its tensors are this object's."""
+        """The recipe of a layer, on tensors of this object."""
         number = self.names.index(name)
         known_3, seen_3 = self._known[number], self._seen[number]
         return Delayed(recipe.scaling, recipe.gradients, delayed=True, known_3=known_3, seen_3=seen_3)
@@ -74,7 +73,7 @@ class Amaxes:
         return torch.stack(self._seen) if self._seen else self._known.clone()
 
     def roll(self, reduce: Callable[[Tensor], object] | None = None, skip: Tensor | None = None) -> None:
-        """After each step, once on every rank: what was seen goes into the history, the oldest step out of it.
+        """Push the maxima of the step into the history; call it once after each step on every rank.
 
         ``reduce``: makes of [layers, 3], in place, the maximum over all ranks. What was not finite is left out.
         ``skip``: 0-d, not zero where the step was skipped; what it has seen then stays out of the history.
@@ -88,7 +87,7 @@ class Amaxes:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it nothing is noted in the end: for a forward that is no part of a step."""
+        """Context for forwards outside of a step, whose maxima are discarded."""
         before = self.current
         try:
             yield

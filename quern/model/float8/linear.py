@@ -1,4 +1,4 @@
-"""The three products of a linear layer by a recipe, and the layer made of them.
+"""A linear layer in FP8: its three products, computed by a recipe.
 
 ``y = x Wᵀ``, ``dx = dy W``, ``dW = dyᵀ x``; shapes: T tokens, K inputs, O outputs. What is multiplied is rounded from
 the dtype of activations, weights too, so that a weight gathered in that dtype gives the same bits as its master.
@@ -64,7 +64,7 @@ class _Float8:
         return multiply(self.gradient(dy_TO.T), self.activation(x_TK.T), dy_TO.dtype)
 
     def weight(self, weight_OK: Tensor) -> Quantised:
-        """As a factor of forward; of grad_input too, transposed, but for rowwise."""
+        """The weight as a factor of forward, and transposed of grad_input, except for rowwise."""
         if isinstance(weight_OK, Float8Weight):
             return factor(weight_OK)
         return {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blocks_128x128}[self.recipe.scaling](

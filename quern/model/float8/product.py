@@ -1,4 +1,4 @@
-"""A product of two factors in FP8: by a kernel where there is one, else by the same arithmetic in float32.
+"""The product of two FP8 factors, by a kernel where there is one, else by the same arithmetic in float32.
 
 Which kernel takes what, and how it wants its scales, stands here and nowhere else. Of CUDA's it is written by torch's
 own checks (``torch/_meta_registrations.py``, ``_check_scaled_mm_sizes_v2``) and has not been run on a GPU.

@@ -1,4 +1,4 @@
-"""From matrices to FP8 and back. Every cast is clamped first: the CPU's casts saturate, CUDA's may give NaN.
+"""Quantises matrices to FP8 and back. Values are clamped before each cast: a CPU saturates, CUDA may give NaN.
 
 A factor of a product is always held as [rows, sum]: what is summed over comes last. A scale is what an FP8 value is
 multiplied with to give the original one. Shapes: R rows, S what is summed over.

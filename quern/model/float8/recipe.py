@@ -1,4 +1,4 @@
-"""Which parts of a matrix share a scale, and in which FP8 format gradients are. Knows no torch."""
+"""FP8 recipes: which parts of a matrix share a scale, and the format of gradients. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao's products in FP8 in place of ours: a peer that the same run can be compared with.
+"""torchao's FP8 layer as an alternative to ours, for comparison.
 
 Its ``Float8Linear`` is a module that owns its weight; what that module multiplies with takes any weight, so that names
 and parameters, and with them checkpoints, optimizer and FSDP2, stay what they are. Neither is a public interface of

@@ -1,5 +1,5 @@
-"""Which gradients a backward pass is going to use. A pipeline that splits its backward pass runs each function's twice,
-once for the input and once for the weights: what is not going to be used is not computed."""
+"""Determines which gradients a backward pass needs, since a pipeline with a split backward calls each function twice,
+once for the input and once for the weights: gradients that are not needed are not computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["wanted"]
 
 
 def wanted(ctx: Any, first_weight: int) -> list[bool]:
-    """Of the input, then of each weight.
+    """Which gradients are needed: of the input, then of each weight.
 
     A compiled graph has one backward pass, which computes what the inputs need. ``first_weight``: the weights' place
     among the arguments; the engine counts tensors only.

@@ -1,4 +1,4 @@
-"""A weight that is held in FP8 alone, as a layer's parameter: what FSDP2 makes of a weight that it gathers in FP8."""
+"""An FP8 weight as a layer's parameter: what FSDP2 creates from a weight that it gathers in FP8."""
 
 from __future__ import annotations
 
@@ -63,5 +63,6 @@ class Float8Weight(Tensor):
 
 
 def factor(weight_OK: Float8Weight) -> Quantised:
-    """Of a product, in the weight's own memory. No property: torch.compile looks through plain attributes alone."""
+    """The weight as a product's factor, sharing memory. No property: torch.compile looks through plain attributes
+    only."""
     return Quantised(weight_OK.data_OK, weight_OK.scale)

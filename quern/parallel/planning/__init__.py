@@ -1,1 +1,1 @@
-"""What a layout is, costs and needs, counted without a device."""
+"""Plans a layout without a device: sizes, costs and requirements."""

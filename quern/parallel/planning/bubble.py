@@ -1,4 +1,4 @@
-"""In which order a pipeline's ranks work on the micro-batches of their stages, and how long they wait for each other.
+"""Simulates the order in which pipeline ranks process micro-batches, and their idle time.
 
 The order of the schedules that torch writes down as a list is torch's own, so it is imported where that list is asked
 for.
@@ -17,7 +17,7 @@ __all__ = ["Action", "bubble", "closed_form", "makespan", "order"]
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank."""
+    """One unit of work of a rank."""
 
     stage: int
     kind: Literal["F", "B", "I", "W"]
@@ -31,7 +31,7 @@ UNITS: dict[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 @lru_cache(maxsize=8)  # every place of a pipeline asks for the same
 def order(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Action]]:
-    """What each rank does, in turn; not to be changed, for the next caller gets the same lists.
+    """The actions of each rank in sequence; the lists are cached and must not be changed.
 
     Raises ValueError for a number of micro-batches that the schedule does not take.
     """
@@ -77,7 +77,7 @@ def _action(action: Any) -> Action:
 
 
 def makespan(ranks: list[list[Action]], units: dict[str, float] = UNITS, costs: Sequence[float] | None = None) -> float:
-    """When the last rank is done, if every action takes its kind's units and sending takes no time.
+    """The time at which the last rank is done, if every action takes its kind's units and sending takes no time.
 
     ``costs``: how many times these each stage takes; None = once.
     """

@@ -1,4 +1,4 @@
-"""What no layout can do, found before anything starts: every size that an axis must divide, and every key in vain.
+"""Rejects impossible layouts before anything starts: sizes that do not divide, and keys without effect.
 
 A sequence or a head that ranks do not divide is no exception in a collective but the death of the process (gloo aborts
 on unequal sizes), so nothing of this may be left to the run.
@@ -49,7 +49,7 @@ class LayoutKeys(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be computed on a layout, and with what."""
+    """The model and options to be computed on a layout."""
 
     seq_len: int
     micro_batch: int
@@ -65,7 +65,7 @@ class Task:
 
 
 def check_layout(shape: ModelShape, plan: MeshPlan, keys: LayoutKeys, task: Task) -> None:
-    """Raises :class:`InputError` for the first thing that does not go: the key, the size, the axis, what would fit."""
+    """Raise :class:`InputError` for the first problem: the key, the size, the axis, what would fit."""
     _in_vain(keys, task)
     if plan.tp > 1:
         _tensors(shape, plan, task.seq_len)

@@ -1,4 +1,4 @@
-"""Which layers compute in FP8 on a layout. Knows no torch."""
+"""Determines which layers compute in FP8 on a layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def gathered(shape: ModelShape, tp: int, recipe: Recipe) -> dict[str, tuple[tupl
 
 
 def layers_in_float8(shape: ModelShape, tp: int, recipe: Recipe) -> list[str]:
-    """Of the whole model."""
+    """The layers of the whole model that compute in FP8."""
     fits = fitting(shape, tp, recipe)
     return [f"blocks.{number}.{name}" for number in range(shape.num_layers) for name in fits]
 
 
 def use_float8(model: Transformer, recipe: Recipe, tp: int = 1, amaxes: Amaxes | None = None) -> list[str]:
-    """Sets the recipe of every layer of a model or a stage that it fits. In place.
+    """Set the recipe of every layer of a model or stage that it fits. In place.
 
     ``amaxes``: where the layers' histories are, with delayed scaling. Returns the names of the blocks' layers that
     stay in the dtype of activations.

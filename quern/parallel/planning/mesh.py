@@ -1,4 +1,4 @@
-"""Which ranks form which group.
+"""The device mesh: which ranks form which group.
 
 Sizes are resolved before anything starts; torch is imported only where groups are built.
 """
@@ -64,7 +64,7 @@ class MeshPlan:
         return self.dp_shard > 1 or (self.dp_replicate > 1 and (self.tp > 1 or self.pp > 1))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place on every axis."""
+        """The rank's coordinate on every axis."""
         places = {}
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
@@ -80,7 +80,7 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks' groups, and this rank's place. ``device_mesh`` is None in a process without a process group."""
+    """The ranks' groups, and this rank's coordinates. ``device_mesh`` is None in a process without a process group."""
 
     plan: MeshPlan
     device_type: str
@@ -187,7 +187,7 @@ def build_mesh(plan: MeshPlan, device_type: str) -> Mesh:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """The divisors in ascending order."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: their names, and what each asks for. Imports no torch."""
+"""Pipeline schedules: their names and requirements. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Schedule = Literal[
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What a schedule needs."""
+    """The requirements of a schedule."""
 
     torch_name: str
     """For ``torch.distributed.pipelining.schedules.get_schedule_class``."""

@@ -1,4 +1,4 @@
-"""Which layers a pipeline's stages have, and which stages a rank has. Knows no torch.
+"""Assigns layers to pipeline stages, and stages to ranks. Imports no torch.
 
 A step takes as long as its slowest stage, so layers are cut where the greatest cost of a stage is least. Cost is the
 multiplications of a forward pass: all blocks weigh the same, and the output projection weighs as much as several of

@@ -1,4 +1,4 @@
-"""How many bytes a rank sends in an optimizer step, by what and along which axis. Knows no torch.
+"""Counts the bytes that a rank sends in an optimizer step, by purpose and mesh axis. Imports no torch.
 
 Every row is one kind of collective: how often it is called in a step, and how large its tensor is, summed over the
 calls. That tensor, whole, as a gather gives it and a scatter takes it, is M of the ring's costs over N ranks (Patarasuk
@@ -58,7 +58,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, as far as what is sent depends on it."""
+    """The properties of an optimizer step that determine its traffic."""
 
     shape: ModelShape
     plan: MeshPlan
@@ -82,7 +82,7 @@ class Step:
 
 
 def traffic(step: Step, rank: int = 0) -> list[Transfer]:
-    """Every kind of collective of that rank of the whole mesh; none for what is not sent."""
+    """Every kind of collective of that rank of the whole mesh that sends anything."""
     places = step.plan.coordinates(rank)
     stages = _stages(step, places["pp"])
     rows = [

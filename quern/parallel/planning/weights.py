@@ -1,4 +1,4 @@
-"""Which weights a stage of a model has, and how much of each one rank holds. Knows no torch."""
+"""Lists the weights of a model stage, and how much of each one rank holds. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tokens to other trainers' formats, and from them: export, import, and the sidecar that keeps lineage between."""
+"""Exports tokens to other trainers' formats and imports theirs, with a sidecar that preserves lineage."""

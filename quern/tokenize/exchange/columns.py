@@ -1,4 +1,5 @@
-"""Files of others, read in pieces: regular, of one size, never mapped (one that shrinks would end the process)."""
+"""Reads foreign files in pieces: regular, of constant size, never mapped (a mapped file that shrinks kills the
+reader)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Source:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # a pipe would hold the opener until somebody writes to it
+            # opening a pipe would block until another process writes to it
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -63,7 +64,7 @@ class Source:
         return np.frombuffer(data, dtype).astype(np.dtype(dtype).newbyteorder("="))
 
     def read_on(self, offset: int, size: int) -> bytes:
-        """Exactly these bytes; they and those that were passed over since the last call go into the SHA-256."""
+        """Exactly these bytes; they and any skipped since the last call are added to the SHA-256."""
         self._hash_to(offset)
         data = self.read(offset, size)
         self._hash.update(data)
@@ -71,7 +72,7 @@ class Source:
         return data
 
     def finish(self) -> str:
-        """The hex SHA-256 of the whole file, what :meth:`read_on` has not come to included."""
+        """The hex SHA-256 of the whole file, including what :meth:`read_on` has not read."""
         self._hash_to(self.size)
         if os.fstat(self._descriptor).st_size != self.size:
             raise InputError(f"{self.path}: has changed while it was read; try again")

@@ -1,4 +1,4 @@
-"""Token shards to the formats of other trainers, shard by shard, each byte verified on the way."""
+"""Exports token shards to the formats of other trainers, and verifies every byte read."""
 
 from __future__ import annotations
 

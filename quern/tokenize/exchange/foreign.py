@@ -1,4 +1,4 @@
-"""Token files of other trainers, read document by document: Megatron's, datatrove's, and raw ids.
+"""Reads token files of other trainers document by document: Megatron, datatrove, and raw ids.
 
 A document is a range of bytes of its file. Where documents end is said by the file's index, by the sidecar that quern's
 own export leaves, or by the EOT.
@@ -57,7 +57,7 @@ class Batch:
 
 
 def data_path(format: Format, path: str) -> str:
-    """The file of tokens that ``path`` means: of Megatron's pair either, or what their names have in common."""
+    """The file of tokens that ``path`` names: either file of Megatron's pair, or their common stem."""
     base, suffix = os.path.splitext(path)
     if format == "megatron":
         return f"{base}.bin" if suffix in (".bin", ".idx") else f"{path}.bin"

@@ -1,4 +1,4 @@
-"""Token files of other trainers to a data run, which the trainer and lineage read like any other.
+"""Imports token files of other trainers as a data run for the trainer and lineage.
 
 A document is known by where it stands: its ``doc_id`` is of the source, the file's relative path and the byte at which
 the document starts. Where the sidecar of quern's own export lies beside a file, ids and records come from there.

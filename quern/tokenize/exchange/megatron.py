@@ -1,4 +1,4 @@
-"""Megatron's index of a token file (``.idx``), as its ``IndexedDataset`` reads it.
+"""Reads Megatron's index of a token file (``.idx``) as its ``IndexedDataset`` does.
 
 Little-endian, one part after the other: the magic ``MMIDIDX\\0\\0``; version 1 (uint64); the code of the tokens' dtype
 (uint8); the number of sequences n and the number of entries d of the last part (uint64 each); int32[n] tokens of each

@@ -1,4 +1,4 @@
-"""The data run that an import makes: its shards, its manifest, its version, its ``run.json``."""
+"""Creates the data run of an import: shards, manifest, version and ``run.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which document stands where in an exported file, and where it came from: ``<file>.documents.parquet``.
+"""The table beside an exported file, ``<file>.documents.parquet``: each document's place and source record.
 
 An export writes it; an import that finds it gives every document its ``doc_id`` and its record back.
 """
@@ -169,7 +169,7 @@ def write_sidecars(targets: Sequence[Target], run: str, source: str, scratch: st
 
 
 def find_twin(verdicts: str, scratch: str) -> bytes | None:
-    """A doc_id that stands twice in the verdict files of the folder ``verdicts``; None if there is none."""
+    """A doc_id that occurs twice in the verdict files of the folder ``verdicts``; None if there is none."""
     import duckdb
 
     sql = "SELECT doc_id FROM verdicts GROUP BY doc_id HAVING count(*) > 1 ORDER BY doc_id LIMIT 1"
@@ -251,7 +251,7 @@ class _Verdicts:
                 raise self._failed from None
 
     def why(self, error: Exception, what: str) -> QuernError:
-        """What to raise for an error of DuckDB's."""
+        """The error to raise for an error of DuckDB."""
         told = one_line(error, 200)
         return self._failed or QuernError(f"{self._folder}: {what}: {told}")
 

@@ -1,4 +1,4 @@
-"""A folder that appears under its name whole, or not at all."""
+"""Creates a folder atomically: it gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["staged"]
 
 @contextmanager
 def staged(path: str) -> Iterator[str]:
-    """A hidden folder beside ``path``; it gets that name when the block ends without an error, and else goes.
+    """A hidden folder beside ``path``, renamed to it if the block ends without an error, else removed.
 
     Whoever stages holds a lock on the folder, so that one left over by a process that was killed is known as such and
     removed by the next that stages the same path.
@@ -69,7 +69,7 @@ def _make(path: str) -> tuple[str, int]:
         lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody clears what was left over, and takes this for such
+        except BlockingIOError:  # another process is removing left-overs, this folder included
             os.close(lock)
             continue
         except OSError:  # no locks on this file system
@@ -94,12 +94,12 @@ def _remove_left_over(path: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            pass  # its writer lives, or nobody can tell
+            pass  # its writer is alive, or that cannot be determined
         finally:
             os.close(lock)
 
 
 def _sync_below(folder: str) -> None:
-    """Make the names in all folders durable; the files are, by whoever wrote them."""
+    """Make the names in all folders durable; the writers of the files have synced these."""
     for below, _, _ in os.walk(folder):
         storage.sync(below)

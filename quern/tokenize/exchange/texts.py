@@ -1,4 +1,4 @@
-"""The text hash of documents that are known by their tokens alone."""
+"""Computes the text hash of documents of which only the tokens are known."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From documents to shards: order, encoding, sorted runs, merge."""
+"""Writes shards from documents: order, encoding, sorted runs, merge."""

@@ -1,4 +1,4 @@
-"""Which documents are tokenized, and which of them are held out: the join with the global duplicate decisions.
+"""Selects the documents to tokenize and those held out, by a join with the duplicate decisions.
 
 A task takes a group of partitions and streams the decisions past their doc_ids once. It leaves one byte a row of each
 ``documents/<source>/<partition>.parquet`` in the scratch folder, which later tasks read beside the text.

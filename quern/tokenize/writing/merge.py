@@ -1,4 +1,4 @@
-"""The reduce side: one shard from its stretch of every run.
+"""The reduce side of tokenization: merges one shard from its part of every sorted run.
 
 A shard's documents are contiguous in each run, so a run is read in a few contiguous ranges. Memory is bounded by
 :data:`SLICE_TOKENS`, whatever the size of a shard.
@@ -34,7 +34,7 @@ _WRITE_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to write."""
+    """The description of one shard to write."""
 
     run_dir: str
     stream: str

@@ -1,4 +1,4 @@
-"""Where shards are cut: the lengths of a stream's documents in place order, summed a key range at a time.
+"""Plans where shards are cut, from summed document lengths in place order, one key range at a time.
 
 Tasks bring together the indexes of all runs, a stretch of key ranges each; the driver adds up their sums and looks
 into one key range for each cut. It never holds the lengths of all documents.

@@ -1,4 +1,4 @@
-"""Documents to tokens: choose, encode, plan the shards, write them, publish the version.
+"""Tokenizes a run's documents: selects, encodes, plans and writes shards, and publishes the version.
 
 Every piece of work is committed with the fingerprint of what it was made from; a run that was killed at any moment
 goes on from its commits to the same bytes. ``VERSION.json`` is written last.
@@ -52,7 +52,7 @@ class StreamCounts:
 
 @dataclass(frozen=True)
 class TokensReport:
-    """What a run wrote."""
+    """Counts of what a run wrote."""
 
     encoding: str
     vocab_size: int
@@ -113,7 +113,7 @@ def run(
         storage.remove_tree(scratch)
         return _report(version)
     if version is not None and done is None:
-        # Other tokens are about to be written; nobody may take the old list for theirs.
+        # Remove the old list first: it must not be taken for that of the new tokens.
         storage.remove_tree(storage.join(job.tokens, VERSION_FILE))
 
     chosen = _choose(job)

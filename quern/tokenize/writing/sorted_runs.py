@@ -1,4 +1,4 @@
-"""The map side: one partition becomes runs, each a stretch of its documents in place order.
+"""The map side of tokenization: encodes one partition into sorted runs, documents in place order.
 
 A run is two files: ``.bin``, the tokens of its documents one after the other, and ``.places``, an index with a header
 of prefix sums a key range, so that any key range of the run is one contiguous read of each file.
@@ -96,7 +96,7 @@ def run_checksums(run: str, outputs: Mapping[str, str]) -> list[str]:
 
 
 def unharmed(folder: str, outputs: Mapping[str, str]) -> bool:
-    """Whether every output of a commit (path below ``folder`` → SHA-256) is there with its bytes."""
+    """Whether every output of a commit (path below ``folder`` → SHA-256) exists unchanged."""
     paths = {storage.join(folder, name): sha256 for name, sha256 in outputs.items()}
     return all(storage.exists(path) and storage.sha256(path) == sha256 for path, sha256 in paths.items())
 

@@ -1,4 +1,4 @@
-"""An encoding of the run's own: byte-level BPE trained on its kept documents, stored as a tiktoken ranks file.
+"""Trains a byte-level BPE on the run's kept documents, and stores it as a tiktoken ranks file.
 
 The same documents give the same bytes, whatever the partitions and their order: the sample is chosen by keyed hash,
 and the training runs on one thread.

@@ -1,4 +1,4 @@
-"""Which rank computes which sample of a step, and when. The set of a step never changes.
+"""Assigns the samples of a step to ranks and micro-batches; the set of samples never changes.
 
 Shape legend: G samples of a step, W ranks, M micro-batches a rank, B samples a micro-batch; G = W·M·B.
 """
@@ -47,7 +47,7 @@ def balance(costs_G: NDArray[np.int64], world: int, micro_batch: int) -> NDArray
     other way round than their totals so far, which balances whole steps where ranks wait only at a step's end.
     Equal costs are told apart by place: equal input, equal output.
     """
-    if world == 1:  # nobody waits
+    if world == 1:  # no rank waits for another
         return round_robin(len(costs_G), world, micro_batch)
     order_G = np.argsort(-costs_G, kind="stable")
     places_MBW = order_G.reshape(-1, micro_batch, world)

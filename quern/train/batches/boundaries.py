@@ -1,4 +1,4 @@
-"""Where the documents of a source start, for the whole stream at once, built in constant memory.
+"""Builds the document boundaries of a source's whole stream, in constant memory.
 
 One file a source: little-endian int64, one number a document in the order of the stream, ``start << 1 | purged``. It is
 made once from the spans of every shard and memory-mapped from then on. Its name holds a digest of what it was made

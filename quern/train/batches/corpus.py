@@ -1,4 +1,4 @@
-"""The token shards a run trains on: opened, refused if they do not fit together, verified byte by byte."""
+"""Opens the token shards that a run trains on, checks that they fit together, and verifies every byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENCODING_FIELDS = {
 
 @contextmanager
 def exclusive(path: str) -> Iterator[None]:
-    """Hold the lock file ``path`` among the processes of a node; it goes with the process, however that ends.
+    """Hold the lock file ``path`` among the processes of a node; the kernel releases it when the process ends.
 
     It saves work that is done once for all; nothing relies on it. A file system without locks has none.
     """
@@ -45,7 +45,7 @@ def exclusive(path: str) -> Iterator[None]:
 
 
 def share_files(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
-    """The files of ``rank`` when ``world`` ranks share them by size: the largest first, to the least loaded so far."""
+    """The files for ``rank`` of ``world`` ranks, balanced by size: the largest first, to the least loaded rank."""
     loads = [0] * world
     mine = []
     for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
@@ -58,7 +58,7 @@ def share_files(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Verified:
-    """What :meth:`Corpus.verify` did on this rank."""
+    """Counts of :meth:`Corpus.verify` on this rank."""
 
     files: int
     """Of this rank's share."""

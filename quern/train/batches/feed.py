@@ -1,4 +1,4 @@
-"""From the loader's arrays to tensors on the device, ahead of need; the waiting is measured."""
+"""Prefetches the loader's arrays as tensors on the device, and measures the waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Feed", "Origin", "StepInputs", "to_device"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a micro-batch's sequences are from; each [B], on the host."""
+    """The origin of a micro-batch's sequences; each [B], on the host."""
 
     places: np.ndarray
     """In the global batch."""
@@ -30,7 +30,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A rank's share of a step."""
+    """A rank's share of a step, as tensors on the device."""
 
     data_step: int
     valid_tokens: int
@@ -88,7 +88,7 @@ class Feed:
         """Time the loop has stood still for all steps so far."""
 
     def start(self, first: int, stop: int) -> None:
-        """Begin reading data steps [first, stop)."""
+        """Start reading data steps [first, stop)."""
         self._batches = iter(self._loader.prefetch(first, stop, self._depth))
 
     def take(self, data_step: int) -> StepInputs:
@@ -104,5 +104,5 @@ class Feed:
         return StepInputs(data_step, batch.valid_tokens, inputs, origins, wait)
 
     def close(self) -> None:
-        """End the reading thread."""
+        """Stop the reading thread."""
         self._loader.close()

@@ -1,4 +1,4 @@
-"""From the order and the shards to a rank's micro-batches: pure in (order, data step, rank), and ahead of need.
+"""Builds a rank's micro-batches from order and shards, a pure function of (order, data step, rank), with prefetching.
 
 A step is *planned* for the whole global batch, from boundaries alone (:mod:`.step_plan`): which documents touch each
 window, how many targets there are, which rank computes what. Only a rank's own windows are then read.
@@ -50,7 +50,7 @@ U64 = NDArray[np.uint64]
 
 
 class Samples(Protocol):
-    """What the loader asks of an order (:class:`quern.mixtures.order.Order` is one)."""
+    """The interface of an order that the loader needs (:class:`quern.mixtures.order.Order` is one)."""
 
     @property
     def windows(self) -> Sequence[int]: ...
@@ -100,7 +100,7 @@ class _Blocks:
         self._free: list[NDArray[np.uint8]] = []
 
     def take(self) -> NDArray[np.uint8]:
-        """uint8 [size_bytes], not cleared; it is lent until the last array that is made of it is gone."""
+        """A buffer uint8 [size_bytes], not cleared, reused once the last array made of it is freed."""
         try:
             block = self._free.pop()  # not asked first: another thread may take the last one in between
         except IndexError:
@@ -199,7 +199,7 @@ class Loader:
         return prefetch
 
     def close(self) -> None:
-        """End the threads of every :meth:`prefetch`."""
+        """Stop the threads of every :meth:`prefetch`."""
         for prefetch in list(self._prefetches):
             prefetch.close()
 

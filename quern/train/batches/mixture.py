@@ -1,4 +1,4 @@
-"""From a config and its corpus to the order of a run: planned at the start, carried on at every later one.
+"""Builds the order of a run from its config and corpus: planned at the first start, extended at later ones.
 
 On a resume the past is the ledger's and the future is the config's. A config that tells the past otherwise is refused:
 recipes, batch sizes and corpus versions change only by opening a phase.
@@ -29,13 +29,13 @@ class Mixture:
 
 
 def source_names(config: TrainConfig) -> list[str]:
-    """What each entry of ``data`` is called: the name of its source, and its path where several have that name."""
+    """The name of each entry of ``data``: that of its source, or its path if several have that name."""
     names = [os.path.basename(os.path.abspath(given.path)) for given in config.data]
     return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
 
 
 def plan_mixture(config: TrainConfig, corpus: Corpus) -> Plan:
-    """The order of a config over its corpus, and what its steps read.
+    """Plan the order of a config over its corpus, and what its steps read.
 
     Raises:
         InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
@@ -61,7 +61,7 @@ def plan_mixture(config: TrainConfig, corpus: Corpus) -> Plan:
 
 
 def carry_on(config: TrainConfig, corpus: Corpus, previous: Order, data_step: int) -> Mixture:
-    """The order of a run that has read the data steps before ``data_step`` by ``previous``.
+    """Extend the order of a run that has read the data steps before ``data_step`` by ``previous``.
 
     Raises:
         InputError: seed or seq_len differ; the config says otherwise of a past phase; a source has gone, or has another

@@ -1,4 +1,4 @@
-"""Values of consecutive numbers, made ahead of need by a background thread."""
+"""Computes a function of consecutive numbers ahead of need in a background thread."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Prefetch(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread, after the value it is making; what it has made is dropped. May be called again."""
+        """Stop the thread after its current value; values made ahead are dropped. May be called again."""
         self._finalizer()
 
     def __enter__(self) -> Self:

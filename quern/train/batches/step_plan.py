@@ -1,4 +1,4 @@
-"""What a step reads and which rank computes what of it, from the order and the boundaries of documents alone.
+"""Plans what a step reads and which rank computes it, from the order and the document boundaries alone.
 
 The loader plans with it before a token is read, and lineage asks it afterwards: both are told the same.
 
@@ -24,7 +24,7 @@ U64 = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step before a token is read; N is the global batch, in the order of its places."""
+    """The plan of a step before any token is read; N is the global batch, in the order of its places."""
 
     sources_N: U64
     epochs_N: U64

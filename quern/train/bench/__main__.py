@@ -1,4 +1,4 @@
-"""``torchrun … -m quern.train.bench OPTIONS``, and ``quern bench`` alike.
+"""``torchrun … -m quern.train.bench OPTIONS``, the same as ``quern bench``.
 
 Exit codes: 0 every row has figures, 1 a row or the benchmark failed, 2 bad input.
 """

@@ -1,4 +1,4 @@
-"""Data runs of made-up documents, as a tokenization leaves them."""
+"""Generates data runs of random documents for the benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARDS = 4
 
 @dataclass(frozen=True)
 class Shard:
-    """Documents end to end."""
+    """Consecutive documents."""
 
     lengths_N: NDArray[np.int64]
     tokens_T: NDArray[np.unsignedinteger]

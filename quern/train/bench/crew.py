@@ -1,4 +1,4 @@
-"""The processes of a row: fresh ones for every row, here or under every process that a launcher has started.
+"""Starts the processes of a row: fresh ones for every row, here or under every process of a launcher.
 
 A process of a launcher (torchrun, srun) touches no GPU itself; it starts the rank at its place anew for each row. So
 memory and compiled code begin empty, and what ends a rank, be it the driver, ends a row and not the table.
@@ -33,7 +33,7 @@ _TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class Crew:
-    """Who starts the ranks of every row."""
+    """Starts the ranks of every row."""
 
     together: Agreement
     """Of the launcher's processes; alone without a launcher."""
@@ -46,7 +46,7 @@ class Crew:
     """Tells the others that a rank here has failed in this row, or asks whether one of theirs has."""
 
     def run(self, folder: str, port: int) -> list[dict[str, Any]]:
-        """What every rank has to say of the row in ``folder``, by rank. Collective.
+        """Run the row in ``folder``; return every rank's result, by rank. Collective.
 
         A rank that ends without a word, or is ended since another has failed, has ``error``, ``kind`` and ``time``.
         """

@@ -1,4 +1,4 @@
-"""From the times of steps to the figures of a row."""
+"""Computes the figures of a row from the times of its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESAMPLES = 2000
 
 
 def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Within which the median lies with probability ``share``, by bootstrap (Efron 1979, percentiles)."""
+    """The interval that contains the median with probability ``share``, by bootstrap (Efron 1979, percentiles)."""
     drawn = np.random.default_rng(0).choice(np.asarray(values, float), (RESAMPLES, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), ((1 - share) / 2, (1 + share) / 2))
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""What figures are of: devices, software, place."""
+"""Describes the machine that was measured: devices, software, place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["describe_machine", "software"]
 
 
 def describe_machine(ranks: Ranks) -> dict[str, Any]:
-    """Hosts and devices of all ranks, and what drives them. Collective."""
+    """Describe hosts, devices and their drivers, for all ranks. Collective."""
     device = ranks.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     cpu, host = _cpu(), socket.gethostname()
@@ -56,7 +56,7 @@ def _commit(package: Path) -> dict[str, Any]:
     """``modified``: whether files that git knows differ from the commit."""
     git = ["git", "-C", str(package)]
     tracked = _said([*git, "ls-files", "--error-unmatch", "__init__.py"])
-    if tracked is None:  # a site-packages folder may lie in somebody else's checkout
+    if tracked is None:  # a site-packages folder may be in another project's checkout
         return {"commit": None, "modified": None}
     changes = _said([*git, "status", "--porcelain", "--untracked-files=no", "."])
     return {"commit": _said([*git, "rev-parse", "HEAD"]), "modified": bool(changes)}

@@ -1,4 +1,4 @@
-"""One row on its ranks: the trainer's own steps, over a data run that is there, without a save."""
+"""Measures one row on its ranks: the trainer's own steps over an existing data run, without saves."""
 
 from __future__ import annotations
 

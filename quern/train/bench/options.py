@@ -1,4 +1,4 @@
-"""What ``quern bench`` is asked for. Imports no torch."""
+"""Options of ``quern bench``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG and key=value stand before them.
 
 @dataclass(frozen=True)
 class Options:
-    """As given; what is None or empty is the config's own."""
+    """The options as given; None or empty means the config's own."""
 
     configs: tuple[str, ...] = ()
     """Training configs."""

@@ -1,4 +1,4 @@
-"""From options to rows, and from a row to the training config it measures. Imports no torch."""
+"""Expands options into rows, and a row into the training config that it measures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def configure(
     data: str,
     run_dir: str,
 ) -> TrainConfig:
-    """What the row's ranks run: ``options.warm_up + options.steps`` steps over ``data``.
+    """The training config of a row: ``options.warm_up + options.steps`` steps over ``data``.
 
     ``micro_batch``: None = the config's. ``cuda``: whether there is a GPU; asked only where nothing else decides.
 
@@ -97,7 +97,7 @@ def configure(
 
 
 def vocab_size_of(row: Row, options: Options) -> int:
-    """As given, else that of the config's data where it is on this machine, else the preset's.
+    """The vocabulary size: as given, else of the config's data if present on this machine, else of the preset.
 
     Raises:
         InputError: none of them says.
@@ -115,7 +115,7 @@ def vocab_size_of(row: Row, options: Options) -> int:
 
 
 def tokens_needed(config: TrainConfig) -> int:
-    """Of the data of a row: every step something new, up to :data:`MOST_TOKENS`."""
+    """The number of tokens a row needs, so that every step reads new ones, up to :data:`MOST_TOKENS`."""
     return min(MOST_TOKENS, config.steps * config.global_batch * config.seq_len) + config.seq_len + 1
 
 

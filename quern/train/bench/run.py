@@ -1,4 +1,4 @@
-"""All rows, one after the other, and the document they make."""
+"""Runs all rows one after the other, and writes the document of results."""
 
 from __future__ import annotations
 

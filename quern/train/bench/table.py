@@ -1,4 +1,4 @@
-"""The document as text for people."""
+"""Formats the document of results as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFT = 4
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """Machine, rows, what the columns are, and the command that repeats them."""
+    """The table of rows, with machine, explanation of columns, and the command to repeat it."""
     rows = document["rows"]
     cells = [COLUMNS, *(_cells(row, document["world"]) for row in rows if row["ok"])]
     lines = [_machine(document), _what(document), ""]

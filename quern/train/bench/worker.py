@@ -1,4 +1,4 @@
-"""A rank of one row: ``python -m quern.train.bench.worker ROW``, started by :mod:`.run`.
+"""One rank of one row: ``python -m quern.train.bench.worker ROW``, started by :mod:`.run`.
 
 ROW is a folder with ``spec.json``; ``result.<rank>.json`` is what this rank has to say. The process ends with its
 launcher: nothing of a benchmark outlives it.
@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 
 def main(folder: str) -> int:
-    """Runs the row; returns the exit code."""
+    """Run the row; return the exit code."""
     launch.end_with_launcher()
     result = _run(json.loads(Path(folder, "spec.json").read_text()))
     storage.write_json(os.path.join(folder, f"result.{os.environ.get('RANK', '0')}.json"), result)

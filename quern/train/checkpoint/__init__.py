@@ -1,1 +1,1 @@
-"""Sharded checkpoints: published whole or not at all, loaded on any layout."""
+"""Sharded checkpoints, published atomically and loadable on any layout."""

@@ -1,4 +1,4 @@
-"""The trainer's config. Imports neither torch nor Ray: lineage and the command line read it cold."""
+"""The trainer's config. Imports neither torch nor Ray, since lineage and the command line read it too."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class CompileConfig(Section):
 
 
 class GuardConfig(Section):
-    """What a step does when its loss or gradient norm is not as it should be. Decided on device."""
+    """The reaction to a step whose loss or gradient norm is abnormal. Decided on device."""
 
     non_finite: Literal["continue", "skip"] = "skip"
     spike: Literal["continue", "skip"] = "continue"
@@ -157,7 +157,7 @@ class GuardConfig(Section):
 
 
 class ForensicsConfig(Section):
-    """What is written down of a step that is a spike or not finite: ``RUN/forensics/``."""
+    """What is recorded of a step that is a spike or not finite: ``RUN/forensics/``."""
 
     window: NonNegative = 8
     """Steps whose losses by sequence and gradient norms by layer are kept for it, the step itself included; 0 = off."""
@@ -249,7 +249,7 @@ class CheckpointConfig(Section):
 
 
 class ResumeConfig(Section):
-    """Where to go on."""
+    """The checkpoint to resume from."""
 
     step: NonNegative | Literal["good"] | None = None
     """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger; good does
@@ -278,7 +278,7 @@ class ValidationConfig(Section):
 
 
 class MetricsConfig(Section):
-    """What is written of each step."""
+    """The metrics written for each step."""
 
     tensorboard: bool = True
     live: bool = True

@@ -74,7 +74,7 @@ class Float8Config(Section):
 
     @property
     def products(self) -> Recipe | None:
-        """How they are computed; None = not in FP8."""
+        """How the products are computed; None = not in FP8."""
         if self.recipe is None:
             return None
         default = TORCHAO_GRADIENTS[self.recipe] if self.implementation == "torchao" else "e4m3"

@@ -1,1 +1,1 @@
-"""What a run has done: its ledger, branches, the health of its checkpoints, and who reads a corpus."""
+"""The history of a run: its ledger, branches, health of checkpoints, and the readers of a corpus."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are of the branch a run is on: a rollback leaves those behind it standing, and labelled.
+"""Finds the checkpoints of a run's present branch; a rollback abandons later ones but keeps their files.
 
 Imports no torch: listing stays cheap.
 """
@@ -20,7 +20,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 def abandoned(manifest: Manifest, ledger_path: str, entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a checkpoint is not of the branch the run is on: a later line went back behind it; None if it is.
+    """Why a checkpoint is not of the present branch (a later line went back before it); None if it is.
 
     ``entries``: the lines of the ledger at ``ledger_path``.
 

@@ -1,9 +1,9 @@
-"""Which training runs have read a data run: ``consumers.jsonl`` beside its ``run.json``, a line for every start.
+"""Registers the training runs that read a data run: ``consumers.jsonl``, one line per start.
 
-A purge has to know whose weights saw a document, and the data run is where it begins. Only rank 0 writes, once a line
-of the ledger has opened the attempt and before a token is read. The line goes in with one append: trainers of several
-runs may start at once, and one that dies in the middle leaves a torn line, which nobody takes for anything. On NFS,
-``O_APPEND`` is not atomic between machines: of two that start in the same moment, one line may be lost or torn.
+A purge must know which runs have read a document, and it starts from the data run. Only rank 0 writes, once a line of
+the ledger has opened the attempt and before a token is read. The line goes in with one append: trainers of several runs
+may start at once, and one that dies in the middle leaves a torn line, which is ignored. On NFS, ``O_APPEND`` is not
+atomic between machines: of two that start in the same moment, one line may be lost or torn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Consumer:
 
 
 def announce(train_run: str, order: str, paths: Mapping[str, str]) -> None:
-    """Tell every data run that ``train_run`` reads from it from now on; one that cannot be told is logged.
+    """Register ``train_run`` in every data run that it reads; a failure is logged.
 
     ``paths``: identity of a source → its folder ``RUN/tokens/<source>``.
     """

@@ -1,9 +1,9 @@
-"""Which checkpoints have proved good to go back to: those that a stretch of healthy steps followed.
+"""Finds good checkpoints: those that were followed by enough healthy steps.
 
 A step is *healthy* when its loss and gradient norm are finite, the guard calls neither a spike, and its update was
-applied. A checkpoint after c steps is *good* once steps c … c + window - 1 are healthy and it is published: weights
-that are broken without a sign show it in the steps that are made with them. Steps count from 0, so step c is the first
-that uses the checkpoint's weights.
+applied. A checkpoint after c steps is *good* once it is published and steps c … c + window - 1 are healthy: weights
+that are silently damaged show it in the steps computed with them. Steps count from 0, so step c is the first that uses
+the checkpoint's weights.
 
 ``good {step, name}`` is a line of the ledger, and no edit of a published manifest. All the rest follows from the
 ledger too. A ``start``, ``resume`` or ``rollback`` to step s leaves the branch behind s: its checkpoints after s never
@@ -13,7 +13,7 @@ unless the run goes back to before that step; one that is good stays good as lon
 checkpoint of a run has no steps behind it, and those less than a window before the end too few: they become good only
 if the run is given more steps.
 
-What is relied on: a step's lines stand in the ledger before the ``checkpoint`` line of a later one, and checkpoints are
+Assumptions: a step's lines are in the ledger before the ``checkpoint`` line of a later one, and checkpoints are
 published in the order of their lines. Imports no torch, and nothing here is collective: rank 0 alone knows.
 """
 
@@ -106,7 +106,7 @@ class Watch:
         return {step: max(0, self._reached - step) for step in sorted(self._pending)}
 
     def published(self, step: int, name: str) -> None:
-        """The checkpoint after ``step`` steps stands, and counts from that step on."""
+        """Record that the checkpoint after ``step`` steps is published, and count from that step on."""
         first = self._first_unhealthy(step)
         if first is not None and first < step + self.window:
             return
@@ -116,11 +116,11 @@ class Watch:
             self._pending[step] = name
 
     def failed(self, step: int) -> None:
-        """The checkpoint after ``step`` steps will not be published, or stands no more."""
+        """Record that the checkpoint after ``step`` steps will not be published, or no longer exists."""
         self._pending.pop(step, None)
 
     def health(self, step: int, ok: bool) -> None:
-        """What was read of the next step, by its number.
+        """Record the health of the next step, by its number.
 
         Raises:
             ValueError: it is another than the next step.
@@ -173,7 +173,7 @@ def protected(entries: Sequence[Entry], steps: Collection[int], window: int) -> 
 
 
 def why_none(entries: Sequence[Entry], steps: Collection[int], window: int) -> str:
-    """What the newest checkpoint of the present branch lacks to be good, in words; ``steps``: those that stand."""
+    """Why the newest checkpoint of the present branch is not good yet, in words; ``steps``: existing checkpoints."""
     branch = _Branch.of(entries)
     newest = max((step for step in branch.saved if step in steps), default=None)
     if newest is None:

@@ -1,4 +1,4 @@
-"""What happened to the order: which data step each optimiser step read, through restarts, rollbacks and skipped data.
+"""The ledger: which data step each optimizer step read, across restarts, rollbacks and skipped data.
 
 ``RUN/ledger.jsonl`` is append-only, one JSON object a line, each synced before :meth:`Ledger.append` returns. *Step t*
 is an optimiser step (the first is 0, so "at step t" means that t steps are complete); a *data step* is a step of the
@@ -169,7 +169,7 @@ def skips_before(entries: Iterable[Entry], step: int) -> int:
 
 
 def reached(entries: Iterable[Entry]) -> int:
-    """The number of optimiser steps that the present lineage has completed for certain, by its lines."""
+    """The number of optimizer steps that the present branch has certainly completed, by its lines."""
     step = 0
     for entry in entries:
         if entry["kind"] in MOVES:
@@ -300,7 +300,7 @@ def _wrong_field(entry: Entry) -> str | None:
 
 
 def nulled(value: Any) -> Any:
-    """Plain data as JSON has it, which knows no NaN: a number that is not finite becomes None."""
+    """Plain data for JSON, which has no NaN: a number that is not finite becomes None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -348,7 +348,7 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
-        """Give the file back; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -1,4 +1,4 @@
-"""The matrix on the machine at hand: ranks are started, every case is run and compared with a run of one process.
+"""Runs the parity matrix on this machine: starts ranks, runs every case, and compares it with one process.
 
 On CPU ranks talk through gloo. On CUDA each has a GPU of its own (nccl beside gloo), and cases of more ranks than GPUs
 are left out; that road is unverified on GPU.
@@ -34,7 +34,7 @@ LAST_LINES = 12
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case."""
+    """The result of one case."""
 
     case: Case
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def passed(self) -> bool | None:
-        """None where it was not run."""
+        """Whether the case passed; None if it was not run."""
         return None if self.skipped else not self.comparison.problems
 
 

@@ -1,6 +1,6 @@
-"""Whole tensors from the ranks' pieces, and how far they are from what one process computes.
+"""Assembles whole tensors from the ranks' pieces, and measures their distance from one process's tensors.
 
-Who holds what is said here by name, not read off the tensors: what is under test has no say in how it is looked at.
+Which rank holds what is stated here by name, not read off the tensors, so that the code under test cannot affect it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The worst of all."""
+        """The worst ratio of all figures."""
         return max((ratio for ratio, _ in self.worst.values()), default=0.0)
 
     def equal(self, what: str, a: Any, b: Any) -> None:

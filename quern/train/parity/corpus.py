@@ -1,4 +1,4 @@
-"""A corpus of a few hundred tokens with everything in it that a loader can stumble over."""
+"""A corpus of a few hundred tokens that covers the loader's edge cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases: a layout, how a step is computed on it, and what is computed. Only the last changes the result.
+"""The cases of the parity matrix: layout, way of computing a step, computation. Only the last changes the result.
 
 Sizes are as uneven as a layout allows. Data parallelism and pipelines take any size, so that nothing divides by the
 number of ranks. Tensor parallelism needs heads, feed-forward width, padded vocabulary and sequence length in equal
@@ -130,7 +130,7 @@ def split_sizes(name: str, tp: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Computation:
-    """What is computed: equal ones have equal results, however they are laid out."""
+    """The computation of a case: equal ones have equal results on any layout."""
 
     model: tuple[tuple[str, Any], ...]
     """Fields of :class:`quern.model.config.ModelConfig`."""
@@ -147,7 +147,7 @@ class Computation:
     """Where it changes the result; None: the whole batch at once gives the same."""
 
     def phases(self) -> list[dict[str, Any]]:
-        """As in the config."""
+        """The phases as in the config."""
         if not self.ramp:
             return []
         return [
@@ -203,7 +203,7 @@ class Case:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline; 1 without one."""
+        """The number of pipeline stages; 1 without a pipeline."""
         return 1 if self.schedule is None else self.on.pp * (SCHEDULES[self.schedule].stages_per_rank or 2)
 
     @property
@@ -255,7 +255,7 @@ class Case:
 
 
 def legal(case: Case) -> bool:
-    """A pipeline and nothing else has a schedule; one that splits its backward recomputes nothing."""
+    """Whether a combination is legal: a schedule needs a pipeline, and a split backward excludes recomputation."""
     if case.schedule is None or case.on.pp == 1:
         return case.schedule is None and case.on.pp == 1
     return case.activation == "none" or not case.splits_backward

@@ -1,4 +1,4 @@
-"""One case from its config to its last checkpoint, on the ranks it is called on, and what each of them holds then."""
+"""Runs one case from config to last checkpoint on its ranks, and returns what each rank holds then."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Table = dict[str, torch.Tensor]
 
 @dataclass
 class Outcome:
-    """What one rank holds after a run: its piece of every tensor; or, put together, the whole of them."""
+    """The tensors of one rank after a run; or, assembled, the whole tensors."""
 
     package: str = ""
     """Which quern has run."""
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def tables(self) -> dict[str, Table]:
-        """By what they hold."""
+        """The tensors by their kind."""
         gradients = {f"gradient step {step}": table for step, table in enumerate(self.gradients)}
         moments = {"first moment": self.first_moments, "second moment": self.second_moments}
         return {**gradients, "weight": self.weights, **moments, "updates": self.updates}
@@ -112,12 +112,12 @@ def case_config(case: Case, data: str, run_dir: str, device: str = "cpu") -> Tra
 
 
 def train(case: Case, data: str, run_dir: str, device: str = "cpu") -> Outcome:
-    """Collective over the ranks of the case's layout."""
+    """Train one case."""
     return _train(case_config(case, data, run_dir, device), case.on, case.skip)
 
 
 def train_alone(computation: Computation, data: str, run_dir: str, device: str = "cpu") -> Outcome:
-    """The reference: one process without a mesh, the whole batch at once where that changes nothing."""
+    """Train the reference: one process without a mesh, the whole batch at once where that changes nothing."""
     config = config_of(
         computation, data, run_dir, device, {},
         micro_batch=computation.micro_batch or computation.global_batch, float8={"recipe": computation.float8},

@@ -1,1 +1,1 @@
-"""Processes of a run: how they start, meet and agree."""
+"""Processes of a run: start, rendezvous and agreement."""

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together: a failure on one rank is the same error on all, and nobody waits for ever."""
+"""Collective steps with agreed errors: a failure on one rank raises the same error on all, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Agreement:
             raise ValueError(f"a world of {world} ranks needs an initialised process group")
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's ``value``, on all ranks."""
+        """Every rank's ``value``, on all ranks (all-gather)."""
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
@@ -48,7 +48,7 @@ class Agreement:
         return found
 
     def collect(self, value: T) -> list[T]:
-        """Each rank's ``value``, on rank 0; elsewhere nothing."""
+        """Every rank's ``value``, on rank 0 (gather); elsewhere nothing."""
         if self.world == 1:
             return [value]
         found: list[Any] | None = [None] * self.world if self.rank == 0 else None
@@ -56,7 +56,7 @@ class Agreement:
         return found or []
 
     def deal(self, action: Callable[[], list[T]]) -> T:
-        """This rank's of the results of ``action``, one a rank, which only rank 0 runs; if it fails, all raise."""
+        """Scatter the results of ``action``, one per rank, which only rank 0 runs; if it fails, all raise."""
         values, error = _attempt(action) if self.rank == 0 else (None, None)
         failure = _portable(error)
         shares: list[Any] | None = None
@@ -74,7 +74,7 @@ class Agreement:
         return value
 
     def own(self, action: Callable[[], T]) -> T:
-        """This rank's result of ``action``, which every rank runs; if it fails on one, all raise."""
+        """Run ``action`` on every rank and return this rank's result; if it fails on one, all raise."""
         value, error = _attempt(action)
         for rank, failure in enumerate(self.gather(_portable(error))):
             if failure is not None:
@@ -82,7 +82,7 @@ class Agreement:
         return value  # type: ignore[return-value]
 
     def patiently(self, action: Callable[[], T]) -> T:
-        """:meth:`own` for what may take longer than the process group's time limit; ``action`` runs in a thread."""
+        """Like :meth:`own`, for actions longer than the process group's time-out; ``action`` runs in a thread."""
         outcome: list[tuple[T | None, Exception | None]] = []
         thread = threading.Thread(target=lambda: outcome.append(_attempt(action)), daemon=True)
         thread.start()
@@ -100,11 +100,11 @@ class Agreement:
         return self.own(result)
 
     def every(self, action: Callable[[], T]) -> list[T]:
-        """Each rank's result of ``action``, on all ranks; if it fails on one, all raise."""
+        """Run ``action`` on every rank and all-gather the results; if it fails on one, all raise."""
         return self.gather(self.own(action))
 
     def first(self, action: Callable[[], T]) -> T:
-        """Rank 0's result of ``action``, which only rank 0 runs."""
+        """Broadcast rank 0's result of ``action``, which only rank 0 runs."""
         value, error = _attempt(action) if self.rank == 0 else (None, None)
         box: list[Any] = [(value, _portable(error))]
         if self.world > 1:

@@ -1,4 +1,4 @@
-"""Ranks on this machine as a launcher starts them: processes with torchrun's environment, watched until all have left.
+"""Starts ranks on this machine with torchrun's environment, and watches them until all have exited.
 
 Imports no torch."""
 
@@ -40,7 +40,7 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def leave_lost_terminal() -> None:
-    """Write to /dev/null in place of a terminal or pipe that nobody reads any more: each write would be an error."""
+    """Redirect output to /dev/null if the terminal or pipe is closed, since each write would fail."""
     streams = select.poll()
     for descriptor in (1, 2):
         streams.register(descriptor, 0)
@@ -56,7 +56,7 @@ def launched() -> bool:
 
 
 def end_with_launcher() -> None:
-    """From now on SIGKILL ends this process and its process group when its launcher, ours or torchrun, has ended.
+    """Kill this process and its process group (SIGKILL) when its launcher, ours or torchrun, ends.
 
     Without a launcher nothing happens. What a rank has started in sessions of their own, writers and servers of
     checkpoints, ends with the rank's end of their input.
@@ -70,14 +70,14 @@ def end_with_launcher() -> None:
             while os.getppid() == parent:
                 time.sleep(1.0)
         else:
-            os.read(int(pipe), 1)  # nobody writes: it returns when the launcher's end is closed
+            os.read(int(pipe), 1)  # never written to: returns when the launcher's end is closed
         os.kill(0 if os.getpgrp() == os.getpid() else os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end with launcher", daemon=True).start()
 
 
 def free_port() -> int:
-    """Of this machine, at this moment."""
+    """A port of this machine that is free at this moment."""
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]
@@ -136,7 +136,7 @@ def started(
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """A SIGTERM or SIGHUP in the block unwinds it, so that what it has made for a while goes with it."""
+    """Let SIGTERM and SIGHUP unwind the block, so that its temporary files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -154,9 +154,9 @@ def leaving() -> Iterator[None]:
 
 
 def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -> int | None:
-    """Until all have left, or :data:`GRACE_S` after one has failed. Returns the first exit code that is not 0, else 0;
-    None where none here has failed and some still run. Of those seen at once a death by signal, negative, comes first:
-    it is what the others failed of.
+    """Wait until all have exited, or :data:`GRACE_S` after one has failed. Returns the first exit code that is not 0,
+    else 0; None where none here has failed and some still run. Of those seen at once a death by signal, negative, comes
+    first: it is what the others failed of.
 
     ``has_failed``: given whether one here has failed, whether one has anywhere; for ranks on several machines.
     """
@@ -173,7 +173,7 @@ def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -
 
 
 def send(workers: Sequence[Worker], number: int) -> None:
-    """A signal to all that are still there."""
+    """Send a signal to all that still run."""
     for worker in workers:
         if worker.poll() is None:
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Who this process is among the others: rank, world, device; opened once, closed once."""
+"""This process's rank, world and device, initialised once and closed once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. With ``world == 1`` there may be no process group, and collectives return their input."""
+    """This process's rank. With ``world == 1`` there may be no process group, and collectives return their input."""
 
     rank: int
     world: int
@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes the files that are written once per run."""
         return self.rank == 0
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Ranks:
         return value
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         if self.world > 1:
             dist.barrier()
 
@@ -67,7 +67,7 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def open_ranks(wanted: str) -> Iterator[Ranks]:
-    """Join the process group that ``torchrun``'s environment names; without one, be alone."""
+    """Join the process group of ``torchrun``'s environment; without one, run as a single process."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(wanted, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Processes beside a trainer that outlive the signals it gets: it saves once more, and they must still be there."""
+"""Starts helper processes that ignore the trainer's signals, since it still needs them for its last save."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step's time goes into: a short traced run of the real trainer, every instant of it accounted for."""
+"""Profiles a short run of the real trainer, and attributes every instant of a step."""

@@ -1,4 +1,4 @@
-"""``torchrun … -m quern.train.profiling CONFIG [key=value …] --out DIR``, and without torchrun for one process.
+"""``torchrun … -m quern.train.profiling CONFIG [key=value …] --out DIR``; without torchrun one process.
 
 Exit codes: 0 the profile is in DIR, 1 it failed, 2 bad input.
 """

@@ -1,4 +1,4 @@
-"""Where a rank's time went in the traced steps, to the nanosecond. Knows no torch.
+"""Attributes a rank's time in the traced steps, to the nanosecond. Imports no torch.
 
 On the CPU the host is what computes: an instant belongs to the innermost operation of the thread of the step, or of
 autograd's. On CUDA it belongs to the kernel under way, and where there is none to the host, unless the host stood still
@@ -38,7 +38,7 @@ __all__ = ["Account", "Collective", "Operation", "account"]
 
 @dataclass(frozen=True)
 class Collective:
-    """All of one kind in the traced steps. ``exposed_ns``: while nothing was computed."""
+    """All collectives of one kind in the traced steps. ``exposed_ns``: while nothing was computed."""
 
     kind: str
     count: int
@@ -77,18 +77,18 @@ class Account:
 
     @property
     def total_ns(self) -> int:
-        """Of all steps."""
+        """The duration of all steps."""
         return sum(self.steps)
 
     @property
     def own_ns(self) -> int:
-        """What the rank was at work itself, and others may have waited for."""
+        """The time in which the rank itself was busy, and others may have waited for it."""
         return self.total_ns - self.classes[COMMUNICATION] - self.classes[IDLE]
 
 
 @dataclass
 class _Thread:
-    """One thread of the host: its events, what is inside what, and who is innermost when."""
+    """One thread of the host: its events, their nesting, and the innermost event at each instant."""
 
     events: list[Event]
     parents: list[int | None] = field(init=False)
@@ -148,7 +148,7 @@ class _Sums:
             self.count[name, kind] += begins
 
     def layered(self, *others: tuple[str, Sequence[Interval]]) -> dict[str, Sequence[Interval]]:
-        """In the order of who comes first."""
+        """The layers in their order of precedence."""
         layers: dict[str, Sequence[Interval]] = {kind: self.layers[kind] for kind in COMPUTE}
         layers |= {_exposed(kind): list(self.collectives[kind]) for kind in self._kinds()}
         return layers | dict(others)

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: one product or one copy at a time, with nothing beside it.
+"""Measures this machine's best speed for one product or one copy at a time.
 
 A ceiling is the median of calls that repeat for a moment on random numbers (a GPU multiplies zeros faster than what
 training has). Operands that fit into a cache stay there, and a GPU has not grown hot yet, so that a step, which has

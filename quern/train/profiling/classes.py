@@ -1,4 +1,4 @@
-"""What an operation or a kernel is for, by its name and by what it was called from. Knows no torch.
+"""Classifies an operation or kernel by its name and its callers. Imports no torch.
 
 Names are those of ATen's operators, of cuBLAS, CUTLASS, cuDNN, FlashAttention and NCCL kernels, and of inductor's
 ``triton_*``. What an operation was called from decides before its own name: a copy inside a product is the product's.
@@ -85,7 +85,7 @@ def is_product(name: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def operation_class(chain: tuple[str, ...]) -> str:
-    """Of an operation of the host: its name and what it was called from, the outermost last."""
+    """The class of a host operation, by its name and its callers, the outermost last."""
     name = chain[0]
     if any(_COLLECTIVE_CALL.match(each) for each in chain):
         return COMMUNICATION
@@ -104,7 +104,7 @@ def operation_class(chain: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def kernel_class(name: str, chain: tuple[str, ...]) -> str:
-    """Of a kernel, by the operations that launched it, the innermost first (none: they are not in the trace)."""
+    """The class of a kernel, by the operations that launched it, the innermost first (none: not in the trace)."""
     if _COMMUNICATION_KERNEL.search(name):
         return COMMUNICATION
     if _ATTENTION_KERNEL.search(name):
@@ -119,12 +119,12 @@ def kernel_class(name: str, chain: tuple[str, ...]) -> str:
 
 
 def collective(name: str) -> str:
-    """Which collective a kernel of NCCL or a span of gloo is."""
+    """Which collective an NCCL kernel or a gloo span is."""
     return next((kind for kind, pattern in _COLLECTIVES if pattern.search(name)), WAITING)
 
 
 def waits_for_device(name: str) -> bool:
-    """Whether the host stands still in this call of the runtime until the device has got somewhere."""
+    """Whether this runtime call blocks the host until the device has reached some point."""
     return _WAITS.match(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whose time is it: intervals that overlap and nest, brought down to one owner for every instant. Knows no torch.
+"""Reduces overlapping and nested intervals to one owner for every instant. Imports no torch.
 
 An interval is ``(start, stop)`` in nanoseconds, ``stop`` not in it.
 """
@@ -16,7 +16,7 @@ Interval = tuple[int, int]
 
 
 class Timed(Protocol):
-    """Anything that took time."""
+    """Anything that has a start and a duration."""
 
     @property
     def start(self) -> int: ...
@@ -26,7 +26,7 @@ class Timed(Protocol):
 
 
 def nest(events: Sequence[Timed]) -> tuple[list[int | None], list[tuple[int, int, int]]]:
-    """What is inside what on one thread. ``events`` in order of start, longer ones first.
+    """Nest the events of one thread. ``events`` in order of start, longer ones first.
 
     Returns, for each event, the number of the one it began in, and ``(start, stop, number)`` of the pieces in which an
     event was the innermost, which is the one that began last of those that had not ended.

@@ -1,4 +1,4 @@
-"""The ceilings of a traced run: of its own shapes, of the best product there is, of memory."""
+"""Ceilings of a traced run: for its own shapes, for the best product, and for memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step loses against one that only multiplies, at the best speed; and what would help. Knows no torch."""
+"""Compares a step with one that only multiplies at the best speed, and suggests improvements. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine reached with one thing at a time. Empty: nothing was measured."""
+    """The best speeds measured on the machine. Empty: nothing was measured."""
 
     shapes: dict[Shape, float] = field(default_factory=dict)
     """FLOP/s of each shape alone."""
@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Loss:
-    """One thing that a step could do without, or faster."""
+    """Time that a step could save."""
 
     what: str
     seconds: float

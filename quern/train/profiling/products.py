@@ -1,4 +1,4 @@
-"""Products of matrices by shape: how many, how long, how fast. Knows no torch."""
+"""Counts and times matrix products by shape. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition for each term."""
+        """FLOPs: a multiplication and an addition for each term."""
         return 2 * self.batch * self.m * self.n * self.k
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of all of them."""
+        """FLOPs of all of them."""
         return self.count * self.shape.flops if self.shape else 0
 
     @staticmethod

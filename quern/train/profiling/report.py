@@ -1,4 +1,4 @@
-"""A profile as text for people."""
+"""Formats a profile as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile as plain data: what ``profile.json`` holds and the table is made of. Knows no torch."""
+"""A profile as plain data, the content of ``profile.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LISTED = 20
 
 
 def slowest(accounts: Sequence[Account]) -> Account:
-    """The rank that was at work itself the longest: the one the others wait for."""
+    """The rank that was busy itself the longest: the one that the others wait for."""
     return max(accounts, key=lambda account: account.own_ns / len(account.steps))
 
 

@@ -1,4 +1,4 @@
-"""A short run of the real trainer under ``torch.profiler``: same data, same layout, a folder of its own, no saves."""
+"""Runs the real trainer briefly under ``torch.profiler``: same data and layout, a separate folder, no saves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Traced:
 
 
 def alone(config: TrainConfig, run_dir: str) -> TrainConfig:
-    """The same run, fresh, in a folder of its own, that leaves nothing behind and checks nothing twice."""
+    """The config of the same run as a fresh one in a separate folder, without saves and repeated checks."""
     return config.model_copy(
         update={
             "run_dir": run_dir,
@@ -85,7 +85,7 @@ def alone(config: TrainConfig, run_dir: str) -> TrainConfig:
 
 
 def check_steps(config: TrainConfig, steps: int, warm_up: int) -> None:
-    """Raises :class:`InputError` where the run is shorter than its profile."""
+    """Raise :class:`InputError` if the run is shorter than its profile."""
     needed = warm_up + 1 + steps
     if config.steps < needed:
         raise InputError(

@@ -1,1 +1,1 @@
-"""What a run notices about itself, and what it does then."""
+"""Detection of problems in a running training run, and the reactions to them."""

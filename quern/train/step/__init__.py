@@ -1,1 +1,1 @@
-"""What surrounds a step: optimizer, learning rate, precision, metrics, validation, guard and forensics."""
+"""Parts of a step: optimizer, learning rate, precision, metrics, validation, guard and forensics."""

@@ -1,4 +1,4 @@
-"""What a step that is not as it should be was made of: ``RUN/forensics/step_00000123.json``.
+"""Records a spike or another chosen step for analysis: ``RUN/forensics/step_00000123.json``.
 
 Of the last steps a rank keeps, on its device, the cross-entropy of every sequence that it computed, cut into
 :data:`PIECES` along the sequence, and the norms of its parts of all gradients, which the global norm is made of anyway.
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Facts:
-    """What is the same for all steps of an attempt."""
+    """Facts common to all steps of an attempt."""
 
     attempt: int
     order: str
@@ -120,7 +120,7 @@ class _Sequences:
 
 
 class Forensics:
-    """Keeps the last ``config.window`` steps and writes them when one of them asks for it.
+    """Keeps the last ``config.window`` steps, and writes them when one of them is to be recorded.
 
     ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. ``counts``: whether this rank's losses
     are to be counted, as its runner says. Collective.
@@ -148,7 +148,7 @@ class Forensics:
     # ---- in every step
 
     def losses(self) -> dict[int, Tensor] | None:
-        """What a step's forward passes are to fill with their losses [B, L]; None: nothing is kept here."""
+        """The buffers [B, L] for the losses of a step's forward passes; None: nothing is kept here."""
         return {} if self._config.window and self._counts else None
 
     def keep(self, batch: StepInputs, losses: Mapping[int, Tensor] | None) -> None:
@@ -163,20 +163,20 @@ class Forensics:
 
     @property
     def norms(self) -> list[Norms] | None:
-        """What is to be filled with the norms of the gradients of the step that was kept last."""
+        """The buffers for the gradient norms of the step that was kept last."""
         return self._kept[-1].norms if self._kept else None
 
     def request(self) -> None:
-        """Write down the next step that all ranks hear of this in."""
+        """Request that the next step known to all ranks is recorded."""
         self._requested = True
 
     def take_request(self) -> bool:
-        """Whether it was asked for since the last time: travels with the step's loss."""
+        """Whether recording was requested since the last call; sent with the step's loss."""
         requested, self._requested = self._requested, False
         return requested
 
     def settle(self, seen: Seen) -> None:
-        """The step's figures are on the host. Collective where the step is written down."""
+        """Process the step's figures once they are on the host. Collective where the step is written down."""
         kept = next((kept for kept in self._kept if kept.data_step == seen.data_step), None)
         if kept is None:
             return

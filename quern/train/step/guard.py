@@ -1,4 +1,4 @@
-"""Whether a step's loss and gradient norm are as they should be, decided on the device.
+"""Checks each step's loss and gradient norm on the device.
 
 The loop never waits: :meth:`Guard.judge` reads no value back, and what it answers is a handful of scalar tensors. Loss
 and norm come in already reduced, the same bits on every rank, so every rank answers the same without a word.
@@ -41,7 +41,7 @@ _ABSOLUTE_FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Health:
-    """What the guard says of a step: scalar tensors on the guard's device."""
+    """The guard's verdict on a step: scalar tensors on the guard's device."""
 
     non_finite: Tensor
     """bool: the loss or the gradient norm is NaN or infinite."""
@@ -57,7 +57,7 @@ class Health:
 
 
 class Guard:
-    """Judges steps; its history is part of a checkpoint, so that a resumed run decides as the uninterrupted one.
+    """Judges steps; its history is part of a checkpoint, so that a resumed run decides like an uninterrupted one.
 
     ``dtype`` is that of the history and of its arithmetic: float32, or float64 in a float64 run.
 
@@ -123,7 +123,7 @@ class Guard:
         return {"losses": self._history_2W[0], "grad_norms": self._history_2W[1], "entered": self._entered}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint; with another window, from its newest values that fit. Waits for the device."""
+        """Restore a checkpoint's state; with another window, its newest values that fit. Waits for the device."""
         entered = int(state["entered"])
         self._history_2W = torch.stack([self._refit(state[name], entered) for name in ("losses", "grad_norms")])
         kept = entered if len(state["losses"]) == self._config.window else min(entered, len(state["losses"]))

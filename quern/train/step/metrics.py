@@ -1,4 +1,4 @@
-"""A line a step: JSONL, TensorBoard, and one live line with the time to go."""
+"""Writes metrics, one line per step: JSONL, TensorBoard, and a live line with the time left."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Utilisation:
         return {"mfu_full": share * self.full, "mfu_causal": share * self.causal}
 
     def describe(self) -> dict[str, Any]:
-        """What the figures are made of."""
+        """How the figures are computed."""
         return {
             "formula": "tokens/s · FLOPs/token / (devices · peak); FLOPs/token = 6 N + 12 · layers · heads · head_dim "
             "· seq_len (full) or half of the second term (causal), N the parameters of blocks and output projection",
@@ -99,7 +99,7 @@ class Mark:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has got here."""
+        """Wait until the device has reached this mark."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -118,7 +118,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Metrics:
-    """Writes what rank 0 has to say of each step. Every other rank has none of these."""
+    """Writes the metrics of each step, on rank 0 only. Every other rank has none of these."""
 
     def __init__(self, run_dir: str, config: MetricsConfig, steps: int) -> None:
         self._path, self._folder = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "tensorboard")
@@ -160,7 +160,7 @@ class Metrics:
             _tell(f"step {step:,}  held-out loss {loss} over {losses['tokens']:,} tokens\n")
 
     def close(self) -> None:
-        """Nothing is written afterwards."""
+        """Close the files."""
         self._file.close()
         with self._tried(self._folder):
             if self._board is not None:

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019), fused, with a skip that is decided on the device."""
+"""AdamW (Loshchilov & Hutter 2019), fused, with skips decided on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats of a run: compute, masters, and the loss scale that FP16 needs."""
+"""Number formats of a run: compute dtype, master weights, and FP16's loss scale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Precision:
 
 
 def precision_of(name: str) -> Precision:
-    """``bf16 | fp16 | fp32 | fp64``."""
+    """The precision by its name: ``bf16 | fp16 | fp32 | fp64``."""
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[name]
     return Precision(name, compute, torch.promote_types(compute, torch.float32))
 
@@ -46,7 +46,7 @@ class LossScale:
         self.good = torch.tensor(0.0, device=device)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward starts from."""
+        """The scaled loss, from which backward starts."""
         return loss * self.scale.to(loss.dtype) if self.enabled else loss
 
     def unscale_(self, parameters: list[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What a step is made of: a ``torch.profiler`` trace of chosen steps, and memory when it runs out."""
+"""Writes a ``torch.profiler`` trace of chosen steps, and a memory snapshot when memory runs out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Profiler:
         return self
 
     def step(self, step: int) -> None:
-        """Step ``step`` is done."""
+        """Record that step ``step`` is done."""
         first = self._config.first_step
         if first is None:
             return

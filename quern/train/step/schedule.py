@@ -1,4 +1,4 @@
-"""The learning rate by model step: a pure function, so that a resumed run needs nothing restored."""
+"""The learning rate as a pure function of the model step, so that resuming restores no state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace as ``torch.profiler`` exports it for chrome://tracing and Perfetto, read with suspicion. Knows no torch.
+"""Reads an untrusted ``torch.profiler`` trace (chrome://tracing, Perfetto). Imports no torch.
 
 Times are whole nanoseconds, so that sums of them are exact.
 """

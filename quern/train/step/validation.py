@@ -1,4 +1,4 @@
-"""Loss on the held-out documents: the same windows every time, shared by the ranks."""
+"""Loss on the held-out documents, over the same windows every time, split over the ranks."""
 
 from __future__ import annotations
 

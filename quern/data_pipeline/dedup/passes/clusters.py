@@ -1,4 +1,4 @@
-"""Connected components: which documents belong together, whoever of them is kept.
+"""Connected components of similar documents, including those that are kept.
 
 Edges that fit one task go through a library. More go through rounds of two steps, each an exchange of bounded tasks:
 Kiveris et al., *Connected Components in MapReduce and Beyond*, SoCC 2014, sections 3 and 4. *Large star* joins every
@@ -48,7 +48,7 @@ def both_ways(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def star_edges(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """:data:`EDGE` rows, both directions: what the edges connect, as stars around the smallest nodes."""
+    """:data:`EDGE` rows, both directions: each component as a star around its smallest node."""
     nodes, labels = components(a, b)
     leaf = nodes != labels
     return both_ways(nodes[leaf], labels[leaf])

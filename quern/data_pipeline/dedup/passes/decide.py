@@ -1,4 +1,4 @@
-"""From verified pairs to rows of decisions: who is removed, in which cluster, under their ids."""
+"""Turns verified pairs into rows of decisions: which document is removed, in favour of which, in which cluster."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _RECORDS_PER_VERIFIED, _RECORDS_PER_NAMED = 2, 3
 def verify_group(
     work: Work, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], buckets: int
 ) -> Done:
-    """Task: one group's pairs (``first`` … ``last`` of a plan) → those that are similar enough, and what they connect.
+    """Task: one group's pairs (``first`` … ``last`` of a plan) → those similar enough, and the edges between them.
 
     ``parts`` are the group's lengths and shingles.
     """
@@ -101,7 +101,7 @@ def label_pairs(work: Work, index: int, stars: Slice, verified: Slice | None, bu
 
 
 def find_survivors(work: Work, index: int, part: Slice) -> Done:
-    """Task: the verified pairs of some clusters → who is removed for whom.
+    """Task: the verified pairs of some clusters → which document is removed in favour of which.
 
     Clusters with more pairs than a task can hold are sorted by way of files and decided from the first document on,
     with one bit for each document of the run.
@@ -139,7 +139,7 @@ def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
 
 
 def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:
-    """Task: removals for the documents of one range of ranks → with the ids of these, by range of who is removed."""
+    """Task: removals in favour of one range of ranks → with the ids of those, by range of the removed documents."""
     documents = read_documents(work, index, "id", "source")
     writer = work.writer("halves", index, work.ranges, _HALF)
     for part in parts:

@@ -39,7 +39,7 @@ _MOST_HOSTS = 10_000
 
 
 def write_keys(work: Work, index: int, kind: str, gone: Sequence[Slice], buckets: int) -> Done:
-    """Task: the keys of one range's documents that are still there.
+    """Task: the keys of one range's remaining documents.
 
     ``kind`` is "exact" or "url"; documents without a URL have no key of that kind. Where pairs of a URL are to be
     measured, documents are not ranks but ``bands.tokens``, whose sizes are the words: no text has more shingles.
@@ -68,7 +68,7 @@ def write_keys(work: Work, index: int, kind: str, gone: Sequence[Slice], buckets
 
 
 def find_removals(work: Work, index: int, kind: str, part: Slice, nodes: int) -> Done:
-    """Task: one key range → the documents that go, by range of ranks, and the edges that this makes."""
+    """Task: one key range → the removed documents, by range of ranks, and the resulting edges."""
     removals = _Removals(work, index, kind, nodes)
     for found in _equal(work, part):
         removals.add(found["rank"], found["by"], 1.0 if kind == "exact" else np.nan)
@@ -116,7 +116,7 @@ class _Removals:
 
 
 def find_url_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
-    """Task: one range of URLs → each document beside the first of its URL, to be compared, by that first one."""
+    """Task: one range of URLs → pairs of each document and the first of its URL, to be compared, by that first one."""
     writer = work.writer("url-pairs", index, buckets, ANCHORED)
     for found in _equal(work, part):
         rows = np.zeros(len(found), dtype=ANCHORED)
@@ -129,7 +129,7 @@ def find_url_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
 def measure_urls(
     work: Work, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], nodes: int
 ) -> Done:
-    """Task: one group's pairs of a URL → the documents that go for it, with their similarity to the one that stays.
+    """Task: one group's pairs of a URL → the removed documents, with their similarity to the kept one.
 
     Gives back how many went, by :data:`URL_BINS`, then of unknown similarity, and how many pairs there were. Those
     with different texts are written once more, by range of ranks: their hosts are looked up.
@@ -148,7 +148,7 @@ def measure_urls(
 
 
 def count_hosts(work: Work, shard: Shard, needed: Slice) -> Done:
-    """Task: one shard's documents of ``needed`` → a JSON file of their hosts, and how many each host has."""
+    """Task: one shard's documents of ``needed`` → a JSON file with the number of documents per host."""
     wanted = np.sort(needed.read(NEEDED)["row"].astype(np.int64))
     counts: Counter[str] = Counter()
     row = 0

@@ -1,4 +1,4 @@
-"""What duplicate removal knows of each kept document, read from the tables of its partition."""
+"""Reads what duplicate removal needs of each kept document from the tables of its partition."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _facts(batch: pa.RecordBatch, path: str) -> np.ndarray:
 
 
 class Ids:
-    """The documents of a partition, to be found by id."""
+    """The documents of a partition, searchable by id."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self._order = np.lexsort((ids[:, 1], ids[:, 0]))

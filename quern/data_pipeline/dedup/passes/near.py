@@ -1,4 +1,4 @@
-"""The tasks of the near pass up to its candidates: bands, proposals, and what each verification needs."""
+"""Tasks of the near-duplicate pass up to its candidates: bands, candidate pairs, and the data to verify them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _ranks_of_rows(work: Work, shard: Shard, numbered: Slice) -> np.ndarray:
 
 
 def write_bands(work: Work, shard: Shard, numbered: Slice, buckets: int) -> Done:
-    """Task: one shard's signatures → the band keys of its documents that are still there, by key range.
+    """Task: one shard's signatures → the band keys of its remaining documents, by key range.
 
     Raises:
         QuernError: a kept document has no row, or two, or a signature was made with other settings.
@@ -186,7 +186,7 @@ def _by_later(work: Work, part: Slice) -> Iterator[np.ndarray]:
 
 
 def plan_verification(work: Work, index: int, kind: str, part: Slice) -> Done:
-    """Task: the candidates of one range of anchors → groups whose shingles a task can hold, and what each needs.
+    """Task: one range of anchors' candidates → groups whose shingles fit a task, and the documents that each needs.
 
     Gives back the number of pairs of each group. A set of similar documents too large for one group is cut, and the
     documents of its anchor's neighbourhood then go to each of them.
@@ -210,7 +210,7 @@ def plan_verification(work: Work, index: int, kind: str, part: Slice) -> Done:
 
 
 def locate_documents(work: Work, index: int, kind: str, part: Slice, first_groups: Sequence[int], shards: int) -> Done:
-    """Task: what groups need of one range of ranks → by the shard that has it. ``first_groups`` is of each plan."""
+    """Task: the documents of one range of ranks that groups need → by their shard. ``first_groups`` is of each plan."""
     documents = read_documents(work, index, "shard", "row")
     writer = work.writer(f"{kind}-needed", index, shards, NEEDED)
     first = np.array(first_groups)
@@ -224,7 +224,7 @@ def locate_documents(work: Work, index: int, kind: str, part: Slice, first_group
 
 
 def write_shingles(work: Work, shard: Shard, kind: str, needed: Slice, groups: int) -> Done:
-    """Task: one shard's shingles, of the documents that are to be verified, by verification group."""
+    """Task: one shard's shingles of the documents to verify, by verification group."""
     needs = needed.read(NEEDED)
     needs = needs[np.lexsort((needs["group"], needs["row"]))]
     needed_rows = needs["row"].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The one order of all documents, and where each of them stands in it.
+"""Sorts all documents in survivor order and assigns their ranks.
 
 A document's *rank* is its place in survivor order over the whole run, 0 the first to be kept: the priority of its
 source, then more words (the longer of two copies is more often the whole one), then earlier fetched (unknown last),
@@ -52,7 +52,7 @@ _BLOCK = 1 << 16
 
 
 def num_ranges(documents: int, max_records: int) -> int:
-    """Ranges of ranks, a task each."""
+    """The number of ranges of ranks, one per task."""
     return max(1, -(-documents * _RECORDS_PER_DOCUMENT // max_records))
 
 
@@ -122,7 +122,7 @@ def _range_of_keys(keys: np.ndarray, cuts: np.ndarray) -> np.ndarray:
 
 
 def check_ids(work: Work, part: Slice) -> Done:
-    """Task: one range of ids.
+    """Task: checks one range of ids for duplicates.
 
     Raises:
         QuernError: two documents have the same id.
@@ -177,7 +177,7 @@ def gone_mask(work: Work, index: int, gone: Sequence[Slice]) -> np.ndarray:
 
 
 def number_documents(work: Work, index: int, gone: Sequence[Slice], shards: int) -> Done:
-    """Task: the ranks of one range's documents, on their way back to the shards that they came from."""
+    """Task: sends the ranks of one range's documents back to the shards that they came from."""
     mask = gone_mask(work, index, gone)
     writer: Writer = work.writer("numbered", index, shards, NUMBERED)
     first = work.first_ranks[index]

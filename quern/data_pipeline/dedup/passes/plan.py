@@ -1,4 +1,4 @@
-"""Which stages make a pass, what flows from one to the next, and into how many tasks each is cut.
+"""The stages of each pass, the data between them, and how many tasks each stage has.
 
 How work is cut follows from counts of records alone, never from the workers; results never depend on it.
 """
@@ -73,7 +73,7 @@ MOST_HOSTS = 100
 
 @dataclass(frozen=True)
 class UrlPairs:
-    """Documents that have the URL of one before them, each compared with that one."""
+    """Documents that share a URL with an earlier one, each compared with that one."""
 
     compared: int = 0
     similar: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class UrlPairs:
 
 @dataclass
 class Found:
-    """What the passes have found so far."""
+    """The results of the passes so far."""
 
     gone: list[Exchange] = field(default_factory=list)
     """Ranks of removed documents, by range."""
@@ -103,7 +103,7 @@ class Found:
 
 
 def order_documents(stages: Stages, work: Work, shards: Sequence[Shard], documents: int) -> Work:
-    """All documents in survivor order, in ranges; the work, which knows the ranges now."""
+    """Sort all documents in survivor order, in ranges; return the work with these ranges."""
     ranges, num_cuts = num_ranges(documents, work.max_records), 0
     if ranges > 1:
         samples = stages.run(sample_order, [(work, shard, documents, ranges) for shard in shards], "sample")
@@ -119,7 +119,7 @@ def order_documents(stages: Stages, work: Work, shards: Sequence[Shard], documen
 
 
 def remove_equal(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, found: Found) -> None:
-    """The exact or the URL pass."""
+    """Run the exact or the URL pass."""
     documents = work.first_ranks[-1]
     keys, nodes = f"{kind}-keys", _nodes(work)
     buckets = num_buckets(2 * documents, work.max_records)
@@ -159,7 +159,7 @@ def _count_hosts(stages: Stages, work: Work, shards: Sequence[Shard], measured: 
 
 
 def near(stages: Stages, work: Work, shards: Sequence[Shard], found: Found) -> None:
-    """The near pass, up to its verified pairs."""
+    """Run the near pass, up to its verified pairs."""
     documents, most = work.first_ranks[-1], work.max_records
     tasks = [(work, index, _at(found.gone, index), len(shards)) for index in range(work.ranges)]
     numbered = stages.run(number_documents, tasks, "number")["numbered"]
@@ -215,7 +215,7 @@ def _verify(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, cand
 
 
 def cluster(stages: Stages, work: Work, found: Found) -> Exchange | None:
-    """Who belongs together, and who of them survives; the members of clusters by range of ranks."""
+    """Find clusters and their survivors; return the members of clusters by range of ranks."""
     stars = join_edges(stages, work, found.edges)
     if stars is None:
         return None
@@ -262,7 +262,7 @@ def _star_tasks(work: Work, into: str, edges: Sequence[Exchange]) -> list[tuple[
 
 
 def write_rows(stages: Stages, work: Work, members: Exchange | None, found: Found) -> tuple[np.ndarray, int, int]:
-    """Both tables; the removed documents, the number of clusters, the documents in the largest.
+    """Write both tables; return the numbers of removed documents, of clusters, and of documents in the largest.
 
     Of the removed int64[combinations, 4]: source, source of the document that is kept, kind, number.
     """

@@ -1,4 +1,4 @@
-"""Finds the duplicates of a run: exact, then URL, then near, over all its committed partitions."""
+"""Finds the duplicates of a run over all committed partitions: exact, then URL, then near."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCRATCH_FORMAT = 4
 
 @dataclass(frozen=True)
 class DuplicatesReport:
-    """What was found, counted. Plain data: ``dataclasses.asdict`` of it is JSON."""
+    """Counts of the duplicates found. Plain data: ``dataclasses.asdict`` of it is JSON."""
 
     documents: dict[str, int]
     """Source → documents that were kept so far."""

@@ -1,4 +1,4 @@
-"""A partition's table of signatures, beside the documents it speaks of."""
+"""Reads a partition's table of signatures together with its documents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The steps of duplicate removal, one after the other: tasks in, what they left out, and that it was done.
+"""Runs the stages of duplicate removal in sequence, and commits each one.
 
-A stage's commit is a file in the scratch folder, written when all its tasks are through: a call that is repeated after
-a death goes on behind the last one. What nobody reads any more is removed as soon as its readers are committed.
+A stage's commit is a file in the scratch folder, written when all its tasks are done: a call repeated after a crash
+resumes after the last one. An exchange is removed as soon as all stages that read it are committed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Stage", "Stages"]
 
 
 class Stage:
-    """What a stage left."""
+    """The results of one stage."""
 
     def __init__(self, numbers: list[list[int]], exchanges: dict[str, Exchange]) -> None:
         self.numbers = numbers
@@ -32,7 +32,7 @@ class Stage:
 
 
 class Stages:
-    """Runs stages, each once for a scratch folder.
+    """Runs stages, each at most once per scratch folder.
 
     ``key`` says what the folder is for: what an earlier call with another key left there is removed. Without a key
     nothing is used again.
@@ -51,7 +51,7 @@ class Stages:
     def run(
         self, function: Callable[..., Done], tasks: Sequence[tuple[Any, ...]], label: str, *used: Exchange
     ) -> Stage:
-        """Run ``function`` over ``tasks``, unless that is done; the exchanges ``used`` are not wanted afterwards."""
+        """Run ``function`` over ``tasks`` unless committed already; then the exchanges ``used`` may be removed."""
         self.number += 1
         name = f"{self.number:03d}-{label.replace(' ', '-')}.json"
         path = storage.join(self._scratch, "stages", name)

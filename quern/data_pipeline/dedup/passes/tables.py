@@ -1,4 +1,4 @@
-"""The two tables of decisions, rows sorted by ``doc_id``; equal rows are equal bytes."""
+"""Writes the two tables of decisions, sorted by ``doc_id``; equal rows give equal bytes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Compressed files and the records in them: gzip members, ranges of a large file, WARC records."""
+"""Containers: gzip members, ranges of a large file, WARC records."""

@@ -1,4 +1,4 @@
-"""Compressed files as bytes that come piece by piece, whatever state the file is in.
+"""Decompresses files piece by piece, damaged ones too.
 
 Nothing here raises for damage: it is noted, with its offset in the file. Behind damage a gzip file goes on at its next
 member (see ``gzip_members.py``); of any other compression the rest is lost.

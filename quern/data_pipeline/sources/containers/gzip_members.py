@@ -1,4 +1,4 @@
-"""The members of a gzip file in any state: where each begins and ends, and where the next sound one is behind damage.
+"""Iterates over the members of a gzip file, and finds the next sound one after damage.
 
 A damaged member does not end where it ought to: its data may run over the beginning of the next members, or to the end
 of the file, before anything shows. So a search begins just behind the damaged member's own first byte, and what the

@@ -1,7 +1,7 @@
-"""Where gzip members begin in bytes that are not to be trusted, and whether they are sound.
+"""Finds gzip members in untrusted bytes, and checks whether they are sound.
 
-A search costs time in proportion to what it passes over: each place that looks like a header is decoded for a few
-bytes only. What costs more (decoding whole members to see whether they are sound) is counted by who asks for it.
+A search takes time proportional to the bytes it skips: each place that looks like a header is decoded for a few bytes
+only. The caller budgets what costs more (decoding whole members to check whether they are sound).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def header_length(raw: bytes, at: int = 0) -> int | None:
 
 
 def inner_header(raw: bytes, at: int, length: int, starts: Starts) -> int | None:
-    """Where in the header at ``at``, of ``length`` bytes, another one stands whose member's content starts right.
+    """The offset, inside the header at ``at`` of ``length`` bytes, of another header whose member starts right.
 
     Junk that ends in a magic makes a header of flags and names that are the bytes of the true one.
     """

@@ -1,4 +1,4 @@
-"""Ranges of a large WARC or ARC file: cut by bytes, read apart, and held against each other.
+"""Byte ranges of a large WARC or ARC file, read separately and then checked against their neighbours.
 
 A range is the records that *begin* in [start, end). It finds its first one by its own search, which may be misled: by a
 crawl inside a page, by damage that hides a beginning. So each range says where its first record began and where the
@@ -33,13 +33,13 @@ class Range:
 
     @property
     def name(self) -> str:
-        """What tells the partition of this range from others of its file, however that is cut."""
+        """Distinguishes the partition of this range from others of its file, for any way of cutting."""
         return f"{self.start:015d}-{self.end:015d}"
 
 
 @dataclass(frozen=True)
 class Edges:
-    """What a range's reader came by."""
+    """Where a range's reader started and stopped, and what it found there."""
 
     end: int
     """Of the range as it was read."""
@@ -69,7 +69,7 @@ def cut(size: int, split_bytes: int) -> list[Range]:
 
 
 def misread(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]:
-    """Which ranges of a file, all of them given, have to be read again, and how; empty when together they are the file.
+    """The ranges of a file (all are given) that must be read again, and how; empty if together they are the file.
 
     Behind a range that was misread the others are judged by where it stopped all the same: it will stop there again if
     it found its way. If not, the next call says so; the first range that is wrong is right after it is read again.
@@ -93,7 +93,7 @@ def misread(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]
         if not beyond:
             if seen.first is None:
                 break
-            place, kind = seen.stop, seen.stop_kind or kind  # who has read no record still knows what came before
+            place, kind = seen.stop, seen.stop_kind or kind  # a range without records still knows the one before
     more = len(used) > 1 or not edges[0].records or any((part.first or 0) < part.end for part in again.values())
     by_stream = more and any(one.by_stream for one in used)
     if by_stream or sum(one.reread for one in used) > REREAD_BYTES or not (used or again):

@@ -1,4 +1,4 @@
-"""By which signs a record's beginning is known: at a given place, and in bytes that are not to be trusted.
+"""Recognises where a record begins: at a given place, or anywhere in untrusted bytes.
 
 At a place where a record ought to begin a few bytes are enough. In search of one behind damage, or from the middle of a
 file, a WARC record needs its version line, a field behind it and WARC-Type in its header block; an ARC record its line

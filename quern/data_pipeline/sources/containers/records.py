@@ -1,4 +1,4 @@
-"""The records of a WARC or ARC file, in any state: framing, addresses, and the way on behind damage.
+"""Reads the records of a WARC or ARC file, damaged or not: framing, addresses, and recovery after damage.
 
 warcio's parser reads the WARC header blocks and so defines what a record says; ARC header lines are those of the "Arc
 File Format" (archive.org), versions 1 and 2. The framing around them is our own, because warcio stops at the first
@@ -67,7 +67,7 @@ class Record:
 
 
 class Records:
-    """Every record that can be made out, in file order; addresses are unique. Damage is noted, never raised.
+    """Every recognisable record, in file order; addresses are unique. Damage is noted, never raised.
 
     ``name`` is the file's; it decides only how a file is taken whose first bytes are neither a record nor compressed.
     Blocks above ``max_bytes`` are skipped and marked. With ``part`` only the records that begin in that range are

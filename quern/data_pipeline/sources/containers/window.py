@@ -96,7 +96,7 @@ class Window:
 
     @property
     def reread(self) -> int:
-        """How many bytes were decoded more than once, for damage."""
+        """The number of bytes decoded more than once because of damage."""
         return self._members.reread if self._members is not None else 0
 
     @property
@@ -162,11 +162,11 @@ class Window:
 
     @property
     def left(self) -> int | None:
-        """How many bytes there are from the cursor to the end; None where the file cannot tell (it is compressed)."""
+        """The number of bytes from the cursor to the end; None if unknown (compressed files)."""
         return None if self._file is None else self._size - self.position
 
     def peek_at(self, distance: int) -> bytes:
-        """As :meth:`peek`, from anywhere in the file and without reading up to there; only where ``left`` is known."""
+        """Like :meth:`peek` at any offset, without reading up to there; only if ``left`` is known."""
         assert self._file is not None
         here = self._file.tell()
         self._file.seek(self.position + distance)

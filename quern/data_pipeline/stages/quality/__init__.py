@@ -1,4 +1,4 @@
-"""Quality rules: measured once, decided from the measures, so that a threshold can change without the text."""
+"""Quality rules, decided from stored measures alone, so that a threshold can change without the text."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def decide(measures: Mapping[str, float | None], config: QualityConfig) -> list[
 
 
 class Quality:
-    """The stage: fills the measures, notes the failed rules, and leaves the text that C4 leaves, if it may drop."""
+    """The stage: fills the measures, records the failed rules, and keeps only C4's lines if it may drop."""
 
     name = "quality"
 

@@ -1,4 +1,4 @@
-"""FineWeb's own rules (Penedo et al. 2024, arXiv 2406.17557), in the reading of datatrove's ``FineWebQualityFilter``.
+"""FineWeb's own rules (Penedo et al. 2024, arXiv 2406.17557), as in datatrove's ``FineWebQualityFilter``.
 
 Lines are what stands between newlines and is not blank.
 """

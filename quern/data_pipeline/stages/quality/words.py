@@ -1,4 +1,4 @@
-"""Words and sentences, shared by every rule family.
+"""Splits text into words and sentences for all rule families.
 
 A text is split at whitespace into chunks, and each chunk into words: for a language that writes spaces, the words that
 spaCy's blank tokenizer of that language gives the chunk standing alone (datatrove's words for English); for one that
@@ -130,13 +130,13 @@ class _Memo(Generic[Value]):
                 if len(chunk) > _MAX_MEMO_CHUNK:
                     del newer[chunk]
         if len(newer) > _MAX_MEMO:
-            # what one huge text brought is not kept: no other is made of the same chunks
+            # chunks of one huge text are not cached: other texts do not share them
             self._newer, self._older = {}, newer if len(newer) <= 2 * _MAX_MEMO else {}
         return found  # type: ignore[return-value]
 
 
 class Splitter:
-    """How one language's chunks are split. Stateless but for what it remembers, which changes no answer.
+    """Splits one language's chunks into words. Stateless but for what it remembers, which changes no answer.
 
     ``split_chunks`` gives the words of each of a batch of chunks.
     """
@@ -175,7 +175,7 @@ class Reading:
 
     @cached_property
     def chunks(self) -> list[str]:
-        """What stands between whitespace."""
+        """The pieces between whitespace."""
         return self.text.split()
 
     @cached_property

@@ -1,1 +1,1 @@
-"""The purge itself: new shards, texts, pages, in one transaction."""
+"""Carries out a purge: new shards, texts and pages, in one transaction."""

@@ -1,4 +1,4 @@
-"""The texts of condemned documents out of a data run: its tables of texts and signatures, its report.
+"""Removes the texts of condemned documents from a run's tables of texts and signatures, and from its report.
 
 What stays of a document is its verdict, without text. Files are replaced whole, one after the other, and each step
 looks at what there is: a purge that was killed does the rest.
@@ -37,7 +37,7 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What a purge took out of files that hold texts."""
+    """Counts of what a purge removed from files with texts."""
 
     texts: int
     """Condemned documents that have a row in ``documents/``, now without a text."""
@@ -65,7 +65,7 @@ class _Partition:
 
 
 def clean(run: str, condemned: pa.Table, purge: str) -> Cleaned:
-    """Take the texts and signatures of the documents in ``condemned`` out of the run, on any store.
+    """Remove the texts and signatures of the documents in ``condemned`` from the run, on any store.
 
     Of every touched partition ``documents/`` is written anew with :data:`TEXT_COLUMNS` null for them, ``signatures/``
     without their rows, and the commit with the new checksums; the report is made anew where it shows one of them.

@@ -1,4 +1,4 @@
-"""What a purge does once the new version holds: every step looks at what there is, and may be done again."""
+"""Steps of a purge after the new version is published; each is idempotent."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ TAINT = "taint"
 
 
 class Clock:
-    """How long the parts of a purge take, one after the other: ``seconds`` by name."""
+    """Times the parts of a purge in sequence: ``seconds`` by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._at = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """The time since the last lap was that of ``name``."""
+        """Add the time since the last lap to ``name``."""
         now = time.monotonic()
         self.seconds[name] = round(now - self._at, 3)
         self._at = now
 
 
 def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = None) -> dict[str, Any]:
-    """All that is left to do of a purge whose version holds; what was done, as plain data.
+    """Complete a purge whose version is published; return what was done as plain data.
 
     Raises:
         QuernError: a step failed; the purge is still under way, and goes on with it when it is taken up again.
@@ -81,17 +81,17 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
 
 
 def clear(run: str) -> None:
-    """With no purge under way: remove what one left that had not begun, and old generations that nobody reads now."""
+    """If no purge is under way, remove the files of one that never began, and old generations without readers."""
     journal.discard(run, _sweep(run)["held"])
 
 
 def holds_sketches(purge_list: str) -> bool:
-    """Whether the purge list keeps out what is similar to what it names."""
+    """Whether the purge list also drops documents similar to those it names."""
     return bool(storage.list_files(purge_list)) and bool(read_purge_list(purge_list).sketches)
 
 
 def is_remembered(purge_list: str, condemned: pa.Table) -> bool:
-    """Whether the purge list holds every document's id, URL and text already."""
+    """Whether the purge list already has every document's id, URL and text hash."""
     if not storage.list_files(purge_list):
         return False
     known = read_purge_list(purge_list)

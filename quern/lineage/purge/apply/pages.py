@@ -1,4 +1,4 @@
-"""Pages of training runs that show text: what ``quern lineage forensics`` wrote beside a step's JSON.
+"""Removes purged texts from the HTML pages that ``quern lineage forensics`` wrote in training runs.
 
 The JSON beside them has figures and numbers of windows, and no text. A page can be made anew at any time, from what is
 in the corpus then; so one that shows the text of a condemned document goes whole.

@@ -1,4 +1,4 @@
-"""The shards of a new corpus version: a shard written again without some of its documents, others put in.
+"""Writes the shards of a new corpus version, without purged documents and with restored ones.
 
 A shard is copied in blocks, its old bytes compared with their checksum on the way; memory is that of a block and of the
 shard's spans, whatever the size of a shard.
@@ -53,7 +53,7 @@ class SpanTable:
 
 @dataclass(frozen=True)
 class Change:
-    """One shard to write again, or (``info`` None) to begin."""
+    """One shard to rewrite, or (``info`` None) to create."""
 
     stream: str
     position: int
@@ -275,7 +275,7 @@ class _Reader:
             yield part
 
     def fork(self) -> None:
-        """The part that was taken last is not written as it was read: the hash of what is written goes on by itself."""
+        """Branch the hash: the part taken last is not written as it was read."""
         self._fork(self._from)
 
     def _fork(self, at: int) -> None:

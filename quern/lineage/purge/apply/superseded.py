@@ -1,4 +1,4 @@
-"""Shards and manifests that the corpus version lists no longer: removed once nobody reads them."""
+"""Removes shards and manifests that the corpus version no longer lists, once no reader holds them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MANIFEST = re.compile(r"manifest(?:\.v([1-9][0-9]*))?\.json")
 
 @dataclass(frozen=True)
 class Swept:
-    """What became of the files of older versions."""
+    """What happened to the files of older versions."""
 
     removed: int
     held: Mapping[str, list[str]]
@@ -30,7 +30,7 @@ class Swept:
 
 
 def sweep(tokens: str) -> Swept:
-    """Remove what no generation has that is listed or being read; may be called at any time, and again.
+    """Remove generations that are neither listed nor being read; idempotent.
 
     On a store, which has no locks, nothing is held.
 

@@ -1,8 +1,8 @@
-"""A purge from beginning to end, such that one that is cut off anywhere is finished or undone afterwards.
+"""Runs a purge as a transaction: an interrupted one is later finished or undone.
 
-What will be done is written down (:mod:`quern.lineage.purge.record.journal`) before anything is. The new generations of
-shards are listed by nobody until ``VERSION.json`` is replaced: that is the moment of the purge. Up to it recovery
-undoes; after it everything that is left to do may be done again, and recovery does it.
+The plan is written (:mod:`quern.lineage.purge.record.journal`) before anything changes. The new generations of shards
+are not listed until ``VERSION.json`` is replaced: that is the moment of the purge. Before it, recovery undoes the
+purge; after it, the remaining steps are idempotent, and recovery completes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Mode = Literal["mask", "rewrite"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """The options of a purge."""
 
     run: str
     mode: Mode
@@ -67,7 +67,7 @@ class Request:
 
 
 def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
-    """Carry out a request; what was done, or with ``dry_run`` would be, as plain data.
+    """Carry out a request; return what was done, or with ``dry_run`` would be done, as plain data.
 
     Raises:
         InputError: the run is not complete, or damaged; nothing is selected; ``restore`` with ``mask``, or
@@ -156,7 +156,7 @@ def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Tab
 
 
 def _taint(request: Request, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
-    """Who has read it; asked before anything is changed, since a rewrite leaves nobody to ask."""
+    """Compute the exposure, before anything is changed, since a rewrite makes it unknown."""
     change = None
     if intent.makes_version:
         change = Change(intent.after, request.mode, frozenset(intent.touched))
@@ -240,7 +240,7 @@ def _failed(run: str, error: Exception) -> QuernError:
 
 
 def recover(run: str) -> str | None:
-    """Finish or undo what a purge left that was cut off; what was done, in words. None: there was nothing.
+    """Finish or undo an interrupted purge; return a description of what was done. None: there was nothing.
 
     Raises:
         QuernError: somebody is at work in the run.
@@ -252,7 +252,7 @@ def recover(run: str) -> str | None:
 
 
 def recover_held(run: str) -> str | None:
-    """As :func:`recover`, for who holds the run already."""
+    """Like :func:`recover`, for a caller that holds the run's lock already."""
     if journal.is_there(run):
         remove_torn(run)
     intent = journal.read_intent(run)

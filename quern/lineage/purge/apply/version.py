@@ -1,4 +1,4 @@
-"""What a purge does to the list of shards: which are touched, and the version that comes after."""
+"""Plans the next corpus version of a purge: which shards change, and the new list of shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHANGES = re.compile(r"(?:changes|decisions)\.v([0-9]+)\.parquet")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus version, opened for a purge."""
+    """A corpus version opened for a purge."""
 
     tokens: str
     """``RUN/tokens``, on any store."""
@@ -46,7 +46,7 @@ class Corpus:
 
     @property
     def version(self) -> int:
-        """Its number."""
+        """The version's number."""
         return int(self.record["version"])
 
     def source_of(self, stream: str) -> str:
@@ -57,7 +57,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a purge will do to the tokens."""
+    """The changes of a purge to the tokens."""
 
     changes: tuple[Change, ...]
     purged: pa.Array
@@ -238,7 +238,7 @@ def write_shards(
 
 
 def publish(corpus: Corpus, plan: Plan, mode: str, written: Mapping[str, Mapping[int, ShardInfo]]) -> None:
-    """Write what changed and the new manifests, and last ``VERSION.json``: from that moment on the version holds."""
+    """Write the changes and the new manifests, and last ``VERSION.json``: from that moment on the version holds."""
     version = corpus.version + 1
     _write_changes(corpus, plan, version)
     sources = dict(corpus.record["sources"])
@@ -275,7 +275,7 @@ def _write_changes(corpus: Corpus, plan: Plan, version: int) -> None:
 
 
 def undo(tokens: str, version: int) -> int:
-    """Remove every file of a version that was never published; how many there were."""
+    """Remove every file of a version that was never published; return their number."""
     removed = 0
     for path in storage.list_files(tokens):
         name = path.rpartition("/")[2]

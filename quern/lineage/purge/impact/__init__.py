@@ -1,1 +1,1 @@
-"""Which training runs have read what is purged, and from where they can go on."""
+"""Finds which training runs have read what is purged, and from where they can continue."""

@@ -1,7 +1,7 @@
-"""What a training run read of sources that cannot be opened any more, as far as the audit log tells it.
+"""What the audit log says about a training run's reads of sources that can no longer be opened.
 
-A rewrite makes another source of a stream, and nobody can say afterwards where the documents of the old one stood. But
-a purge looks before it writes: its audit entry says which training runs had read what it purged, and from which step.
+A rewrite gives a stream a new identity, and the positions of documents in the old one are lost. But a purge computes
+the exposure before it writes: its audit entry says which training runs had read purged documents, and from which step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exact command by which a training run goes on, on the corpus version that a purge leaves."""
+"""The exact command that continues a training run on the corpus version after a purge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Change", "resume"]
 
 @dataclass(frozen=True)
 class Change:
-    """What a trainer has to know of the corpus version that a purge makes."""
+    """What a trainer must know of the corpus version that a purge makes."""
 
     version: int
     mode: Literal["mask", "rewrite"]

@@ -1,10 +1,9 @@
-"""Which training runs took in what a purge removes: steps, checkpoints, the last clean one, and how to go on from it.
+"""Finds which training runs read purged documents: steps, tainted checkpoints, and the last clean one.
 
 The training runs are those that are given and those that ``consumers.jsonl`` of the data run names. A training run is
 judged by the order it read from and by the corpus version that each of its attempts read, so the answer is the same
-before a purge and after one that masks. A rewrite makes another source of a stream: afterwards nobody can say where
-the old one's documents stood, and so a purge asks first, and keeps the answer in its audit entry; what that does not
-tell is not known.
+before a purge and after one that masks. A rewrite gives a stream a new identity, and the old positions are lost; so a
+purge computes the exposure first and keeps it in its audit entry. Exposures not recorded there are unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def taint(
     run: str, doc_ids: Iterable[bytes], train_runs: Sequence[str] = (), *, change: Change | None = None,
     store: bool = False,
 ) -> Row:  # fmt: skip
-    """What is known of who read documents of the data run ``run`` (local or on a store): plain data, as JSON has it.
+    """The known readers of documents of the data run ``run`` (local or on a store), as plain JSON data.
 
     ``doc_ids``: of the condemned. ``train_runs``: folders, beside those that are registered. ``change``: the version
     that the purge makes or has made; None: it makes none. ``store``: also checkpoints that only a run's store has.
@@ -157,7 +156,7 @@ def _own(train: TrainingRun, lineage: Lineage, doc_ids: bytes) -> Selection:
 
 
 def not_proven(tally: Tally) -> list[Row]:
-    """Attempts that did not say where they ended: from which step on, and where they would next read something."""
+    """Attempts with an unrecorded end: from which step on, and where they would next read one of the documents."""
     return [
         {
             "attempt": attempt.number, "from_step": attempt.stop,
@@ -183,7 +182,7 @@ def _checkpoint(seen: Seen, first: int | None = None) -> Row:
 
 
 def init_from(train: TrainingRun) -> str | None:
-    """The checkpoint that the weights began as, if any: what they saw before is not known here."""
+    """The checkpoint with which the weights were initialised, if any: what it has read is not known here."""
     try:
         return train.config.init_from
     except InputError:

@@ -1,1 +1,1 @@
-"""The proof that nothing of what was purged is left."""
+"""Proves that nothing of what was purged is left."""

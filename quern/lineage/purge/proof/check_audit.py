@@ -1,4 +1,4 @@
-"""Whether the audit log is whole: numbered, chained, its tables as they were written, its versions those of the run."""
+"""Checks the audit log: numbering, chain of checksums, its tables, and versions that agree with the run."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _check_versions(run: str, version: Mapping[str, Any], purged: Purged, check:
 
 
 def _displaced(run: str, version: int) -> np.ndarray:
-    """Documents (S16, sorted) that a version left out as duplicates of what it restored: nobody condemned them."""
+    """Documents (S16, sorted) that a version removed as duplicates of restored ones, and that are not condemned."""
     path = storage.join(run, "tokens", decisions_file(version))
     if not storage.exists(path):
         return key_set([])

@@ -1,5 +1,4 @@
-"""What else could hold a purged text, or let it in again: files no version lists, half-written ones, pages that show
-texts, and a purge list that has forgotten."""
+"""Checks for other files with purged text: unlisted, half-written, HTML pages; and for an incomplete purge list."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _CHANGES = re.compile(r"(?:changes|decisions)\.v([1-9][0-9]*)\.parquet")
 
 
 def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
-    """Whether files of older versions, or of work that was cut off, are still there."""
+    """Check for files of older versions or of interrupted work."""
     check = Check("left over", "no file of an older version, of an unfinished purge or of a killed writer is left")
     if version is not None:
         held = _held(run) if storage.is_local(run) else set()
@@ -114,7 +113,7 @@ def _torn(root: str) -> Iterator[str]:
 
 
 def check_purge_list(purged: Purged, purge_list: str | None) -> Check:
-    """Whether later runs would leave out all that was purged. ``purge_list``: where it is now; None: where it was."""
+    """Check that later runs would drop everything purged. ``purge_list``: where it is now; None: where it was."""
     check = Check("purge list", "the purge list holds every purged doc_id, URL and text, for later runs")
     named = {entry["purge_list"]["list"] for entry in purged.entries if entry.get("purge_list")}
     lists = [purge_list] if purge_list is not None else sorted(named)
@@ -150,7 +149,7 @@ def check_purge_list(purged: Purged, purge_list: str | None) -> Check:
 
 
 def check_pages(run: str, purged: Purged, train_runs: Sequence[str]) -> Check:
-    """Whether the report, or a page of a training run's forensics, shows the text of a purged document."""
+    """Check that neither the report nor a forensics page of a training run shows the text of a purged document."""
     check = Check("pages", "neither the report nor a forensics page shows the text of a purged document")
     path = storage.join(run, REPORT)
     if storage.is_file(path):

@@ -1,4 +1,4 @@
-"""Whether a file that quern did not place in the run, a copy of a table above all, holds what was purged."""
+"""Checks files that quern did not write, such as copies of tables, for purged documents."""
 
 from __future__ import annotations
 

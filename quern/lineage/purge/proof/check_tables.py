@@ -1,4 +1,4 @@
-"""Whether a run's tables hold anything of purged documents: texts, and what was computed from them."""
+"""Checks a run's tables for purged documents: texts, and what was computed from them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _related(rows: pa.Table, purged: Purged) -> np.ndarray:
 
 
 def check_documents(run: str, purged: Purged, relatives: np.ndarray, *, deep: bool) -> Check:
-    """Whether ``documents/`` has a text of a purged document. ``deep``: hash every text that is there, too."""
+    """Check that ``documents/`` has no text of a purged document. ``deep``: hash every text that is there, too."""
     check = Check("documents", "documents/ has no text of a purged document, nor of one with its text or URL")
     for _, _, name in tables_in(run, "documents"):
         first = 0
@@ -110,7 +110,7 @@ def _same_text(check: Check, texts: pa.ChunkedArray, purged: Purged | None) -> n
 
 
 def check_signatures(run: str, purged: Purged) -> Check:
-    """Whether ``signatures/`` has rows of purged documents."""
+    """Check that ``signatures/`` has no rows of purged documents."""
     check = Check("signatures", "signatures/ has no row of a purged document")
     for _, _, name in tables_in(run, "signatures"):
         first = 0

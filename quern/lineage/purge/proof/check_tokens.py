@@ -1,4 +1,4 @@
-"""Whether the tokens of a corpus version hold anything of purged documents: every shard is read, whole."""
+"""Checks the tokens of a corpus version for purged documents by reading every shard in full."""
 
 from __future__ import annotations
 

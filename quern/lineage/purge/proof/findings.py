@@ -1,4 +1,4 @@
-"""What a check of a purged run has looked at, and what it has found."""
+"""Findings of the proof, and what it has looked at."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FINDINGS = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that should not be there, or is not as it should be."""
+    """Something that should not exist, or is not as it should be."""
 
     file: str
     """Below the run, or where it stands."""

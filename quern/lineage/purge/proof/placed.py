@@ -1,4 +1,4 @@
-"""Which files of a data run quern has placed, by their names; and what else stands in its folder."""
+"""Tells by name which files of a data run quern wrote, and lists the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OWN = {"verdicts", "documents", "signatures", "duplicates", "commits", "tokens"
 
 
 def strangers(run: str, version: Mapping[str, Any] | None) -> Iterator[tuple[str, Kind]]:
-    """What stands in the folder of a run and was not placed there by quern, by its name below the run.
+    """Files in the folder of a run that quern did not write, by their names below the run.
 
     Links are told and never followed. A folder with ``ledger.jsonl`` is a training run: it is told, and nothing in it
     is. Temporary files are left out: those that a killed writer left are looked for elsewhere.

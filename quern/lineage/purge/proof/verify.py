@@ -1,4 +1,4 @@
-"""The proof that nothing of what was purged is left in a run: from its files alone, by full scans.
+"""Proves from a run's files alone, by full scans, that nothing of what was purged is left.
 
 What was purged is read from the audit log; everything else is looked at as it stands, however it came to be so.
 """
@@ -64,7 +64,7 @@ def verify(
     key: bytes | None = None,
     to_sign: bool = False,
 ) -> Proof:
-    """Look at everything in ``run`` (local or on a store) that a purge should have changed.
+    """Check everything in ``run`` (local or on a store) that a purge should have changed.
 
     Args:
         run: the data run. What a purge left unfinished is recovered by the caller, before.

@@ -1,1 +1,1 @@
-"""What is written of a purge: journal, audit log and tombstones."""
+"""Records of a purge: journal, audit log and tombstones."""

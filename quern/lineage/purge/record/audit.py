@@ -1,4 +1,4 @@
-"""The audit log of a data run: what was purged, when, why, and from which files; appended to and never changed.
+"""The append-only audit log of a data run: what was purged, when, why, and from which files.
 
 ``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the condemned documents, and
 ``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256 of both,
@@ -63,7 +63,7 @@ _KEY_BYTES = (32, 4096)
 
 @dataclass(frozen=True)
 class Purge:
-    """What is said of a purge, beside its documents and its files: plain data, as it comes from its intent."""
+    """The description of a purge as plain data, taken from its intent, without documents and files."""
 
     id: str
     """A name of this purge and of no other; by it an entry is written once."""
@@ -91,7 +91,7 @@ class Purge:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry that stands."""
+    """An existing entry of the log."""
 
     number: int
     record: dict[str, Any] = field(repr=False)
@@ -100,7 +100,7 @@ class Entry:
 
 
 def path_of(run: str, number: int, end: str = ".json") -> str:
-    """Where entry ``number``, or the table ``end`` (``.parquet``, ``.files.parquet``) beside it, stands."""
+    """The path of entry ``number``, or of the table ``end`` (``.parquet``, ``.files.parquet``) beside it."""
     return storage.join(run, FOLDER, f"{number:05d}{end}")
 
 
@@ -217,7 +217,7 @@ def check_anchor(version: Mapping[str, Any], last: Entry | None) -> str | None:
 
 
 def read_key(path: str) -> bytes:
-    """The key in a file, every byte of it.
+    """The key in a file (all of its bytes).
 
     Raises:
         InputError: it cannot be read, or is too short or too long to be one.
@@ -234,7 +234,7 @@ def read_key(path: str) -> bytes:
 
 
 def sign(run: str, entry: Entry, key: bytes) -> None:
-    """Sign an entry, the last one of a log that the caller has seen to be whole."""
+    """Sign the last entry of a log that the caller has verified."""
     storage.publish_bytes(path_of(run, entry.number, ".sig"), f"{_signature(entry, key)}\n".encode())
 
 

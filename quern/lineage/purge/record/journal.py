@@ -1,7 +1,7 @@
-"""What a purge is about to do, written down before it does it: ``RUN/.purge``.
+"""The journal of a purge, written before any change: ``RUN/.purge``.
 
-``intent.json`` is written last and removed first. While it stands, a purge is to be finished or undone; what is in the
-folder without it was left by one that had not begun, or had ended.
+``intent.json`` is written last and removed first. While it exists, a purge must be finished or undone; other files
+without it were left by a purge that had not begun, or had ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RESTORED_TOKENS = "restored_tokens.parquet"
 
 @dataclass(frozen=True)
 class Intent:
-    """A purge, as it was asked for."""
+    """The parameters of a purge."""
 
     id: str
     """Its own, for the audit."""
@@ -74,7 +74,7 @@ class Intent:
 
     @property
     def makes_version(self) -> bool:
-        """Whether there are tokens to purge, and so a new version."""
+        """Whether the purge changes tokens and so makes a new version."""
         return self.after != self.before
 
 
@@ -94,7 +94,7 @@ def write_intent(run: str, intent: Intent, tables: Mapping[str, pa.Table], notes
 
 
 def is_under_way(run: str) -> bool:
-    """Whether a purge is, or was cut off."""
+    """Whether a purge is running or was interrupted."""
     return storage.is_file(path_of(run, _INTENT))
 
 
@@ -117,7 +117,7 @@ def read_intent(run: str) -> Intent | None:
 
 
 def _check(path: str, intent: Intent) -> None:
-    """Refuse what no purge writes: whoever takes it up removes and writes files by what it says."""
+    """Raise if the journal has anything that no purge writes, since recovery removes and writes files by it."""
     for own in fields(Intent):
         value, expected = getattr(intent, own.name), _KINDS.get(own.name, str)
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
@@ -137,7 +137,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def read_condemned(run: str) -> pa.Table:
-    """Whom the purge under way takes: ``CONDEMNED_SCHEMA``.
+    """The documents of the purge under way: ``CONDEMNED_SCHEMA``.
 
     Raises:
         InputError: it is missing, cannot be read, or is no such table.
@@ -167,7 +167,7 @@ def read_note(run: str, name: str) -> Any:
 
 
 def is_there(run: str) -> bool:
-    """Whether there is anything to look after: a purge under way, what one left, or old generations that are read."""
+    """Whether anything needs attention: a purge under way, left-over files, or old generations with readers."""
     return storage.is_folder(storage.join(run, FOLDER))
 
 

@@ -1,4 +1,4 @@
-"""What was purged, kept outside of the run: tombstones that every later run is given as its ``purge_list``."""
+"""Writes tombstones of purged documents outside of the run, for the ``purge_list`` of later runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BATCH = 1024
 
 
 class Signatures:
-    """The near-duplicate signatures of a run, for tombstones that also hold what is similar.
+    """Near-duplicate signatures of a run, for tombstones that also match similar documents.
 
     Only pages that passed all gates have one, whether they were kept or removed as duplicates; a text with fewer words
     than a shingle has none.
@@ -84,7 +84,7 @@ def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
     if f"{_absolute(folder)}/".startswith(f"{_absolute(run)}/"):
         raise InputError(f"{folder}: the purge list would go with the run; give a --purge-list outside of it")
     _check_writable(folder)
-    if storage.is_local(folder):  # who takes the purge up, or verifies it, may be in another folder
+    if storage.is_local(folder):  # a later command may run in another folder
         folder = os.path.abspath(storage.split(folder)[1])
     return folder, why
 

@@ -1,1 +1,1 @@
-"""Which duplicates come back when what they were removed for is purged."""
+"""Restores duplicates whose kept document is purged."""

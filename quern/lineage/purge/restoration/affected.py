@@ -1,10 +1,10 @@
-"""Which documents' duplicates have to be decided again when some documents are gone.
+"""Finds the documents whose duplicates must be decided again after a purge.
 
-A decision hangs on the documents of its component (``duplicates/clusters.parquet``) and on no other: whatever is
-compared and found similar lies inside it. So those components are decided again that have a condemned document. One
-thing reaches further: a band that more documents share than ``duplicates.max_band_members`` proposes each of them
-against the first ones only, and who is first changes with every document that goes. Where a condemned document or one
-of its components has such a band, the whole corpus is decided again.
+A decision depends only on the documents of its component (``duplicates/clusters.parquet``), since all similar pairs lie
+inside it. So the components with a condemned document are decided again. There is one exception: a band that more
+documents share than ``duplicates.max_band_members`` proposes each of them against the first ones only, and which are
+first changes with every removed document. Where a condemned document or one of its components has such a band, the
+whole corpus is decided again.
 
 Both hold because equal texts and equal URLs are condemned together: then no decision of the exact and the URL pass
 changes, and what takes part in the near pass is what took part, without the condemned.

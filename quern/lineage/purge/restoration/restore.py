@@ -1,4 +1,4 @@
-"""``--duplicates restore``: what was removed in favour of condemned documents, decided anew among what is left.
+"""``--duplicates restore``: decides again about duplicates that were removed in favour of condemned documents.
 
 Decided by duplicate removal itself (:func:`quern.data_pipeline.dedup.passes.run.run`) over the tables of the documents
 whose decisions can change (:mod:`quern.lineage.purge.restoration.affected`), without the condemned: so the outcome is a
@@ -62,7 +62,7 @@ _ADVICE = "; --duplicates restore needs it, --duplicates purge does not"
 
 @dataclass(frozen=True)
 class Restored:
-    """What changes beside the condemned."""
+    """The changes of a restore besides the condemned documents."""
 
     run: str
     restored: pa.Table
@@ -255,7 +255,7 @@ def _mapping(record: Any, key: str, run: str) -> Mapping[str, Any]:
 
 
 def _removals(path: str, wanted: Any) -> Iterator[np.ndarray]:
-    """Of a table of decisions: who is removed for whom by which pass, as :data:`_REMOVAL`, in its order."""
+    """The removals in a table of decisions, as :data:`_REMOVAL`, in its order."""
     for batch in batches(path, ["doc_id", "duplicate_of", "kind"]):
         ids = keys_of(batch.column("doc_id"))
         rows = np.zeros(len(ids), [("doc_id", "S16"), ("duplicate_of", "S16"), ("kind", "S1")])

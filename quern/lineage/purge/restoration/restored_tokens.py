@@ -1,4 +1,4 @@
-"""The tokens of restored documents: encoded as the run encoded its own, and kept in the order in which they stand."""
+"""Encodes restored documents as the run encoded its own, and stores their tokens in shard order."""
 
 from __future__ import annotations
 

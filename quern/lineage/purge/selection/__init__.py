@@ -1,1 +1,1 @@
-"""Which documents a purge takes: those selected, and their duplicates."""
+"""Determines which documents a purge takes: the selected ones and those that go with them."""

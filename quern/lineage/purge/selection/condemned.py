@@ -1,4 +1,4 @@
-"""All that goes with a selection of documents: the same URLs, the same texts, what was removed for their sake.
+"""Closes a selection of documents: adds the same URLs, the same texts, and duplicates removed in their favour.
 
 The condemned are the least set that holds the selection and, with a document,
 
@@ -78,7 +78,7 @@ def condemn(
     note: Note = lambda line: None,
     rows_at_once: int = _ROWS,
 ) -> pa.Table:
-    """Everything that goes with ``wanted``: :data:`CONDEMNED_SCHEMA`, sorted by ``doc_id``. ``run``: on any store.
+    """The closure of ``wanted``: :data:`CONDEMNED_SCHEMA`, sorted by ``doc_id``. ``run``: on any store.
 
     ``duplicates``: whether what was removed in favour of a condemned document is condemned too. ``note`` takes lines
     for the person: what is wanted and not in the run, where that is no error.
@@ -109,7 +109,7 @@ def not_compared(run: str) -> int:
 def standing_decisions(
     run: str, again: pa.Table, columns: Sequence[str], rows_at_once: int = _ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Of the decisions that hold: the run's own, but where a later version decided anew (``again``)."""
+    """The decisions in force: the run's own, overridden by those of later versions (``again``)."""
     for table in read_columns(storage.join(run, DECISIONS), columns, rows_at_once):
         stand = pc.invert(pc.is_in(table["doc_id"], value_set=again["doc_id"].combine_chunks()))
         yield from table.filter(stand).combine_chunks().to_batches()
@@ -164,7 +164,7 @@ class _Keys:
         self.append(keys.take(pa.array(first)), docs.take(pa.array(first)))
 
     def since(self, place: int) -> tuple[pa.Array, pa.Array]:
-        """Those behind the first ``place``, and who brought them."""
+        """The keys after the first ``place``, and the documents that added them."""
         columns = pa.chunked_array(self.keys, self.type), pa.chunked_array(self.docs, HASH)
         keys, docs = (column.slice(place).combine_chunks() for column in columns)
         return keys, docs
@@ -207,13 +207,13 @@ class _Closure:
 
     @property
     def settled(self) -> bool:
-        """Whether every unit was looked through for every key."""
+        """Whether every unit was searched for every key."""
         return all(checked == self.counts for checked in self.checked)
 
     # ---- verdicts
 
     def sweep(self) -> None:
-        """Look through the units in turn, until one comes that has been looked through for all keys."""
+        """Search the units in turn, until one comes that has been searched for all keys."""
         first = not self.checked
         for unit, rows in enumerate(self._units()):
             if first:
@@ -319,7 +319,7 @@ class _Closure:
     # ---- decisions
 
     def follow_decisions(self) -> None:
-        """Draw in what was removed in favour of members, and in favour of that."""
+        """Add documents that were removed in favour of members, transitively."""
         while self.followed < (count := self.members.count):
             for batch in self._decisions(["doc_id", "duplicate_of"]):
                 keys, _ = self.members.since(self.followed)

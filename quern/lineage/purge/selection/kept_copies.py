@@ -1,4 +1,4 @@
-"""Near duplicates of what is purged that stay: a page that was removed as one is gone, and its text is not."""
+"""Finds kept documents whose near duplicate is purged, to warn that a similar text stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person asks to have purged: URLs, hosts, documents, what matches a benchmark, what a query finds."""
+"""Resolves the selection of a purge: URLs, hosts, documents, benchmark matches, or an SQL query."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is selected, before the run was looked at."""
+    """The selection before the run is searched."""
 
     doc_ids: frozenset[bytes] = frozenset()
     urls: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Wanted:
 
 
 def select(run: str, given: Mapping[str, Sequence[str]], *, note: Note = lambda line: None) -> Wanted:
-    """What the options of one kind select in a run. ``given``: the values of each of :data:`KINDS`.
+    """Resolve options of one kind in a run. ``given``: the values of each of :data:`KINDS`.
 
     Whether the run has what is named shows in :func:`quern.lineage.purge.selection.condemned.condemn`. ``note`` takes
     lines for the person.

@@ -1,1 +1,1 @@
-"""A run's tables as a purge reads them."""
+"""Readers of a run's tables for a purge."""

@@ -1,4 +1,4 @@
-"""Some columns of a run's tables, on any store."""
+"""Reads some columns of a run's tables, on any store."""
 
 from __future__ import annotations
 

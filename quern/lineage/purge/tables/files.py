@@ -1,4 +1,4 @@
-"""Which files a purge changed, by their SHA-256 before and after."""
+"""Records which files a purge changed, with their SHA-256 before and after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PURGE_FOLDER = ".purge"
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """A file that was rewritten, made or removed."""
+    """A file that was rewritten, created or removed."""
 
     path: str
     """Below the run; of a training run's file, where it stands."""
@@ -50,7 +50,7 @@ def _checksum(run: str, path: str) -> str | None:
 
 
 def changes_since(run: str, before: Mapping[str, str]) -> Iterator[Change]:
-    """What became of those files, by path; one that has its bytes still is left out."""
+    """The changes of those files, by path; unchanged ones are left out."""
     paths = sorted(before)
     now = storage.each(lambda path: _checksum(run, path), paths, run)
     for path, after in zip(paths, now, strict=True):

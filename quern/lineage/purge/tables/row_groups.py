@@ -1,4 +1,4 @@
-"""A run's Parquet tables on any store, read a row group at a time; what is damaged is an error that names the file."""
+"""Reads a run's Parquet tables one row group at a time, on any store; errors name the damaged file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a run's tables by doc_id, on any store, a bounded number at a time."""
+"""Reads rows of a run's tables by doc_id, in bounded batches, on any store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the verdict tables as the closure looks at them: identity, URL, text and what dropped them."""
+"""Reads the columns of the verdict tables that the closure needs: identity, URL, text hash, and the failed gate."""
 
 from __future__ import annotations
 

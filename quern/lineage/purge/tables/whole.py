@@ -1,4 +1,4 @@
-"""Whether a run has the tables that a purge goes by: what is selected from a part of them is purged in part."""
+"""Checks that a run has all tables that a purge needs, since a partial table would give a partial purge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAY_ON = "nothing is purged, since what only this file names would be passed ov
 
 
 def require_verdicts(run: str) -> None:
-    """Refuse a run in which a committed table of verdicts, or of what was decided about duplicates, is missing.
+    """Raise if a committed table of verdicts or of duplicate decisions is missing.
 
     On a local disk each must have its committed SHA-256, too; from a store they would have to be read twice.
 

@@ -1,1 +1,1 @@
-"""A checkpoint on disk: its manifest, files, metadata, and the state in it."""
+"""A checkpoint on disk: its manifest, files, metadata and state."""

@@ -1,4 +1,4 @@
-"""DCP's files read with checked metadata, and written by one process, with errors people can read.
+"""Reads DCP's files with checked metadata, and writes them from one process, with readable errors.
 
 DCP's own on-disk format is kept, so torch's tools read these checkpoints too, and DCP's planner says which rank reads
 what. What it trusts or leaves out is replaced: every file's SHA-256 is taken from the bytes as they are written, files

@@ -1,4 +1,4 @@
-"""Tensor files, in DCP's format: one ``torch.save`` record after the other, hashed as they are written, and synced.
+"""Writes tensor files in DCP's format, consecutive ``torch.save`` records, hashed while written, and synced.
 
 What a file holds is told in plain numbers (:class:`TensorFile`), so that another process can write it from memory that
 it shares with the trainer. Files are bounded: a transfer that broke off is taken up again file by file.
@@ -27,7 +27,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A contiguous piece of a tensor, and where it lies in a snapshot."""
+    """A contiguous piece of a tensor, and its position in a snapshot."""
 
     dtype: str
     """``float32``."""
@@ -37,14 +37,14 @@ class StoredTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """As torch has it."""
+        """The torch dtype."""
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype)
         return found
 
     @property
     def num_bytes(self) -> int:
-        """Of the values alone."""
+        """The size of the values alone."""
         count = self.torch_dtype.itemsize
         for size in self.sizes:
             count *= size
@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """First aligned byte behind it."""
+        """The first aligned byte after the piece."""
         return -(-(self.offset + self.num_bytes) // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: staging names, publish, replace, remove, recovery, one writer at a time.
+"""Atomic folders: staging names, publish, replace, remove, recovery, and a lock for one writer at a time.
 
 A checkpoint is written in ``.step_00001000.<random>.tmp`` and renamed. When its step already stands (the run was rolled
 back past it), the standing folder is first renamed to ``.step_00001000.<random>.replaced``; a crash between the two
@@ -49,7 +49,7 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> None:
-    """Give the complete, synced folder ``staged`` its name.
+    """Rename the complete, synced folder ``staged`` to its final name.
 
     Raises:
         InputError: ``final`` is there and ``replace`` is false.
@@ -76,7 +76,7 @@ def publish_folder(staged: str, final: str, token: str, *, replace: bool) -> Non
 
 
 def remove_folder(path: str, token: str) -> None:
-    """Remove a folder; it loses its name before its first file goes."""
+    """Remove a folder; it is renamed before its first file is removed."""
     name = os.path.basename(path)
     match = _LEFTOVER.fullmatch(name)
     if match and match["kind"] == "tmp":
@@ -139,5 +139,5 @@ class FolderLock:
         return ""
 
     def close(self) -> None:
-        """Let the lock go."""
+        """Release the lock."""
         self._file.close()

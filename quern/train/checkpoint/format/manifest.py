@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``. Imports no torch: listing and verifying stay cheap.
+"""The manifest of a checkpoint, ``manifest.json``. Imports no torch, so that listing and verifying stay cheap.
 
 A checkpoint is a folder ``RUN/checkpoints/step_00001000/`` with DCP's files of tensors (or ``places.json``, which says
 on which nodes they are), DCP's ``.metadata``, the resolved ``config.yaml``, the encoding's ranks file, the run's ledger
@@ -86,7 +86,7 @@ def read_manifest(path: str) -> Manifest:
 def check_files(
     path: str, manifest: Manifest, *, hashes: bool, mine: Callable[[str], bool] = lambda name: True
 ) -> list[Problem]:
-    """What is wrong with the files of the checkpoint at ``path``, in the manifest's order; empty when nothing is.
+    """The problems with the files of the checkpoint at ``path``, in the manifest's order; empty if none.
 
     ``hashes`` compares SHA-256 besides presence and size; ``mine`` selects the files to look at.
     """
@@ -100,7 +100,7 @@ def is_tensor_file(name: str) -> bool:
 
 
 def check_file(folder: str, name: str, record: FileRecord, *, hashes: bool) -> Problem | None:
-    """What is wrong with one file, if anything."""
+    """The problem with one file, if any."""
     file = os.path.join(folder, name)
     try:
         size = os.stat(file).st_size
@@ -143,7 +143,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the checkpoint must be."""
+    """The expected size and checksum of a file of the checkpoint."""
 
     sha256: str
     size: int
@@ -151,7 +151,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class EncodingInfo:
-    """The encoding whose ids the embedding's rows are."""
+    """The encoding to whose ids the embedding's rows belong."""
 
     name: str
     vocab_size: int
@@ -162,7 +162,7 @@ class EncodingInfo:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands after a step."""
+    """The position of a run after a step."""
 
     data_step: int
     """The next data step."""
@@ -178,7 +178,7 @@ class Position:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What every checkpoint of a run records besides its position."""
+    """Facts that every checkpoint of a run records besides its position."""
 
     shape: ModelShape
     layout: Mapping[str, int]
@@ -296,7 +296,7 @@ class Manifest:
 
 
 def as_json(value: Scalar) -> Scalar | str:
-    """As JSON has it; a number that it has not is a text."""
+    """Plain JSON data; a number that JSON cannot express becomes text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

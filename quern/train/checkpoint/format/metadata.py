@@ -1,4 +1,4 @@
-"""DCP's ``.metadata`` read without trusting it.
+"""Reads DCP's ``.metadata`` without unpickling anything but plain records.
 
 The file is a pickle, and a pickle may name any function to call. Here every record class it names becomes an inert
 holder of its state, made for this one read; only element types (``torch.float32`` …) are looked up in torch. What the

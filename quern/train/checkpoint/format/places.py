@@ -1,4 +1,4 @@
-"""Where the tensor files of a checkpoint lie when the run keeps them on its nodes' own disks: ``places.json``.
+"""``places.json``: on which nodes' disks the tensor files of a checkpoint are.
 
 The file stands beside the manifest, which does not name it: the same checkpoint fetched into one folder, or in a store,
 has none. Imports no torch.
@@ -47,7 +47,7 @@ class Place:
 
 
 def read_places(checkpoint: str) -> tuple[Place, ...] | None:
-    """The places of the checkpoint's tensor files; None where they lie beside the manifest.
+    """The locations of the checkpoint's tensor files; None if they are beside the manifest.
 
     Raises:
         InputError: the file is damaged, with its name and the field.
@@ -96,7 +96,7 @@ def elsewhere(checkpoint: str) -> frozenset[str]:
 
 
 def beside(checkpoint: str) -> Callable[[str], bool]:
-    """Selects by name the files that are to be in the checkpoint's own folder.
+    """A filter by name for the files that belong in the checkpoint's own folder.
 
     Raises:
         InputError: as :func:`read_places`.
@@ -106,12 +106,12 @@ def beside(checkpoint: str) -> Callable[[str], bool]:
 
 
 def in_order(places: Sequence[Place], name: str) -> list[Place]:
-    """Where to look for a file: the folders that list it first, for the others may have been given it since."""
+    """Folders to search for a file: those that list it first, since the others may have received it later."""
     return sorted(places, key=lambda place: name not in place.files)
 
 
 def check_together(checkpoint: str) -> None:
-    """Refuse a checkpoint whose tensor files are not all in its own folder.
+    """Raise unless all tensor files of a checkpoint are in its own folder.
 
     Raises:
         InputError: saying where they are; or as :func:`read_places`.

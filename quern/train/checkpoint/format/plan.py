@@ -1,4 +1,4 @@
-"""Which piece of which tensor each rank writes, and into which of its files: agreed once, then remembered.
+"""Plans which rank writes which piece of which tensor into which file; agreed once, then cached.
 
 A plan depends on names, sizes and placement alone. Each save compares this rank's own part with that of the last save,
 and only when it has changed somewhere do the ranks plan anew, together.
@@ -28,14 +28,14 @@ Places = Mapping[MetadataIndex, _StorageInfo]
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank writes."""
+    """The pieces and files that this rank writes."""
 
     files: tuple[TensorFile, ...]
     items: tuple[WriteItem, ...]
     """Of all files in turn."""
 
     def places(self, written: Mapping[str, Written]) -> dict[MetadataIndex, _StorageInfo]:
-        """Where every piece lies."""
+        """The position of every piece."""
         spots = [(file.name, *place) for file in self.files for place in written[file.name].places]
         return {item.index: _StorageInfo(*spot) for item, spot in zip(self.items, spots, strict=True)}
 
@@ -98,7 +98,7 @@ class Planner:
         return [self.fetch(number) for number in range(len(self._plan.items))]
 
     def fetch(self, number: int) -> torch.Tensor:
-        """One of them."""
+        """Fetch one of the pieces."""
         assert self._planner is not None
         assert self._plan is not None
         found = self._planner.resolve_data(self._plan.items[number])
@@ -106,7 +106,7 @@ class Planner:
         return found
 
     def report(self, written: Mapping[str, Written]) -> Places | None:
-        """Where this rank's pieces lie, for :meth:`metadata` on rank 0; None: where they lay the last time."""
+        """The positions of this rank's pieces, for :meth:`metadata` on rank 0; None: unchanged since the last save."""
         assert self._plan is not None
         places = self._plan.places(written)
         known, self._sent = places == self._sent, places

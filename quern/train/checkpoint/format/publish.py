@@ -1,4 +1,4 @@
-"""What makes a staging folder a checkpoint: the small files beside the tensors, and the manifest, last."""
+"""Publishes a staging folder as a checkpoint: writes the small files beside the tensors, and the manifest last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read by one process in slices of bounded size.
+"""Reads the tensors of a checkpoint in one process, in slices of bounded size.
 
 DCP reads a stored chunk as a whole, and a chunk may be a whole embedding. Here the record that ``torch.save`` wrote is
 located inside its file, and only the wanted run of elements is read. So memory depends neither on the model nor on how

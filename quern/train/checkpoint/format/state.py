@@ -1,4 +1,4 @@
-"""What of a training run lies in a checkpoint's tensors, under names that no layout changes.
+"""The state of a training run as checkpoint tensors, under names that do not depend on the layout.
 
 ``model.<name>`` are parameters and persistent buffers by global name, ``optimizer.state.<name>.exp_avg`` and
 ``.exp_avg_sq`` AdamW's moments, ``optimizer.step`` its one step counter, ``extra.<name>`` small tensors that are equal
@@ -42,7 +42,7 @@ EXTRA = "extra."
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything of a run that changes with training and lives in memory."""
+    """All state of a run that changes during training and is in memory."""
 
     model: nn.Module
     """This rank's part of it: plain, wrapped by DDP, sharded by FSDP2, split over ranks, or some stages of it."""
@@ -182,7 +182,7 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:
-    """Whether weights of one shape are a model of another; ``vocab_multiple`` may differ.
+    """Check that weights of one shape fit a model of another; ``vocab_multiple`` may differ.
 
     Raises:
         InputError: naming ``file`` and the field.
@@ -194,7 +194,7 @@ def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:
 
 
 def check_encoding(file: str, found: EncodingInfo | None, expected: EncodingInfo) -> None:
-    """Whether the rows of the embedding stand for the ids of the data; weights whose encoding is not known pass.
+    """Check that the embedding's rows belong to the data's ids; weights of unknown encoding pass.
 
     Raises:
         InputError: naming ``file`` and the field. Two vocabularies of one size are still two.

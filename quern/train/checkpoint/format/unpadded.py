@@ -1,4 +1,4 @@
-"""The vocabulary's padding never reaches a checkpoint.
+"""Removes the vocabulary's padding from tensors on saving, and restores it on loading.
 
 ``embed.weight`` and ``head.weight``, and their moments, have ``padded_vocab_size`` rows in memory, on one rank or cut
 into DTensor shards, and ``vocab_size`` rows in a checkpoint. The save planner clips every chunk at the last real row

@@ -1,4 +1,4 @@
-"""The tensor files of a run's checkpoints on a node's own disk: ``ROOT/step_00001000/<file>``.
+"""The tensor files of checkpoints on a node's own disk: ``ROOT/step_00001000/<file>``.
 
 A folder's name says nothing about being whole: a checkpoint exists once its manifest stands in the run's folder, and
 every file is judged by the manifest's checksum.
@@ -32,21 +32,21 @@ class Disk:
         recover(self.root, uuid.uuid4().hex)
 
     def folder(self, step: int) -> str:
-        """Where the files of a step are."""
+        """The folder with the files of a step."""
         return os.path.join(self.root, checkpoint_name(step))
 
     def staging(self, step: int, token: str) -> str:
-        """Where they are written."""
+        """The folder in which the files of a step are written."""
         return staging_path(self.folder(step), token)
 
     def stage(self, step: int, token: str) -> str:
-        """Make that folder, if another rank has not yet; return it."""
+        """Make the staging folder unless another rank has; return it."""
         staged = self.staging(step, token)
         os.makedirs(staged, exist_ok=True)
         return staged
 
     def settle(self, step: int, token: str, names: Iterable[str]) -> None:
-        """Give one rank's written files their place, durably, over files of the same name."""
+        """Move one rank's written files to their final place durably, over files of the same name."""
         staged, final = self.staging(step, token), self.folder(step)
         os.makedirs(final, exist_ok=True)
         for name in names:
@@ -66,7 +66,7 @@ class Disk:
         return sorted(int(name.removeprefix("step_")) for name in names if FOLDER.fullmatch(name))
 
     def remove(self, steps: Collection[int]) -> None:
-        """Remove the files of these steps, as far as they are here.
+        """Remove the local files of these steps.
 
         Raises:
             OSError: a folder could not be removed; the others are.

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and under which address the machines reach each other."""
+"""Finds which ranks share a machine, and the addresses by which machines reach each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Whether this is its node's lowest rank, which does what is done once a node."""
+        """Whether this is its node's lowest rank, which does the work needed once per node."""
         return self.of_rank.index(self.mine) == self.rank
 
     def ranks(self, node: int) -> tuple[int, ...]:

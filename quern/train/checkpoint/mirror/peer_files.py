@@ -1,4 +1,4 @@
-"""The checkpoint files on a node's disk, as other nodes may see and complete them.
+"""The checkpoint files on a node's disk that other nodes may read and complete.
 
 Below one root lie folders ``step_00001000`` with files of plain names; nothing else is looked at, and no link is
 followed. A file that another node sends is written as ``ROOT/.step_00001000.mirror/NAME.SHA256.part`` and renamed into
@@ -159,14 +159,14 @@ class Root:
                 del self._hashes[next(iter(self._hashes))]
 
     def standing(self, folder: str, name: str, sha256: str) -> int | None:
-        """Size in bytes of the file when it is here with this content; else None."""
+        """The size in bytes of the file if it exists here with this content; else None."""
         with suppress(RefusedError):
             size, found = self.sha256(folder, name)
             return size if found == sha256 else None
         return None
 
     def received(self, folder: str, name: str, sha256: str) -> int:
-        """How many bytes of a file whose connection broke are here to go on from; 0 while another sender is at it."""
+        """The number of bytes received of an interrupted file, to resume from; 0 while another sender is active."""
         if (folder, name, sha256) in self._receiving:
             return 0
         try:

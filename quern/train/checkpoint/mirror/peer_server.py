@@ -1,4 +1,4 @@
-"""Serves the checkpoint files on a node's disk to the other nodes: whole files over HTTP/1.1, out and in.
+"""HTTP/1.1 server through which other nodes read and write the checkpoint files on a node's disk.
 
 One process a node: ``python -m quern.train.checkpoint.mirror.peer_server --root ROOT --host H --port P``. It reads the
 token, 64 hex digits, as the first line of its standard input, where no other user sees it, prints ``{"port": n}``, and

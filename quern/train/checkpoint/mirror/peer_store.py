@@ -1,4 +1,4 @@
-"""The disk of another node as a place where checkpoint files are put: the mirror of this node's.
+"""Another node's disk as a target for checkpoint files: the mirror of this node's.
 
 The other node's :mod:`.peer_server` takes the files. It keeps no manifests: those lie where all nodes see them.
 """
@@ -78,7 +78,7 @@ class PeerStore:
         rate: Rate | None = None,
         progress: Callable[[int], object] = lambda n: None,
     ) -> None:
-        """Put the local file ``path`` there; what stands there already is not sent, what broke off is gone on with.
+        """Copy the local file ``path`` there; existing files are not sent, interrupted ones are resumed.
 
         Args:
             progress: called with the size of each piece before it is sent; an error it raises ends the transfer.

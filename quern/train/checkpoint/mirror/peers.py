@@ -1,4 +1,4 @@
-"""Checkpoint files from and to the disks of other nodes; :mod:`.peer_server` is the other side.
+"""HTTP client for checkpoint files on other nodes' disks; :mod:`.peer_server` is the server.
 
 A file is hashed while it moves, and only bytes with the SHA-256 of its record get its name, here and there. A transfer
 that breaks goes on where it was, a transfer with wrong bytes begins anew, both a bounded number of times. Imports no
@@ -255,7 +255,7 @@ class _Download:
         self.state, self.has = hashlib.sha256(), 0
 
     def attempt(self) -> None:
-        """Read on from where the last attempt broke."""
+        """Resume reading where the last attempt broke."""
         headers = {"Range": f"bytes={self.has}-"} if self.has else {}
         with self.peer._request("GET", self.target, headers) as response:
             self.peer._expect(response, 200, 206)
@@ -333,7 +333,7 @@ class ServerProcess:
             raise QuernError(f"{root}: the server of this node's checkpoint files did not start") from None
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Find a whole copy of every file of a checkpoint among the disks that hold some, and bring back what none holds.
+"""Finds a complete copy of each file of a checkpoint among the nodes' disks, and restores files that none has.
 
-All ranks take each step together and work out the same assignment, so that every file is hashed once where that is
-enough, and the reading is spread over disks and ranks. A *site* is a folder that some ranks see: all that of the run,
-those of a node its own.
+All ranks take each step together and compute the same assignment, so that every file is hashed once where that
+suffices, and the reading is spread over disks and ranks. A *site* is a folder that some ranks see: the run's folder
+(all ranks) or a node's (its ranks).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Fetch = Callable[[str, FileRecord, str], object]
 
 @dataclass(frozen=True)
 class Sites:
-    """The ranks that see each folder."""
+    """The folders and the ranks that see each of them."""
 
     ranks: tuple[tuple[int, ...], ...]
     mine: int
@@ -41,7 +41,7 @@ class Sites:
         return {rank: site for site, ranks in enumerate(self.ranks) for rank in ranks}
 
     def writer(self, name: str) -> int:
-        """The rank that keeps a file, if any copy will do: the one that would write a file of this name."""
+        """The rank that keeps a file if any copy will do: the one that would write it."""
         match = _OWN.fullmatch(name)
         return int(match[1]) % len(self._of) if match else 0
 
@@ -52,7 +52,7 @@ class Sites:
 
 @dataclass
 class Found:
-    """Where whole copies are; the same on every rank."""
+    """The locations of complete copies; the same on every rank."""
 
     holders: dict[str, int] = field(default_factory=dict)
     """The site of one whole copy by file."""
@@ -60,7 +60,7 @@ class Found:
     """Of every copy that is not whole, by file."""
 
     def missing(self, names: Collection[str]) -> list[Problem]:
-        """What is wrong with the files that are nowhere whole: of each the last thing that was tried."""
+        """The problems with files that have no complete copy: for each the last one that was tried."""
         return [problem for name in names if name not in self.holders for problem in self.problems.get(name, [])]
 
 
@@ -73,7 +73,7 @@ def find_whole(
     hashes: bool,
     fetch: Fetch | None = None,
 ) -> Found:
-    """Find a whole copy of each of ``records`` in the sites' folders; where there is none, ``fetch`` it. Collective.
+    """Find a complete copy of each of ``records`` in the sites' folders; ``fetch`` those that have none. Collective.
 
     Args:
         folder: this rank's site's.

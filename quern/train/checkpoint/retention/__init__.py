@@ -1,1 +1,1 @@
-"""When a run saves, and which checkpoints stay."""
+"""When a run saves, and which checkpoints are kept."""

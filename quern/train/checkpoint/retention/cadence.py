@@ -1,4 +1,4 @@
-"""How often to save: the interval that wastes the least time, from what a save costs and how often the job fails.
+"""Chooses the save interval that wastes least time, from the cost of a save and the failure rate.
 
 Young (1974) and Daly (2006) for a save that blocks; here also for one that is written in the background and counts
 only once it is published. The mean time between failures is configured or derived from the ledger
@@ -122,7 +122,7 @@ def _optimum(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class Mtbf:
-    """The mean time between failures of the whole job, and where it is from."""
+    """The mean time between failures of the whole job, and its origin."""
 
     seconds: float
     source: Literal["configured", "observed", "assumed"]
@@ -204,7 +204,7 @@ def estimate_mtbf(
 
 @dataclass(frozen=True)
 class Decision:
-    """When to save next, and every number that led to it. ``str`` gives one line."""
+    """The next save interval, and every number it was computed from. ``str`` gives one line."""
 
     steps: int
     """Optimizer steps between saves, ≥ 1."""
@@ -267,15 +267,15 @@ class Cadence:
         self._steps: int | None = None
 
     def observe_step(self, seconds: float) -> None:
-        """A step took so long, its saves not counted."""
+        """Record the duration of a step without its saves."""
         self._figures["step"].append(_check("step_s", seconds, above=True))
 
     def observe_save(self, stall_s: float) -> None:
-        """A save made training wait, or lose, so long."""
+        """Record how long a save made training wait, or lose."""
         self._figures["cost"].append(_check("cost_s", stall_s))
 
     def observe_publish(self, delay_s: float) -> None:
-        """A checkpoint was published so long after its save began."""
+        """Record the time from the start of a save to its publication."""
         self._figures["delay"].append(_check("delay_s", delay_s))
 
     def next_interval(self) -> Decision:
@@ -322,7 +322,7 @@ class Cadence:
         return state if self._steps is None else state | {"steps": self._steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`.
+        """Restore a :meth:`state`.
 
         Raises:
             InputError: the field that is none of a state; nothing has changed.

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are removed, and their removal."""
+"""Decides which checkpoints of a run to remove, and removes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keep:
-    """What a run keeps."""
+    """Which checkpoints a run keeps."""
 
     run_dir: str
     last: int
@@ -48,7 +48,7 @@ def prune(keep: Keep) -> list[str]:
     rows, whole = [], False
     for checkpoint in newest_first:
         left = _left(keep.run_dir, checkpoint)
-        sound = not whole and not left and _is_whole(checkpoint, keep.published)  # behind it nobody needs to know
+        sound = not whole and not left and _is_whole(checkpoint, keep.published)  # older ones need no check
         whole = whole or sound
         rows.append((checkpoint.step, left, sound))
     stay = kept(rows, keep.last, keep.every, keep.steps)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the rule, and what it means for a run that lies there and for its store.
+"""The rule by which checkpoints of a run and of its store are kept.
 
 Imports no torch.
 """
@@ -26,7 +26,7 @@ def kept(
     keep_every: int | None,
     protected: Collection[int] = (),
 ) -> set[int]:
-    """The steps whose checkpoints stay.
+    """The steps whose checkpoints are kept.
 
     ``checkpoints``: step, whether it lies on a branch that was left, and whether it is whole. Those of the branch the
     run is on *count*. What stays: the newest ``keep_last`` that count, the newest that counts and is whole, multiples
@@ -45,7 +45,7 @@ def kept(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint, and whether it stays."""
+    """A checkpoint, and whether it is kept."""
 
     checkpoint: Checkpoint
     size: int

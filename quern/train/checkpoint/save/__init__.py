@@ -1,1 +1,1 @@
-"""A save: snapshot, writing in the background, publication."""
+"""Saving a checkpoint: snapshot, background write, publication."""

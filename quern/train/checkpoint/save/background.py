@@ -1,4 +1,4 @@
-"""Who does the work of a save: this thread, another one, or another process. One thing at a time, asked and answered.
+"""Executes a save's work in this thread, another thread or another process, one request at a time.
 
 The process is started with the run, so that it is warm at the first save: it imports torch, maps the snapshots' memory
 and touches its pages. It joins no collective and holds no GPU. It ends when its trainer does, since that closes its
@@ -38,33 +38,33 @@ _GRACE_S = 5.0
 
 
 class Background(Protocol):
-    """Does one thing after the other; :meth:`result` of each is asked for before the next one begins."""
+    """Executes one action at a time; the :meth:`result` of each is requested before the next one begins."""
 
     memory: Memory | None
     """For snapshots; None: there are none, pieces are fetched from where they are."""
 
     def lay_out(self, files: Sequence[TensorFile]) -> None:
-        """Which files are written from now on."""
+        """Set the files to be written from now on."""
 
     def write(self, folder: str, fetch: Fetch) -> None:
-        """Begin :meth:`Work.write`."""
+        """Start :meth:`Work.write`."""
 
     def publish(self, asked: Publication) -> None:
-        """Begin :meth:`Work.publish`."""
+        """Start :meth:`Work.publish`."""
 
     @property
     def idle(self) -> bool:
         """Whether :meth:`result` would return at once."""
 
     def result(self) -> Any:
-        """Of what was begun last, once it is done. Raises what went wrong, as QuernError."""
+        """The result of the last action, once it is done. Raises what went wrong, as QuernError."""
 
     def close(self) -> None:
-        """End, and return when nothing is written any more."""
+        """Stop, and return when nothing is written any more."""
 
 
 class Inline:
-    """Does everything at once, in the caller's thread."""
+    """Executes everything synchronously in the caller's thread."""
 
     memory: Memory | None = None
     idle = True
@@ -86,11 +86,11 @@ class Inline:
         return _value(self._outcome)
 
     def close(self) -> None:
-        """Nothing is in work."""
+        """Do nothing: there is no background work."""
 
 
 class Thread:
-    """Does everything in a thread of this process."""
+    """Executes everything in a thread of this process."""
 
     def __init__(self) -> None:
         self.memory: Memory | None = Memory()
@@ -121,7 +121,7 @@ class Thread:
         return _value(self._answers.get())
 
     def close(self) -> None:
-        """What is in work is finished: a thread cannot be ended, and nobody may tidy up below it."""
+        """Wait for the current work: a thread cannot be killed, and its files must not be cleaned up meanwhile."""
         self._asked.put(None)
         self._thread.join()
 

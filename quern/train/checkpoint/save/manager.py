@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved (:mod:`.saving`), found, loaded and pruned, by all its ranks together."""
+"""Saves (:mod:`.saving`), finds, loads and prunes the checkpoints of a run, on all ranks together."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _LoadPlan:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load brought besides the model and the optimizer."""
+    """The results of a load besides the model and the optimizer."""
 
     manifest: Manifest
     extra: Mapping[str, torch.Tensor]
@@ -169,13 +169,13 @@ class CheckpointManager:
         self.close()
 
     def prepare(self, state: TrainState) -> None:
-        """Make ready for the first save, before it is due: the plan, the background's memory."""
+        """Prepare the first save before it is due: the plan, the background's memory."""
         self._saving.prepare(state)
 
     def begin(
         self, step: int, state: TrainState, position: Position, keep: Keep | None = None, last: bool = False
     ) -> None:
-        """Begin to save the state after ``step`` optimizer steps, of which nothing may change before :meth:`copied`.
+        """Start saving the state after ``step`` optimizer steps; nothing of it may change before :meth:`copied`.
 
         A checkpoint of the same step that stands already belongs to a branch the run has left; it is replaced.
         ``keep``: what is removed once this one stands. ``last``: the run saves no other.
@@ -191,19 +191,19 @@ class CheckpointManager:
         return self._saving.in_flight
 
     def copied(self) -> None:
-        """Return when the state may change; not collective."""
+        """Wait until the state may change; not collective."""
         self._saving.copied()
 
     def progress(self) -> Progress:
-        """What this rank adds to the sum that :meth:`heard` is told; not collective."""
+        """This rank's summand of the total that :meth:`heard` receives; not collective."""
         return self._saving.progress()
 
     def heard(self, total: Progress) -> Outcome | None:
-        """Go on with the save in flight, by the sum of what all ranks said in one step; how it ended, if it has."""
+        """Advance the save in flight, by the sum of all ranks' progress in one step; return how it ended, if it has."""
         return self._remember(self._saving.heard(total))
 
     def finish(self) -> Outcome | None:
-        """Wait for the save in flight; how it ended, if there was one."""
+        """Wait for the save in flight; return how it ended, if there was one."""
         return self._remember(self._saving.finish())
 
     def _remember(self, outcome: Outcome | None) -> Outcome | None:
@@ -350,11 +350,11 @@ class CheckpointManager:
         return Loaded(plan.manifest, plan.extra)
 
     def take_up(self, checkpoint: Checkpoint | None) -> None:
-        """Go on with what the last start left to be moved; ``checkpoint``: where the run goes on from."""
+        """Resume moving files that the last start left; ``checkpoint``: where the run resumes from."""
         self._tiers.take_up(checkpoint)
 
     def finish_moving(self, hurry: bool = False) -> None:
-        """Wait until the checkpoints are where they go, the next node's disk and the store, or the time is up."""
+        """Wait until the files have reached the next node's disk and the store, or the time is up."""
         self._tiers.finish(hurry)
 
     def keep(self, steps: Iterable[int] = ()) -> Keep:

@@ -1,4 +1,4 @@
-"""What trainer and writer process say to each other: one JSON document a line.
+"""Messages between trainer and writer process: one JSON document per line.
 
 ``{"lay_out": files}`` has no answer. ``{"write": folder}`` and ``{"publish": …}`` are answered by ``{"done": …}`` or
 ``{"failed": text}``.

@@ -1,4 +1,4 @@
-"""When a run saves, what its saves cost, and what the ledger says of them.
+"""Schedules a run's saves, measures their cost, and records them in the ledger.
 
 The loop tells of each step and asks what is due; :mod:`.manager` does it. ``checkpoint.interval: auto`` follows
 :class:`quern.train.checkpoint.retention.cadence.Cadence`, fed with what saves cost here; rank 0 decides, and tells the
@@ -62,7 +62,7 @@ class Saves:
             self._cadence = Cadence(mtbf, max_interval_s=self.config.max_interval_s)
 
     def restore(self, scalars: Mapping[str, object]) -> None:
-        """Remember what saves have cost, from the manifest of the checkpoint the run goes on from.
+        """Restore the measured costs of saves from the manifest of the checkpoint that the run resumes from.
 
         What another version has left there and this one cannot read is measured anew, with a warning.
         """
@@ -76,7 +76,7 @@ class Saves:
                 )
 
     def prepare(self, state: TrainState) -> None:
-        """Before the first step: plan, and have memory ready. Collective."""
+        """Plan and allocate memory before the first step. Collective."""
         self.checkpoints.prepare(state)
         self._plan_next()
 
@@ -97,21 +97,21 @@ class Saves:
         return decision.steps
 
     def due(self, done: int) -> bool:
-        """Whether the interval says so, after ``done`` steps."""
+        """Whether a save is due by the interval after ``done`` steps."""
         return self._next is not None and done >= self._next and self.saved != done
 
     def progress(self) -> Progress:
-        """What this rank has to say of the save in flight, for :meth:`heard`."""
+        """This rank's progress of the save in flight, for :meth:`heard`."""
         return self.checkpoints.progress()
 
     def copied(self) -> None:
-        """Before weights change."""
+        """Wait for the copy of the state; call it before weights change."""
         if self.checkpoints.in_flight:
             with self._stalls():
                 self.checkpoints.copied()
 
     def heard(self, total: Progress) -> None:
-        """What all ranks together said in one step. Collective where the save goes on.
+        """Process the progress of all ranks in one step. Collective where the save goes on.
 
         Raises:
             QuernError: too many saves have failed.
@@ -122,7 +122,7 @@ class Saves:
             self._ended(outcome)
 
     def step(self, step: int, healthy: bool, seconds: float) -> None:
-        """How a step was; on rank 0."""
+        """Record a step's duration; on rank 0."""
         self.watch.health(step, healthy)
         self._note_good()
         if self._cadence is not None and seconds > 0:
@@ -173,7 +173,7 @@ class Saves:
             return self.checkpoints.finish()
 
     def scalars(self) -> dict[str, float | int]:
-        """For the manifest: what saves have cost."""
+        """The measured costs of saves, for the manifest."""
         state = {} if self._cadence is None else self._cadence.state()
         return {_CADENCE + name: value for name, value in state.items()}
 

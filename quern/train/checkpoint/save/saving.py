@@ -1,14 +1,14 @@
-"""A save from its begin to its publication, in steps that all ranks take together, with the training loop between.
+"""One asynchronous save from start to publication, in steps that all ranks take together during training.
 
 1. :meth:`Saving.begin`: rank 0 makes a staging folder under a random name; the ranks agree on the plan; each begins to
    copy its pieces into memory.
 2. :meth:`Saving.copied`, before the next update of the weights: returns when the copy is complete.
-3. Each rank's background writes, syncs and hashes its files, and joins no collective. :meth:`Saving.progress` says how
-   far it is; the numbers travel with the step's loss, so that all ranks hear of the last one's end at the same step.
+3. Each rank's background writes, syncs and hashes its files, and joins no collective. :meth:`Saving.progress` is
+   reduced with the step's loss, so that all ranks learn at the same step that the last one is done.
 4. :meth:`Saving.heard`: the checksums are gathered, and rank 0's background writes the manifest and renames the folder.
-   Until then there is no checkpoint, from then on there is a whole one.
+   Until then there is no checkpoint; afterwards there is a complete one.
 
-One save is in flight. A failure on one rank is a failure on all, and leaves nothing.
+At most one save is in flight. A failure on one rank fails the save on all, and leaves no files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank says of the save in flight, in numbers that may be added up over ranks."""
+    """A rank's progress of the save in flight, in numbers that can be summed over ranks."""
 
     ended: int = 0
     """Its part is written, or has failed."""
@@ -128,7 +128,7 @@ class Saving:
         return self._now is not None
 
     def prepare(self, state: TrainState) -> None:
-        """Plan, and have the background get the memory, before the first save is due."""
+        """Plan, and let the background allocate memory, before the first save is due."""
         self._plan_for(self._agreement.own(lambda: view_tensors(state)))
 
     def _plan_for(self, view: TensorView) -> Plan:
@@ -202,7 +202,7 @@ class Saving:
             now.copy_error = error
 
     def copied(self) -> None:
-        """Return when the state may change. A copy that failed is a save that fails."""
+        """Wait until the state may change. A copy that failed is a save that fails."""
         if self._snapshot is None or self._now is None:
             return
         try:
@@ -211,7 +211,7 @@ class Saving:
             self._now.copy_error = error
 
     def progress(self) -> Progress:
-        """Of this rank, now."""
+        """This rank's present progress."""
         now = self._now
         if now is None or not (now.copy_error is not None or self._background.idle):
             return Progress()
@@ -220,7 +220,7 @@ class Saving:
         return Progress(published=int(self._agreement.rank == 0))
 
     def heard(self, total: Progress) -> Outcome | None:
-        """Go on with the save, by what the ranks said in the same step, added up: the same on every rank.
+        """Advance the save by the sum of all ranks' progress in one step: the same on every rank.
 
         Returns how it ended, if it has.
         """
@@ -344,7 +344,7 @@ class Saving:
         return Outcome(Checkpoint(now.step, now.final), None, tuple(removed), stored)
 
     def close(self) -> None:
-        """End the background; a save in flight is lost, and tidied away by the next trainer."""
+        """Stop the background; a save in flight is lost, and cleaned up by the next trainer."""
         if self._snapshot is not None:
             with suppress(Exception):
                 self._snapshot.join()

@@ -1,4 +1,4 @@
-"""A copy of a rank's tensors in memory, so that training goes on while they are written.
+"""Copies a rank's tensors in memory, so that training continues while they are written.
 
 The memory is kept from save to save: its pages are touched once, and copying runs at the speed of memory. For another
 process to write from, it is an anonymous file that both map (``memfd``); nothing is left of it when both are gone.
@@ -25,7 +25,7 @@ _SHARED_FOLDER = "/dev/shm"
 
 
 class Memory:
-    """Bytes that hold tensors, of this process alone, or mapped from a descriptor that another has too."""
+    """Memory for tensors, of this process alone, or mapped from a descriptor shared with another."""
 
     def __init__(self, descriptor: int | None = None, *, shared: bool = False) -> None:
         self.descriptor = _anonymous_file() if descriptor is None and shared else descriptor
@@ -35,11 +35,11 @@ class Memory:
 
     @property
     def size(self) -> int:
-        """Bytes that are mapped."""
+        """The number of mapped bytes."""
         return 0 if self._map is None else len(self._map)
 
     def grow(self, size: int, *, pin: bool = False) -> None:
-        """Have at least ``size`` bytes, registered with CUDA for ``pin``; what was in them is of no more use.
+        """Allocate at least ``size`` bytes, registered with CUDA for ``pin``; the previous content is lost.
 
         Raises:
             OSError: there is not so much memory, or CUDA does not take it.
@@ -72,7 +72,7 @@ class Memory:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.offset).view(stored.sizes)
 
     def close(self) -> None:
-        """Let it go."""
+        """Release the memory."""
         self._drop()
         if self._owned and self.descriptor is not None:
             os.close(self.descriptor)
@@ -109,7 +109,7 @@ class Snapshot:
         self._thread: threading.Thread | None = None
 
     def prepare(self, places: Sequence[StoredTensor]) -> None:
-        """Have the memory for ``places``, and on CUDA pinned, before the first copy."""
+        """Allocate the memory for ``places``, and on CUDA pin it, before the first copy."""
         self._memory.grow(max((place.end for place in places), default=0), pin=self._stream is not None)
 
     def start(self, tensors: Sequence[torch.Tensor], places: Sequence[StoredTensor], then: Callable[[], None]) -> None:
@@ -130,7 +130,7 @@ class Snapshot:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when what was copied may change; on CUDA it is the device that waits.
+        """Wait until the copied tensors may change; on CUDA the device waits.
 
         Raises:
             Exception: what went wrong in copying.
@@ -145,7 +145,7 @@ class Snapshot:
             raise self._copies.error
 
     def join(self) -> None:
-        """Return when all is copied and handed on; raises as :meth:`wait` does."""
+        """Wait until all is copied and handed on; raises as :meth:`wait` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

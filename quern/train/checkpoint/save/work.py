@@ -1,4 +1,4 @@
-"""The work of a save behind the trainer's back: write a rank's files, publish the folder, remove what is too old.
+"""Background work of a save: writes a rank's files, publishes the folder, removes old checkpoints.
 
 Plain arguments in, plain results out, no collective: it is done in place, by a thread, or by another process
 (:mod:`.background`).
@@ -31,7 +31,7 @@ __all__ = ["Publication", "Work"]
 
 @dataclass(frozen=True)
 class Publication:
-    """A folder with all tensor files, and what makes a checkpoint of it."""
+    """A folder with all tensor files, and what is needed to publish it as a checkpoint."""
 
     staged: str
     final: str
@@ -53,7 +53,7 @@ class Publication:
 
 
 class Work:
-    """What a save asks for, one thing after the other. ``memory``: where the snapshots are; None = there are none."""
+    """The actions of a save, one after the other. ``memory``: where the snapshots are; None = there are none."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.memory = memory
@@ -61,7 +61,7 @@ class Work:
         self._metadata: bytes | None = None
 
     def lay_out(self, files: Sequence[TensorFile]) -> None:
-        """Which files :meth:`write` writes from now on."""
+        """Set the files that :meth:`write` writes from now on."""
         self._files = files
         if self.memory is not None:
             end = max((tensor.end for file in files for tensor in file.tensors), default=0)
@@ -86,7 +86,7 @@ class Work:
             return write_files(folder, self._files, fetch)
 
     def publish(self, asked: Publication) -> list[str]:
-        """Make a checkpoint of a staging folder, and remove what it makes too old. Returns the names of what went.
+        """Publish a staging folder as a checkpoint, and remove outdated ones. Returns the names of what went.
 
         Raises:
             OSError, QuernError: nothing is published, what stood before stands, and the staging folder is removed.

@@ -1,9 +1,8 @@
-"""The process that writes a rank's checkpoints: ``python -m quern.train.checkpoint.save.writer DESCRIPTOR``.
+"""The writer process of a rank: ``python -m quern.train.checkpoint.save.writer DESCRIPTOR``.
 
-It reads requests on standard input and ends at once when that does, whatever it is at (:mod:`.messages`): its trainer
-is gone then, and another may be tidying up. ``DESCRIPTOR`` is that of the memory in
-which the trainer leaves its snapshots. What anything prints here goes to standard error; answers have a descriptor of
-their own.
+It reads requests on standard input (:mod:`.messages`) and exits immediately when that is closed: its trainer has ended
+then, and another may be cleaning up. ``DESCRIPTOR`` is that of the memory in which the trainer leaves its snapshots.
+What anything prints here goes to standard error; answers have a descriptor of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["main"]
 
 
 def main(descriptor: int) -> None:
-    """Serve until standard input ends, and the process with it."""
+    """Serve requests until standard input ends."""
     answers = os.dup(1)
     os.dup2(2, 1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -1,1 +1,1 @@
-"""Checkpoints in an object store: addresses, owners, and what is brought from there."""
+"""Checkpoints in an object store: addresses, ownership and downloads."""

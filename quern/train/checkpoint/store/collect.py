@@ -1,4 +1,4 @@
-"""Bring a checkpoint together in one folder, each file from the first place that has it whole.
+"""Collects a checkpoint in one folder, each file from the first location that has it complete.
 
 Places are the checkpoint's own folder, the folders of nodes that :mod:`quern.train.checkpoint.format.places` names as
 far as this machine has them, and the run's store. Every file is hashed while it streams: bytes with another SHA-256
@@ -35,7 +35,7 @@ _FOLDER = re.compile(r"step_\d{8,}")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a file came from."""
+    """The origin of a file."""
 
     name: str
     size: int
@@ -49,7 +49,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Collected:
-    """What :func:`collect` wrote."""
+    """The result of :func:`collect`."""
 
     source: str
     folder: str
@@ -66,7 +66,7 @@ class Collected:
 
 
 class NotWholeError(QuernError):
-    """Files of a checkpoint are nowhere whole."""
+    """Some files of a checkpoint have no complete copy."""
 
     def __init__(self, checkpoint: str, missing: Mapping[str, tuple[str, ...]], count: int) -> None:
         self.missing = missing

@@ -1,4 +1,4 @@
-"""What can keep a checkpoint's file from where it is to go, besides the store."""
+"""Errors, other than the store's, that keep a checkpoint file from being moved."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["IncompleteError", "SourceError"]
 
 
 class IncompleteError(StoreError):
-    """A manifest was to be put, and files that it names are not there yet: other nodes are still at it."""
+    """A manifest cannot be uploaded yet, since other nodes are still uploading files that it names."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, transient=True)
 
 
 class SourceError(QuernError):
-    """A local file that was to be put is missing, or no longer holds the bytes that were saved."""
+    """A local file to be uploaded is missing or no longer has the saved bytes."""

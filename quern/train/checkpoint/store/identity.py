@@ -1,4 +1,4 @@
-"""Whose checkpoints are in a run's folder and in its store: a run has a random id, and a store belongs to one run."""
+"""The random id of a run, by which its folder and its store are known to belong together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Identity:
-    """A run, as its folder and its store say."""
+    """The identity of a run, according to its folder and its store."""
 
     run: str
     """32 hex digits."""
@@ -51,7 +51,7 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
             theirs = _run_of(store, steps)
             owner = read_owner(store)
         except StoreError as error:
-            if run is None or not _begun(run_dir):  # nobody knows whose it is, or that there is nothing to go on from
+            if run is None or not _begun(run_dir):  # its owner, or that nothing can be resumed, is unknown
                 raise
             steps, reached = [], False
             log.warning("%s; the run goes on without what is there", error)
@@ -80,7 +80,7 @@ def identify(run_dir: str, store: Store | None, from_store: bool) -> Identity:
 
 
 def _take(store: Store, owner: Owner | None, run: str, run_dir: str) -> None:
-    """Write down that the store is this folder's, if nobody else's run stands who has it."""
+    """Record this folder as the store's owner, unless another existing run owns it."""
     check_owner_folder(store, run, run_dir)
     mine = Owner.of(run, run_dir)
     if owner is not None and owner.is_same(mine):

@@ -1,4 +1,4 @@
-"""Which run folder a store belongs to: ``STORE/owner.json``.
+"""``STORE/owner.json``: the run folder that a store belongs to.
 
 Checkpoints carry their run's id, which a copy of the run's folder has too. The file tells the two apart: it names the
 folder that uploads. It is looked at when a run begins and before every upload.
@@ -45,7 +45,7 @@ class Owner:
         return (self.run, self.folder) == (other.run, other.folder)
 
     def stands(self) -> bool:
-        """Whether the folder, seen from here, still has the run."""
+        """Whether the folder still has the run, as seen from this machine."""
         try:
             with open(os.path.join(self.folder, RUN_ID_FILE), encoding="utf-8", errors="replace") as file:
                 return file.read(64).strip() == self.run
@@ -54,7 +54,7 @@ class Owner:
 
 
 def read_owner(store: Store) -> Owner | None:
-    """Whose ``store`` is; None where nobody has said so, or of the store that this one is a copy of.
+    """The owner of ``store``; None if none is recorded, or the store is a copy of the recorded one.
 
     Raises:
         InputError: the file is damaged.
@@ -77,12 +77,12 @@ def read_owner(store: Store) -> Owner | None:
 
 
 def write_owner(store: Store, owner: Owner) -> None:
-    """Say that ``store`` is ``owner``'s."""
+    """Record ``owner`` as the owner of ``store``."""
     store.put_note(OWNER_FILE, (json.dumps(asdict(owner) | {"store": store.url}, ensure_ascii=False) + "\n").encode())
 
 
 def hold(store: Store, mine: Owner) -> None:
-    """Refuse to upload into a store that another folder has taken; take one that nobody has.
+    """Refuse to upload into a store that belongs to another folder; claim one without an owner.
 
     Raises:
         StoreError: naming both; or the file cannot be read or written.

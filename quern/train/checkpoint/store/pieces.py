@@ -1,4 +1,4 @@
-"""A transfer in pieces of bounded size: of a local file, checked while it is read."""
+"""Transfers a local file in pieces of bounded size, and checks it while it is read."""
 
 from __future__ import annotations
 

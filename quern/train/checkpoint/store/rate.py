@@ -1,4 +1,4 @@
-"""How fast bytes may move, so that copies of checkpoints leave the network to the training."""
+"""Limits the rate of checkpoint copies, so that training keeps the network."""
 
 from __future__ import annotations
 

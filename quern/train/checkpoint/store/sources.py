@@ -1,4 +1,4 @@
-"""What a person names: a checkpoint, a training run or a store; and which checkpoint is meant by it.
+"""Resolves a user's argument (a checkpoint, a training run or a store) to a checkpoint.
 
 Imports no torch.
 """
@@ -36,14 +36,14 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 class Behind:
-    """A store that is asked no more once it could not be reached: a person waits for that once."""
+    """A circuit breaker: once a store could not be reached, it is asked no more, so that a user waits only once."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.trouble: str | None = None
 
     def ask(self, action: Callable[[Store], T]) -> T:
-        """What ``action`` returns.
+        """The result of ``action``.
 
         Raises:
             StoreError: why there is no answer.
@@ -68,7 +68,7 @@ class Behind:
 
 @dataclass(frozen=True)
 class Source:
-    """Where checkpoints are looked for."""
+    """A folder or store in which checkpoints are searched."""
 
     name: str
     """As it was given."""

@@ -1,4 +1,4 @@
-"""Checkpoints in a store behind the run's own disks: list, read a manifest, fetch a file, put a file, remove.
+"""Client for checkpoints in a store: lists, reads manifests, fetches, uploads and removes files.
 
 The store is any fsspec URL. A checkpoint is ``URL/step_00001000/<file>`` and exists only if its ``manifest.json`` does:
 that object is put last, and goes first when a checkpoint is removed or its step is written anew. A file appears under
@@ -63,7 +63,7 @@ class Store:
         self.url, self.backoff, self.width = self._link.url, self._link.backoff, width
 
     def renew(self) -> None:
-        """Connect anew; credentials are read again from where they come from."""
+        """Reconnect; credentials are read again from their source."""
         self._link.renew()
 
     def checkpoints(self) -> list[int]:
@@ -71,7 +71,7 @@ class Store:
         return [step for step in self.begun() if self._stat(step, MANIFEST_FILE) is not None]
 
     def begun(self) -> list[int]:
-        """Steps of which anything is there, with a manifest or without, ascending."""
+        """Steps of which any file exists, with or without a manifest, ascending."""
         names = (
             entry["name"].rstrip("/").rpartition("/")[2] for entry in self._link.entries(self._link.root, self.url)
         )

@@ -1,4 +1,4 @@
-"""The store behind a run as a person's commands see it: its address, how long it is asked, and whose it is.
+"""A run's store for the command line: its address, time-outs and owner.
 
 Imports no torch.
 """
@@ -32,7 +32,7 @@ def is_url(source: str) -> bool:
 
 
 def open_store(url: str) -> Store:
-    """The store at ``url``, asked with a person's patience.
+    """The store at ``url``, with time-outs suited to a command.
 
     Raises:
         InputError: there is no such kind of store.
@@ -81,7 +81,7 @@ def store_of(run: str) -> Store:
 
 
 def check_owner(store: Store, ours: Iterable[Manifest]) -> None:
-    """Refuse a store whose newest checkpoint is another run's than ``ours``; what is not known is no reason.
+    """Refuse a store whose newest checkpoint is another run's than ``ours``; an unknown one passes.
 
     Raises:
         InputError: naming both.

@@ -1,1 +1,1 @@
-"""Where the files of checkpoints are besides the run's folder: on the nodes' own disks, and in a store behind them."""
+"""Checkpoint files outside the run's folder: on the nodes' own disks, and in a store."""

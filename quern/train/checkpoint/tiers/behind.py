@@ -1,8 +1,7 @@
-"""What happens to a checkpoint after it is published, on each node and behind the training: its files go to the next
-node's disk and into the store, and old files go from the disk.
+"""Replicates a published checkpoint in the background, to the next node's disk and the store, and removes old files.
 
-One thread a node asks two processes (:mod:`.upload`) and listens to them. Nothing here can hold up or fail the run;
-what cannot be done is logged and tried again.
+One thread per node communicates with two processes (:mod:`.upload`). Nothing here blocks or fails the run; failures are
+logged and tried again.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Published:
 
 
 class Behind:
-    """The work of one node; used by one thread of its first rank.
+    """Replicates one node's files in the background; used by one thread of its first rank.
 
     Args:
         writes: whether a file was written by a rank of this node.
@@ -88,22 +87,22 @@ class Behind:
 
     @property
     def port(self) -> int | None:
-        """Where this node's files are served."""
+        """The port at which this node's files are served."""
         return None if self._serving is None else self._serving.port
 
     def mirror_to(self, mirror: Uploader) -> None:
-        """Where files are mirrored from now on; before the first checkpoint."""
+        """Set the node to which files are mirrored; call it before the first checkpoint."""
         self._mirror = mirror
 
     def store_in(self, store: Uploader) -> None:
-        """Where files are uploaded from now on; before the first checkpoint."""
+        """Set the store to which files are uploaded; call it before the first checkpoint."""
         self._store = store
 
     def published(
         self, step: int, path: str, *, store: bool, names: Iterable[str] | None = None, mirror: bool = True
     ) -> None:
-        """A checkpoint stands. ``store``: upload it. ``names``: the files this node is to move, instead of those it
-        wrote."""
+        """Start replicating a published checkpoint. ``store``: upload it. ``names``: the files this node is to move,
+        instead of those it wrote."""
         asked = _Published(step, path, None if names is None else tuple(names), mirror, store)
         with self._changed:
             self._queue.append(asked)
@@ -117,7 +116,7 @@ class Behind:
             self._asked.put(gone)
 
     def unfinished(self) -> list[str]:
-        """What is still to be moved, for people to read."""
+        """Descriptions of the files still to be moved."""
         with self._changed:
             return list(dict.fromkeys([*self._unfinished, *(f"step {asked.step}" for asked in self._queue)]))
 
@@ -127,7 +126,7 @@ class Behind:
             return self._storing | {asked.step for asked in self._queue if asked.store}
 
     def wait(self, seconds: float) -> bool:
-        """Whether all is moved, within so many seconds."""
+        """Wait at most so many seconds until all is moved; return whether it is."""
         end = time.monotonic() + seconds
         while self.unfinished():
             if time.monotonic() >= end:
@@ -138,7 +137,7 @@ class Behind:
         return True
 
     def close(self) -> None:
-        """End; what is not moved stays for the next start."""
+        """Stop; what is not moved is left to the next start."""
         self._asked.put(None)
         self._thread.join(30)
         for uploader in (self._mirror, self._store):

@@ -1,4 +1,4 @@
-"""The process that moves checkpoint files behind the training, into a store or to another node's disk.
+"""The process that copies checkpoint files in the background, to a store or another node's disk.
 
 ``python -m quern.train.checkpoint.tiers.mover URL`` reads one JSON document a line and answers with one a line::
 
@@ -142,7 +142,7 @@ class Mover:
         self._stale = False  # the session may hold credentials that are no longer valid
 
     def tell(self, message: Any) -> None:
-        """Take a request. Raises InputError if it is none."""
+        """Accept a request. Raises InputError if it is none."""
         if isinstance(message, dict) and isinstance(message.get("cancel"), int):
             self._cancel(message["cancel"])
         elif isinstance(message, dict) and "upload" in message:
@@ -167,7 +167,7 @@ class Mover:
         self._reply({"cancelled": step})
 
     def run(self) -> None:
-        """Work for ever."""
+        """Process requests for ever."""
         while True:
             self.work()
 
@@ -267,7 +267,7 @@ class Mover:
 
 
 def _watch_parent(parent: int) -> None:
-    """End when the parent is gone, though somebody else may hold our input open."""
+    """Exit when the parent has ended, even if another process holds our input open."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(0)
@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
             with speaking:
                 sys.stdout.write(json.dumps(message) + "\n")
                 sys.stdout.flush()
-        except OSError:  # nobody listens any more
+        except OSError:  # the reader has closed the pipe
             os._exit(0)
 
     def connect(pause: Callable[[float], None]) -> Target:

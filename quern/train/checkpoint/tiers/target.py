@@ -1,4 +1,4 @@
-"""What checkpoint files are moved to: a store, or the disk of another node."""
+"""Targets of copied checkpoint files: a store, or another node's disk."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where a run's checkpoint files are, and how they get to where they are needed: the nodes' own disks, then the store.
+"""Locates a run's checkpoint files and brings them where they are needed: the nodes' own disks, then the store.
 
 The run's folder, which all nodes share, always has the small files and decides what exists. The files of tensors are
 there too, or with ``checkpoint.local`` on the disk of the node that wrote them, mirrored on the next node's. Behind
-both is the store. What a load needs is first brought to the node's disk, each file from the first place that has it
-whole: this disk, another node's, the store. DCP then reads local files.
+both is the store. The files that a load needs are first copied to the node's disk, each from the first place that has a
+complete copy: this disk, another node's, the store. DCP then reads local files.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Tiers:
         return self.nodes.of_rank[self._shared.writer(name)] == self.nodes.mine
 
     def place(self, step: int, names: Iterable[str]) -> Place | None:
-        """Where this rank's files of a step are, for ``places.json``; None: in the checkpoint's folder."""
+        """The folder of this rank's files of a step, for ``places.json``; None: the checkpoint's folder."""
         if self.disk is None:
             return None
         return Place(socket.gethostname(), os.path.abspath(self.disk.folder(step)), tuple(names))
@@ -255,7 +255,7 @@ class Tiers:
         return set(self._stored)
 
     def find(self, path: str, manifest: Manifest, *, hashes: bool) -> list[Problem]:
-        """Have every file of a checkpoint of this run whole somewhere; returns what is wrong with those that cannot be.
+        """Ensure a complete copy of every file of a checkpoint of this run; return the problems with the others.
 
         The small files, and without ``checkpoint.local`` all, in its folder ``path``; the others on some node's disk.
         """
@@ -300,7 +300,7 @@ class Tiers:
         )
 
     def stored_manifest(self, step: int) -> Manifest:
-        """That of the checkpoint in the store.
+        """The manifest of the checkpoint in the store.
 
         Raises:
             InputError: it is damaged, or gone.
@@ -341,7 +341,7 @@ class Tiers:
         return problems
 
     def bring(self, path: str, manifest: Manifest, needed: Collection[str]) -> str:
-        """Have the files from which this rank reads on this node's disk; returns the folder to read them from.
+        """Bring the files that this rank reads to this node's disk; return the folder to read them from.
 
         Raises:
             QuernError: on every rank, naming the file and every place that was tried.

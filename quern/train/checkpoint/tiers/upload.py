@@ -1,4 +1,4 @@
-"""The trainer's handle of the process that moves its checkpoint files away: :mod:`.mover`."""
+"""The trainer's handle of the process that copies its checkpoint files (:mod:`.mover`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Uploaded:
-    """A request is done: all its files are there."""
+    """A request is done: all its files are in the target."""
 
     step: int
     last: bool
@@ -41,7 +41,7 @@ class Uploaded:
 
 @dataclass(frozen=True)
 class Failed:
-    """A try failed. Unless ``dropped``, the request is tried again."""
+    """An attempt failed. Unless ``dropped``, the request is tried again."""
 
     step: int
     last: bool
@@ -79,7 +79,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Died:
-    """The process ended by itself or was killed; it is started again with what is not finished."""
+    """The process ended by itself or was killed; it is restarted with the unfinished requests."""
 
     why: str
 
@@ -97,7 +97,7 @@ class _Request:
 
 
 class Uploader:
-    """The trainer's handle of the process. No method waits for the store; one thread uses it.
+    """The trainer's handle of the mover process. No method waits for the store; one thread uses it.
 
     Args:
         url: the store, or another node's server as ``peer://HOST:PORT``; the token for that is QUERN_PEER_TOKEN of
@@ -147,7 +147,7 @@ class Uploader:
 
     @property
     def pid(self) -> int | None:
-        """The process, if one lives."""
+        """The process id, if one is running."""
         return None if self._process is None else self._process.pid
 
     @property

@@ -1,1 +1,1 @@
-"""What reads whole checkpoints: comparison, rewriting for another layout, export and sampling."""
+"""Tools on whole checkpoints: comparison, rewriting for another layout, export and sampling."""

@@ -1,4 +1,4 @@
-"""Two checkpoints against each other: what their manifests, configs and tensors differ in.
+"""Compares the manifests, configs and tensors of two checkpoints.
 
 Tensors are read in slices (:mod:`quern.train.checkpoint.format.slices`), so memory depends neither on the
 model nor on how its tensors were cut into chunks: two slices of :data:`SLICE_BYTES` for each of the two checkpoints,
@@ -55,7 +55,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """What two checkpoints hold under one name."""
+    """The difference between two checkpoints' tensors of one name."""
 
     name: str
     sizes: Mapping[str, tuple[int, ...]]
@@ -72,7 +72,7 @@ class TensorDifference:
 
     @property
     def equal(self) -> bool:
-        """Bit for bit, in one type. Equal NaNs are equal, 0 and −0 are not."""
+        """Whether the tensors are equal bit for bit, in one type. Equal NaNs are equal, 0 and −0 are not."""
         return self.differing == 0 and self.dtypes["a"] == self.dtypes["b"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether it is one state: all tensors bit for bit, and every field of the manifest that is part of it."""
+        """Whether both are one state: all tensors bit for bit, and every manifest field that is part of it."""
         return self.equal_tensors == len(self.tensors) and not any(fact.state for fact in self.facts)
 
     def to_dict(self) -> dict[str, Any]:

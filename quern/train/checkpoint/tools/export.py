@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that ``transformers`` loads, and such a folder as a checkpoint to train from."""
+"""Exports a checkpoint as a folder that ``transformers`` loads, and imports such a folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Exported", "export_hf", "import_hf", "load_model", "read_encoding"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made."""
+    """The result of an export."""
 
     folder: str
     checkpoint: str

@@ -1,4 +1,4 @@
-"""A checkpoint read or written by one process, without a process group: what exporters, importers and tools use."""
+"""Reads or writes a checkpoint in one process without a process group, for export, import and other tools."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def write_weights(
 
 @dataclass(frozen=True)
 class Verified:
-    """What :func:`inspect` found."""
+    """The result of :func:`inspect`."""
 
     problems: tuple[Problem, ...]
     """What is damaged, or missing where it should be."""
@@ -142,7 +142,7 @@ class Verified:
 
 
 def inspect(path: str) -> Verified:
-    """Look at the checkpoint at ``path``.
+    """Check the checkpoint at ``path``.
 
     Looked at are the manifest, presence, size and SHA-256 of every file, DCP's metadata, and whether the model's
     tensors are all there in the sizes of the manifest's shape. Of files that are on nodes' disks every copy is looked
@@ -214,7 +214,7 @@ def _told_by_store(error: StoreError, address: str) -> Problem:
 
 
 def verify(path: str) -> list[Problem]:
-    """Everything :func:`inspect` finds; empty when the checkpoint can be relied on."""
+    """All problems that :func:`inspect` finds; empty if the checkpoint is reliable."""
     found = inspect(path)
     return [*found.problems, *found.absent]
 

@@ -1,4 +1,4 @@
-"""A checkpoint written anew into other files, by one process, bit for bit.
+"""Rewrites a checkpoint bit for bit into other files, in one process.
 
 What is written is DCP's own format: each piece of a tensor a chunk by ``torch.save``, and DCP's ``.metadata``. Memory
 depends neither on the model nor on how its tensors were cut: one piece of at most :data:`PIECE_BYTES`, and what of it
@@ -54,7 +54,7 @@ _RECORD_BYTES = 2048
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What :func:`reshard` wrote."""
+    """The result of :func:`reshard`."""
 
     source: str
     folder: str

@@ -1,4 +1,4 @@
-"""What a checkpoint says."""
+"""Samples text from a checkpoint."""
 
 from __future__ import annotations
 
