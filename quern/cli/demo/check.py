@@ -53,7 +53,7 @@ def read_outcomes(run_dir: str) -> dict[str, Outcome]:
         found = []
         for path in storage.list_files(storage.join(run_dir, folder)):
             with storage.open_read(path) as file:
-                found += pq.read_table(file).to_pylist()
+                found += pq.ParquetFile(file, pre_buffer=False).read(use_threads=False).to_pylist()
         return found
 
     texts = {row["doc_id"]: row["text"] for row in rows("documents")}

@@ -150,7 +150,7 @@ def train_on_samples(samples: Sequence[str], vocab_size: int) -> bytes:
     tables = []
     for path in samples:
         with storage.open_read(path) as file:
-            tables.append(pq.read_table(file))
+            tables.append(pq.ParquetFile(file, pre_buffer=False).read(use_threads=False))
     table = pa.concat_tables(tables)
     keys = list(zip(table["key"].to_pylist(), table["doc_id"].to_pylist(), strict=True))
     if len(set(keys)) != len(keys):
