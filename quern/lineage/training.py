@@ -11,7 +11,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from quern import storage
 from quern.config import load_config
 from quern.errors import InputError, QuernError
+from quern.lineage.attempts import Attempt, Seen, Stretch
 from quern.mixtures.order import Order
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
@@ -42,83 +42,6 @@ __all__ = ["Attempt", "Seen", "Stretch", "TrainingRun"]
 _TAIL_BYTES = 1 << 16
 
 I64 = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start, resume or rollback. Step t of it read data step ``data_step + (t - step)`` of ``order``."""
-
-    number: int
-    """From 0, as in metrics.jsonl."""
-    kind: str
-    """``start``, ``resume`` or ``rollback``."""
-    step: int
-    data_step: int
-    order: str
-    """A hash."""
-    stop: int
-    """Steps below it are complete for certain."""
-    ended: bool
-    """Whether the trainer said where it ended; if not, it may have read on beyond ``stop``."""
-    line: int
-    """Its place among the ledger's lines."""
-    skipped: I64 = field(repr=False)
-    """Ascending steps whose update was not applied."""
-    paths: Mapping[str, str] = field(repr=False)
-    """Identity of a source → folder of its tokens; empty in a ledger that does not tell."""
-    versions: Mapping[str, int] = field(repr=False)
-    """Identity of a source → the corpus version it was read at."""
-    dp: int | None
-    """Data-parallel ranks; None in a ledger that does not tell, likewise ``micro_batch``."""
-    micro_batch: int | None
-    document_mask: bool
-
-    def version_of(self, identity: str) -> int:
-        """The corpus version it read a source at: as the ledger tells, else the one since which the source's tokens
-        stand where they do, the oldest that it can have been."""
-        since = identity.rpartition("/")[2]
-        return self.versions.get(identity, int(since) if since.isdecimal() else 1)
-
-    def tells_version(self, identity: str) -> bool:
-        """Whether the ledger records the corpus version at which it read a source."""
-        return identity in self.versions
-
-    @property
-    def data_stop(self) -> int:
-        """One beyond the last data step that was certainly read."""
-        return self.data_step + self.stop - self.step
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """The model steps [step, stop) of one attempt."""
-
-    attempt: Attempt
-    step: int
-    stop: int
-
-    @property
-    def data_step(self) -> int:
-        """The data step of its first step."""
-        return self.attempt.data_step + self.step - self.attempt.step
-
-    @property
-    def data_stop(self) -> int:
-        """One beyond the data step of its last step."""
-        return self.data_step + self.stop - self.step
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A checkpoint: weights after ``step`` steps of the branch that the ledger's first ``offset`` bytes tell of."""
-
-    step: int
-    name: str
-    path: str
-    """A folder, or an address in the run's store."""
-    abandoned: str | None
-    """Why it is not of the branch the run is on; None if it is."""
-    offset: int
 
 
 class TrainingRun:
@@ -263,8 +186,7 @@ class TrainingRun:
             InputError: neither the ledger nor the config says where it is, or it is not there any more.
         """
         reasons = []
-        for path in self._candidates(identity):
-            lineage = self._open(os.path.dirname(os.path.dirname(path)))
+        for lineage in self._opened(identity):
             if isinstance(lineage, str):
                 reasons.append(lineage)
                 continue
@@ -277,14 +199,21 @@ class TrainingRun:
 
     def lineages(self) -> list[Lineage]:
         """The data runs that the sources of any attempt's order are in, each once; those that cannot be opened are left
-        out (:meth:`unknown` names them)."""
+        out (:meth:`unknown` names them). One whose sources were all rewritten is among them: it knows its documents."""
         found: dict[int, Lineage] = {}
+        gone: list[str] = []
         for identity in dict.fromkeys(ident for own in self.attempts for ident in self.order_of(own).ids):
             try:
                 lineage, _ = self.find_stream(identity)
             except InputError:
+                gone.append(identity)
                 continue
             found[id(lineage)] = lineage
+        for identity in gone:
+            run_id = identity.split("/")[0]
+            if run_id not in {lineage.run_id for lineage in found.values()}:
+                opened = (own for own in self._opened(identity) if not isinstance(own, str) and own.run_id == run_id)
+                found |= {id(lineage): lineage for lineage in list(opened)[:1]}
         return list(found.values())
 
     def unknown(self) -> dict[str, str]:
@@ -300,6 +229,10 @@ class TrainingRun:
                     except InputError as error:
                         reasons[identity] = str(error)
         return reasons
+
+    def _opened(self, identity: str) -> Iterator[Lineage | str]:
+        """The data runs in which a source may be, the likeliest first, or why one cannot be opened."""
+        return (self._open(os.path.dirname(os.path.dirname(path))) for path in self._candidates(identity))
 
     def _candidates(self, identity: str) -> list[str]:
         """Folders in which the tokens of a source may be, the likeliest first."""

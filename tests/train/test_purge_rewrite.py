@@ -15,6 +15,7 @@ from quern.cli.lineage import app
 from quern.cli.lineage.taint import taint_lines
 from quern.errors import InputError
 from quern.lineage.exposure import exposures
+from quern.lineage.match import match
 from quern.lineage.purge.impact.resume import Change
 from quern.lineage.purge.impact.taint import taint
 from quern.lineage.store import Lineage
@@ -286,3 +287,58 @@ def test_who_read_nothing_of_it_only_accepts(trained, tmp_path, end):
     assert any("if it still runs" in text for text in row["warnings"]) == killed
     left = purged.follow(report, run)
     assert (left.start.kind, left.start.step) == (("rollback", 2) if killed else ("resume", 6))
+
+
+@pytest.fixture
+def over_two(trained, tmp_path):
+    """Two data runs, a training run that read both, and a document with a URL that only the second has."""
+    data, other = purged.copy(trained.data, tmp_path / "data"), tmp_path / "other"
+    runs.write_run(other, seed=5, documents=100, files=2, sources=("pages",))
+    run = tmp_path / "run"
+    paths = [f"{data}/tokens/web", f"{other}/tokens/pages"]
+    left = case.live(case.settings(run, paths, checkpoint={"interval": 2}))
+    spans = {"web": [], **purged.spans_of(other)}
+    first = purged.first_reads(spans, ["web", "pages"], left.samples, purged.LENGTH)
+    lineages = Lineage(str(data)), Lineage(str(other))
+    alone = [doc_id for doc_id in first if first[doc_id] > 1 and purged.with_tokens(other, [doc_id]) == [doc_id]]
+    for doc_id in alone:
+        (url,) = lineages[1].documents(lineages[1].find(doc=doc_id)).urls
+        if url is not None and len(lineages[1].find(url=url)) == 1 and not len(lineages[0].find(url=url)):
+            return data, other, run, doc_id, url, first[doc_id]
+    raise AssertionError("no document fits")
+
+
+def test_what_only_a_rewritten_data_run_has_is_not_called_absent(over_two, tmp_path, capfd):
+    _, other, run, doc_id, url, step = over_two
+    kept = str(tmp_path / "kept.parquet")
+    bench = tmp_path / "bench.jsonl"
+    words = runs.listing(seed=5, documents=100, files=2, sources=("pages",)).texts[doc_id]
+    bench.write_text(json.dumps({"text": words}) + "\n")
+    found = match(Lineage(str(other)), str(bench))
+    assert set(found.doc_ids) == {doc_id}
+    found.save(kept)
+    before = json.loads(exposed(capfd, str(run), "--url", url, "--json"))
+    assert (before["known"], before["first_step"]) == (True, step)
+    purged.purge(other, [doc_id], "rewrite")
+    clean = max(row["step"] for row in before["checkpoints"] if row["step"] <= step)
+    for asked in (("--url", url), ("--doc", doc_id.hex()), ("--match", kept)):
+        told = json.loads(exposed(capfd, str(run), *asked, "--json"))
+        assert (told["documents"], told["documents_without_tokens"], told["known"]) == (1, 1, False)
+        assert "run00005/pages/1" in told["unknown_sources"]
+        assert f"step {step} was the first that had read them" in told["audit"][0]
+        # a kept result says nothing of the other data run
+        assert told["last_clean"] == (None if asked[0] == "--match" else {**told["last_clean"], "step": clean})
+    told = json.loads(exposed(capfd, str(run), "--match", str(bench), "--json"))
+    assert (told["known"], told["last_clean"], told["audit"]) == (False, None, [])
+    # the rows of both data runs are all there: what they do not have, nobody has read
+    assert app(["exposure", str(run), "--url", f"{url}-"], standalone_mode=False) == 2
+    assert f"{other}: has no document with url {url}-" in capfd.readouterr().err
+
+
+def test_what_a_data_run_that_is_gone_may_have_is_not_known(over_two, capfd):
+    _, other, run, doc_id, url, _ = over_two
+    shutil.move(other, other.with_name("elsewhere"))
+    for asked in (("--url", url), ("--doc", doc_id.hex()), ("--domain", "nowhere.example")):
+        told = json.loads(exposed(capfd, str(run), *asked, "--json"))
+        assert (told["documents"], told["known"], told["last_clean"]) == (0, False, None)
+        assert list(told["unknown_sources"]) == ["run00005/pages/1"]

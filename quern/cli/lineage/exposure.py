@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,9 +59,8 @@ def exposure(
         selections = _selections(run, given, unknown)
         tally = Tally(run)
         kept = _first_rows(walk(run, selections, tally), limit, all_)
-        asked = [own.lineage.documents(own.documents).doc_ids for own in selections] if unknown else []
-        runs = dict.fromkeys(own.lineage.run for own in selections)
-        told = settle(tally, unknown, runs, b"".join(doc_id for doc_ids in asked for doc_id in doc_ids))
+        documents = {own.lineage.run: own.lineage.documents(own.documents) for own in selections}
+        told = settle(tally, unknown, {data_run: b"".join(own.doc_ids) for data_run, own in documents.items()})
         verdict = clean(run, tally, store=store)
         answer = _answer(run, given, tally, verdict, unknown)
         answer |= {"limit": limit, "rows": _rows(selections, kept), "rows_left_out": _left_out(tally, kept, all_)}
@@ -73,42 +73,46 @@ def exposure(
 
 
 def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, str]) -> list[Selection]:
-    from quern.lineage.exposure import select, select_parts
+    from quern.lineage.exposure import select
 
     ((kind, text),) = given.items()
     lineages = run.lineages()
     if not lineages:
         raise InputError(next(iter(unknown.values()), f"{run.path}: no data run of its sources can be opened"))
     if kind == "match":
-        return [select_parts(lineage, *found) for lineage, found in _matches(run, lineages, text, unknown)]
+        return list(_matches(run, lineages, text, unknown))
     selections = [select(lineage, lineage.find(**{kind: text})) for lineage in lineages]
-    if not any(len(selection.documents) for selection in selections):
+    having = {own.lineage.run_id for own in selections if len(own.documents)}
+    for identity in [*unknown]:  # also after a rewrite a data run knows which documents it never had
+        if identity.split("/")[0] in {lineage.run_id for lineage in lineages} - having:
+            del unknown[identity]
+    if not having and not unknown:
         runs = ", ".join(lineage.run for lineage in lineages)
         raise InputError(f"{runs}: has no document with {kind} {one_line(text)}")
     return selections
 
 
-def _matches(
-    run: TrainingRun, lineages: Sequence[Lineage], path: str, unknown: dict[str, str]
-) -> Iterator[tuple[Lineage, tuple[Any, ...]]]:
-    """Document, stream, start and stop of every match. A saved result is of one data run: sources of others, of which
-    it says nothing, become ``unknown``."""
+def _matches(run: TrainingRun, lineages: Sequence[Lineage], path: str, unknown: dict[str, str]) -> Iterator[Selection]:
+    """The spans of every match. A saved result is of one data run: sources of others, of which it says nothing, become
+    ``unknown``."""
+    from quern.lineage.exposure import select_parts
     from quern.lineage.match import Matches, match, read_index
 
     if not Matches.is_saved(path):
         read_index(path)  # a wrong one is an error at once
         for lineage in lineages:
             found = match(lineage, path)
-            yield lineage, (found.numbers, found.streams, found.starts, found.stops)
+            yield select_parts(lineage, found.numbers, found.streams, found.starts, found.stops)
         return
     saved = Matches.load(path)
-    if saved.run_id not in [lineage.run_id for lineage in lineages]:
+    if saved.run_id not in [*(lineage.run_id for lineage in lineages), *(ident.split("/")[0] for ident in unknown)]:
         raise InputError(
             f"{path}: is of data run {one_line(saved.run_id)}, and no source that {run.path} reads is of it"
         )
     for lineage in lineages:
         if saved.run_id == lineage.run_id:
-            yield lineage, saved.in_run(lineage)
+            parts = select_parts(lineage, *saved.in_run(lineage, unknown))
+            yield replace(parts, documents=lineage.find_docs(b"".join(saved.doc_ids)))
             continue
         for stream in lineage.streams:
             if any(stream.identity in run.order_of(attempt).ids for attempt in run.attempts):

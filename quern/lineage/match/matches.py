@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -128,9 +129,10 @@ class Matches:
         pq.write_table(table, sink, compression="zstd")
         storage.publish_bytes(path, sink.getvalue())
 
-    def in_run(self, lineage: Lineage) -> tuple[I64, I64, I64, I64]:
+    def in_run(self, lineage: Lineage, without: Collection[str] = ()) -> tuple[I64, I64, I64, I64]:
         """Numbers, streams, starts and stops of the rows as ``lineage`` has them now, whatever numbers its documents
-        had when the matches were found; all of its corpus version's, also of a later one.
+        had when the matches were found; all of its corpus version's, also of a later one. Rows of streams whose
+        identities are in ``without`` are left out.
 
         Raises:
             InputError: they are of another data run, or a stream of them was rewritten since.
@@ -138,25 +140,24 @@ class Matches:
         if self.run_id != lineage.run_id:
             raise InputError(f"{lineage.run}: the matches are of another data run, {self.run_id}")
         place = {stream.identity: index for index, stream in enumerate(lineage.streams)}
-        gone = [self.identities[index] for index in np.unique(self.streams) if self.identities[index] not in place]
+        rows = np.flatnonzero([self.identities[index] not in without for index in self.streams.tolist()])
+        starts, stops = self.starts[rows], self.stops[rows]
+        named = [self.identities[index] for index in np.unique(self.streams[rows])]
+        gone = [identity for identity in named if identity not in place]
         if gone:
             raise InputError(
                 f"{lineage.run}: has no stream {gone[0]} (any more): its corpus is at version {lineage.version}, the "
                 f"matches are of version {self.version}"
             )
-        streams = np.array([place.get(identity, -1) for identity in self.identities], np.int64)[self.streams]
-        numbers = documents_at(lineage, streams, self.starts)
+        streams = np.array([place.get(identity, -1) for identity in self.identities], np.int64)[self.streams[rows]]
+        numbers = documents_at(lineage, streams, starts)
         unique, which = np.unique(numbers, return_inverse=True)
         spans = lineage.spans_of(unique)
         doc_ids = lineage.documents(unique).doc_ids
-        same = [doc_ids[index] == own for index, own in zip(which.tolist(), self.doc_ids, strict=True)]
-        if (
-            not all(same)
-            or (self.stops > (spans.starts + spans.lengths)[which]).any()
-            or (self.starts >= self.stops).any()
-        ):
+        same = [doc_ids[index] == self.doc_ids[row] for index, row in zip(which.tolist(), rows.tolist(), strict=True)]
+        if not all(same) or (stops > (spans.starts + spans.lengths)[which]).any() or (starts >= stops).any():
             raise InputError(f"{lineage.run}: the matches are of other documents than stand there now")
-        return numbers, streams, self.starts, self.stops
+        return numbers, streams, starts, stops
 
     @classmethod
     def load(cls, path: str) -> Self:

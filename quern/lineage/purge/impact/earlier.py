@@ -7,7 +7,7 @@ the exposure before it writes: its audit entry says which training runs had read
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,14 +34,16 @@ class _Told(NamedTuple):
     text: str
 
 
-def settle(tally: Tally, unknown: Collection[str], runs: Iterable[str], doc_ids: bytes) -> list[str]:
+def settle(tally: Tally, unknown: Collection[str], asked: Mapping[str, bytes]) -> list[str]:
     """Note in ``tally`` from which step on it is not known whether the sources ``unknown`` gave one of the documents,
-    and which step did as the audit logs of the data runs ``runs`` say. Returns what those say, a sentence an entry.
+    and which step did as the audit logs of their data runs say. Returns what those say, a sentence an entry.
+
+    ``asked``: data run → doc_ids of the documents asked for in it.
 
     Raises:
         InputError: an entry, or its table of documents, is damaged.
     """
-    told = [own for run in runs for own in _told(run, tally.run, doc_ids)] if unknown else []
+    told = [own for run, doc_ids in asked.items() for own in _told(run, tally.run, doc_ids)] if unknown else []
     for attempt in tally.run.attempts:
         for identity in unknown:
             clean = [part for own in told if identity in own.sources for part in own.clean if part.attempt is attempt]

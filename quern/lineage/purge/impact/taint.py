@@ -108,7 +108,7 @@ def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: Change | No
     if unknown and not lineages:
         raise InputError(next(iter(unknown.values())))
     tally, documents = _tally(train, lineages, doc_ids)
-    told = settle(tally, unknown, [run], doc_ids)
+    told = settle(tally, unknown, {run: doc_ids})
     verdict = clean(train, tally, store=store)
     newest = train.attempts[-1]
     steps = sorted(step for step, (_, applied) in tally.steps.items() if applied)
