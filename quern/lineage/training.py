@@ -45,7 +45,7 @@ I64 = NDArray[np.int64]
 
 
 class TrainingRun:
-    """The training run in the folder ``path``.
+    """The training run in the folder ``path``. ``known``: identities of data runs, and folders that they are in now.
 
     Attributes: ``path`` (absolute); ``entries``, the ledger's lines; ``order``, the newest; ``attempts``, oldest first;
     ``damaged``, checkpoints that :meth:`checkpoints` could not read, and why.
@@ -55,7 +55,8 @@ class TrainingRun:
         QuernError: the ledger is damaged.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, known: Mapping[str, str] | None = None) -> None:
+        self._known = known or {}
         self.path = os.path.abspath(path)
         file = os.path.join(self.path, LEDGER_FILE)
         if not os.path.isfile(file):
@@ -238,6 +239,8 @@ class TrainingRun:
         """Folders in which the tokens of a source may be, the likeliest first."""
         told = [attempt.paths[identity] for attempt in reversed(self.attempts) if identity in attempt.paths]
         told += [os.path.abspath(path) for path in self._configured(identity)]  # the data run may have moved since
+        run_id, name, *_ = *identity.split("/"), ""
+        told += [os.path.join(self._known[run_id], "tokens", name)] if run_id in self._known else []
         return list(dict.fromkeys(told))
 
     def _configured(self, identity: str) -> list[str]:
@@ -265,7 +268,8 @@ class TrainingRun:
             try:
                 self._lineages[key] = Lineage(run)
             except InputError as error:
-                self._lineages[key] = str(error)
+                gone = f"{run}: is not there (any more): put it back, or make a link at {run} to where it is now"
+                self._lineages[key] = str(error) if os.path.isdir(run) else gone
         return self._lineages[key]
 
     # ---- checkpoints

@@ -117,6 +117,25 @@ def test_a_run_that_was_moved_goes_on_where_it_is(trained, tmp_path, monkeypatch
     assert (left.start.kind, left.start.step, left.complete) == ("rollback", 4, True)
 
 
+def test_who_read_a_data_run_before_it_was_moved_is_judged(trained, tmp_path):
+    data, run, moved = purged.copy(trained.data, tmp_path / "data"), tmp_path / "run", tmp_path / "moved"
+    case.live(trained.config(run, data))
+    shutil.move(data, moved)
+    row = report_on(moved, run, trained.chosen)
+    here = report_on(trained.data, trained.run, trained.chosen)
+    same = ("sources", "unknown_sources", "documents_read", "exposures", "first_step", "last_step")
+    assert [row[name] for name in same] == [here[name] for name in same]
+    assert [seen["step"] for seen in row["tainted"]] == [6, 8, 9]
+    assert row["last_clean"]["step"] == 4
+    purged.purge(moved, trained.chosen, "rewrite")
+    report = taint(str(moved), trained.chosen)
+    row = purged.row_of(report, run)
+    assert ([seen["step"] for seen in row["tainted"]], len(row["audit"])) == ([6, 8, 9], 1)
+    assert f"data.0.path={moved}/tokens/web" in row["resume"]["arguments"]
+    left = purged.follow(report, run)
+    assert (left.start.kind, left.start.step, left.complete) == ("rollback", 4, True)
+
+
 def test_what_cannot_be_judged_is_named(trained, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(trained.data, data)

@@ -336,9 +336,20 @@ def test_what_only_a_rewritten_data_run_has_is_not_called_absent(over_two, tmp_p
 
 
 def test_what_a_data_run_that_is_gone_may_have_is_not_known(over_two, capfd):
-    _, other, run, doc_id, url, _ = over_two
+    data, other, run, doc_id, url, step = over_two
     shutil.move(other, other.with_name("elsewhere"))
+    how = f"{other}: is not there (any more): put it back, or make a link at {other} to where it is now"
     for asked in (("--url", url), ("--doc", doc_id.hex()), ("--domain", "nowhere.example")):
         told = json.loads(exposed(capfd, str(run), *asked, "--json"))
         assert (told["documents"], told["known"], told["last_clean"]) == (0, False, None)
-        assert list(told["unknown_sources"]) == ["run00005/pages/1"]
+        ((identity, why),) = told["unknown_sources"].items()
+        assert (identity, why) == ("run00005/pages/1", f"{run}: source run00005/pages/1: {how}")
+    assert app(["step", str(run), "0"], standalone_mode=False) in (None, 0)
+    assert how in capfd.readouterr().err
+    shutil.move(data, data.with_name("elsewhere_too"))
+    assert app(["exposure", str(run), "--url", url], standalone_mode=False) == 2
+    assert f"make a link at {data} to where it is now" in capfd.readouterr().err
+    other.symlink_to(other.with_name("elsewhere"))
+    told = json.loads(exposed(capfd, str(run), "--url", url, "--json"))
+    assert (told["documents"], told["first_step"]) == (1, step)
+    assert list(told["unknown_sources"]) == ["run00000/web/1"]

@@ -84,7 +84,7 @@ def _arguments(
         found += [*_same_folder(run, config), *_back(run, config, last, change, answer)]
     else:
         found += [*_same_folder(run, config), *_forgotten(config)]
-    found += _data(run, config)
+    found += _data(run, config, lineages)
     if answer["run_dir"] is None:  # a run that begins anew has no past that another version could contradict
         found += _accepted(run, config, lineages, change)
     ranks = (run.attempts[-1].dp or 1) * config.parallel.tp * config.parallel.pp
@@ -97,9 +97,12 @@ def _same_folder(run: TrainingRun, config: TrainConfig) -> list[str]:
     return [] if same else [_folder(run.path)]
 
 
-def _data(run: TrainingRun, config: TrainConfig) -> list[str]:
-    """Sources that are not where the config says, seen from here, and are where the ledger says."""
-    told = {os.path.basename(path): path for path in run.attempts[-1].paths.values() if os.path.isdir(path)}
+def _data(run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage]) -> list[str]:
+    """Sources that are not where the config says, seen from here, and are where the ledger says, or moved since."""
+    now = {stream.identity.rpartition("/")[0]: stream.path for own in lineages for stream in own.streams}
+    paths = run.attempts[-1].paths.items()
+    known = [path if os.path.isdir(path) else now.get(ident.rpartition("/")[0], path) for ident, path in paths]
+    told = {os.path.basename(path): path for path in known if os.path.isdir(path)}
     names = [os.path.basename(os.path.normpath(given.path)) for given in config.data]
     return [
         _folder(told[name], f"data.{index}.path")

@@ -96,7 +96,7 @@ def _why(path: str, error: Exception) -> str:
 
 
 def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: Change | None, store: bool) -> Row:
-    train = TrainingRun(path)
+    train = TrainingRun(path, {run_id: os.path.abspath(storage.split(run)[1])} if storage.is_local(run) else None)
     own = dict.fromkeys(
         identity
         for attempt in train.attempts
