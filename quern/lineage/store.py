@@ -175,8 +175,9 @@ class Lineage:
     ) -> I64:
         """The numbers of all matching documents, ascending. Exactly one argument is given.
 
-        ``doc``: a doc_id, 16 bytes or 32 hex digits. ``url``: any spelling that has the same canonical form. ``surt``:
-        a prefix. ``host``: that host. ``domain``: that host and all below it. ``hash``: a pre- or post-filter hash.
+        ``doc``: a doc_id, 16 bytes or 32 hex digits. ``url``: any spelling that has the same canonical form; where no
+        document has that, the same with http for https or the reverse. ``surt``: a prefix. ``host``: that host.
+        ``domain``: that host and all below it. ``hash``: a pre- or post-filter hash.
 
         Raises:
             InputError: an argument is no doc_id, hash or host.
@@ -191,7 +192,10 @@ class Lineage:
             wanted = parse_hash(hash, "hash")
             return self._collect(lambda own: np.union1d(own.by_pre.find(wanted), own.by_post.find(wanted)))
         if url is not None:
-            return self._collect(lambda segment: find_url(segment.urls, url))
+            found = self._collect(lambda segment: find_url(segment.urls, url))
+            scheme, _, rest = (urls.canonicalize(url) or "").partition("://")
+            other = f"{'http' if scheme == 'https' else 'https'}://{rest}"
+            return found if len(found) or not rest else self._collect(lambda own: find_url(own.urls, other))
         if surt is not None:
             return self._collect(lambda segment: find_surt(segment.urls, surt))
         if host is not None:

@@ -190,6 +190,8 @@ def test_refusals(trained: Trained, answer: Callable[..., Any], tmp_path: Path) 
     assert "got 2" in both
     gone = call("exposure", trained.run, "--url", "http://nowhere.example/\x1b[31m", code=2).output
     assert "has no document with url http://nowhere.example/\\x1b[31m" in gone
+    bare = call("exposure", trained.run, "--url", "nowhere.example/x", code=2).output
+    assert "has no document with url nowhere.example/x (it is no http or https URL)" in bare
     assert "expected 32 hex digits" in call("exposure", trained.run, "--doc", "xyz", code=2).output
     assert "step 8 was not read: 8 steps are complete" in call("step", trained.run, 8, code=2).output
     assert "rank: expected 0 to 0, got 1" in call("step", trained.run, 0, "--rank", 1, code=2).output

@@ -39,6 +39,21 @@ def test_any_spelling_of_a_url_finds_its_documents(lineage: Lineage, found: List
             assert by_url[row["canonical_url"]] <= set(lineage.documents(numbers).doc_ids)
 
 
+def test_http_is_looked_up_for_https_and_the_reverse_where_there_is_no_other(lineage: Lineage, found: Listing) -> None:
+    by_url: dict[str, set[bytes]] = {}
+    for row in found.rows:
+        if row["canonical_url"] is not None:
+            by_url.setdefault(row["canonical_url"], set()).add(row["doc_id"])
+    asked = set()
+    for url, doc_ids in by_url.items():
+        scheme, _, rest = url.partition("://")
+        other = f"{'http' if scheme == 'https' else 'https'}://{rest}"
+        if other not in by_url and canonicalize(other) == other:
+            assert set(lineage.documents(find_url(lineage, other)).doc_ids) == doc_ids
+            asked.add(scheme)
+    assert asked == {"http", "https"}
+
+
 @pytest.mark.slow
 def test_several_documents_of_a_url_come_newest_first(lineage: Lineage, found: Listing) -> None:
     rows = [row for row in found.rows if row["url"] is not None]

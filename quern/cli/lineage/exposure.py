@@ -73,6 +73,7 @@ def exposure(
 
 
 def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, str]) -> list[Selection]:
+    from quern.data_pipeline.page.url import canonicalize
     from quern.lineage.exposure import select
 
     ((kind, text),) = given.items()
@@ -88,7 +89,8 @@ def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, s
             del unknown[identity]
     if not having and not unknown:
         runs = ", ".join(lineage.run for lineage in lineages)
-        raise InputError(f"{runs}: has no document with {kind} {one_line(text)}")
+        bare = " (it is no http or https URL)" if kind == "url" and canonicalize(text) is None else ""
+        raise InputError(f"{runs}: has no document with {kind} {one_line(text)}{bare}")
     return selections
 
 

@@ -88,6 +88,7 @@ def test_options_of_a_kind_repeat_and_held_out_documents_count(run: str, found: 
     ("given", "says"),
     [
         ({"url": ["https://gone.example/"]}, r"has no document of URL: https://gone\.example/"),
+        ({"url": ["gone.example/"]}, r"has no document of URL: gone\.example/ \(it is no http or https URL\)"),
         ({"domain": ["gone.example"]}, r"has no document of host: gone\.example"),
         ({"doc": ["0" * 32]}, r"has no document of doc_id: 0{32}"),
         ({"url": [f"https://gone.example/{n}" for n in range(7)]}, r"of 7 URLs: .*/0, .*/4 and 2 more"),

@@ -130,7 +130,10 @@ def _report_missing(run: str, wanted: Wanted, closure: _Closure, note: Note) -> 
     for one, many, missing in kinds:
         if not missing:
             continue
-        shown = ", ".join(" ".join(name.split())[:200] for name in missing[:_SHOWN])
+        bare = " (it is no http or https URL)"
+        names = missing[:_SHOWN]
+        whys = [bare if one == "URL" and canonicalize(name) is None else "" for name in names]
+        shown = ", ".join(" ".join(name.split())[:200] + why for name, why in zip(names, whys, strict=True))
         more = f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
         text = f"{run}: has no document of {one if len(missing) == 1 else f'{len(missing):,} {many}'}: {shown}{more}"
         if wanted.strict or not closure.seen:
