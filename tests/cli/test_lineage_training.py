@@ -216,6 +216,8 @@ def test_the_documents_that_match_a_benchmark(trained: Trained, answer: Callable
     bench.write_text(json.dumps({"id": "1", "text": text}) + "\n")
     told = answer("exposure", trained.run, "--match", bench, "--limit", 10_000)
     assert told["documents"] >= 1
+    assert "only the matched spans count" in call("exposure", trained.run, "--match", bench).stdout
+    assert "only the matched spans count" not in call("exposure", trained.run, "--domain", "example.com").stdout
     assert long["doc_id"].hex() in {row["doc_id"] for row in told["rows"]} or told["exposures"] == 0
     whole = answer("exposure", trained.run, "--doc", long["doc_id"].hex(), "--limit", 10_000)
     steps = {(row["step"], row["sequence"]) for row in told["rows"] if row["doc_id"] == long["doc_id"].hex()}

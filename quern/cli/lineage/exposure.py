@@ -217,6 +217,8 @@ def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
     print(
         f"documents    {count:,}" + (f", {without:,} of them without tokens: dropped, or duplicates" if without else "")
     )
+    if "match" in answer["asked"]:
+        print("matches      only the matched spans count; purge --match takes, and counts, the documents whole")
     skipped = answer["exposures"] - answer["applied"] - answer["purged"]
     notes = [f"{skipped:,} in steps whose update was skipped"] if skipped else []
     notes += [f"{answer['purged']:,} of purged documents, of which nothing was left"] if answer["purged"] else []
