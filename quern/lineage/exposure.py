@@ -133,7 +133,7 @@ class Tally:
     run: TrainingRun
     documents: int = 0
     without_tokens: int = 0
-    """Documents that are not in any stream: dropped, or duplicates."""
+    """Documents that are not in any stream: purged, dropped, or duplicates."""
     spans: int = 0
     surviving: int = 0
     """Exposures of the present branch; those of them that count: :attr:`applied`."""

@@ -330,6 +330,9 @@ def test_what_only_a_rewritten_data_run_has_is_not_called_absent(over_two, tmp_p
         assert told["last_clean"] == (None if asked[0] == "--match" else {**told["last_clean"], "step": clean})
     told = json.loads(exposed(capfd, str(run), "--match", str(bench), "--json"))
     assert (told["known"], told["last_clean"], told["audit"]) == (False, None, [])
+    assert "documents    1, 1 of them without tokens: purged, dropped, or duplicates" in exposed(
+        capfd, str(run), "--url", url
+    )
     # the rows of both data runs are all there: what they do not have, nobody has read
     assert app(["exposure", str(run), "--url", f"{url}-"], standalone_mode=False) == 2
     assert f"{other}: has no document with url {url}-" in capfd.readouterr().err

@@ -215,7 +215,8 @@ def _print(answer: Row, run: TrainingRun, all_: bool) -> None:
     print(f"{plain(run.path)}: {counted(answer['steps_complete'], 'step')} complete")
     without = answer["documents_without_tokens"]
     print(
-        f"documents    {count:,}" + (f", {without:,} of them without tokens: dropped, or duplicates" if without else "")
+        f"documents    {count:,}"
+        + (f", {without:,} of them without tokens: purged, dropped, or duplicates" if without else "")
     )
     if "match" in answer["asked"]:
         print("matches      only the matched spans count; purge --match takes, and counts, the documents whole")
