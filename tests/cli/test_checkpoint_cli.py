@@ -13,7 +13,6 @@ import pytest
 import torch
 import typer
 import yaml
-from support.checkpoint_commands import invoke
 
 from quern.cli.checkpoint import app
 from quern.model.config import ModelConfig
@@ -23,6 +22,7 @@ from quern.tokenize.encoding import Encoding, load_encoding
 from quern.tokenize.writing.train_encoding import train_ranks
 from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
 from quern.train.checkpoint.tools.reader import iter_weights, write_weights
+from support.checkpoint_commands import invoke
 
 
 @pytest.fixture(scope="module")

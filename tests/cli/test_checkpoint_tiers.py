@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoint_commands import invoke
 
 from quern.config import dump_yaml
 from quern.errors import InputError
@@ -19,6 +18,7 @@ from quern.train.checkpoint.format.manifest import read_manifest
 from quern.train.checkpoint.store import stored
 from quern.train.checkpoint.tools.reader import iter_weights, write_weights
 from quern.train.config import TrainConfig
+from support.checkpoint_commands import invoke
 from support.train import checkpoint_case as CASE
 
 STEPS = (10, 20, 30, 40)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint_commands import invoke
 
 from quern.config import dump_yaml
 from quern.train.checkpoint.format.folder import FolderLock
@@ -22,6 +21,7 @@ from quern.train.checkpoint.format.manifest import read_manifest
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.config import CheckpointConfig, TrainConfig
+from support.checkpoint_commands import invoke
 from support.programs import python
 from support.train import checkpoint_case as CASE
 

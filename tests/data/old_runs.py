@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quern.data_pipeline.engine import InProcess
+from quern.tokenize.config import DataRun
 from quern.train.ranks import open_ranks
 
 from quern.cli import data
 from quern.config import dump_yaml
-from quern.tokenize.config import DataRun
 from quern.train.config import TrainConfig
 from quern.train.setup import open_trainer
 
