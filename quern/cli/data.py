@@ -88,15 +88,14 @@ def _purged_since(run_dir: str) -> str | None:
     """What purges have taken out of a run, whose figures stay as they were; None where there was none."""
     if not storage.list_files(storage.join(run_dir, "audit")):
         return None
-    from quern.lineage.purge.record import audit
+    from quern.lineage.purge.record.audit import numbers
 
-    numbers = audit.numbers(run_dir)
-    documents = sum(audit.read_entry(run_dir, number).record["documents"]["count"] for number in numbers)
-    version = read_version(storage.join(run_dir, "tokens"))["version"]
-    return (
-        f"{counted(documents, 'document')} in {counted(len(numbers), 'purge')}; the figures above are of the run as it "
-        f"was, the tokens are those of corpus version {version}"
-    )
+    try:
+        of = f", the tokens are those of corpus version {read_version(storage.join(run_dir, 'tokens'))['version']}"
+    except (InputError, OSError):  # lineage verify tells of it
+        of = ""
+    purges = counted(len(numbers(run_dir)), "purge")
+    return f"in {purges}: the figures above are of the run as it was{of}"
 
 
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:

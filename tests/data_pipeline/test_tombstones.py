@@ -58,16 +58,19 @@ def test_purged_place_fails(tmp_path: Path) -> None:
 def test_a_place_counts_only_where_urls_do_not_tell_that_it_is_another_page(tmp_path: Path) -> None:
     """The same line of another crawl's file of that name has the same doc_id."""
     own = make_doc_id("web", "f.warc.gz", 7)
-    twice = make_doc_id("web", "f.warc.gz", 9)
+    twice, bare = make_doc_id("web", "f.warc.gz", 9), make_doc_id("web", "f.warc.gz", 11)
     rows = [row(own, "https://example.com/a"), row(twice, "https://example.com/b"), row(twice, "https://example.com/c")]
+    rows.append(row(bare))
     stage = Tombstones(purge_list(tmp_path / "p.parquet", [*rows, row(url="https://example.com/d")]))
     by_id = ("purged", "purged.doc_id")
     for url, position, failures in (
         ("https://other.example/", 7, []),
         ("http://EXAMPLE.com/a#x", 7, [by_id, ("purged", "purged.canonical_url")]),
         (None, 7, [by_id]),
-        ("https://other.example/", 9, [by_id]),
-        ("https://example.com/d", 7, [("purged", "purged.canonical_url")]),
+        ("https://other.example/", 9, []),
+        (None, 9, [by_id]),
+        ("https://other.example/", 11, [by_id]),
+        ("https://example.com/d", 8, [("purged", "purged.canonical_url")]),
     ):
         assert stage(page(url, position=position)).failures == failures, (url, position)
 

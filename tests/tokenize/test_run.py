@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quern.data_pipeline.execution.engine import InProcess
+from quern.data_pipeline.page.keys import keys_of
 from quern.errors import InputError, QuernError
 from quern.tokenize.encoding import TokenizeConfig, load_encoding
 from quern.tokenize.shards import ShardReader
@@ -210,7 +211,7 @@ def test_equal_place_keys_are_ordered_by_doc_id(
 
 def test_a_sliced_id_column_is_read_from_its_own_start() -> None:
     column = pa.array([bytes([n]) * 16 for n in range(5)], pa.binary(16))[2:4]
-    assert choose._ids(column).tobytes() == b"\2" * 16 + b"\3" * 16
+    assert keys_of(column).tobytes() == b"\2" * 16 + b"\3" * 16
 
 
 def test_the_files_say_what_they_hold(

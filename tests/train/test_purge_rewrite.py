@@ -13,9 +13,10 @@ import pytest
 
 from quern.cli.lineage import app
 from quern.cli.lineage.taint import taint_lines
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.lineage.exposure import exposures
 from quern.lineage.match import match
+from quern.lineage.purge.apply import finish
 from quern.lineage.purge.impact.resume import Change
 from quern.lineage.purge.impact.taint import taint
 from quern.lineage.store import Lineage
@@ -336,6 +337,19 @@ def test_what_only_a_rewritten_data_run_has_is_not_called_absent(over_two, tmp_p
     # the rows of both data runs are all there: what they do not have, nobody has read
     assert app(["exposure", str(run), "--url", f"{url}-"], standalone_mode=False) == 2
     assert f"{other}: has no document with url {url}-" in capfd.readouterr().err
+
+
+def test_a_purge_that_was_cut_off_is_finished_before_exposure_answers(over_two, monkeypatch, capfd):
+    """Its audit entry, which is written last, says who had read what went."""
+    _, other, run, doc_id, url, step = over_two
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "clean", lambda *given: 1 / 0)
+        with pytest.raises(QuernError, match="the purge is not at its end"):
+            purged.purge(other, [doc_id], "rewrite")
+    assert (other / ".purge/intent.json").exists()
+    told = json.loads(exposed(capfd, str(run), "--url", url, "--json"))
+    assert f"step {step} was the first that had read them" in told["audit"][0]
+    assert not (other / ".purge/intent.json").exists()
 
 
 def test_what_a_data_run_that_is_gone_may_have_is_not_known(over_two, capfd):

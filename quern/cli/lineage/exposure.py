@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quern.cli.lineage.run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
 from quern.errors import InputError
 from quern.words import counted
@@ -51,10 +52,9 @@ def exposure(
         raise InputError(f"expected one of --url, --domain, --doc and --match, got {len(given)}")
     from quern.lineage.exposure import Tally, clean, walk
     from quern.lineage.purge.impact.earlier import settle
-    from quern.lineage.training import TrainingRun
 
     with json_stdout(json) as emit:
-        run = TrainingRun(train_run)
+        run = open_training(train_run)
         unknown = run.unknown()
         selections = _selections(run, given, unknown)
         tally = Tally(run)

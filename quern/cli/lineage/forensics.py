@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quern.cli.lineage.run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.words import counted
 
@@ -36,11 +37,10 @@ def forensics(
     """
     from quern.lineage.forensics.explain import explain
     from quern.lineage.forensics.page import render
-    from quern.lineage.training import TrainingRun
     from quern.storage import publish_bytes
 
     with json_stdout(json) as emit:
-        run = TrainingRun(train_run)
+        run = open_training(train_run)
         found = explain(run, step, attempt)
         path = html or f"{os.path.splitext(found['file'])[0]}.html"
         try:

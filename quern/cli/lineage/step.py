@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quern.cli.lineage.run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
 from quern.words import counted
 
@@ -37,10 +38,9 @@ def step(
     batch, who computed it, and which positions of it are input and target of which document. By default of the branch
     that the weights are on."""
     from quern.lineage.steps import losses_of, read_step
-    from quern.lineage.training import TrainingRun
 
     with json_stdout(json) as emit:
-        run = TrainingRun(train_run)
+        run = open_training(train_run)
         read = read_step(run, number, attempt)
         losses = losses_of(run, read)
         read = read if rank is None else read.of_rank(rank)

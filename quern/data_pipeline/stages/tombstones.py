@@ -20,7 +20,7 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.shingles import hash_words, shingle_hashes
 from quern.data_pipeline.dedup.signature import minhash
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, content_hash
-from quern.data_pipeline.page.keys import KEY, contains, places
+from quern.data_pipeline.page.keys import KEY, contains, key_set
 from quern.data_pipeline.page.url import canonicalize, url_key
 from quern.errors import InputError, first_line
 
@@ -71,8 +71,8 @@ class PurgeList:
     """Three sorted unique arrays of 128-bit keys, ``S16[n]`` each; also sketches, if the list was made with them."""
 
     doc_ids: np.ndarray
-    their_urls: np.ndarray
-    """S16[n]: which of ``urls`` each document had; empty where that is not known."""
+    without_url: np.ndarray
+    """Those of ``doc_ids`` that are listed without a URL."""
     urls: np.ndarray
     texts: np.ndarray
     sketches: tuple[Sketches, ...] = ()
@@ -98,10 +98,12 @@ class Tombstones:
         if self._purged is None:
             return page
         url = None if page.canonical_url is None else url_key(page.canonical_url)
-        (at,) = places(self._purged.doc_ids, np.array([page.doc_id], KEY)).tolist()
-        if at >= 0 and (url is None or self._purged.their_urls[at] in (b"", np.array(url, KEY)[()])):
+        listed = url is not None and _contains(self._purged.urls, url)
+        if _contains(self._purged.doc_ids, page.doc_id) and (
+            url is None or listed or _contains(self._purged.without_url, page.doc_id)
+        ):
             page.fail("purged", "purged.doc_id")
-        if url is not None and _contains(self._purged.urls, url):
+        if listed:
             page.fail("purged", "purged.canonical_url")
         return page
 
@@ -196,23 +198,19 @@ def read_purge_list(path: str) -> PurgeList:
     Raises:
         InputError: there is no such file, it is not Parquet, or a column is missing or of another type.
     """
-    doc_ids, their_urls, urls, texts = [], [], [], []
+    doc_ids, without_url, urls, texts = [], [], [], []
     sketches: dict[tuple[int, int, int], list[pa.Table]] = {}
     for file in _files(path):
         table = _read(file)
         if "shingles" in table.column_names:
             sketches.setdefault(_made_with(file, table), []).append(table)
-        keys = _keys(url and url_key(canonicalize(url) or url) for url in table["canonical_url"].to_pylist())
-        doc_ids.append(_keys(table["doc_id"].drop_null().to_pylist()))
-        their_urls.append(keys[table["doc_id"].is_valid().to_numpy()])
-        urls.append(keys[keys != b""])
-        texts.append(_keys(table["post_filter_hash"].drop_null().to_pylist()))
-    by_id, first, which = np.unique(np.concatenate(doc_ids), return_index=True, return_inverse=True)
-    beside = np.concatenate(their_urls)
-    own = beside[first]
-    own[which[beside != own[which]]] = b""  # of a document with several nothing is told
-    by_url, by_text = (np.unique(np.concatenate(parts)) for parts in (urls, texts))
-    return PurgeList(by_id, own, by_url, by_text, _all_sketches(sketches))
+        ids, given = table["doc_id"], table["canonical_url"]
+        doc_ids.append(_keys(ids))
+        without_url.append(_keys(ids.filter(given.is_null())))
+        urls.append(_keys(url_key(canonicalize(url) or url) for url in given.drop_null().to_pylist()))
+        texts.append(_keys(table["post_filter_hash"]))
+    by_id, bare, by_url, by_text = map(key_set, (doc_ids, without_url, urls, texts))
+    return PurgeList(by_id, bare, by_url, by_text, _all_sketches(sketches))
 
 
 def fingerprints(path: str | None) -> tuple[str, ...]:
@@ -331,9 +329,10 @@ def _is_accepted(given: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(pa.types.is_binary(given) or pa.types.is_large_binary(given))
 
 
-def _keys(values: Iterable[bytes | None]) -> np.ndarray:
-    """S16[n]; empty for None."""
-    return np.array([value or b"" for value in values], KEY)
+def _keys(values: pa.ChunkedArray | Iterable[bytes]) -> np.ndarray:
+    """S16[n]; nulls of a column are left out."""
+    given = values.drop_null().to_pylist() if isinstance(values, pa.ChunkedArray) else list(values)
+    return np.array(given, KEY)
 
 
 def _contains(keys: np.ndarray, wanted: bytes) -> bool:
