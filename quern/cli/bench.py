@@ -19,7 +19,7 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 @reports_errors
 def bench(context: typer.Context) -> None:
-    """Measure the trainer over random tokens: tokens a second, MFU, step time, memory; a row a combination."""
+    """Measure the trainer over random tokens: tokens a second, MFU, step time, memory; one row per combination."""
     try:
         code = main(context.args)
     except KeyboardInterrupt:  # nothing goes on where it was

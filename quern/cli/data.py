@@ -55,7 +55,7 @@ def run(
     ] = False,
     json: bool = JSON,
 ) -> None:
-    """Run CONFIG, or go on with it where it was left."""
+    """Run CONFIG, or resume it."""
     resolved = load_config(config, DataRun, overrides or ())
     with json_stdout(json) as emit:
         if dry_run:
@@ -127,11 +127,13 @@ def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
 def status(
     run_dir: RunDir,
     watch: Annotated[
-        float | None, typer.Option("--watch", min=0.5, help="Look again every so many seconds, until it has ended.")
+        float | None,
+        typer.Option("--watch", min=0.5, help="Print again every so many seconds until the run has ended."),
     ] = None,
     json: bool = JSON,
 ) -> None:
-    """How far a run is, from its files: phase, partitions, pages, pace, trouble, and whether its driver lives."""
+    """Print the progress of a run from its files: phase, partitions, pages, rate, problems, and whether its driver is
+    alive."""
     found = run_status.read_status(run_dir)
     with json_stdout(json) as emit:
         while True:
@@ -148,7 +150,7 @@ def status(
 @app.command("report")
 @reports_errors
 def report_command(run_dir: RunDir, json: bool = JSON) -> None:
-    """The funnel of a finished run, and where its HTML report is."""
+    """Print the funnel of a finished run and the path of its HTML report."""
     path = storage.join(run_dir, "stats.json")
     if not storage.exists(path):
         raise InputError(f"{run_dir}: expected a complete data run: {_why_no_stats(run_dir)}")

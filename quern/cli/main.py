@@ -66,7 +66,7 @@ def _build(names: Iterable[str]) -> typer.Typer:
 
     app = typer.Typer(
         name="quern",
-        help="Grinds a web crawl into tokens in which every token knows its URL, and tokens into a language model.",
+        help="Turns a web crawl into tokens, each traceable to its URL, and tokens into a language model.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -17,7 +17,7 @@ from quern.train.batches.mixture import plan_mixture
 from quern.train.init_from import load_train_config
 from quern.words import counted
 
-app = typer.Typer(help="Which tokens come next.", no_args_is_help=True)
+app = typer.Typer(help="Show the mixture and order of training data.", no_args_is_help=True)
 
 
 @app.callback()
@@ -32,7 +32,7 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: data.0.weight=2")] = None,
     json: bool = JSON,
 ) -> None:
-    """What a run of CONFIG reads of each source: shares, epochs, what is never read; and the hash of its order."""
+    """Print the share and epochs of each source in a run of CONFIG, what is never read, and the hash of the order."""
     resolved = load_train_config(config, overrides or ())
     plan = plan_mixture(resolved, Corpus([source.path for source in resolved.data], resolved.seq_len))
     with json_stdout(json) as emit:

@@ -50,7 +50,7 @@ def selftest(
     device: Annotated[Device, typer.Option(help="auto: CUDA where there is one.")] = Device.auto,
     json: bool = JSON,
 ) -> None:
-    """Train on every layout of ranks and hold losses, gradients, moments and weights against one process, in float64.
+    """Train on every layout and compare losses, gradients, moments and weights with those of one process, in float64.
 
     Each case is a whole run of three steps over a small corpus of its own, on 1 to 8 processes of this machine. Passed
     means max|a - b| / max|b| of at most 1e-10 for every tensor (1e-12 for the first gradients), and the same bits on

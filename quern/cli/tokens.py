@@ -12,7 +12,7 @@ from quern.cli.tokens_exchange import export, import_
 from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
 
-app = typer.Typer(help="Look into token shards, export and import them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, export and import token shards.", no_args_is_help=True)
 app.command("export")(export)
 app.command("import")(import_)
 

@@ -19,16 +19,16 @@ FORMAT = Annotated[str, typer.Option("--format", help="megatron, datatrove, or b
 def export(
     run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")],
     format: FORMAT,
-    out: Annotated[str, typer.Option(help="The folder to write, which must not be there.", metavar="DIR")],
+    out: Annotated[str, typer.Option(help="The folder to write; it must not exist.", metavar="DIR")],
     source: Annotated[list[str] | None, typer.Option(help="A source; may be repeated. Otherwise all.")] = None,
-    val: Annotated[bool, typer.Option("--val", help="The held-out documents instead.")] = False,
-    eot: Annotated[bool, typer.Option("--eot/--no-eot", help="Keep the EOT behind each document.")] = True,
-    merge: Annotated[bool, typer.Option("--merge", help="One file a source instead of one a shard.")] = False,
+    val: Annotated[bool, typer.Option("--val", help="Export the held-out documents instead.")] = False,
+    eot: Annotated[bool, typer.Option("--eot/--no-eot", help="Keep the EOT after each document.")] = True,
+    merge: Annotated[bool, typer.Option("--merge", help="Write one file per source instead of one per shard.")] = False,
     json: bool = JSON,
 ) -> None:
-    """Write the tokens of RUN as files of another trainer, with a table of which document stands where.
+    """Write the tokens of RUN in another trainer's format, with a table of the place of each document.
 
-    Purged documents are left out whole. Every shard is verified while it is read."""
+    Purged documents are left out. Every shard is verified while it is read."""
     from quern.tokenize.exchange.export import EXPORT_FILE
     from quern.tokenize.exchange.export import export as write
 
@@ -50,22 +50,26 @@ def export(
 def import_(
     files: Annotated[list[str], typer.Argument(help="Files of tokens.", metavar="FILE…")],
     format: FORMAT,
-    out: Annotated[str, typer.Option(help="The data run to make, which must not be there.", metavar="RUN")],
-    encoding: Annotated[str, typer.Option(help="What the ids are of: a tiktoken encoding, or with --ranks any name.")],
+    out: Annotated[str, typer.Option(help="The data run to make; it must not exist.", metavar="RUN")],
+    encoding: Annotated[
+        str, typer.Option(help="The encoding of the ids: a tiktoken encoding, or with --ranks any name.")
+    ],
     ranks: Annotated[str | None, typer.Option(help="A tiktoken ranks file.")] = None,
     eot: Annotated[int | None, typer.Option(help="The id that ends documents; otherwise the encoding's EOT.")] = None,
     source: Annotated[str, typer.Option(help="The name of the source in RUN.")] = "imported",
-    root: Annotated[str | None, typer.Option(help="Documents are known by their file's path below this.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="uint16 or uint32, of files that do not say it.")] = None,
+    root: Annotated[
+        str | None, typer.Option(help="Paths in documents' identities are relative to this folder.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="uint16 or uint32, for files that do not record it.")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="A longer file is cut into shards.")] = 2**30,
     sidecar: Annotated[
-        bool, typer.Option("--sidecar/--no-sidecar", help="Use tables of documents beside files.")
+        bool, typer.Option("--sidecar/--no-sidecar", help="Read the tables of documents that stand beside the files.")
     ] = True,
     json: bool = JSON,
 ) -> None:
-    """Make a data run of another trainer's token files, which the trainer and lineage read like any other.
+    """Make a data run from another trainer's token files; the trainer and lineage read it like any other.
 
-    A document is known by its file and the byte at which it starts there; by its crawl record, if quern exported it."""
+    A document is identified by its file and first byte, or by its crawl record if quern exported it."""
     from quern.tokenize.exchange.ingest import ImportOptions, ingest
 
     options = ImportOptions(

@@ -58,7 +58,7 @@ def train(
     ] = False,
     json: bool = JSON,
 ) -> None:
-    """Train CONFIG, or go on with it where it was left. Exit code 3: ended by a signal, after a checkpoint."""
+    """Train CONFIG, or resume it. Exit code 3: ended by a signal, after a checkpoint."""
     if json and not dry_run:
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
     resolved = load_run_config(config, overrides or ())

@@ -20,7 +20,7 @@ def fork(
     to: Annotated[str, typer.Option("--to", help="The new run's folder.")] = ...,  # type: ignore[assignment]
     json: bool = JSON,
 ) -> None:
-    """Make a run of its own that goes on from RUN's checkpoint after --at steps: weights, moments, data order and
+    """Make a new run that continues from RUN's checkpoint after --at steps: weights, moments, data order and
     ledger are RUN's, and the config is that under which the checkpoint was saved, but for key=value. Each key in which
     it differs from that of RUN's last start is printed. RUN stays as it is. Files are copied, and their checksums
     compared.

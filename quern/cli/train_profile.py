@@ -31,11 +31,13 @@ def profile(
     out: Annotated[str, typer.Option("--out", help="A folder for the traces and profile.json.")] = _OUT,
     trace: Annotated[
         list[str] | None,
-        typer.Option("--trace", help="Train nothing: account for this trace of torch.profiler; once for each rank."),
+        typer.Option(
+            "--trace", help="Train nothing: analyse this trace of torch.profiler; may be given once per rank."
+        ),
     ] = None,
     json: bool = JSON,
 ) -> None:
-    """Train CONFIG for a few steps, without saves and beside its run_dir, and say where each step's time went."""
+    """Train CONFIG for a few steps, without saves and outside its run_dir, and print where each step's time went."""
     if trace and (config or overrides):
         raise InputError(f"--trace: expected no CONFIG beside it, got {config!r}")
     if trace and (steps, warm_up, nproc, out) != (_STEPS, _WARM_UP, 1, _OUT):

@@ -45,8 +45,8 @@ class Dtype(StrEnum):
 @reports_errors
 def export_hf(
     source: RunOrCheckpoint,
-    out: Annotated[str, typer.Argument(help="A folder that is not there yet.", metavar="OUT")],
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; without, as stored.")] = None,
+    out: Annotated[str, typer.Argument(help="A new folder.", metavar="OUT")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Data type of the weights; default: as stored.")] = None,
     max_shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest weights file, in GB (1e9 bytes).")] = 5.0,
     json: bool = JSON,
 ) -> None:
@@ -70,7 +70,7 @@ def export_hf(
 @reports_errors
 def import_hf(
     folder: Annotated[str, typer.Argument(help="A folder with config.json and safetensors.", metavar="HF_DIR")],
-    out: Annotated[str, typer.Argument(help="The checkpoint, a folder that is not there yet.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The checkpoint, a new folder.", metavar="OUT")],
     encoding: Annotated[str | None, typer.Option(help="Name of its encoding; without, from tokenizer.json.")] = None,
     ranks: Annotated[str | None, typer.Option(help="The encoding's tiktoken ranks file.")] = None,
     json: bool = JSON,
@@ -103,7 +103,7 @@ def sample(
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest only.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
 ) -> None:
-    """Print what the model says after a prompt. Runs on the CPU, in the weights' precision."""
+    """Print the model's continuation of a prompt. Runs on the CPU, in the weights' precision."""
     from quern.train.checkpoint.tools.sample import continue_text
 
     text = continue_text(

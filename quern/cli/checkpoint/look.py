@@ -281,13 +281,13 @@ def fetch(
             metavar="SOURCE",
         ),
     ],
-    out: Annotated[str, typer.Argument(help="The folder, which is not there yet.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="A new folder.", metavar="OUT")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint after so many steps instead.")] = None,
     json: bool = JSON,
 ) -> None:
-    """Bring a checkpoint together in one folder: each file from the checkpoint, a node's disk that this machine has, or
-    the run's store, whichever first has it with the manifest's SHA-256. What is nowhere whole is named, and nothing is
-    written."""
+    """Collect a checkpoint into one folder: each file from the checkpoint, a node's disk that this machine has, or
+    the run's store, whichever first has it with the manifest's SHA-256. If a file is whole nowhere, it is named and
+    nothing is written."""
     with json_stdout(json) as emit:
         try:
             made = collect(source, out, step=step)

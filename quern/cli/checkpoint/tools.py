@@ -50,7 +50,7 @@ def diff(
     top: Annotated[int, typer.Option(min=0, help="Rows of the table; --json has all.")] = 20,
     json: bool = JSON,
 ) -> None:
-    """Say in what two checkpoints differ. Exit code 0: one state, bit for bit; 1: they differ; 2: cannot be compared.
+    """Print the differences of two checkpoints. Exit code 0: equal bit for bit; 1: they differ; 2: cannot be compared.
 
     AdamW's moments are compared unless --no-moments is given or one side alone has any, which is said. Part of the
     state are the tensors, step, data step, tokens, order, model, corpus, encoding and scalars; where one side alone has
@@ -135,8 +135,8 @@ def _cell(value: Any) -> str:
 @reports_errors
 def reshard(
     source: Annotated[str, _side("IN")],
-    out: Annotated[str, typer.Argument(help="The new checkpoint, a folder that is not there yet.", metavar="OUT")],
-    files: Annotated[int | None, typer.Option(min=1, help="How many files of tensors; without, one.")] = None,
+    out: Annotated[str, typer.Argument(help="The new checkpoint, a new folder.", metavar="OUT")],
+    files: Annotated[int | None, typer.Option(min=1, help="Number of tensor files; default: one.")] = None,
     file_size: Annotated[
         str | None, typer.Option(help="Largest file of tensors instead: 1GiB, 500MB, bytes.", metavar="SIZE")
     ] = None,
@@ -145,8 +145,9 @@ def reshard(
     ] = False,
     json: bool = JSON,
 ) -> None:
-    """Write a checkpoint anew, bit for bit, in other files: one to carry about, many to move at once. Checksums are
-    compared first. Any layout loads the result as it loads IN. Memory: one piece of a tensor, of at most 256 MiB."""
+    """Write a checkpoint again, bit for bit, in other files: one file to copy easily, or many to copy in parallel.
+    Checksums are compared first. Any layout loads the result as it loads IN. Memory: one piece of a tensor, of at most
+    256 MiB."""
     from quern.train.checkpoint.tools import rewrite
 
     limit = None if file_size is None else _bytes(file_size)
@@ -180,7 +181,8 @@ def prune(
         typer.Option(min=0, help="Steps whose multiples stay, 0 = none; without, as the run's config says."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing; a trainer may be at work.")
+        bool,
+        typer.Option("--dry-run", help="Print what would be removed, and remove nothing; a trainer may be running."),
     ] = False,
     store: Annotated[
         bool, typer.Option("--store", help="Also in the run's checkpoint.store, by the same rule.")

@@ -38,15 +38,17 @@ def exposure(
             metavar="FILE",
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Also the steps of branches that the run has left.")] = False,
-    store: Annotated[bool, typer.Option("--store", help="Also checkpoints that only the run's store has.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also print the steps of abandoned branches.")] = False,
+    store: Annotated[
+        bool, typer.Option("--store", help="Also print checkpoints that only the run's store has.")
+    ] = False,
     limit: Annotated[
         int, typer.Option(min=0, help="Exposures that are listed one by one; counts and steps are of all.")
     ] = 100,
     json: bool = JSON,
 ) -> None:
-    """Every step of TRAIN_RUN whose batch held a token of the documents, as input or as target; the checkpoints whose
-    weights took them in, and the last clean one."""
+    """Print every step of TRAIN_RUN whose batch held a token of the documents, as input or as target, the checkpoints
+    trained on them, and the last clean one."""
     given = {name: text for name, text in (("url", url), ("domain", domain), ("doc", doc), ("match", match)) if text}
     if len(given) != 1:
         raise InputError(f"expected one of --url, --domain, --doc and --match, got {len(given)}")

@@ -22,18 +22,18 @@ _TEXT_CHARS = 160
 @reports_errors
 def forensics(
     train_run: Annotated[str, typer.Argument(help="A training run.", metavar="TRAIN_RUN")],
-    step: Annotated[int, typer.Argument(min=0, help="A step that it has written down.", metavar="STEP")],
+    step: Annotated[int, typer.Argument(min=0, help="A step that the trainer recorded there.", metavar="STEP")],
     attempt: Annotated[
-        int | None, typer.Option(min=0, help="Which attempt's, where several wrote it down; default: the newest.")
+        int | None, typer.Option(min=0, help="The attempt, where several recorded the step; default: the newest.")
     ] = None,
     html: Annotated[
         str | None, typer.Option(help="Where the page goes; default: beside what the trainer wrote.", metavar="FILE")
     ] = None,
     json: bool = JSON,
 ) -> None:
-    """Why a step was a spike: its loss and gradient by layer, its sequences by loss, and the documents that stand out.
+    """Explain a spike at a step: loss and gradient by layer, sequences by loss, and the documents that stand out.
 
-    Resolves what the trainer wrote to TRAIN_RUN/forensics to documents, and writes a page beside it.
+    Finds the documents of what the trainer wrote to TRAIN_RUN/forensics, and writes an HTML page beside it.
     """
     from quern.lineage.forensics.explain import explain
     from quern.lineage.forensics.page import render

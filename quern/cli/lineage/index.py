@@ -20,7 +20,7 @@ __all__ = ["index"]
 def index(
     run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")], json: bool = JSON
 ) -> None:
-    """Build the lineage index of RUN, or compare every checksum of the one that stands and mend what is damaged.
+    """Build the lineage index of RUN, or verify every checksum of the existing one and rebuild what is damaged.
 
     Commands that need the index build it themselves; RUN/lineage may be deleted at any time.
     """

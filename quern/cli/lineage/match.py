@@ -22,7 +22,7 @@ _SHOWN = 20
 def match(
     run: Annotated[str, typer.Argument(help="A data run.", metavar="RUN")],
     benchmark: Annotated[
-        str, typer.Argument(help="JSON lines, an item a line; plain or gzip.", metavar="BENCHMARK.jsonl")
+        str, typer.Argument(help="JSON lines, one item per line; plain or gzip.", metavar="BENCHMARK.jsonl")
     ],
     field: Annotated[
         list[str] | None, typer.Option(help="A field that holds text; may be given again. auto: all that do.")
@@ -31,8 +31,8 @@ def match(
     min_coverage: Annotated[
         float, typer.Option(min=0, max=1, help="Least share of an item's n-grams that a document must hold.")
     ] = 0.0,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a CPU.")] = None,
-    out: Annotated[str | None, typer.Option(help="Keep the result in this file, as Parquet.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: one per CPU.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write the result to this Parquet file.")] = None,
     json: bool = JSON,
 ) -> None:
     """Find the documents and token spans of RUN that hold text of BENCHMARK: shared n-grams of words, whatever their

@@ -29,15 +29,15 @@ def purge(
     mode: Annotated[
         Literal["mask", "rewrite"],
         typer.Option(
-            help="mask: purged tokens become EOT where they stand; order and every other sample stay. rewrite: they "
-            "are left out; the source becomes another, and a trainer takes it up with data.N.accept_version."
+            help="mask: purged tokens become EOT in place; the order and every other sample stay. rewrite: they are "
+            "removed; the source changes, and a trainer reads it after data.N.accept_version."
         ),
     ],
     url: Annotated[Several, typer.Option(help="A page's URL, in any spelling; may be given again.")] = None,
     domain: Annotated[Several, typer.Option(help="A host, and all hosts below it; may be given again.")] = None,
     doc: Annotated[Several, typer.Option(help="A doc_id, 32 hex digits; may be given again.")] = None,
     urls_file: Annotated[
-        Several, typer.Option("--urls-file", help="A file with a URL a line; - is standard input.", metavar="FILE")
+        Several, typer.Option("--urls-file", help="A file with one URL per line; - is standard input.", metavar="FILE")
     ] = None,
     match: Annotated[
         Several,
@@ -68,11 +68,11 @@ def purge(
     similar: Annotated[
         bool, typer.Option("--similar", help="Tombstones keep near-duplicates out of later runs, too.")
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Shards that are written at the same time.")] = 4,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell all that would be done, and purge nothing.")] = False,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Number of shards written in parallel.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and purge nothing.")] = False,
     json: bool = JSON,
 ) -> None:
-    """Take documents out of RUN for good: out of its tokens (a new corpus version), its texts, and every later run.
+    """Remove documents from RUN permanently: from its tokens (a new corpus version), its texts, and every later run.
 
     With them go pages of the same URL or text, and (--duplicates purge) what was removed as their duplicates.
     """

@@ -35,15 +35,17 @@ def show(
     doc: Annotated[str | None, typer.Option(help="Its doc_id: 32 hex digits.")] = None,
     shard: Annotated[
         str | None,
-        typer.Option(help="Where it stands: RUN/tokens/<source>/shard_00000.bin, <source>/shard_00000, or a number."),
+        typer.Option(
+            help="The shard that has it: RUN/tokens/<source>/shard_00000.bin, <source>/shard_00000, or a number."
+        ),
     ] = None,
     token: Annotated[int | None, typer.Option(min=0, help="Token position in the shard.")] = None,
     source: Annotated[str | None, typer.Option(help="With a shard's number: <source>, or <source>.val.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="The whole text, however long.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print the whole text, whatever its length.")] = False,
     json: bool = JSON,
 ) -> None:
-    """The whole life of a document of RUN: the record, every measurement with its limits, why it was kept or dropped,
-    its duplicates and how they differ, its token span and text, and the training runs that read from RUN."""
+    """Print everything known of a document of RUN: the record, every measurement with its limits, why it was kept or
+    dropped, its duplicates and how they differ, its token span and text, and the training runs that read from RUN."""
     from quern.lineage.trace import TEXT_CHARS, summaries, trace
 
     if sum(value is not None for value in (url, doc, shard)) != 1:

@@ -41,7 +41,7 @@ def sql(
             min=0.1, help="For DuckDB; the rest spills to TMPDIR. Lists and texts that a function makes: as much."
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="By default one a core.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
     json: bool = JSON,
 ) -> None:
     """One SQL query (DuckDB's) over the views documents, verdicts, duplicates, spans and steps: DESCRIBE documents

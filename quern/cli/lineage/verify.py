@@ -41,12 +41,14 @@ def verify(
     sign: Annotated[
         bool, typer.Option("--sign", help="Sign the audit log with --audit-key, if the proof holds.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards read at once; default: one a CPU.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Number of shards read in parallel; default: one per CPU.")
+    ] = None,
     json: bool = JSON,
 ) -> None:
-    """Prove that nothing of what was purged from RUN is left: by reading all of its tokens, texts and tables.
+    """Check that nothing purged from RUN is left, by reading all of its tokens, texts and tables.
 
-    What an earlier purge left unfinished is finished or undone first. Exit code 1 when something remains; each finding
+    An interrupted purge is finished or undone first. Exit code 1 when something remains; each finding
     names its file and row.
     """
     from quern.lineage.purge.apply.transaction import recover
