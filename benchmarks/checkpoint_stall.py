@@ -45,8 +45,8 @@ from quern.parallel.local import LocalRanks
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.checkpoint.format.manifest import EncodingInfo, Position, RunFacts, sha256_of
 from quern.train.checkpoint.format.state import TrainState, view_tensors
+from quern.train.checkpoint.save.async_save import Progress
 from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.checkpoint.save.saving import Progress
 from quern.train.config import CheckpointConfig
 
 DIM = 1024
@@ -130,27 +130,27 @@ class Ours:
         rank = dist.get_rank() if world > 1 else 0
         self.manager = CheckpointManager(run_dir, CheckpointConfig(mode=mode, verify=False), rank, world)
         self.state, self.world, self.step = state, world, 0
-        self.manager.prepare(state)
+        self.manager.async_save.prepare(state)
 
     def begin(self) -> None:
         self.step += 1
-        self.manager.begin(self.step, self.state, Position(0, 0, "", 0))
+        self.manager.async_save.begin(self.step, self.state, Position(0, 0, "", 0))
 
     def copied(self) -> None:
-        self.manager.copied()
+        self.manager.async_save.wait_staged()
 
     def ended(self) -> bool:
-        progress = self.manager.progress()
+        progress = self.manager.async_save.progress()
         if self.world > 1:
             total = torch.tensor([progress.ended, progress.published])
             dist.all_reduce(total)
             progress = Progress(*total.tolist())
-        outcome = self.manager.heard(progress)
+        outcome = self.manager.async_save.advance(progress)
         assert outcome is None or outcome.error is None, outcome
         return outcome is not None
 
     def finish(self) -> None:
-        outcome = self.manager.finish()
+        outcome = self.manager.async_save.finish()
         assert outcome is not None
         assert outcome.error is None, outcome.error
         shutil.rmtree(outcome.checkpoint.path) if self.manager.agreement.rank == 0 else None

@@ -24,7 +24,9 @@ PROGRAMS = {
     "the order and its recipe": "import quern.mixtures.recipe",
     "status of a data run": "import quern.cli.data, quern.data_pipeline.monitoring.run_status",
     "ledger and consumers": "import quern.train.history.ledger, quern.train.history.consumers",
-    "checkpoints, listed": "import quern.train.checkpoint.format.manifest, quern.train.checkpoint.retention.cadence",
+    "checkpoints, listed": """
+        import quern.train.checkpoint.format.manifest, quern.train.checkpoint.retention.save_interval
+    """,
     "checkpoints, moved": """
         import quern.train.checkpoint.tiers.upload, quern.train.checkpoint.mirror.peers
         import quern.train.checkpoint.mirror.peer_server, quern.train.checkpoint.tiers.mover

@@ -177,7 +177,7 @@ def open_trainer(
         if ledger is not None:
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
-        checkpoints.take_up(start.checkpoint)
+        checkpoints.tiers.resume_pending(start.checkpoint)
         mesh = build_mesh(plan, ranks.device.type)
         layout = Layout(
             compute_dtype=precision.compute,

@@ -21,12 +21,12 @@ from quern.train.batches.feed import Feed, StepInputs
 from quern.train.begin import Start
 from quern.train.checkpoint.format.manifest import Position
 from quern.train.checkpoint.format.state import TrainState
+from quern.train.checkpoint.save.async_save import Progress
 from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.checkpoint.save.saves import Saves
-from quern.train.checkpoint.save.saving import Progress
+from quern.train.checkpoint.save.scheduler import CheckpointScheduler
 from quern.train.config import TrainConfig
 from quern.train.history.branch import newest_until
-from quern.train.history.health import Watch
+from quern.train.history.health import HealthTracker
 from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
 from quern.train.processes.ranks import Ranks
@@ -92,7 +92,7 @@ class Trainer:
     _tokens: int = 0
     _held_out: float = 0.0
     """Loss of the last validation."""
-    saves: Saves = field(init=False)
+    saves: CheckpointScheduler = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
 
@@ -101,9 +101,9 @@ class Trainer:
         self._done = self.start.step
         self._skips = self.start.skips
         entries = [] if self.ledger is None else self.ledger.entries
-        watch = Watch.from_ledger(entries, self.config.guard.health_window)
-        self.saves = Saves(
-            self.config.checkpoint, self.checkpoints, watch, self.ledger, self.ranks.world, self.start.step
+        health = HealthTracker.from_ledger(entries, self.config.guard.health_window)
+        self.saves = CheckpointScheduler(
+            self.config.checkpoint, self.checkpoints, health, self.ledger, self.ranks.world, self.start.step
         )
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
@@ -185,7 +185,7 @@ class Trainer:
 
     def update(self, step: int, health: Health) -> None:
         """Take one optimizer step, or none if the guard says so; the host does not know which."""
-        self.saves.copied()  # or the copy would hold some weights of after
+        self.saves.wait_staged()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip)
         self._tokens += self._sequences(step) * self.config.seq_len
@@ -213,7 +213,7 @@ class Trainer:
             pending.ended.wait()
             found = figures.unpack(pending.values)
             self.forensics.settle(self._read(pending, found))
-            self.saves.heard(Progress(int(found.saves_ended), int(found.saves_published)))
+            self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 done = pending.step + 1 - self._skips
                 before = newest_until(self.config.run_dir, done)
@@ -324,7 +324,7 @@ class Trainer:
             self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
         elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
-        self.checkpoints.finish_moving(hurry=self.stopped_by is not None)
+        self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)
         self.ranks.barrier()
 
     def close(self) -> None:

@@ -170,15 +170,13 @@ def announced(run: str, paths: list[str], full: bool) -> tuple[str, list[Any]]:
 
     ``full``: the ledger takes no line of the save after step 4.
     """
-    from quern.train.checkpoint.save.manager import CheckpointManager
+    from quern.train.checkpoint.save.async_save import AsyncSave
     from quern.train.history.ledger import Ledger
 
-    begin, append = CheckpointManager.begin, Ledger.append
+    begin, append = AsyncSave.begin, Ledger.append
     begun: list[Any] = []
 
-    def begins(
-        self: CheckpointManager, step: int, state: Any, position: Any, keep: Any = None, last: bool = False
-    ) -> None:
+    def begins(self: AsyncSave, step: int, state: Any, position: Any, keep: Any = None, last: bool = False) -> None:
         begun.append((step, position.ledger_offset, sorted(keep.steps)))
         begin(self, step, state, position, keep, last)
 
@@ -187,7 +185,7 @@ def announced(run: str, paths: list[str], full: bool) -> tuple[str, list[Any]]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(self, kind, **said)
 
-    CheckpointManager.begin = begins  # type: ignore[method-assign]
+    AsyncSave.begin = begins  # type: ignore[method-assign]
     Ledger.append = refuse  # type: ignore[method-assign]
     try:
         CASE.live(config_for(run, paths, FSDP2, mode="thread"))
@@ -195,7 +193,7 @@ def announced(run: str, paths: list[str], full: bool) -> tuple[str, list[Any]]:
     except Exception as error:
         return f"{type(error).__name__}: {error}", begun
     finally:
-        CheckpointManager.begin, Ledger.append = begin, append  # type: ignore[method-assign]
+        AsyncSave.begin, Ledger.append = begin, append  # type: ignore[method-assign]
 
 
 def test_rank_0_announces_a_save_for_all(kept_ranks, tmp_path, paths):
@@ -218,11 +216,11 @@ def chosen(run: str, paths: list[str]) -> list[int]:
     import torch.distributed as dist
 
     from quern.train import trainer
-    from quern.train.checkpoint.save import saves
-    from quern.train.checkpoint.save.manager import CheckpointManager
+    from quern.train.checkpoint.save import scheduler
+    from quern.train.checkpoint.save.async_save import AsyncSave
 
     begun: list[int] = []
-    begin = CheckpointManager.begin
+    begin = AsyncSave.begin
     now = [0.0]
     factor = 1.0 if dist.get_rank() == 0 else 1e-3
 
@@ -235,7 +233,7 @@ def chosen(run: str, paths: list[str]) -> list[int]:
         def since(self, earlier: Mark) -> float:
             return self.at - earlier.at
 
-    def begins(self: CheckpointManager, step: int, *arguments: Any) -> None:
+    def begins(self: AsyncSave, step: int, *arguments: Any) -> None:
         begun.append(step)
         begin(self, step, *arguments)
         now[0] += 20 * factor
@@ -244,15 +242,15 @@ def chosen(run: str, paths: list[str]) -> list[int]:
         now[0] += 4 * factor
         return 1.0
 
-    before = saves.time, trainer.Mark, begin  # type: ignore[attr-defined]
-    saves.time = types.SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
+    before = scheduler.time, trainer.Mark, begin  # type: ignore[attr-defined]
+    scheduler.time = types.SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     trainer.Mark = Mark  # type: ignore[misc]
-    CheckpointManager.begin = begins  # type: ignore[method-assign, assignment]
+    AsyncSave.begin = begins  # type: ignore[method-assign, assignment]
     auto = {"interval": "auto", "mtbf_hours": 70 / 3600, "mode": "sync"}
     try:
         CASE.live(CASE.settings(run, paths, steps=30, parallel=FSDP2, checkpoint=auto), factor=step)
     finally:
-        saves.time, trainer.Mark, CheckpointManager.begin = before  # type: ignore[attr-defined, misc, method-assign]
+        scheduler.time, trainer.Mark, AsyncSave.begin = before  # type: ignore[attr-defined, misc, method-assign]
     return begun
 
 

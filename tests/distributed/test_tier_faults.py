@@ -98,7 +98,7 @@ def save_steps(folder: str) -> None:
         for step in STEPS:
             CASE.fill(state, step)
             checkpoints.save(step, state, replace(CASE.position(step), ledger_offset=8 * step))
-        checkpoints.finish_moving()
+        checkpoints.tiers.finish()
 
 
 def start(folder: str, store: bool) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def start(folder: str, store: bool) -> dict[str, Any]:
     try:
         with open_manager(folder, store) as checkpoints:
             found = checkpoints.latest_valid()
-            checkpoints.take_up(found)
+            checkpoints.tiers.resume_pending(found)
             checkpoints.load(found.path, state)
             rejected = [str(problem) for problem in checkpoints.rejected]
     finally:

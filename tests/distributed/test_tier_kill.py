@@ -206,23 +206,23 @@ def live(
     at, key, wrong = 0, 0, []
     with CheckpointManager(f"{folder}/run", config, rank, WORLD) as checkpoints:
         found = checkpoints.latest_valid() if back_to is None else checkpoints.at(back_to)
-        checkpoints.take_up(found)
-        checkpoints.finish_moving()
+        checkpoints.tiers.resume_pending(found)
+        checkpoints.tiers.finish()
         if found is not None:
             at, key = found.step, int(checkpoints.load(found.path, state).manifest.scalars["content"])
             wrong = CASE.differences(state, key)
-        checkpoints.finish_moving()
+        checkpoints.tiers.finish()
         for step, content in saves:
             if mine is not None and step == mine.step:
                 arm(folder, mine)
             CASE.fill(state, content)
             position = replace(CASE.position(step, content=content), ledger_offset=0)
-            checkpoints.begin(step, state, position, checkpoints.keep())
-            checkpoints.copied()
-            outcome = checkpoints.finish()
+            checkpoints.async_save.begin(step, state, position, checkpoints.keep())
+            checkpoints.async_save.wait_staged()
+            outcome = checkpoints.async_save.finish()
             if outcome.error is not None:
                 raise outcome.error
-            checkpoints.finish_moving()
+            checkpoints.tiers.finish()
     return at, key, wrong
 
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from scipy.special import lambertw
 
 from quern.errors import InputError
-from quern.train.checkpoint.retention.cadence import (
-    Cadence,
+from quern.train.checkpoint.retention.save_interval import (
     Decision,
     Mtbf,
+    SaveInterval,
     best_interval,
     daly_interval,
     estimate_mtbf,
@@ -467,7 +467,7 @@ def test_the_estimate_finds_the_rate_of_a_poisson_process():
     assert found.seconds == pytest.approx(mtbf, rel=4 / math.sqrt(400) + 60 / mtbf)
 
 
-def fed(cadence: Cadence, cost: float, delay: float, step: float, times: int = 8) -> Cadence:
+def fed(cadence: SaveInterval, cost: float, delay: float, step: float, times: int = 8) -> SaveInterval:
     for _ in range(times):
         cadence.observe_save(cost)
         cadence.observe_publish(delay)
@@ -479,7 +479,7 @@ HOUR = Mtbf(3600.0, "configured")
 
 
 def test_before_any_measurement_assumptions_are_stated():
-    decision = Cadence(estimate_mtbf([], 16_384)).next_interval()
+    decision = SaveInterval(estimate_mtbf([], 16_384)).next_interval()
     assert decision.measured == ()
     assert (decision.cost_s, decision.delay_s, decision.step_s) == (10.0, 10.0, 60.0)
     assert decision.steps == 8  # √(2 · 10 s · 3.09 h) = 472 s
@@ -488,7 +488,7 @@ def test_before_any_measurement_assumptions_are_stated():
 
 
 def test_a_decision_says_all_that_led_to_it():
-    decision = fed(Cadence(HOUR, restart_s=90.0), 2.0, 20.0, 4.0).next_interval()
+    decision = fed(SaveInterval(HOUR, restart_s=90.0), 2.0, 20.0, 4.0).next_interval()
     assert (decision.cost_s, decision.delay_s, decision.step_s, decision.restart_s) == (2.0, 20.0, 4.0, 90.0)
     assert (decision.steps, decision.interval_s) == (30, 120.0)  # √(2 · 2 · 3600) = 120
     assert decision.young_s == 120.0
@@ -509,7 +509,7 @@ def test_a_decision_says_all_that_led_to_it():
 
 @given(st.floats(1e-3, 300), st.floats(0, 1000), st.floats(1e-2, 600), st.floats(60, 1e7), st.floats(1, 2e4))
 def test_no_whole_number_of_steps_within_the_bound_is_better(cost, delay, step, mtbf, bound):
-    cadence = fed(Cadence(Mtbf(mtbf, "configured"), restart_s=30.0, max_interval_s=bound), cost, delay, step, 1)
+    cadence = fed(SaveInterval(Mtbf(mtbf, "configured"), restart_s=30.0, max_interval_s=bound), cost, delay, step, 1)
     decision = cadence.next_interval()
     rounding = 1 + 1e-12  # a product that should be the bound may be rounded up
     assert decision.steps == 1 or decision.interval_s <= bound * rounding
@@ -523,31 +523,31 @@ def test_no_whole_number_of_steps_within_the_bound_is_better(cost, delay, step, 
 
 def test_a_wrong_mtbf_cannot_cost_a_day():
     for mtbf in (1e9, math.inf):
-        decision = fed(Cadence(Mtbf(mtbf, "configured")), 5.0, 5.0, 7.0).next_interval()
+        decision = fed(SaveInterval(Mtbf(mtbf, "configured")), 5.0, 5.0, 7.0).next_interval()
         assert (decision.steps, decision.reason) == (514, "bounded")  # 3598 s
         assert "bounded by max_interval_s 60 min" in str(decision)
-    long_steps = fed(Cadence(Mtbf(1e9, "configured"), max_interval_s=100.0), 5.0, 5.0, 700.0).next_interval()
+    long_steps = fed(SaveInterval(Mtbf(1e9, "configured"), max_interval_s=100.0), 5.0, 5.0, 700.0).next_interval()
     assert long_steps.steps == 1
     for value in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(InputError, match=r"^max_interval_s: "):
-            Cadence(HOUR, max_interval_s=value)
+            SaveInterval(HOUR, max_interval_s=value)
     with pytest.raises(InputError, match=r"^restart_s: "):
-        Cadence(HOUR, restart_s=-1.0)
+        SaveInterval(HOUR, restart_s=-1.0)
 
 
 def test_an_interval_that_steps_alone_shorten_is_not_called_bounded():
-    decision = fed(Cadence(Mtbf(3300.0**2 / 20, "configured")), 10.0, 10.0, 1000.0).next_interval()
+    decision = fed(SaveInterval(Mtbf(3300.0**2 / 20, "configured")), 10.0, 10.0, 1000.0).next_interval()
     assert 3000 < decision.best_s < 3600
     assert (decision.steps, decision.reason) == (3, "best")
 
 
 def test_free_saves_are_made_at_every_step_and_no_more_often_than_they_are_written():
-    assert fed(Cadence(HOUR), 0.0, 0.0, 2.0).next_interval().steps == 1
-    assert fed(Cadence(HOUR), 0.0, 30.0, 2.0).next_interval().steps == 15
+    assert fed(SaveInterval(HOUR), 0.0, 0.0, 2.0).next_interval().steps == 1
+    assert fed(SaveInterval(HOUR), 0.0, 30.0, 2.0).next_interval().steps == 15
 
 
 def test_one_bad_figure_moves_nothing():
-    cadence = fed(Cadence(HOUR), 2.0, 20.0, 4.0)
+    cadence = fed(SaveInterval(HOUR), 2.0, 20.0, 4.0)
     before = cadence.next_interval()
     cadence.observe_save(500.0)
     cadence.observe_publish(5000.0)
@@ -560,7 +560,7 @@ def test_one_bad_figure_moves_nothing():
 
 def test_jitter_does_not_move_the_interval_and_a_change_does():
     rng = np.random.Generator(np.random.PCG64(5))
-    cadence = fed(Cadence(HOUR), 2.0, 20.0, 4.0)
+    cadence = fed(SaveInterval(HOUR), 2.0, 20.0, 4.0)
     steps = []
     for _ in range(300):
         fed(cadence, 2.0 * rng.uniform(0.8, 1.25), 20.0, 4.0 * rng.uniform(0.95, 1.05), times=1)
@@ -569,16 +569,16 @@ def test_jitter_does_not_move_the_interval_and_a_change_does():
         assert 1 - decision.waste >= 0.99 * (1 - decision.best_waste)
         steps.append(decision.steps)
     assert len(set(steps)) == 1
-    fresh = {fed(Cadence(HOUR), 2.0 * rng.uniform(0.8, 1.25), 20.0, 4.0).next_interval().steps for _ in range(50)}
+    fresh = {fed(SaveInterval(HOUR), 2.0 * rng.uniform(0.8, 1.25), 20.0, 4.0).next_interval().steps for _ in range(50)}
     assert len(fresh) > 3  # the jitter would have moved it
     changed = fed(cadence, 8.0, 20.0, 4.0).next_interval()
     assert (changed.steps, changed.reason) == (
-        fed(Cadence(HOUR), 8.0, 20.0, 4.0).next_interval().steps, "best",
+        fed(SaveInterval(HOUR), 8.0, 20.0, 4.0).next_interval().steps, "best",
     )  # fmt: skip
 
 
 def test_what_is_kept_is_said_and_never_beyond_the_bound():
-    cadence = fed(Cadence(HOUR), 2.0, 20.0, 4.0)
+    cadence = fed(SaveInterval(HOUR), 2.0, 20.0, 4.0)
     assert cadence.next_interval().reason == "best"
     fed(cadence, 2.5, 20.0, 4.0)  # √(2 · 2.5 · 3600) = 134 s, or 33 steps
     kept = cadence.next_interval()
@@ -590,7 +590,7 @@ def test_what_is_kept_is_said_and_never_beyond_the_bound():
 
 def test_an_interval_that_wastes_four_percent_more_is_given_up():
     """The best is 1.32 times as long, and (1.32 + 1/1.32)/2 = 1.04."""
-    cadence = fed(Cadence(HOUR, restart_s=0.0), 2.0, 2.0, 1.0)
+    cadence = fed(SaveInterval(HOUR, restart_s=0.0), 2.0, 2.0, 1.0)
     before = cadence.next_interval()
     after = fed(cadence, 3.5, 3.5, 1.0).next_interval()
     assert after.steps == pytest.approx(1.32 * before.steps, rel=0.02)
@@ -599,7 +599,7 @@ def test_an_interval_that_wastes_four_percent_more_is_given_up():
 
 def test_where_nearly_all_is_wasted_the_useful_share_decides():
     """A waste of 0.99 is within 1 % of any: not the reason to keep an interval that does half of the work."""
-    cadence = fed(Cadence(Mtbf(100.0, "configured"), restart_s=600.0), 1.0, 1.0, 1.0)
+    cadence = fed(SaveInterval(Mtbf(100.0, "configured"), restart_s=600.0), 1.0, 1.0, 1.0)
     before = cadence.next_interval()
     assert before.waste > 0.99
     cadence.mtbf = Mtbf(60.0, "configured")
@@ -612,7 +612,7 @@ def test_where_nearly_all_is_wasted_the_useful_share_decides():
 events = st.lists(st.tuples(st.sampled_from(["save", "publish", "step", "ask"]), st.floats(0.01, 1e3)), max_size=60)
 
 
-def replay(cadence: Cadence, actions: list[tuple[str, float]]) -> list[Decision]:
+def replay(cadence: SaveInterval, actions: list[tuple[str, float]]) -> list[Decision]:
     answers = []
     for action, seconds in actions:
         if action == "ask":
@@ -626,11 +626,11 @@ def replay(cadence: Cadence, actions: list[tuple[str, float]]) -> list[Decision]
 @given(events, events)
 def test_a_restored_cadence_answers_as_the_one_before(before, after):
     """Through JSON; and the same inputs give the same answers."""
-    cadence, twin = Cadence(HOUR), Cadence(HOUR)
+    cadence, twin = SaveInterval(HOUR), SaveInterval(HOUR)
     assert replay(cadence, before) == replay(twin, before)
     state = json.loads(json.dumps(cadence.state(), allow_nan=False))
     assert all(type(value) in (int, float) for value in state.values())
-    restored = fed(Cadence(HOUR), 77.0, 88.0, 99.0)
+    restored = fed(SaveInterval(HOUR), 77.0, 88.0, 99.0)
     restored.next_interval()  # what it knew is gone
     restored.restore(state)
     assert restored.state() == cadence.state()
@@ -652,7 +652,7 @@ def test_a_restored_cadence_answers_as_the_one_before(before, after):
     ],
 )
 def test_a_state_that_is_none_is_refused_and_changes_nothing(change: Mapping[str, Any], message: str):
-    cadence = fed(Cadence(HOUR), 2.0, 20.0, 4.0, times=2)
+    cadence = fed(SaveInterval(HOUR), 2.0, 20.0, 4.0, times=2)
     cadence.next_interval()
     before = cadence.state()
     with pytest.raises(InputError) as caught:
@@ -663,7 +663,7 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(change: Mapping[str
 
 @pytest.mark.parametrize("value", [*BAD, math.inf])
 def test_bad_measurements_are_named(value):
-    cadence = Cadence(HOUR)
+    cadence = SaveInterval(HOUR)
     for name, field in (("save", "cost_s"), ("publish", "delay_s"), ("step", "step_s")):
         with pytest.raises(InputError, match=f"^{field}: "):
             getattr(cadence, f"observe_{name}")(value)
@@ -674,6 +674,6 @@ def test_bad_measurements_are_named(value):
 
 @pytest.mark.slow
 def test_the_module_imports_no_torch():
-    code = "import sys, quern.train.checkpoint.retention.cadence; assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, quern.train.checkpoint.retention.save_interval; assert 'torch' not in sys.modules, 'torch'"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=300)

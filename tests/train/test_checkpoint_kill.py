@@ -173,16 +173,16 @@ def live(run: Path, base: int, told: int, mode: str = "sync", command: list[str]
             CASE.fill(state, key)
             try:
                 position = replace(CASE.position(step, content=key), ledger_offset=0)  # there is no ledger
-                checkpoints.begin(step, state, position, checkpoints.keep())
-                checkpoints.copied()
+                checkpoints.async_save.begin(step, state, position, checkpoints.keep())
+                checkpoints.async_save.wait_staged()
                 CASE.fill(state, key + 100_000)  # training goes on
-                outcome = checkpoints.finish()
+                outcome = checkpoints.async_save.finish()
                 if outcome.error is not None:
                     raise outcome.error
             except QuernError as error:
                 if not doomed or "the checkpoint writer" not in str(error):
                     raise
-                checkpoints._background._command[-2] = "-"  # the next one lives
+                checkpoints.async_save._background._command[-2] = "-"  # the next one lives
                 os.write(told, b"failed\n")
             else:
                 os.write(told, f"{step} {key}\n".encode())

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpoints
-from quern.train.history.health import Good, Watch, good_steps, last_good, protected, why_none
+from quern.train.history.health import Good, HealthTracker, good_steps, last_good, protected, why_none
 from quern.train.history.ledger import Ledger, reached
 from support.train import run_case as case
 
@@ -100,7 +100,7 @@ SICK = (("skipped",), ("spike",), ("skipped", "spike"), ("non_finite",))
 class Attempt:
     """Plays one attempt's events into the world, and into a watch as the trainer does."""
 
-    def __init__(self, world: World, watch: Watch) -> None:
+    def __init__(self, world: World, watch: HealthTracker) -> None:
         self.world, self.watch = world, watch
         self.begun: list[Saved] = []
 
@@ -128,18 +128,18 @@ class Attempt:
             self.watch.failed(saved.step)
 
 
-def taken_up(world: World, step: int) -> tuple[World, Watch]:
+def taken_up(world: World, step: int) -> tuple[World, HealthTracker]:
     """The world as it would be if the run were taken up at ``step`` now, and the watch that its ledger gives."""
     saved = [replace(saved) for saved in world.saved]
     other = replace(world, health=list(world.health), saved=saved, entries=list(world.entries))  # no line ever changes
     other.move("resume", step)
-    return other, Watch.from_ledger(other.entries, world.window)
+    return other, HealthTracker.from_ledger(other.entries, world.window)
 
 
 SEEN: Counter[str] = Counter()
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=320, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(life=lives(), data=st.data())
 def check_lives(life: list[tuple[int, list[tuple[str, int]]]], data: st.DataObject) -> None:
     world = World(1)
@@ -148,7 +148,7 @@ def check_lives(life: list[tuple[int, list[tuple[str, int]]]], data: st.DataObje
         choices = sorted({0, *world.standing()})
         step = data.draw(st.sampled_from([choices[-1], *choices]))
         world.move("start" if number == 0 else data.draw(st.sampled_from(["resume", "rollback"])), step)
-        watch = Watch.from_ledger(world.entries, window)
+        watch = HealthTracker.from_ledger(world.entries, window)
         overdue = world.new()
         assert watch.take() == ordered(overdue)
         SEEN["overdue"] += bool(overdue)
@@ -206,7 +206,7 @@ SICK_AT = [(1, True), (2, True), (3, False), (5, False), (6, False), (7, True)]
 @pytest.mark.parametrize("late", [False, True])
 def test_the_window_is_the_steps_right_after_the_checkpoint(sick: int, good: bool, late: bool) -> None:
     """Checkpoint 3 and a window of 4: steps 3 to 6, also when it is published after them."""
-    watch = Watch(4)
+    watch = HealthTracker(4)
     said = []
     for step in range(9):
         if step == 3 and not late:
@@ -221,7 +221,7 @@ def test_the_window_is_the_steps_right_after_the_checkpoint(sick: int, good: boo
 
 
 def test_a_failed_save_is_never_good() -> None:
-    watch = Watch(2)
+    watch = HealthTracker(2)
     for step in range(2):
         watch.health(step, True)
     watch.published(1, "a")
@@ -238,11 +238,11 @@ def test_a_failed_save_is_never_good() -> None:
 
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_step_that_is_left_out_or_told_twice(step: int) -> None:
-    watch = Watch(3, reached=5)
+    watch = HealthTracker(3, reached=5)
     with pytest.raises(ValueError, match=f"step: expected 5, the next one, got {step}"):
         watch.health(step, True)
     with pytest.raises(ValueError, match="window: expected at least 1, got 0"):
-        Watch(0)
+        HealthTracker(0)
 
 
 def line(kind: str, step: int) -> dict[str, Any]:

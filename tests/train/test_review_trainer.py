@@ -104,7 +104,8 @@ def test_saving_and_measuring_are_no_steps_time(tmp_path, paths, monkeypatch):
         assert trainer.validator is not None
         trainer.on_gradients = lasts(1)
         monkeypatch.setattr(trainer.validator, "run", lasts(1000, trainer.validator.run))
-        monkeypatch.setattr(trainer.checkpoints, "begin", lasts(1000, trainer.checkpoints.begin))
+        save = trainer.checkpoints.async_save
+        monkeypatch.setattr(save, "begin", lasts(1000, save.begin))
         trainer.fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]

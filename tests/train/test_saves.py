@@ -30,9 +30,8 @@ from quern.errors import InputError, QuernError
 from quern.train import trainer
 from quern.train.__main__ import main
 from quern.train.checkpoint.format.manifest import list_checkpoints
-from quern.train.checkpoint.save import background, saves, saving, snapshot, work
-from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.checkpoint.save.saving import Progress
+from quern.train.checkpoint.save import async_save, background, scheduler, snapshot, work
+from quern.train.checkpoint.save.async_save import AsyncSave, Progress
 from quern.train.checkpoint.save.snapshot import Snapshot
 from quern.train.checkpoint.save.work import Work
 from quern.train.checkpoint.tools.reader import verify
@@ -81,8 +80,8 @@ class Clock:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         clock = self
-        begin, copied, finish = CheckpointManager.begin, CheckpointManager.copied, CheckpointManager.finish
-        progress = CheckpointManager.progress
+        begin, copied, finish = AsyncSave.begin, AsyncSave.wait_staged, AsyncSave.finish
+        progress = AsyncSave.progress
 
         class Mark:
             def __init__(self, device: Any) -> None:
@@ -93,20 +92,20 @@ class Clock:
             def since(self, earlier: Mark) -> float:
                 return self.at - earlier.at
 
-        def begins(self: CheckpointManager, *arguments: Any) -> None:
+        def begins(self: AsyncSave, *arguments: Any) -> None:
             begin(self, *arguments)
             clock.now, clock.uncopied = clock.now + clock.begin_s, True
 
-        def copies(self: CheckpointManager) -> None:
+        def copies(self: AsyncSave) -> None:
             copied(self)
             clock.now, clock.uncopied = clock.now + clock.copy_s * clock.uncopied, False
 
-        def finishes(self: CheckpointManager) -> Any:
+        def finishes(self: AsyncSave) -> Any:
             outcome = finish(self)
             clock.now += clock.finish_s if outcome is not None else 0.0
             return outcome
 
-        def goes_on(self: CheckpointManager) -> Progress:
+        def goes_on(self: AsyncSave) -> Progress:
             """A save comes one stage further with each step, however fast the machine writes."""
             limit = time.monotonic() + WAIT_S
             while self.in_flight and progress(self) == Progress():
@@ -114,12 +113,12 @@ class Clock:
                 time.sleep(0.001)
             return progress(self)
 
-        monkeypatch.setattr(saves, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+        monkeypatch.setattr(scheduler, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
         monkeypatch.setattr(trainer, "Mark", Mark)
-        monkeypatch.setattr(CheckpointManager, "begin", begins)
-        monkeypatch.setattr(CheckpointManager, "copied", copies)
-        monkeypatch.setattr(CheckpointManager, "finish", finishes)
-        monkeypatch.setattr(CheckpointManager, "progress", goes_on)
+        monkeypatch.setattr(AsyncSave, "begin", begins)
+        monkeypatch.setattr(AsyncSave, "wait_staged", copies)
+        monkeypatch.setattr(AsyncSave, "finish", finishes)
+        monkeypatch.setattr(AsyncSave, "progress", goes_on)
         return self
 
 
@@ -144,7 +143,7 @@ def ahead(intervals: Iterable[int], done: int, steps: int) -> list[int]:
 
 
 def decisions(caplog: pytest.LogCaptureFixture) -> list[str]:
-    told = (r.getMessage() for r in caplog.records if r.name == saves.__name__ and r.levelno == logging.INFO)
+    told = (r.getMessage() for r in caplog.records if r.name == scheduler.__name__ and r.levelno == logging.INFO)
     return [line for line in told if not re.fullmatch(r"checkpoint after step \d+ saved", line)]
 
 
@@ -160,7 +159,7 @@ AUTO = {"interval": "auto", "mtbf_hours": MTBF_S / 3600}
 @pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_an_interval_that_is_chosen_is_followed(tmp_path, paths, monkeypatch, caplog, mode):
     """What is known at each save: nothing; how long a step takes; and once a save has ended, what it cost."""
-    caplog.set_level(logging.INFO, saves.__name__)
+    caplog.set_level(logging.INFO, scheduler.__name__)
     clock = Clock(begin=2.0, copy=1.0, finish=18.0 if mode == "sync" else 0.0).install(monkeypatch)
     cost = 2 + 18 if mode == "sync" else 2 + 1
     known = [best(10, 60, MTBF_S), best(10, 4, MTBF_S), best(cost, 4, MTBF_S)]
@@ -180,7 +179,7 @@ def test_an_interval_that_is_chosen_is_followed(tmp_path, paths, monkeypatch, ca
 def test_what_saves_cost_outlives_a_run(tmp_path, paths, monkeypatch, caplog):
     """The second life's own saves cost a hundred times as much: its interval is that of the first all the same, until
     one of them has ended."""
-    caplog.set_level(logging.INFO, saves.__name__)
+    caplog.set_level(logging.INFO, scheduler.__name__)
     clock = Clock().install(monkeypatch)
     interval = best(3, 4, MTBF_S)
     config = case.settings(tmp_path / "run", paths, steps=40, checkpoint={**AUTO, "mode": "thread"})
@@ -209,7 +208,7 @@ def test_what_saves_cost_outlives_a_run(tmp_path, paths, monkeypatch, caplog):
 
 def test_the_longest_interval_and_failures_are_heeded(tmp_path, paths, monkeypatch, caplog):
     """13 s are three steps of 4 s. Nobody says how often the run fails: the ledger knows of one failure, then."""
-    caplog.set_level(logging.INFO, saves.__name__)
+    caplog.set_level(logging.INFO, scheduler.__name__)
     clock = Clock().install(monkeypatch)
     config = case.settings(tmp_path / "run", paths, checkpoint={"interval": "auto", "max_interval_s": 13.0})
     case.live(config, kill_at=7, factor=clock.step)
@@ -225,16 +224,20 @@ def test_the_longest_interval_and_failures_are_heeded(tmp_path, paths, monkeypat
 
 def test_costs_that_cannot_be_read_are_measured_anew(tmp_path, paths, monkeypatch, caplog):
     """A checkpoint of a version that has measured something else is as good as any other."""
-    caplog.set_level(logging.INFO, saves.__name__)
+    caplog.set_level(logging.INFO, scheduler.__name__)
     clock = Clock().install(monkeypatch)
     config = case.settings(tmp_path / "run", paths, steps=20, checkpoint={**AUTO, "mode": "sync"})
     with monkeypatch.context() as other:
-        other.setattr(saves.Saves, "scalars", lambda self: {"cadence.cost.0": 3.0, "cadence.speed": 7})
+        other.setattr(
+            scheduler.CheckpointScheduler, "scalars", lambda self: {"cadence.cost.0": 3.0, "cadence.speed": 7}
+        )
         case.live(config, kill_at=3, factor=clock.step)
     assert steps_of(tmp_path / "run") == [1]
     caplog.clear()
     assert case.live(config, factor=clock.step).complete
-    (warning,) = [r.getMessage() for r in caplog.records if r.name == saves.__name__ and r.levelno == logging.WARNING]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if r.name == scheduler.__name__ and r.levelno == logging.WARNING
+    ]
     assert warning.endswith("cadence.speed: is no field of a cadence's state")
     assert "stall 10 s (assumed)" in decisions(caplog)[0]
 
@@ -264,28 +267,28 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, steps: set[int]) -> Non
     elif where == "publishing":
         fail(Work, "_publish", lambda self, asked: asked.final)
     elif where == "beginning":
-        fail(saving, "make_staging_folder", lambda final: final)
+        fail(async_save, "make_staging_folder", lambda final: final)
     elif where == "copying":
-        begin, start, now = CheckpointManager.begin, Snapshot.start, [0]
+        begin, start, now = AsyncSave.begin, Snapshot.start, [0]
 
-        def begins(self: CheckpointManager, step: int, *arguments: Any) -> None:
+        def begins(self: AsyncSave, step: int, *arguments: Any) -> None:
             now[0] = step
             begin(self, step, *arguments)
 
-        monkeypatch.setattr(CheckpointManager, "begin", begins)
+        monkeypatch.setattr(AsyncSave, "begin", begins)
         fail(snapshot._Copies, "__init__", lambda self, pairs: f"step_{now[0] * bool(pairs):08d}")
         assert start is Snapshot.start
     else:  # the writer process may write no more than so many bytes
-        begin = CheckpointManager.begin
+        begin = AsyncSave.begin
         monkeypatch.setattr(background, "_COMMAND", [python(), *background._COMMAND[1:]])
 
-        def limits(self: CheckpointManager, step: int, *arguments: Any) -> None:
+        def limits(self: AsyncSave, step: int, *arguments: Any) -> None:
             writer = forked(self._background._process)  # type: ignore[union-attr,arg-type]
             hard = resource.prlimit(writer, resource.RLIMIT_FSIZE)[1]
             resource.prlimit(writer, resource.RLIMIT_FSIZE, (5000 if step in steps else hard, hard))
             begin(self, step, *arguments)
 
-        monkeypatch.setattr(CheckpointManager, "begin", limits)
+        monkeypatch.setattr(AsyncSave, "begin", limits)
 
 
 def files_of(checkpoint: Path) -> dict[str, str]:
@@ -331,7 +334,7 @@ def test_a_save_that_fails_costs_itself_alone(tmp_path, paths, whole, monkeypatc
     if where != "copying":  # into memory
         why = rf"{run}/checkpoints: {why}" + ("" if mode == "process" else r" \(.* MiB are free on /.*\); make room .*")
     assert all(re.fullmatch(why, entry["why"]) for entry in lines)
-    warnings = [r.getMessage() for r in caplog.records if r.name == saves.__name__]
+    warnings = [r.getMessage() for r in caplog.records if r.name == scheduler.__name__]
     assert warnings == [f"the checkpoint after step {e['step']} was not saved: {e['why']}" for e in lines]
     assert told(run, "checkpoint") == [2, 4, 6, 8, 9]
     kinds = [(entry["kind"], entry["step"]) for entry in case.ledger(run) if "step" in entry]
@@ -392,7 +395,7 @@ def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path, paths, monk
 
 def finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save takes longer than it is to the next: how it ended is known when that one begins."""
-    monkeypatch.setattr(CheckpointManager, "progress", lambda self: Progress())
+    monkeypatch.setattr(AsyncSave, "progress", lambda self: Progress())
 
 
 @pytest.mark.parametrize("stop_at", [None, 3])

@@ -24,9 +24,9 @@ from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.checkpoint.save import background
 from quern.train.checkpoint.save import manager as manager_module
+from quern.train.checkpoint.save.async_save import AsyncSave, Progress
 from quern.train.checkpoint.save.background import Process, Thread
 from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.checkpoint.save.saving import Progress, Saving
 from quern.train.checkpoint.save.work import Work
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.tools.reader import verify
@@ -75,16 +75,16 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
     with manager(run, mode) as checkpoints:
         for step in (1, 2):  # the second goes into memory that holds the first
             CASE.fill(state, step)
-            checkpoints.begin(step, state, CASE.position(step))
-            checkpoints.copied()
+            checkpoints.async_save.begin(step, state, CASE.position(step))
+            checkpoints.async_save.wait_staged()
             CASE.fill(state, 100 + step)
-            outcome = checkpoints.finish()
+            outcome = checkpoints.async_save.finish()
             assert outcome is not None
             assert outcome.error is None
             assert outcome.checkpoint.step == step
-            assert checkpoints.finish() is None
-        checkpoints.begin(3, state, CASE.position(3))
-        checkpoints.copied()
+            assert checkpoints.async_save.finish() is None
+        checkpoints.async_save.begin(3, state, CASE.position(3))
+        checkpoints.async_save.wait_staged()
     assert steps(run) == [1, 2]
     with manager(run, "sync"):
         assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001", "step_00000002"]
@@ -108,27 +108,27 @@ def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, mon
         return copy(self, *arguments, **options)
 
     def wait(checkpoints) -> None:
-        checkpoints.copied()
+        checkpoints.async_save.wait_staged()
         done.set()
 
     run = tmp_path / "run"
     state = CASE.make(tmp_path)
     CASE.fill(state, 1)
     with manager(run, mode) as checkpoints:
-        checkpoints.prepare(state)
+        checkpoints.async_save.prepare(state)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", held)
-            checkpoints.begin(1, state, CASE.position(1))
+            checkpoints.async_save.begin(1, state, CASE.position(1))
             trainer = threading.Thread(target=wait, args=(checkpoints,), name="trainer")
             trainer.start()
             assert begun.wait(WAIT_S)
-            early, progress = done.wait(0.3), checkpoints.progress()
+            early, progress = done.wait(0.3), checkpoints.async_save.progress()
             go.set()
             trainer.join(WAIT_S)
             assert not early
             assert progress == Progress()
         CASE.fill(state, 101)
-        outcome = checkpoints.finish()
+        outcome = checkpoints.async_save.finish()
         assert outcome is not None
         assert outcome.error is None
     assert CASE.differences(content(run, 1, tmp_path), 1) == []
@@ -159,14 +159,14 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode,
         CASE.fill(state, 2)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", failing)
-            checkpoints.begin(2, state, CASE.position(2))
-            checkpoints.copied()
-        assert checkpoints.progress() == Progress(ended=1)
-        assert checkpoints.heard(Progress()) is None
-        outcome = checkpoints.heard(Progress(ended=1))
+            checkpoints.async_save.begin(2, state, CASE.position(2))
+            checkpoints.async_save.wait_staged()
+        assert checkpoints.async_save.progress() == Progress(ended=1)
+        assert checkpoints.async_save.advance(Progress()) is None
+        outcome = checkpoints.async_save.advance(Progress(ended=1))
         assert outcome is not None
         assert "no such page" in str(outcome.error)
-        assert not checkpoints.in_flight
+        assert not checkpoints.async_save.in_flight
         assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
         CASE.fill(state, 3)
         checkpoints.save(3, state, CASE.position(3))
@@ -181,9 +181,9 @@ def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
     with manager(run, mode, keep_last=1) as checkpoints:
         for step, stand in ((1, [1]), (2, [1, 2]), (9, [1, 9]), (3, [1, 3, 9]), (4, [1, 4, 9])):
             CASE.fill(state, step)
-            checkpoints.begin(step, state, CASE.position(step), checkpoints.keep([1]))
-            checkpoints.copied()
-            outcome = checkpoints.finish()
+            checkpoints.async_save.begin(step, state, CASE.position(step), checkpoints.keep([1]))
+            checkpoints.async_save.wait_staged()
+            outcome = checkpoints.async_save.finish()
             assert outcome is not None
             assert outcome.error is None
             assert steps(run) == stand
@@ -194,23 +194,23 @@ def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
     state = CASE.make(tmp_path)
     CASE.fill(state, 3)
     with manager(run, "thread") as checkpoints:
-        assert checkpoints.progress() == Progress()
-        checkpoints.begin(3, state, CASE.position(3))
-        checkpoints.copied()
-        assert checkpoints.heard(Progress()) is None
-        wait_for(lambda: checkpoints.progress() == Progress(ended=1))
+        assert checkpoints.async_save.progress() == Progress()
+        checkpoints.async_save.begin(3, state, CASE.position(3))
+        checkpoints.async_save.wait_staged()
+        assert checkpoints.async_save.advance(Progress()) is None
+        wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
         assert steps(run) == []  # written, and nobody has gathered the checksums
-        assert checkpoints.heard(Progress()) is None
+        assert checkpoints.async_save.advance(Progress()) is None
         assert steps(run) == []
-        assert checkpoints.heard(Progress(ended=1)) is None
-        assert checkpoints.heard(Progress(ended=1)) is None  # said a step ago, of the same
-        wait_for(lambda: checkpoints.progress() == Progress(published=1))
+        assert checkpoints.async_save.advance(Progress(ended=1)) is None
+        assert checkpoints.async_save.advance(Progress(ended=1)) is None  # said a step ago, of the same
+        wait_for(lambda: checkpoints.async_save.progress() == Progress(published=1))
         assert steps(run) == [3]
-        outcome = checkpoints.heard(Progress(published=1))
+        outcome = checkpoints.async_save.advance(Progress(published=1))
         assert outcome is not None
         assert outcome.error is None
-        assert checkpoints.progress() == Progress()
-        assert checkpoints.heard(Progress(ended=1, published=1)) is None
+        assert checkpoints.async_save.progress() == Progress()
+        assert checkpoints.async_save.advance(Progress(ended=1, published=1)) is None
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
@@ -220,7 +220,7 @@ def forked_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def process_of(checkpoints: CheckpointManager) -> subprocess.Popen[bytes]:
-    background = checkpoints._background
+    background = checkpoints.async_save._background
     assert isinstance(background, Process)
     assert background._process is not None
     return background._process
@@ -246,17 +246,17 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
             os.kill(writer, signal.SIGSTOP)  # it gets the request and does not act
         if moment == "publishing":
             os.kill(writer, signal.SIGCONT)
-        checkpoints.begin(2, state, CASE.position(2))
-        checkpoints.copied()
+        checkpoints.async_save.begin(2, state, CASE.position(2))
+        checkpoints.async_save.wait_staged()
         if moment in ("written", "publishing"):
-            wait_for(lambda: checkpoints.progress() == Progress(ended=1))
+            wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
         if moment == "publishing":
             os.kill(writer, signal.SIGSTOP)
-            assert checkpoints.heard(Progress(ended=1)) is None
+            assert checkpoints.async_save.advance(Progress(ended=1)) is None
         if moment != "before":
             process = process_of(checkpoints)
             kill(process)
-        outcome = checkpoints.finish()
+        outcome = checkpoints.async_save.finish()
         assert outcome is not None
         if moment in ("before", "written"):  # it had nothing in work: another was started
             assert outcome.error is None
@@ -286,10 +286,10 @@ def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypa
         kill(process_of(checkpoints))
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", fails)
-            checkpoints.begin(2, state, CASE.position(2))
-            checkpoints.copied()
-            wait_for(lambda: checkpoints.progress() == Progress(ended=1))
-            outcome = checkpoints.finish()
+            checkpoints.async_save.begin(2, state, CASE.position(2))
+            checkpoints.async_save.wait_staged()
+            wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
+            outcome = checkpoints.async_save.finish()
         assert outcome is not None
         assert "Resource temporarily unavailable" in str(outcome.error)
         assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
@@ -307,9 +307,9 @@ def test_a_full_disk_fails_the_save_and_leaves_what_stood(tmp_path):
         checkpoints.save(1, state, CASE.position(1))
         limits = resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE)
         resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE, (5000, limits[1]))
-        checkpoints.begin(2, state, CASE.position(2))
-        checkpoints.copied()
-        outcome = checkpoints.finish()
+        checkpoints.async_save.begin(2, state, CASE.position(2))
+        checkpoints.async_save.wait_staged()
+        outcome = checkpoints.async_save.finish()
         assert outcome is not None
         assert "File too large" in str(outcome.error)
         assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
@@ -342,20 +342,20 @@ def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, 
         process = process_of(checkpoints)
         for step, number in ((1, signal.SIGTERM), (2, signal.SIGINT), (3, signal.SIGTERM)):
             CASE.fill(state, step)
-            checkpoints.begin(step, state, CASE.position(step))
-            checkpoints.copied()
+            checkpoints.async_save.begin(step, state, CASE.position(step))
+            checkpoints.async_save.wait_staged()
             if step == 2:
                 process.send_signal(signal.SIGTERM)  # it writes
             CASE.fill(state, 100 + step)  # of which nothing is in the checkpoint
-            outcome = checkpoints.finish()
+            outcome = checkpoints.async_save.finish()
             assert outcome is not None
             assert outcome.error is None
             assert outcome.checkpoint.step == step
-            assert checkpoints.finish() is None
+            assert checkpoints.async_save.finish() is None
             process.send_signal(number)
         assert process_of(checkpoints) is process
-        checkpoints.begin(4, state, CASE.position(4))  # lost: it is closed before anybody publishes it
-        checkpoints.copied()
+        checkpoints.async_save.begin(4, state, CASE.position(4))  # lost: it is closed before anybody publishes it
+        checkpoints.async_save.wait_staged()
     assert process.returncode == 0
     assert steps(run) == [1, 2, 3]
     with manager(run, "sync"):
@@ -387,10 +387,10 @@ def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, monkeypatch, wh
     state = CASE.make(tmp_path)
     CASE.fill(state, 1)
     with manager(tmp_path / "run", "thread") as checkpoints:
-        checkpoints.begin(1, state, CASE.position(1))
-        checkpoints.copied()
+        checkpoints.async_save.begin(1, state, CASE.position(1))
+        checkpoints.async_save.wait_staged()
         finishing.set()
-        outcome = checkpoints.finish()
+        outcome = checkpoints.async_save.finish()
         assert outcome is not None
         assert outcome.error is None
     assert CASE.differences(content(tmp_path / "run", 1, tmp_path), 1) == []
@@ -406,9 +406,9 @@ def test_an_outcome_says_whether_it_is_uploaded(tmp_path):
             found = []
             for step in (1, 2, 3):
                 CASE.fill(state, step)
-                checkpoints.begin(step, state, CASE.position(step))
-                checkpoints.copied()
-                outcome = checkpoints.finish()
+                checkpoints.async_save.begin(step, state, CASE.position(step))
+                checkpoints.async_save.wait_staged()
+                outcome = checkpoints.async_save.finish()
                 assert outcome is not None
                 assert outcome.error is None
                 found.append(outcome.stored)
@@ -428,11 +428,11 @@ def test_each_part_is_closed_whatever_the_others_do_and_the_lock_last(tmp_path, 
 
     checkpoints = manager(tmp_path / "run", "thread")
     with monkeypatch.context() as patch:
-        for owner in (Saving, Tiers, FolderLock):
+        for owner in (AsyncSave, Tiers, FolderLock):
             patch.setattr(owner, "close", fails(owner.__name__, owner.close))
         with pytest.raises(RuntimeError):
             checkpoints.close()
-        assert closed == ["Saving", "Tiers", "FolderLock"]
+        assert closed == ["AsyncSave", "Tiers", "FolderLock"]
         checkpoints.close()
         assert len(closed) == 3
     manager(tmp_path / "run", "thread").close()  # the lock is free
@@ -447,7 +447,7 @@ def test_a_manager_that_cannot_be_opened_closes_what_it_has(tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "close", lambda self: closed.append("background") or close(self))
-        patch.setattr(manager_module, "Saving", fails)
+        patch.setattr(manager_module, "AsyncSave", fails)
         with pytest.raises(RuntimeError, match="no saves"):
             manager(tmp_path / "run", "thread")
     assert closed == ["background"]

@@ -99,10 +99,10 @@ def test_what_is_prepared_is_not_had_anew_by_the_first_copy(monkeypatch):
 def test_a_trainer_has_its_memory_before_the_first_save(tmp_path):
     state = case.make(tmp_path)
     with CheckpointManager(str(tmp_path / "run"), CheckpointConfig(mode="process")) as checkpoints:
-        memory = checkpoints._saving._background.memory
+        memory = checkpoints.async_save._background.memory
         assert memory is not None
         assert memory.size == 0
-        checkpoints.prepare(state)
+        checkpoints.async_save.prepare(state)
         size = sum(parameter.nbytes for parameter in state.model.parameters())
         assert memory.size >= 3 * size  # weights and two moments
 

@@ -334,7 +334,7 @@ def test_a_disk_that_is_full_when_files_come_back(tmp_path, monkeypatch, caplog)
     config = CheckpointConfig(mode="sync", local=str(tmp_path / "nvme"), store=f"file://{tmp_path}/store")
     with CheckpointManager(str(tmp_path / "run"), config) as checkpoints:
         save(checkpoints, state, 2)
-        checkpoints.finish_moving()
+        checkpoints.tiers.finish()
     shutil.rmtree(tmp_path / "nvme")
     replaced = os.replace
 

@@ -13,8 +13,8 @@ import pytest
 
 from quern.errors import QuernError
 from quern.train.checkpoint.mirror.disk import Disk
-from quern.train.checkpoint.tiers import behind as module
-from quern.train.checkpoint.tiers.behind import Behind
+from quern.train.checkpoint.tiers import replication as module
+from quern.train.checkpoint.tiers.replication import ReplicationWorker
 from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Waiting
 from support.train.tier_case import MINE, PATIENCE_S, SMALL, Mover, Server, check, checkpoint, until
 
@@ -59,7 +59,7 @@ def start():
     started = []
 
     def make(*, first=True, disk=None, mirror=None, store=None, server=None, writes=MINE.__contains__):
-        found = Behind(lambda name: name in SMALL or writes(name), first, disk, mirror, store, server)
+        found = ReplicationWorker(lambda name: name in SMALL or writes(name), first, disk, mirror, store, server)
         started.append(found)
         return found
 

@@ -31,7 +31,7 @@ from support.train.tier_case import manifest
 
 
 class Recorder:
-    """In place of a node's ``Behind``."""
+    """In place of a node's ``ReplicationWorker``."""
 
     def __init__(self, writes, first, disk, mirror, store, server=None) -> None:
         self.writes, self.first, self.disk, self.store, self.mirror = writes, first, disk, store, mirror
@@ -79,7 +79,7 @@ class Made:
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch):
-    monkeypatch.setattr(module, "Behind", Recorder)
+    monkeypatch.setattr(module, "ReplicationWorker", Recorder)
     monkeypatch.setattr(module, "Uploader", Made)
     monkeypatch.setattr(module, "ServerProcess", Made)
 
@@ -87,14 +87,14 @@ def no_processes(monkeypatch):
 def on_nodes(
     root: Path, node_of: list[int], config: CheckpointConfig, call, hosts: tuple[str, ...] | None = None
 ) -> list[Any]:
-    """What ``call(tiers, its Behind or None)`` returns on every rank, ranks being on the nodes that are named, each on
+    """What ``call(tiers, its worker or None)`` returns on every rank, ranks being on the nodes that are named, each on
     a host of its own if nothing else is said. Node 3 has the address 10.0.0.3."""
     hosts = hosts or tuple(f"h{node}" for node in range(max(node_of) + 1))
 
     def rank(ranks):
         tiers = Tiers(str(root / "run"), config, ranks)
         try:
-            return call(tiers, tiers._behind)
+            return call(tiers, tiers._replication)
         finally:
             tiers.close()
 
@@ -155,7 +155,7 @@ def test_one_node_that_has_a_file_moves_it_and_its_writer_s_if_it_can(layout):
                         Path(tiers.disk.folder(4), file).write_bytes(bytes(5))
             tiers.agreement.gather(None)
             tiers.find(checkpoint.path, read_manifest(checkpoint.path), hashes=True)
-            tiers.take_up(checkpoint)
+            tiers.resume_pending(checkpoint)
             return tiers.nodes.mine, None if behind is None else behind.events
 
         outcomes = on_nodes(root, node_of, config_for(root), call)
@@ -186,7 +186,7 @@ def test_a_damaged_copy_is_not_the_one_that_is_moved(tmp_path, damaged):
         Path(tiers.disk.folder(4), "__0_0.distcp").write_bytes(bytes(5) if tiers.nodes.mine else damaged)
         tiers.agreement.gather(None)
         tiers.find(checkpoint.path, read_manifest(checkpoint.path), hashes=True)
-        tiers.take_up(checkpoint)
+        tiers.resume_pending(checkpoint)
         return [event[-1] for event in behind.events]
 
     assert on_nodes(tmp_path, [0, 1], config_for(tmp_path), call) == [[[]], [["__0_0.distcp"]]]
@@ -199,7 +199,7 @@ def test_a_start_removes_from_the_disks_what_no_checkpoint_names(tmp_path):
     def call(tiers, behind):
         for step in (2, 4, 6, 8):
             Path(tiers.disk.folder(step)).mkdir()
-        tiers.take_up(None)
+        tiers.resume_pending(None)
         return behind.events, tiers.disk.steps()
 
     assert on_nodes(tmp_path, [0, 1], config_for(tmp_path), call) == [([], [4, 8])] * 2
@@ -209,7 +209,7 @@ def test_files_in_the_run_s_folder_are_moved_by_who_would_write_them(tmp_path):
     checkpoint = write(tmp_path, 4, {"__0_0.distcp": 5})
 
     def call(tiers, behind):
-        tiers.take_up(checkpoint)
+        tiers.resume_pending(checkpoint)
         return None if behind is None else [behind.events, [behind.writes(f"__{rank}_0.distcp") for rank in range(6)]]
 
     config = CheckpointConfig(store=f"file://{tmp_path}/store")
@@ -282,7 +282,7 @@ def test_what_was_started_is_closed_when_the_store_is_refused(tmp_path, monkeypa
     def refuse(*arguments, **options):
         raise InputError("checkpoint.store: no such kind")
 
-    monkeypatch.setattr(module, "Behind", Closed)
+    monkeypatch.setattr(module, "ReplicationWorker", Closed)
     monkeypatch.setattr(module, "Uploader", refuse)
     config = CheckpointConfig(store=f"file://{tmp_path}/store")
     with pytest.raises(InputError, match="no such kind"):
@@ -439,7 +439,7 @@ def test_a_run_without_tiers_moves_nothing(tmp_path):
     def call(tiers, behind):
         assert behind is None
         stored = save(tiers, 4, ("step_00000002",))
-        tiers.take_up(Checkpoint(4, f"{tiers.root}/step_00000004"))
+        tiers.resume_pending(Checkpoint(4, f"{tiers.root}/step_00000004"))
         tiers.finish(hurry=True)
         return stored, tiers.place(4, ["__0_0.distcp"]), tiers.steps(), tiers.storing()
 

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from quern.train.history.ledger import MOVES, UNHEALTHY, reached
 
-__all__ = ["Good", "Watch", "good_steps", "last_good", "protected", "why_none"]
+__all__ = ["Good", "HealthTracker", "good_steps", "last_good", "protected", "why_none"]
 
 Entry = Mapping[str, Any]
 
@@ -69,7 +69,7 @@ class _Branch:
         return branch
 
 
-class Watch:
+class HealthTracker:
     """Counts the healthy steps behind each checkpoint of one attempt, and says which have become good.
 
     ``window``: healthy steps that make a checkpoint good. ``reached``: steps completed so far, on this branch.
@@ -91,14 +91,14 @@ class Watch:
 
     @classmethod
     def from_ledger(cls, entries: Sequence[Entry], window: int) -> Self:
-        """The watch at the end of the given lines; checkpoints that are good and have no line yet wait in
+        """The tracker at the end of the given lines; checkpoints that are good and have no line yet wait in
         :meth:`take` (a kill came between, or the window was longer then).
         """
         branch = _Branch.of(entries)
-        watch = cls(window, reached(entries), branch.unhealthy)
+        tracker = cls(window, reached(entries), branch.unhealthy)
         for step in sorted(branch.saved.keys() - branch.good):
-            watch.published(step, branch.saved[step])
-        return watch
+            tracker.published(step, branch.saved[step])
+        return tracker
 
     @property
     def pending(self) -> dict[int, int]:
@@ -158,7 +158,7 @@ def last_good(entries: Sequence[Entry], steps: Collection[int], window: int) -> 
     A checkpoint is good by its line, or because the ledger proves ``window`` healthy steps after it: a run that is
     taken up with a shorter ``guard.health_window`` need not count anew.
     """
-    due = {found.step for found in Watch.from_ledger(entries, window).take()}
+    due = {found.step for found in HealthTracker.from_ledger(entries, window).take()}
     return max((due | _Branch.of(entries).good) & set(steps), default=None)
 
 
@@ -168,7 +168,8 @@ def protected(entries: Sequence[Entry], steps: Collection[int], window: int) -> 
     The last good one; and the oldest that may yet become good, since where more than ``keep_last`` checkpoints are
     saved within a window, each would be gone before its window is whole and none would ever be good.
     """
-    candidate = min((step for step in Watch.from_ledger(entries, window).pending if step in steps), default=None)
+    pending = HealthTracker.from_ledger(entries, window).pending
+    candidate = min((step for step in pending if step in steps), default=None)
     return {step for step in (last_good(entries, steps, window), candidate) if step is not None}
 
 

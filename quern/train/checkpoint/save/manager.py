@@ -1,4 +1,7 @@
-"""Saves (:mod:`.saving`), finds, loads and prunes the checkpoints of a run, on all ranks together."""
+"""Opens a run's folder of checkpoints, and finds, loads and prunes them, on all ranks together.
+
+:mod:`.scheduler` says what happens in a save.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -42,8 +45,8 @@ from quern.train.checkpoint.format.state import (
     view_tensors,
 )
 from quern.train.checkpoint.retention.prune import Keep, prune
-from quern.train.checkpoint.save.background import BACKGROUNDS, Background
-from quern.train.checkpoint.save.saving import Outcome, Progress, Saving
+from quern.train.checkpoint.save.async_save import AsyncSave
+from quern.train.checkpoint.save.background import BACKGROUNDS
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.config import CheckpointConfig
 from quern.train.processes.agree import Agreement
@@ -117,18 +120,16 @@ class CheckpointManager:
         """What :meth:`latest_valid` found wrong, newest checkpoint first."""
         self.agreement = Agreement(rank, world, process_group)
         self._group = process_group
-        self._lock: FolderLock | None = None
-        self._published: str | None = None
-        self._background: Background | None = None
-        self._saves: Saving | None = None
-        self.tiers: Tiers | None = None
+        self._parts = ExitStack()
+        """What is closed in the reverse order, each whatever the others do; the lock last."""
         try:
             probe = self.agreement.first(self._open)
             self.agreement.own(lambda: self._check_shared(probe))
             self.agreement.first(lambda: os.rmdir(probe))
-            self.tiers = Tiers(self.run_dir, config, self.agreement, from_store)
-            self._background = self.agreement.own(BACKGROUNDS[config.mode])
-            self._saves = Saving(self.root, self.agreement, self._background, device or torch.device("cpu"), self.tiers)
+            self.tiers = self._parts.enter_context(closing(Tiers(self.run_dir, config, self.agreement, from_store)))
+            background = self._parts.enter_context(closing(self.agreement.own(BACKGROUNDS[config.mode])))
+            save = AsyncSave(self.root, self.agreement, background, device or torch.device("cpu"), self.tiers)
+            self.async_save = self._parts.enter_context(closing(save))
         except BaseException:
             self.close()
             raise
@@ -136,7 +137,7 @@ class CheckpointManager:
     def _open(self) -> str:
         """Returns a folder that every rank must see. It bears a staging folder's name: whatever happens, it goes."""
         os.makedirs(self.root, exist_ok=True)
-        self._lock = FolderLock(self.root)
+        self._parts.enter_context(closing(FolderLock(self.root)))
         for name in recover(self.root, uuid.uuid4().hex):
             log.warning("%s: left by a writer that was killed; removed or put back", os.path.join(self.root, name))
         probe = os.path.join(self.root, checkpoint_name(0))
@@ -151,14 +152,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """End the background, and let the run's lock go. A save in flight is lost; the next trainer tidies it away."""
-        with ExitStack() as closing:  # each, whatever the others do; the lock last
-            if self._lock is not None:
-                closing.callback(self._lock.close)
-            if self.tiers is not None:
-                closing.callback(self.tiers.close)
-            if self._background is not None:
-                closing.callback(self._background.close if self._saves is None else self._saves.close)
-            self._background = self.tiers = self._lock = None
+        self._parts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,79 +162,25 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def prepare(self, state: TrainState) -> None:
-        """Prepare the first save before it is due: the plan, the background's memory."""
-        self._saving.prepare(state)
-
-    def begin(
-        self, step: int, state: TrainState, position: Position, keep: Keep | None = None, last: bool = False
-    ) -> None:
-        """Start saving the state after ``step`` optimizer steps; nothing of it may change before :meth:`copied`.
-
-        A checkpoint of the same step that stands already belongs to a branch the run has left; it is replaced.
-        ``keep``: what is removed once this one stands. ``last``: the run saves no other.
-
-        Raises:
-            QuernError: on every rank; nothing is in flight, and what was published before stands.
-        """
-        self._saving.begin(step, state, position, keep, last)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a save has begun and neither been published nor failed; the same on every rank."""
-        return self._saving.in_flight
-
-    def copied(self) -> None:
-        """Wait until the state may change; not collective."""
-        self._saving.copied()
-
-    def progress(self) -> Progress:
-        """This rank's summand of the total that :meth:`heard` receives; not collective."""
-        return self._saving.progress()
-
-    def heard(self, total: Progress) -> Outcome | None:
-        """Advance the save in flight, by the sum of all ranks' progress in one step; return how it ended, if it has."""
-        return self._remember(self._saving.heard(total))
-
-    def finish(self) -> Outcome | None:
-        """Wait for the save in flight; return how it ended, if there was one."""
-        return self._remember(self._saving.finish())
-
-    def _remember(self, outcome: Outcome | None) -> Outcome | None:
-        if outcome is not None and outcome.error is None:
-            self._published = outcome.checkpoint.path
-            self._tiers.published(outcome.checkpoint, outcome.removed, outcome.stored)
-        return outcome
-
     def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
-        """:meth:`begin` and :meth:`finish`: return the checkpoint once it is durable.
+        """Save synchronously, after the save in flight; return the checkpoint once it is durable.
 
         Raises:
             QuernError: on every rank; nothing is published, and what was published before stands.
         """
-        self.finish()
-        self.begin(step, state, position)
-        self.copied()
-        outcome = self.finish()
+        self.async_save.finish()
+        self.async_save.begin(step, state, position)
+        self.async_save.wait_staged()
+        outcome = self.async_save.finish()
         assert outcome is not None
         if outcome.error is not None:
             raise outcome.error
         return outcome.checkpoint
 
-    @property
-    def _saving(self) -> Saving:
-        assert self._saves is not None, "the manager is open"
-        return self._saves
-
-    @property
-    def _tiers(self) -> Tiers:
-        assert self.tiers is not None, "the manager is open"
-        return self.tiers
-
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the run's folder and in its store, ascending; nothing of them is verified."""
         here = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
-        return sorted(here | self._tiers.steps())
+        return sorted(here | self.tiers.steps())
 
     def latest_valid(self, refuse: Refusal | None = None) -> Checkpoint | None:
         """The newest checkpoint that is whole: manifest, presence and size of every file and, with ``config.verify``,
@@ -297,13 +237,13 @@ class CheckpointManager:
         if self.agreement.first(lambda: os.path.isdir(checkpoint.path)):
             return checkpoint, *self._look_at(checkpoint, refuse)
         try:
-            manifest = self._tiers.stored_manifest(step)
+            manifest = self.tiers.stored_manifest(step)
             reason = None if refuse is None else self.agreement.first(lambda: refuse(manifest))
         except QuernError as error:  # the same on every rank
             return checkpoint, [Problem(checkpoint.path, str(error))], False
         if reason is not None:
             return checkpoint, [Problem(checkpoint.path, reason)], True
-        return checkpoint, self._tiers.restore(manifest), False
+        return checkpoint, self.tiers.restore(manifest), False
 
     def _look_at(self, checkpoint: Checkpoint, refuse: Refusal | None) -> tuple[list[Problem], bool]:
         """No file of a refused one is hashed."""
@@ -320,7 +260,7 @@ class CheckpointManager:
         if manifest is None:
             return problems, refused
         try:
-            return self._tiers.find(checkpoint.path, manifest, hashes=self.config.verify), False
+            return self.tiers.find(checkpoint.path, manifest, hashes=self.config.verify), False
         except InputError as error:  # the same on every rank
             return [Problem(checkpoint.path, str(error))], False
 
@@ -336,7 +276,7 @@ class CheckpointManager:
         """
         plan = self.agreement.own(lambda: _plan_load(path, state))
         needed = self.agreement.own(lambda: needed_files(plan.metadata, plan.view.tensors, plan.view.rows))
-        folder = self._tiers.bring(path, plan.manifest, needed)
+        folder = self.tiers.bring(path, plan.manifest, needed)
         plan.view.clear_padding()
         load_tensors(
             folder,
@@ -349,18 +289,10 @@ class CheckpointManager:
         plan.view.finish_load()
         return Loaded(plan.manifest, plan.extra)
 
-    def take_up(self, checkpoint: Checkpoint | None) -> None:
-        """Resume moving files that the last start left; ``checkpoint``: where the run resumes from."""
-        self._tiers.take_up(checkpoint)
-
-    def finish_moving(self, hurry: bool = False) -> None:
-        """Wait until the files have reached the next node's disk and the store, or the time is up."""
-        self._tiers.finish(hurry)
-
     def keep(self, steps: Iterable[int] = ()) -> Keep:
         """What the config says is kept, ``steps``, and what is yet to be uploaded."""
-        stay = tuple(sorted({*steps, *self._tiers.storing()}))
-        return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self._published, stay)
+        stay = tuple(sorted({*steps, *self.tiers.storing()}))
+        return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self.async_save.published, stay)
 
     def prune(self, steps: Iterable[int] = ()) -> list[str]:
         """:func:`quern.train.checkpoint.retention.prune.prune`, on rank 0; elsewhere nothing happens."""

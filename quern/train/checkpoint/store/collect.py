@@ -138,7 +138,7 @@ class _Gathering:
     """The files of one checkpoint, and where they may be."""
 
     def __init__(self, found: Source, step: int, folder: str | None, manifest: Manifest) -> None:
-        self.step, self.folder, self.manifest, self.behind = step, folder, manifest, found.store
+        self.step, self.folder, self.manifest, self.store = step, folder, manifest, found.store
         self.label = folder or f"{found.name}: {checkpoint_name(step)}"
         self.notes: list[str] = []
         self._asked = False
@@ -201,14 +201,14 @@ class _Gathering:
         return origins, said
 
     def _look_in_store(self, name: str, record: FileRecord, said: list[str]) -> list[Origin]:
-        if self.behind is None:
+        if self.store is None:
             said.append("the run has no store that can be asked")
             return []
-        address = self.behind.store.address(self.step, name)
+        address = self.store.store.address(self.step, name)
         try:
             known = self._stored()
             there = known is not None and known.files.get(name) == record
-            if there or self.behind.ask(lambda store: store.has(self.step, name, record)):
+            if there or self.store.ask(lambda store: store.has(self.step, name, record)):
                 return [Origin(name, record.size, "store", address)]
             said.append(f"{address}: not there")
         except StoreError as error:
@@ -217,9 +217,9 @@ class _Gathering:
 
     def _stored(self) -> Manifest | None:
         """The store's manifest of the step; None where there is none, or none yet: then each file is asked for."""
-        if not self._asked and self.behind is not None:
+        if not self._asked and self.store is not None:
             with suppress(InputError):
-                self._in_store = self.behind.ask(lambda store: store.manifest(self.step))
+                self._in_store = self.store.ask(lambda store: store.manifest(self.step))
             self._asked = True
         return self._in_store
 
@@ -240,8 +240,8 @@ class _Gathering:
 
     def _bring(self, origin: Origin, record: FileRecord, staged: str) -> None:
         if origin.tier == "store":
-            assert self.behind is not None
-            self.behind.ask(lambda store: store.fetch(self.step, origin.name, record, staged))
+            assert self.store is not None
+            self.store.ask(lambda store: store.fetch(self.step, origin.name, record, staged))
         else:
             _copy(origin.path, os.path.join(staged, origin.name), record)
 

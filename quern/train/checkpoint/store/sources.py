@@ -28,14 +28,14 @@ from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.store.stored import configured_store, is_url, open_source, open_store
 from quern.train.history.branch import abandoned_in
 
-__all__ = ["Behind", "Source", "find_source"]
+__all__ = ["CircuitBreakerStore", "Source", "find_source"]
 
 T = TypeVar("T")
 
 _NAME = re.compile(r"step_(\d{8,})")
 
 
-class Behind:
+class CircuitBreakerStore:
     """A circuit breaker: once a store could not be reached, it is asked no more, so that a user waits only once."""
 
     def __init__(self, store: Store) -> None:
@@ -76,7 +76,7 @@ class Source:
     """The run's folder, whose ledger tells its branch."""
     folders: Mapping[int, str]
     """By step."""
-    store: Behind | None
+    store: CircuitBreakerStore | None
     step: int | None
     """The one that was asked for."""
 
@@ -162,7 +162,7 @@ def find_source(source: str, step: int | None = None) -> Source:
         store, named = open_source(source)
         if step is not None and named is not None and step != named:
             raise InputError(f"{source}: --step: expected {named}, as the address says, got {step}")
-        return Source(source, None, {}, Behind(store), named if step is None else step)
+        return Source(source, None, {}, CircuitBreakerStore(store), named if step is None else step)
     if not os.path.isdir(source):
         raise InputError(f"{source}: no such folder; expected a checkpoint, a training run or a store's address")
     if any(os.path.lexists(os.path.join(source, name)) for name in (MANIFEST_FILE, METADATA_FILE, PLACES_FILE)):
@@ -171,7 +171,7 @@ def find_source(source: str, step: int | None = None) -> Source:
     folders = {checkpoint.step: checkpoint.path for checkpoint in list_checkpoints(source)}
     if not folders and store_url is None:
         raise InputError(f"{source}: expected a checkpoint, or a training run that has one")
-    return Source(source, source, folders, _behind(store_url, needed=not folders), step)
+    return Source(source, source, folders, _breaker(store_url, needed=not folders), step)
 
 
 def _checkpoint(folder: str, step: int | None) -> Source:
@@ -186,13 +186,13 @@ def _checkpoint(folder: str, step: int | None) -> Source:
     if store_url is None:
         with suppress(InputError):  # a damaged file of the checkpoint, which is to be replaced
             store_url = configured_store(folder)
-    return Source(folder, run if in_run else None, {named: folder}, _behind(store_url, needed=False), named)
+    return Source(folder, run if in_run else None, {named: folder}, _breaker(store_url, needed=False), named)
 
 
-def _behind(url: str | None, *, needed: bool) -> Behind | None:
+def _breaker(url: str | None, *, needed: bool) -> CircuitBreakerStore | None:
     """None where there is none, or one that this machine cannot open and that is not ``needed``."""
     try:
-        return None if url is None else Behind(open_store(url))
+        return None if url is None else CircuitBreakerStore(open_store(url))
     except InputError:
         if needed:
             raise

@@ -40,7 +40,7 @@ from quern.train.checkpoint.mirror.whole import Found, Sites, find_whole
 from quern.train.checkpoint.store.identity import Identity, identify
 from quern.train.checkpoint.store.owner import Owner
 from quern.train.checkpoint.store.store import Store
-from quern.train.checkpoint.tiers.behind import Behind
+from quern.train.checkpoint.tiers.replication import ReplicationWorker
 from quern.train.checkpoint.tiers.upload import Uploader
 from quern.train.config import CheckpointConfig
 from quern.train.processes.agree import Agreement, describe
@@ -71,7 +71,7 @@ class Tiers:
         self.nodes = find_nodes(agreement)
         self.disk: Disk | None = None
         """This node's, with ``checkpoint.local``."""
-        self._behind: Behind | None = None
+        self._replication: ReplicationWorker | None = None
         self._unstored: Checkpoint | None = None
         """The last one, if it is not uploaded."""
         self._passed_over = 0
@@ -109,7 +109,7 @@ class Tiers:
         token = self.agreement.first(new_token)
         address = reachable_address(self.agreement, nodes)
         self.agreement.own(lambda: self._start(token, address) if nodes.leads else None)
-        port = None if self._behind is None else self._behind.port
+        port = None if self._replication is None else self._replication.port
         found = self.agreement.gather((address, port))
         for node in range(len(nodes.hosts)):
             host, port = found[nodes.ranks(node)[0]]
@@ -129,13 +129,13 @@ class Tiers:
         """Begin to mirror this node's files on another machine's disk; on another node's, where there is but one."""
         nodes = self.nodes
         ring = [(nodes.mine + step) % len(nodes.hosts) for step in range(1, len(nodes.hosts))]
-        if self._behind is None or self.disk is None or not ring or self.config.partner is False:
+        if self._replication is None or self.disk is None or not ring or self.config.partner is False:
             return
         elsewhere = [node for node in ring if nodes.hosts[node] != nodes.hosts[nodes.mine]]
         if not elsewhere:
             log.warning("checkpoint.local: all nodes are on %s; losing it loses the mirrors too", nodes.hosts[0])
         partner = self._peers[(elsewhere or ring)[0]]
-        self._behind.mirror_to(Uploader(f"peer://{partner}", environment={"QUERN_PEER_TOKEN": token}))
+        self._replication.mirror_to(Uploader(f"peer://{partner}", environment={"QUERN_PEER_TOKEN": token}))
 
     def _start(self, token: str, address: str) -> None:
         """What a node's first rank runs."""
@@ -151,10 +151,10 @@ class Tiers:
             return server
 
         several = disk is not None and len(self.nodes.hosts) > 1
-        behind = Behind(self._writes, self.nodes.mine == 0, disk, None, None, serve if several else None)
-        self._behind = behind  # closed with this, whatever comes
+        worker = ReplicationWorker(self._writes, self.nodes.mine == 0, disk, None, None, serve if several else None)
+        self._replication = worker  # closed with this, whatever comes
         if config.store is not None:
-            behind.store_in(Uploader(config.store, bytes_per_s=config.store_bytes_per_s, owner=self._owner))
+            worker.store_in(Uploader(config.store, bytes_per_s=config.store_bytes_per_s, owner=self._owner))
 
     def _writes(self, name: str) -> bool:
         """Whether a rank of this node writes files of this name."""
@@ -170,11 +170,11 @@ class Tiers:
         """Whether the checkpoint of a step, just published, is to be uploaded; rank 0 decides for all. Without
         ``store_every`` one upload is under way at a time, so that each becomes whole however slow the store is. The
         ``last`` of a run that is passed over here is uploaded by :meth:`finish`."""
-        if self.config.store is None or self._behind is None:
+        if self.config.store is None or self._replication is None:
             return False
         if self.config.store_every is not None:
             return step % self.config.store_every == 0
-        under_way = self._behind.storing()
+        under_way = self._replication.storing()
         self._passed_over = self._passed_over + 1 if under_way else 0
         if not under_way:
             return True
@@ -189,20 +189,20 @@ class Tiers:
     def published(self, checkpoint: Checkpoint, removed: Collection[str], store: bool) -> None:
         """A checkpoint stands, others are removed; ``store``: what :meth:`stores` said on rank 0. Not collective; on
         every rank."""
-        if self._behind is None:
+        if self._replication is None:
             return
-        self._behind.published(checkpoint.step, checkpoint.path, store=store)
+        self._replication.published(checkpoint.step, checkpoint.path, store=store)
         self._unstored = None if store else checkpoint
-        self._behind.remove(int(name.removeprefix("step_")) for name in removed)
+        self._replication.remove(int(name.removeprefix("step_")) for name in removed)
 
-    def take_up(self, checkpoint: Checkpoint | None) -> None:
+    def resume_pending(self, checkpoint: Checkpoint | None) -> None:
         """Go on with what the last start left: move the files of the checkpoint the run goes on from to where they are
         missing, and remove from the nodes' disks those that belong to no checkpoint."""
         self._tidy()
-        if self._behind is not None and checkpoint is not None:
+        if self._replication is not None and checkpoint is not None:
             # also one that the store has: it may be another of the same step, of a branch that was left
             store = self.config.store is not None
-            self._behind.published(checkpoint.step, checkpoint.path, store=store, names=self._share())
+            self._replication.published(checkpoint.step, checkpoint.path, store=store, names=self._share())
 
     def _share(self) -> list[str] | None:
         """The tensor files that this node is to move of the checkpoint that was found last: those of which its copy is
@@ -225,30 +225,30 @@ class Tiers:
 
         self.agreement.patiently(remove)
 
-    def finish(self, hurry: bool) -> None:
+    def finish(self, hurry: bool = False) -> None:
         """Upload the last checkpoint whatever its step, and wait until all files are where they go, for as long as the
         config says, but for seconds only in a ``hurry``; say what is left."""
         if self.config.store is None and self.disk is None:
             return
         limit = self.config.upload_wait_s
-        behind, limit = self._behind, min(limit, _HURRY_S) if hurry else limit
-        if behind is not None and self.config.store is not None and self._unstored is not None:
-            behind.published(self._unstored.step, self._unstored.path, store=True, mirror=False)
+        worker, limit = self._replication, min(limit, _HURRY_S) if hurry else limit
+        if worker is not None and self.config.store is not None and self._unstored is not None:
+            worker.published(self._unstored.step, self._unstored.path, store=True, mirror=False)
             self._unstored = None
-        self.agreement.patiently(lambda: None if behind is None else behind.wait(limit))
-        left = [] if behind is None else behind.unfinished()
+        self.agreement.patiently(lambda: None if worker is None else worker.wait(limit))
+        left = [] if worker is None else worker.unfinished()
         if left:
             log.warning("not moved yet: %s; the next start moves the checkpoint it goes on from", ", ".join(left))
 
     def close(self) -> None:
         """End threads and processes."""
-        if self._behind is not None:
-            self._behind.close()
-            self._behind = None
+        if self._replication is not None:
+            self._replication.close()
+            self._replication = None
 
     def storing(self) -> set[int]:
         """Steps whose files are to stay until they are in the store; rank 0 knows of all nodes'. Not collective."""
-        return set() if self._behind is None else self._behind.storing()
+        return set() if self._replication is None else self._replication.storing()
 
     def steps(self) -> set[int]:
         """Steps of which the store has a checkpoint."""

@@ -1,8 +1,30 @@
-"""Schedules a run's saves, measures their cost, and records them in the ledger.
+"""Decides when a run saves, drives the save in flight, measures what saves cost, and records them in the ledger.
 
-The loop tells of each step and asks what is due; :mod:`.manager` does it. ``checkpoint.interval: auto`` follows
-:class:`quern.train.checkpoint.retention.cadence.Cadence`, fed with what saves cost here; rank 0 decides, and tells the
-others when a save begins.
+The training loop (``train/trainer.py``) calls the scheduler in each step; the scheduler drives :mod:`.async_save`, in
+this order:
+
+1. ``Trainer.save_if_due`` asks :meth:`~CheckpointScheduler.due` and calls :meth:`~CheckpointScheduler.save`. Rank 0
+   writes the line ``checkpoint`` to the ledger; ``AsyncSave.begin`` makes a staging folder, agrees on the plan
+   (``format/plan.py``) and starts to copy the state (:mod:`.snapshot`). When the copy is complete, the rank's writer
+   (:mod:`.background`: this thread, another, or a process that runs :mod:`.writer`) writes its files (:mod:`.work`).
+2. ``Trainer.update`` calls :meth:`~CheckpointScheduler.wait_staged` before the weights change.
+3. ``Trainer.forward_backward`` adds :meth:`~CheckpointScheduler.progress` to the figures that are summed with the loss,
+   and ``Trainer.settle`` passes the sum to :meth:`~CheckpointScheduler.advance`. When all ranks have written, rank 0's
+   writer publishes: it writes the manifest, renames the folder and prunes (:mod:`.work`). When it has, the save has
+   ended; the copies of it to other nodes and the store begin (``tiers/replication.py``).
+4. A save that is still in flight when the next one is due, or the last of the run, is waited for.
+
+If a rank raises while it copies or writes, it counts as done; the ranks learn of the error together when the checksums
+are gathered, or in ``begin``. If a writer process dies, its rank gets an error in place of an answer, and the next save
+starts another process. If the publication fails, all ranks get rank 0's error. In each of these cases the staging
+folder is removed, the ledger gets the line ``checkpoint_failed``, and training continues, until
+``checkpoint.max_failures`` saves in a row or the last one have failed. If a rank is killed, the launcher
+(``processes/launch.py``) ends the others; what the save has written is a staging folder, which the next start removes
+(``format/folder.py``), or a complete checkpoint. A signal that asks for an end (SIGTERM) kills nobody: the loop
+finishes the step and saves once more.
+
+``checkpoint.interval: auto`` follows :class:`quern.train.checkpoint.retention.save_interval.SaveInterval`, fed with
+what saves cost here; rank 0 decides, and tells the others when a save begins.
 """
 
 from __future__ import annotations
@@ -16,28 +38,29 @@ from dataclasses import dataclass, field
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.manifest import Checkpoint, Position, checkpoint_name, list_checkpoints
 from quern.train.checkpoint.format.state import TrainState
-from quern.train.checkpoint.retention.cadence import Cadence, estimate_mtbf
+from quern.train.checkpoint.retention.save_interval import SaveInterval, estimate_mtbf
+from quern.train.checkpoint.save.async_save import Outcome, Progress
 from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.checkpoint.save.saving import Outcome, Progress
 from quern.train.config import CheckpointConfig
 from quern.train.history.branch import find_checkpoint
-from quern.train.history.health import Watch, protected
+from quern.train.history.health import HealthTracker, protected
 from quern.train.history.ledger import Ledger
 
-__all__ = ["Saves"]
+__all__ = ["CheckpointScheduler"]
 
 log = logging.getLogger(__name__)
 
-_CADENCE = "cadence."
+#: The prefix of the measured costs in a manifest's scalars.
+_PREFIX = "cadence."
 
 
 @dataclass
-class Saves:
+class CheckpointScheduler:
     """The saves of a run in progress; every rank has one."""
 
     config: CheckpointConfig
     checkpoints: CheckpointManager
-    watch: Watch
+    health: HealthTracker
     """Which checkpoints have become good; rank 0's alone is told of steps."""
     ledger: Ledger | None
     """On rank 0 only."""
@@ -51,33 +74,33 @@ class Saves:
     _began: float = 0.0
     _stall_s: float = 0.0
     """For which the save in flight has held up the loop."""
-    _cadence: Cadence | None = field(init=False)
+    _interval: SaveInterval | None = field(init=False)
     """On rank 0, where the interval is chosen."""
 
     def __post_init__(self) -> None:
-        self._cadence = None
+        self._save, self._interval = self.checkpoints.async_save, None
         if self.config.interval == "auto" and self.ledger is not None:
             mtbf_s = None if self.config.mtbf_hours is None else self.config.mtbf_hours * 3600
             mtbf = estimate_mtbf(self.ledger.entries, self.ranks, configured_s=mtbf_s)
-            self._cadence = Cadence(mtbf, max_interval_s=self.config.max_interval_s)
+            self._interval = SaveInterval(mtbf, max_interval_s=self.config.max_interval_s)
 
     def restore(self, scalars: Mapping[str, object]) -> None:
         """Restore the measured costs of saves from the manifest of the checkpoint that the run resumes from.
 
         What another version has left there and this one cannot read is measured anew, with a warning.
         """
-        kept = {name.removeprefix(_CADENCE): value for name, value in scalars.items() if name.startswith(_CADENCE)}
-        if self._cadence is not None:
+        kept = {name.removeprefix(_PREFIX): value for name, value in scalars.items() if name.startswith(_PREFIX)}
+        if self._interval is not None:
             try:
-                self._cadence.restore(kept)
+                self._interval.restore(kept)
             except InputError as error:  # on rank 0 alone: the others would wait for it
                 log.warning(
-                    "what saves cost is measured anew; the checkpoint's manifest: scalars: %s%s", _CADENCE, error
+                    "what saves cost is measured anew; the checkpoint's manifest: scalars: %s%s", _PREFIX, error
                 )
 
     def prepare(self, state: TrainState) -> None:
         """Plan and allocate memory before the first step. Collective."""
-        self.checkpoints.prepare(state)
+        self._save.prepare(state)
         self._plan_next()
 
     def _plan_next(self) -> None:
@@ -91,8 +114,8 @@ class Saves:
             self._next = (self.saved // interval + 1) * interval
 
     def _decide(self) -> int:
-        assert self._cadence is not None
-        decision = self._cadence.next_interval()
+        assert self._interval is not None
+        decision = self._interval.next_interval()
         log.info("%s", decision)
         return decision.steps
 
@@ -101,32 +124,32 @@ class Saves:
         return self._next is not None and done >= self._next and self.saved != done
 
     def progress(self) -> Progress:
-        """This rank's progress of the save in flight, for :meth:`heard`."""
-        return self.checkpoints.progress()
+        """This rank's progress of the save in flight, for :meth:`advance`."""
+        return self._save.progress()
 
-    def copied(self) -> None:
+    def wait_staged(self) -> None:
         """Wait for the copy of the state; call it before weights change."""
-        if self.checkpoints.in_flight:
+        if self._save.in_flight:
             with self._stalls():
-                self.checkpoints.copied()
+                self._save.wait_staged()
 
-    def heard(self, total: Progress) -> None:
+    def advance(self, total: Progress) -> None:
         """Process the progress of all ranks in one step. Collective where the save goes on.
 
         Raises:
             QuernError: too many saves have failed.
         """
-        if self.checkpoints.in_flight:
+        if self._save.in_flight:
             with self._stalls():
-                outcome = self.checkpoints.heard(total)
+                outcome = self._save.advance(total)
             self._ended(outcome)
 
     def step(self, step: int, healthy: bool, seconds: float) -> None:
         """Record a step's duration; on rank 0."""
-        self.watch.health(step, healthy)
+        self.health.health(step, healthy)
         self._note_good()
-        if self._cadence is not None and seconds > 0:
-            self._cadence.observe_step(seconds)
+        if self._interval is not None and seconds > 0:
+            self._interval.observe_step(seconds)
 
     def save(
         self,
@@ -150,11 +173,11 @@ class Saves:
         error = None
         with self._stalls():
             try:
-                self.checkpoints.begin(done, state(), position(offset), self.checkpoints.keep(kept), last)
+                self._save.begin(done, state(), position(offset), self.checkpoints.keep(kept), last)
             except QuernError as failure:
                 error = failure
             if last or not self.config.overlap:
-                self.checkpoints.copied()
+                self._save.wait_staged()
         if error is not None:
             self._ended(Outcome(Checkpoint(done, checkpoint_name(done)), error), last)
         elif last or self.config.mode == "sync":
@@ -166,16 +189,16 @@ class Saves:
         assert self.ledger is not None, "rank 0 has the ledger"
         self.ledger.append("checkpoint", step=done, data_step=data_step, name=checkpoint_name(done))
         standing = {found.step for found in list_checkpoints(self.checkpoints.run_dir)} | {done}
-        return self.ledger.offset, protected(self.ledger.entries, standing, self.watch.window)
+        return self.ledger.offset, protected(self.ledger.entries, standing, self.health.window)
 
     def _finish(self) -> Outcome | None:
         with self._stalls():
-            return self.checkpoints.finish()
+            return self._save.finish()
 
     def scalars(self) -> dict[str, float | int]:
         """The measured costs of saves, for the manifest."""
-        state = {} if self._cadence is None else self._cadence.state()
-        return {_CADENCE + name: value for name, value in state.items()}
+        state = {} if self._interval is None else self._interval.state()
+        return {_PREFIX + name: value for name, value in state.items()}
 
     @contextmanager
     def _stalls(self) -> Generator[None, None, None]:
@@ -195,7 +218,7 @@ class Saves:
             self._observe()
         if self.ledger is not None and error is None:
             log.info("checkpoint after step %d saved", step)
-            self.watch.published(step, outcome.checkpoint.name)
+            self.health.published(step, outcome.checkpoint.name)
             self._note_good()
         elif self.ledger is not None:
             log.warning("the checkpoint after step %d was not saved: %s", step, error)
@@ -203,7 +226,7 @@ class Saves:
                 self.ledger.append("checkpoint_failed", step=step, why=str(error))
             except QuernError as full:
                 raise self._final(full, step) from error
-            self.watch.failed(step)
+            self.health.failed(step)
         if error is not None and (last or (counts and self._failures >= self.config.max_failures)):
             raise self._final(error, step) from error
 
@@ -219,12 +242,12 @@ class Saves:
         return QuernError(f"{error}; {failed}, and {newest}")
 
     def _observe(self) -> None:
-        if self._cadence is not None:
-            self._cadence.observe_save(self._stall_s)
-            self._cadence.observe_publish(time.perf_counter() - self._began)
+        if self._interval is not None:
+            self._interval.observe_save(self._stall_s)
+            self._interval.observe_publish(time.perf_counter() - self._began)
 
     def _note_good(self) -> None:
         """Asked after each step that is read and each publication."""
         if self.ledger is not None:
-            for found in self.watch.take():
+            for found in self.health.take():
                 self.ledger.append("good", step=found.step, name=found.name)

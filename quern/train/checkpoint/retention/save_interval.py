@@ -2,7 +2,7 @@
 
 Young (1974) and Daly (2006) for a save that blocks; here also for one that is written in the background and counts
 only once it is published. The mean time between failures is configured or derived from the ledger
-(:func:`estimate_mtbf`); costs are measured while training (:class:`Cadence`). Nothing here reads a file or a clock.
+(:func:`estimate_mtbf`); costs are measured while training (:class:`SaveInterval`). Nothing here reads a file or clock.
 
 All times are in seconds. A number that is negative, NaN or infinite where it must not be raises an
 :class:`~quern.errors.InputError` that names the field.
@@ -22,7 +22,7 @@ from quern.errors import InputError
 from quern.train.history.ledger import MOVES
 
 __all__ = [
-    "Cadence", "Decision", "Mtbf", "best_interval", "daly_interval", "estimate_mtbf", "expected_waste",
+    "Decision", "Mtbf", "SaveInterval", "best_interval", "daly_interval", "estimate_mtbf", "expected_waste",
     "observed_failures", "young_interval",
 ]  # fmt: skip
 
@@ -244,7 +244,7 @@ class Decision:
         )
 
 
-class Cadence:
+class SaveInterval:
     """Chooses the interval between saves from what they cost here. Rank 0 asks; its answer is every rank's.
 
     It is fed seconds: of each step, of each save's stall, of each publication since its save's begin; the figure of

@@ -29,7 +29,7 @@ from quern.train.checkpoint.mirror.peers import ServerProcess
 from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Uploaded, Uploader
 from quern.train.processes.agree import describe
 
-__all__ = ["Behind"]
+__all__ = ["ReplicationWorker"]
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Published:
     store: bool
 
 
-class Behind:
+class ReplicationWorker:
     """Replicates one node's files in the background; used by one thread of its first rank.
 
     Args:

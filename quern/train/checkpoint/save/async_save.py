@@ -1,12 +1,12 @@
 """One asynchronous save from start to publication, in steps that all ranks take together during training.
 
-1. :meth:`Saving.begin`: rank 0 makes a staging folder under a random name; the ranks agree on the plan; each begins to
-   copy its pieces into memory.
-2. :meth:`Saving.copied`, before the next update of the weights: returns when the copy is complete.
-3. Each rank's background writes, syncs and hashes its files, and joins no collective. :meth:`Saving.progress` is
+1. :meth:`AsyncSave.begin`: rank 0 makes a staging folder under a random name; the ranks agree on the plan; each begins
+   to copy its pieces into memory.
+2. :meth:`AsyncSave.wait_staged`, before the next update of the weights: returns when the copy is complete.
+3. Each rank's background writes, syncs and hashes its files, and joins no collective. :meth:`AsyncSave.progress` is
    reduced with the step's loss, so that all ranks learn at the same step that the last one is done.
-4. :meth:`Saving.heard`: the checksums are gathered, and rank 0's background writes the manifest and renames the folder.
-   Until then there is no checkpoint; afterwards there is a complete one.
+4. :meth:`AsyncSave.advance`: the checksums are gathered, and rank 0's background writes the manifest and renames the
+   folder. Until then there is no checkpoint; afterwards there is a complete one.
 
 At most one save is in flight. A failure on one rank fails the save on all, and leaves no files.
 """
@@ -50,7 +50,7 @@ from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.history.branch import LEDGER_FILE
 from quern.train.processes.agree import Agreement
 
-__all__ = ["Outcome", "Progress", "Saving"]
+__all__ = ["AsyncSave", "Outcome", "Progress"]
 
 #: A rank's files, where its pieces lie in them if that has changed, and where the files are if not in the run's folder.
 _Share = tuple[dict[str, FileRecord], Places | None, Place | None]
@@ -102,8 +102,8 @@ class _InFlight:
     copy_error: Exception | None = None
 
 
-class Saving:
-    """The saves of one run. Collective but for :meth:`copied`, :meth:`progress` and :meth:`close`."""
+class AsyncSave:
+    """The save in flight. Collective but for :meth:`wait_staged`, :meth:`progress` and :meth:`close`."""
 
     def __init__(
         self,
@@ -111,10 +111,12 @@ class Saving:
         agreement: Agreement,
         background: Background,
         device: torch.device,
-        tiers: Tiers | None = None,
+        tiers: Tiers,
     ) -> None:
         self._root, self._agreement, self._background, self._tiers = root, agreement, background, tiers
-        self._disk = None if tiers is None else tiers.disk
+        self._disk = tiers.disk
+        self.published: str | None = None
+        """The folder of the last checkpoint that was published."""
         self._planner = Planner(agreement)
         self._plan: Plan | None = None
         memory = background.memory
@@ -146,10 +148,13 @@ class Saving:
     def begin(
         self, step: int, state: TrainState, position: Position, keep: Keep | None = None, last: bool = False
     ) -> None:
-        """Begin to save the state after ``step`` optimizer steps; nothing of it may change before :meth:`copied`.
+        """Begin to save the state after ``step`` optimizer steps; nothing of it may change before :meth:`wait_staged`.
+
+        A checkpoint of the same step that stands already belongs to a branch the run has left; it is replaced.
+        ``keep``: what is removed once this one stands. ``last``: the run saves no other.
 
         Raises:
-            QuernError: on every rank, and nothing is in flight.
+            QuernError: on every rank; nothing is in flight, and what was published before stands.
         """
         assert self._now is None, "one save at a time"
         final = os.path.join(self._root, checkpoint_name(step))
@@ -201,7 +206,7 @@ class Saving:
         except Exception as error:
             now.copy_error = error
 
-    def copied(self) -> None:
+    def wait_staged(self) -> None:
         """Wait until the state may change. A copy that failed is a save that fails."""
         if self._snapshot is None or self._now is None:
             return
@@ -219,7 +224,7 @@ class Saving:
             return Progress(ended=1)
         return Progress(published=int(self._agreement.rank == 0))
 
-    def heard(self, total: Progress) -> Outcome | None:
+    def advance(self, total: Progress) -> Outcome | None:
         """Advance the save by the sum of all ranks' progress in one step: the same on every rank.
 
         Returns how it ended, if it has.
@@ -262,7 +267,7 @@ class Saving:
         records = {name: file.record for name, file in written.items()}
         if self._disk is not None:
             self._settle(now, self._disk, written)
-        place = None if self._tiers is None else self._tiers.place(now.step, written)
+        place = self._tiers.place(now.step, written)
         shares = self._agreement.collect((records, self._planner.report(written), place))
         self._agreement.first(lambda: self._background.publish(self._publication(now, shares)))
         now.stage = _Stage.PUBLISHING
@@ -274,8 +279,7 @@ class Saving:
             if os.path.lexists(now.final):
                 remove_folder(now.final, uuid.uuid4().hex)
 
-        tiers = self._tiers
-        leads = tiers is not None and tiers.nodes.leads
+        leads = self._tiers.nodes.leads
         self._agreement.first(clear)
         self._agreement.own(lambda: disk.remove([now.step]) if leads else None)  # also what was mirrored here
         self._agreement.own(lambda: disk.settle(now.step, now.token, written))
@@ -318,7 +322,7 @@ class Saving:
             scalars=position.scalars,
             written_by=written_by(),
             files={**files, METADATA_FILE: self._metadata_record},
-            run="" if self._tiers is None else self._tiers.run,
+            run=self._tiers.run,
         )
         keep = None if now.keep is None else replace(now.keep, published=now.final)
         return Publication(
@@ -338,17 +342,17 @@ class Saving:
         now = self._now
         assert now is not None
         mine = self._agreement.patiently(self._background.result if self._agreement.rank == 0 else list)
-        tiers = self._tiers
-        removed, stored = self._agreement.first(lambda: (mine, tiers is not None and tiers.stores(now.step, now.last)))
-        self._now = None
-        return Outcome(Checkpoint(now.step, now.final), None, tuple(removed), stored)
+        removed, stored = self._agreement.first(lambda: (mine, self._tiers.stores(now.step, now.last)))
+        self._now, self.published = None, now.final
+        outcome = Outcome(Checkpoint(now.step, now.final), None, tuple(removed), stored)
+        self._tiers.published(outcome.checkpoint, outcome.removed, outcome.stored)
+        return outcome
 
     def close(self) -> None:
-        """Stop the background; a save in flight is lost, and cleaned up by the next trainer."""
+        """Wait for the copy under way; a save in flight is lost, and cleaned up by the next trainer."""
         if self._snapshot is not None:
             with suppress(Exception):
                 self._snapshot.join()
-        self._background.close()
 
 
 def _check_steps(counts: Sequence[int]) -> None:
