@@ -283,7 +283,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, steps: set[int]) -> Non
         monkeypatch.setattr(background, "_COMMAND", [python(), *background._COMMAND[1:]])
 
         def limits(self: AsyncSave, step: int, *arguments: Any) -> None:
-            writer = forked(self._background._process)  # type: ignore[union-attr,arg-type]
+            writer = forked(self._background._child._popen)  # type: ignore[union-attr,arg-type]
             hard = resource.prlimit(writer, resource.RLIMIT_FSIZE)[1]
             resource.prlimit(writer, resource.RLIMIT_FSIZE, (5000 if step in steps else hard, hard))
             begin(self, step, *arguments)

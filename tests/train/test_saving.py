@@ -222,8 +222,7 @@ def forked_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 def process_of(checkpoints: CheckpointManager) -> subprocess.Popen[bytes]:
     background = checkpoints.async_save._background
     assert isinstance(background, Process)
-    assert background._process is not None
-    return background._process
+    return background._child._popen
 
 
 def writer_of(checkpoints: CheckpointManager) -> int:

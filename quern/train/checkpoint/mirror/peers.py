@@ -11,10 +11,10 @@ import hashlib
 import http.client
 import json
 import os
+import queue
 import secrets
 import select
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +29,7 @@ from quern.safe_path import module
 from quern.train.checkpoint.format.manifest import FileRecord
 from quern.train.checkpoint.mirror.peer_files import CHUNK, FOLDER, SHA256, is_file_name
 from quern.train.checkpoint.store.rate import RateLimit
-from quern.train.processes.spawn import spawn
+from quern.train.processes.spawn import Child
 
 __all__ = ["Peer", "PeerError", "ServerProcess", "new_token"]
 
@@ -320,33 +320,21 @@ class ServerProcess:
             raise InputError("token: expected 64 hex digits")
         command = module("quern.train.checkpoint.mirror.peer_server")
         command += ["--root", root, "--host", host, "--port", str(port)]
-        self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        self._process = Child(command)
+        self._process.send(token)
         try:
-            self._process.stdin.write(f"{token}\n".encode())
-            self._process.stdin.flush()
-            ready = select.select([self._process.stdout], [], [], start_timeout_s)[0]
-            self.port = int(json.loads(self._process.stdout.readline())["port"] if ready else "")
-        except (OSError, ValueError):
+            self.port = int(json.loads(self._process.receive(start_timeout_s) or "")["port"])
+        except (queue.Empty, ValueError):
             self.close()
             raise QuernError(f"{root}: the server of this node's checkpoint files did not start") from None
 
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self._process.status() is None
 
     def close(self) -> None:
         """End it."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.end(5.0)
 
     def __enter__(self) -> Self:
         return self

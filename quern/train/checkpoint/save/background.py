@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import os
 import queue
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,7 +25,7 @@ from quern.train.checkpoint.save.messages import publication_to_json
 from quern.train.checkpoint.save.snapshot import Memory
 from quern.train.checkpoint.save.work import Publication, Work
 from quern.train.processes.agree import describe
-from quern.train.processes.spawn import spawn
+from quern.train.processes.spawn import Child
 
 __all__ = ["BACKGROUNDS", "Background", "Inline", "Process", "Thread"]
 
@@ -137,40 +135,27 @@ class Process:
         self._metadata: bytes | None = None
         self._informed = False
         """Whether this process knows the metadata."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._decode: Callable[[Any], Any] = lambda value: value
-        self._start()
+        self._child = self._start()
 
-    def _start(self) -> None:
+    def _start(self) -> Child:
         memory = self.memory
         assert memory is not None
         assert memory.descriptor is not None
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._process = spawn(
-            [*self._command, str(memory.descriptor)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory.descriptor], env=environment,
-        )  # fmt: skip
-        self._answers, self._informed = queue.SimpleQueue(), False
-        threading.Thread(
-            target=_read, args=(self._process, self._answers), name="checkpoint writer's answers", daemon=True
-        ).start()
+        command = [*self._command, str(memory.descriptor)]
+        return Child(command, pass_fds=[memory.descriptor], env=environment)
 
     def _ask(self, request: Mapping[str, Any], decode: Callable[[Any], Any] | None) -> None:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        with suppress(OSError):  # it has died, which its answers say
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
+        self._child.send(json.dumps(request))
         if decode is not None:
             self._decode = decode
 
     def _revive(self) -> None:
         """Another process, which knows what the dead one knew."""
-        if self._process is not None and self._process.poll() is not None:
-            self._close_pipes()
-            self._start()
+        if self._child.status() is not None:
+            self._child.end(0.0)
+            self._child, self._informed = self._start(), False
             self._ask({"lay_out": self._files}, None)
 
     def lay_out(self, files: Sequence[TensorFile]) -> None:
@@ -194,49 +179,29 @@ class Process:
 
     @property
     def idle(self) -> bool:
-        return not self._answers.empty()
+        return not self._child.idle
 
     def result(self) -> Any:
-        answer = self._answers.get()
+        line = self._child.receive()
+        if line is None:
+            code = self._child.status()
+            raise QuernError(f"the checkpoint writer (process {self._child.pid}) ended with code {code}")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise QuernError(f"the checkpoint writer said {line[:200]!r}; expected a line of JSON") from None
         if "failed" in answer:
             raise QuernError(answer["failed"])
         return self._decode(answer["done"])
 
     def close(self) -> None:
-        if self._process is None:
-            return
-        self._close_pipes()
-        try:
-            self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+        self._child.end(_GRACE_S)
         if self.memory is not None:
             self.memory.close()
-
-    def _close_pipes(self) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
 
 
 BACKGROUNDS: Mapping[str, Callable[[], Background]] = {"sync": Inline, "thread": Thread, "process": Process}
 """By ``checkpoint.mode``."""
-
-
-def _read(process: subprocess.Popen[bytes], answers: queue.SimpleQueue[Any]) -> None:
-    """Hand on what the process answers, and at last that it has ended."""
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            try:
-                answers.put(json.loads(line))
-            except ValueError:
-                answers.put({"failed": f"the checkpoint writer said {line[:200]!r}; expected a line of JSON"})
-    code = process.wait()
-    answers.put({"failed": f"the checkpoint writer (process {process.pid}) ended with code {code}"})
 
 
 def _outcome(action: Callable[[], Any]) -> Any:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
-import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
 
 from quern.errors import InputError, QuernError
 from quern.safe_path import module
 from quern.train.checkpoint.format.manifest import FileRecord
 from quern.train.checkpoint.store.owner import Owner
 from quern.train.checkpoint.tiers.target import TOKEN_VARIABLE, open_target
-from quern.train.processes.spawn import spawn
+from quern.train.processes.spawn import Child
 
 __all__ = ["Cancelled", "Died", "Event", "Failed", "Progress", "Uploaded", "Uploader", "Waiting"]
 
@@ -143,7 +138,13 @@ class Uploader:
         self._unfinished: list[_Request] = []
         self._asked = 0
         self._closed = False
-        self._process: _Process | None = _Process(self._command, self._environment)
+        self._process: Child | None = self._start()
+
+    def _start(self) -> Child:
+        try:
+            return Child(self._command, env=self._environment)
+        except OSError as error:
+            raise QuernError(f"the uploader cannot be started ({error.strerror or error})") from None
 
     @property
     def pid(self) -> int | None:
@@ -201,9 +202,9 @@ class Uploader:
                 elif self._note(*found):
                     events.append(found[1])
             if ended is not None:
-                self._process.close()
+                self._process.end(0.0)
                 self._process = None
-                events.append(Died(ended))
+                events.append(Died(_how(ended)))
         if self._process is None and not self._closed:
             self._restart()
         return events
@@ -223,7 +224,7 @@ class Uploader:
             return
         self._starts.append(now)
         try:
-            self._process = _Process(self._command, self._environment)
+            self._process = self._start()
         except QuernError as error:
             log.warning("%s", error)
             return
@@ -233,77 +234,14 @@ class Uploader:
     def close(self, timeout_s: float = 10.0) -> None:
         """End the process; what is not finished stays so. Takes at most ``timeout_s`` seconds, and a moment."""
         if self._process is not None:
-            self._process.end(timeout_s)
+            self._process.end(timeout_s, killed_s=1.0)
             self._process = None
         self._closed = True
 
 
-class _Process:
-    """A process that reads and writes lines; two threads keep the caller from waiting for it."""
-
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        try:
-            self._popen = spawn(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                encoding="utf-8",
-                env=dict(environment),
-            )
-        except OSError as error:
-            raise QuernError(f"the uploader cannot be started ({error.strerror or error})") from None
-        self.pid = self._popen.pid
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._to_say: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._listener = threading.Thread(target=self._listen, args=(self._popen.stdout,), daemon=True)
-        self._speaker = threading.Thread(target=self._speak, args=(self._popen.stdin,), daemon=True)
-        self._listener.start()
-        self._speaker.start()
-
-    def _listen(self, stream: IO[str]) -> None:
-        with suppress(OSError, ValueError), stream:
-            for line in stream:
-                self._said.put(line)
-
-    def _speak(self, stream: IO[str]) -> None:
-        with suppress(OSError, ValueError), stream:
-            while (line := self._to_say.get()) is not None:
-                stream.write(line + "\n")
-                stream.flush()
-
-    def send(self, line: str) -> None:
-        self._to_say.put(line)
-
-    def lines(self) -> list[str]:
-        found = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(self._said.get_nowait())
-        return found
-
-    def ended(self) -> str | None:
-        """How it ended, once it has and all it said has been taken in; else None."""
-        status = self._popen.poll()
-        if status is None or self._listener.is_alive():
-            return None
-        return f"the uploader was killed by signal {-status}" if status < 0 else f"the uploader ended with {status}"
-
-    def close(self) -> None:
-        self._to_say.put(None)
-
-    def end(self, timeout_s: float) -> None:
-        self._to_say.put(None)
-        try:
-            self._popen.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            with suppress(subprocess.TimeoutExpired):  # in a system call that cannot be interrupted
-                self._popen.wait(1.0)
-        self._listener.join(1.0)
-        self._speaker.join(1.0)
+def _how(status: int) -> str:
+    """How a process with that return code ended."""
+    return f"the uploader was killed by signal {-status}" if status < 0 else f"the uploader ended with {status}"
 
 
 def _event(line: str) -> tuple[int | None, Event] | None:
