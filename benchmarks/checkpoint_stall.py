@@ -40,8 +40,8 @@ from torch.distributed.tensor import DTensor
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
 from quern.parallel.local import LocalRanks
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.checkpoint.format.manifest import EncodingInfo, Position, RunFacts, sha256_of
 from quern.train.checkpoint.format.state import TrainState, view_tensors

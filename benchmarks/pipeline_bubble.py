@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quern.parallel.accumulation import Inputs
-from quern.parallel.layout import Layout
 from quern.parallel.local import LocalRanks
 from quern.parallel.pipeline import Pipeline, Stage
 from quern.parallel.planning.bubble import bubble, closed_form
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
-from quern.parallel.planning.stages import num_stages, stages_of
 
 DIM = 4
 
@@ -89,10 +88,9 @@ def measure(schedule: str, pp: int, numbers: list[int], unit_s: float, rounds: i
     """On a rank: number of micro-batches → the share of a step in which ranks wait. Collective."""
     rank, clock = dist.get_rank(), Clock(unit_s)
     mesh = build_mesh(MeshPlan(pp=pp), "cpu")
-    layout = Layout(compute_dtype=torch.float32, schedule=schedule)
-    last = num_stages(schedule, pp) - 1
-    stages = [Stage(index, range(index, index + 1)) for index in stages_of(rank, schedule, pp)]
-    parts: list[Any] = [SleepingStage(clock, stage.index == last) for stage in stages]
+    layout = Layout(torch.float32, mesh.plan, schedule=schedule)
+    stages = [Stage(index, range(index, index + 1)) for index in layout.stages_of(rank)]
+    parts: list[Any] = [SleepingStage(clock, stage.index == layout.num_stages - 1) for stage in stages]
     pipeline = Pipeline(parts, stages, mesh, layout, torch.device("cpu"))
     token = torch.zeros(1, 1, dtype=torch.long)
     shares: dict[int, float] = {}

@@ -37,16 +37,20 @@ PROGRAMS = {
     "a layout, planned and checked": """
         from quern.model.config import ModelConfig
         from quern.parallel.planning.checks import Task, check_layout
+        from quern.parallel.planning.layout import Layout
         from quern.parallel.planning.mesh import plan_mesh
         from quern.train.config import ParallelConfig
-        keys, task = ParallelConfig(pp=2, tp=2, schedule="looped_bfs"), Task(64, 1, {"global_batch": 8})
-        check_layout(ModelConfig(preset="1B").shape(1000), plan_mesh(keys, 8), keys, task)
+        keys = ParallelConfig(pp=2, tp=2, schedule="looped_bfs")
+        layout = Layout(None, plan_mesh(keys, 8), seq_len=64, schedule=keys.schedule)
+        check_layout(ModelConfig(preset="1B").shape(1000), layout, Task({"global_batch": 8}))
     """,
     "a step's bytes, counted": """
         from quern.model.config import ModelConfig
+        from quern.parallel.planning.layout import Layout
         from quern.parallel.planning.mesh import MeshPlan
         from quern.parallel.planning.traffic import Step, traffic
-        assert traffic(Step(ModelConfig(preset="1B").shape(1000), MeshPlan(pp=2, tp=2, dp_shard=2), 1, 8, 64, 2, 4))
+        layout = Layout(None, MeshPlan(pp=2, tp=2, dp_shard=2), seq_len=64)
+        assert traffic(Step(ModelConfig(preset="1B").shape(1000), layout, 8, 2, 4))
     """,
     "a page through the chain": f"""
         from quern.data_pipeline.chain import Chain

@@ -68,7 +68,7 @@ def train(
     if dry_run:
         from quern.train.summary import summarise
 
-        summary = summarise(resolved, checked.corpus, checked.mesh)
+        summary = summarise(resolved, checked.corpus, checked.layout)
         with json_stdout(json) as emit:
             emit(summary)
             if not json:

@@ -16,9 +16,9 @@ from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.data import materialise, replicate, shard
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
-from quern.parallel.layout import Layout
 from quern.parallel.pipeline import Pipeline, local_view, my_stages
 from quern.parallel.planning.float8 import layers_in_float8, use_float8
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.tensor import split_tensors
 

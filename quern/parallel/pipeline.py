@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.planning.schedules import SCHEDULES
-from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
-
-if TYPE_CHECKING:
-    from quern.parallel.layout import Layout
 
 __all__ = ["Pipeline", "Stage", "local_view", "my_stages"]
 
@@ -50,15 +47,8 @@ def my_stages(shape: ModelShape, mesh: Mesh, layout: Layout) -> list[Stage] | No
     """
     if mesh.pp is None:
         return None
-    pp = mesh.plan.pp
-    layers = stage_layers(shape, _num_stages(mesh, layout), layout.seq_len, layout.stage_layers)
-    return [
-        Stage(index, layers[index]) for index in stages_of(mesh.rank("pp"), layout.schedule, pp, layout.stages_per_rank)
-    ]
-
-
-def _num_stages(mesh: Mesh, layout: Layout) -> int:
-    return num_stages(layout.schedule, mesh.plan.pp, layout.stages_per_rank)
+    layers = layout.layers_of_stages(shape)
+    return [Stage(index, layers[index]) for index in layout.stages_of(mesh.rank("pp"))]
 
 
 def local_view(model: Transformer, parts: Sequence[Transformer]) -> Transformer:
@@ -95,17 +85,13 @@ class Pipeline:
         assert mesh.pp is not None
         assert len(parts) == len(stages)
         self._group, self._device = mesh.pp, device
-        self._num_stages, self._kind = _num_stages(mesh, layout), SCHEDULES[layout.schedule]
+        self._num_stages, self._kind = layout.num_stages, SCHEDULES[layout.scheduling]
         self._last = self._num_stages - 1
         self._rows, self._columns = layout.micro_batch, layout.seq_len // mesh.plan.tp
         self._dtype = layout.compute_dtype
         self._sums_dtype = torch.promote_types(layout.compute_dtype, torch.float32)
         self._parts = [_Part(part, stage, stage.index == self._last) for part, stage in zip(parts, stages, strict=True)]
-        self._rank_of = {
-            index: rank
-            for rank in range(mesh.plan.pp)
-            for index in stages_of(rank, layout.schedule, mesh.plan.pp, layout.stages_per_rank)
-        }
+        self._rank_of = {index: rank for rank in range(mesh.plan.pp) for index in layout.stages_of(rank)}
         self._rank = mesh.rank("pp")
         self.counts = self._rank_of[self._last] == self._rank and mesh.rank("tp") == 0
         self._schedule: tuple[int, Any, list[PipelineStage]] | None = None

@@ -14,6 +14,7 @@ from quern import __version__, storage
 from quern.config import digest, dump_yaml, load_config
 from quern.errors import InputError
 from quern.model.config import ModelShape
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.train.batches.corpus import Corpus
 from quern.train.begin import Start
@@ -30,12 +31,15 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 
 
-def tell(config: TrainConfig, shape: ModelShape, plan: MeshPlan, step: int) -> None:
+def tell(config: TrainConfig, shape: ModelShape, layout: Layout, step: int) -> None:
     """Log what changed in the config since the last start, a line a key, and whether the disk may become full. Before
     :func:`describe`. ``step``: at which the run goes on."""
     for line in changes(config, step):
         log.info("%s", line)
-    size, free = checkpoint_size(step_of(config, shape, plan), config)["bytes"], shutil.disk_usage(config.run_dir).free
+    size, free = (
+        checkpoint_size(step_of(config, shape, layout), config)["bytes"],
+        shutil.disk_usage(config.run_dir).free,
+    )
     if config.checkpoint.local is None and free < 2 * size:
         log.warning(
             "%s: %.1f GB are free, and a checkpoint has %.1f GB, of which one is written before another is removed: "

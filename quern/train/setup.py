@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.apply import Parallel, parallelize
-from quern.parallel.layout import Layout
 from quern.parallel.planning.checks import Task, check_layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
 from quern.train import run_record
 from quern.train.batches.assignment import check_divides
@@ -38,7 +38,7 @@ from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, RunFacts
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.save.manager import CheckpointManager
-from quern.train.config import TrainConfig
+from quern.train.config import ParallelConfig, TrainConfig
 from quern.train.history.ledger import Ledger
 from quern.train.init_from import check_init_from, starting_checkpoint
 from quern.train.processes.agree import Agreement
@@ -53,7 +53,7 @@ from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
 from quern.train.trainer import Trainer
 
-__all__ = ["Checked", "check", "open_trainer"]
+__all__ = ["Checked", "check", "layout_of", "open_trainer"]
 
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Checked:
     """What :func:`check` opened while checking."""
 
     corpus: Corpus
-    mesh: MeshPlan
+    layout: Layout
     held_out: tuple[Corpus, ...]
 
 
@@ -80,10 +80,10 @@ def check(config: TrainConfig, world: int) -> Checked:
     _check_attention(config, precision_of(config.precision), config.device)
     if world < 1:
         raise InputError(f"--nproc: expected 1 rank or more, got {world}")
-    mesh = plan_mesh(config.parallel, world)
+    plan = plan_mesh(config.parallel, world)
     batches = {"": config.global_batch} | {f"phases.{n}.": phase.global_batch for n, phase in enumerate(config.phases)}
     for where, batch in batches.items():
-        if batch is not None and (problem := check_divides(batch, mesh.dp_size, config.micro_batch)):
+        if batch is not None and (problem := check_divides(batch, plan.dp_size, config.micro_batch)):
             raise InputError(where + problem)
     backends = torch.compiler.list_backends(exclude_tags=()) if config.compile.enabled else []
     if config.compile.enabled and config.compile.backend not in backends:
@@ -93,25 +93,35 @@ def check(config: TrainConfig, world: int) -> Checked:
     _check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     check_init_from(config, _encoding(corpus))
-    _check_layout(config, corpus.vocab_size, mesh, {f"{where}global_batch": b for where, b in batches.items() if b})
+    by_key = {f"{where}global_batch": batch for where, batch in batches.items() if batch}
+    layout = _check_layout(config, corpus.vocab_size, plan, by_key)
     plan_mixture(config, corpus)
-    return Checked(corpus, mesh, open_held_out(config))
+    return Checked(corpus, layout, open_held_out(config))
 
 
-def _check_layout(config: TrainConfig, vocab_size: int, mesh: MeshPlan, batches: dict[str, int]) -> None:
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    task = Task(
-        seq_len=config.seq_len,
-        micro_batch=config.micro_batch,
-        batches=batches,
+def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches: dict[str, int]) -> Layout:
+    layout = layout_of(
+        config.parallel,
+        plan,
+        precision_of(config.precision).compute,
         activation_checkpointing=config.activation_checkpointing,
-        compiled=config.compile.enabled,
-        cuda=config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()),
+        compile_backend=config.compile.backend if config.compile.enabled else None,
         float8=config.float8.products,
         float8_all_gather=config.float8.all_gather,
-        local_ranks=int(local) if local else None,
+        micro_batch=config.micro_batch,
+        seq_len=config.seq_len,
     )
-    check_layout(config.model.shape(vocab_size), mesh, config.parallel, task)
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    check_layout(config.model.shape(vocab_size), layout, Task(batches, cuda, int(local) if local else None))
+    return layout
+
+
+def layout_of(parallel: ParallelConfig, plan: MeshPlan, compute_dtype: torch.dtype, **settings: Any) -> Layout:
+    """The layout that a config's section ``parallel`` describes; ``settings``: the fields that other sections say."""
+    same = ("async_tp", "nvlink_domain", "tp_across_domains", "schedule", "stages_per_rank", "stage_layers")
+    own = {name: getattr(parallel, name) for name in same}
+    return Layout(compute_dtype, plan, reshard_after_forward=parallel.resharding, **own, **settings)
 
 
 def _check_run_dir(path: str) -> None:
@@ -148,7 +158,7 @@ def open_trainer(
     """
     together = Agreement(ranks.rank, ranks.world)
     checked = together.own(lambda: check(config, ranks.world))
-    corpus, plan, held_out = checked.corpus, checked.mesh, checked.held_out
+    corpus, layout, held_out = checked.corpus, checked.layout, checked.held_out
     _same_config(config, together)
     # rank 0's, for all: a run that trains while this one begins with its newest has another newest any moment
     config = config.model_copy(update={"init_from": together.first(partial(starting_checkpoint, config))})
@@ -178,28 +188,14 @@ def open_trainer(
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
         checkpoints.tiers.resume_pending(start.checkpoint)
-        mesh = build_mesh(plan, ranks.device.type)
-        layout = Layout(
-            compute_dtype=precision.compute,
-            reshard_after_forward=config.parallel.resharding,
-            activation_checkpointing=config.activation_checkpointing,
-            compile_backend=config.compile.backend if config.compile.enabled else None,
-            async_tp=config.parallel.async_tp,
-            float8=config.float8.products,
-            float8_all_gather=config.float8.all_gather,
-            schedule=config.parallel.scheduling,
-            stages_per_rank=config.parallel.stages_per_rank,
-            stage_layers=config.parallel.stage_layers,
-            micro_batch=config.micro_batch,
-            seq_len=config.seq_len,
-        )
+        mesh = build_mesh(layout.plan, ranks.device.type)
         parallel = parallelize(model, mesh, layout, ranks.device)
         if start.checkpoint is None and config.init_from is None:  # else a checkpoint brings every weight
             first_weights(parallel.model, config.seed)
         optimizer = build_optimizer(parallel.model, config.optimizer)
         guard = Guard(config.guard, ranks.device, precision.master)
         loss_scale = LossScale(ranks.device, enabled=precision.scaled)
-        state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, plan))
+        state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, layout.plan))
         scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel.amaxes)
         _follow_updates(parallel, optimizer)
         loader = together.own(
@@ -220,8 +216,8 @@ def open_trainer(
         def written_once() -> Metrics | None:
             if not ranks.first:
                 return None
-            run_record.tell(config, shape, plan, start.step)
-            run_record.describe(config, corpus, shape, plan, utilisation, start)
+            run_record.tell(config, shape, layout, start.step)
+            run_record.describe(config, corpus, shape, layout.plan, utilisation, start)
             return Metrics(config.run_dir, config.metrics, config.steps)
 
         metrics = together.own(written_once)

@@ -8,8 +8,9 @@ from quern.mixtures.recipe import Plan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.float8 import LAYERS, fitting
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
-from quern.parallel.planning.stages import num_stages, stage_costs, stage_layers, stage_parameters, stages_of
+from quern.parallel.planning.stages import stage_costs, stage_parameters
 from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.mixture import plan_mixture
@@ -30,24 +31,11 @@ _COMPUTE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _FEW_RANKS = 16
 
 
-def step_of(config: TrainConfig, shape: ModelShape, plan: MeshPlan) -> Step:
+def step_of(config: TrainConfig, shape: ModelShape, layout: Layout) -> Step:
     """The run's first step."""
-    return Step(
-        shape=shape,
-        plan=plan,
-        micro_batch=config.micro_batch,
-        num_micro_batches=config.global_batch // (plan.dp_size * config.micro_batch),
-        seq_len=config.seq_len,
-        compute_bytes=_COMPUTE[config.precision],
-        reduce_bytes=_MASTER[config.precision],
-        reshard=config.parallel.resharding,
-        activation_checkpointing=config.activation_checkpointing,
-        loss_chunk=config.loss_chunk,
-        float8_gather=config.float8.products if config.float8.all_gather else None,
-        schedule=config.parallel.scheduling,
-        stages_per_rank=config.parallel.stages_per_rank,
-        stage_layers=config.parallel.stage_layers,
-    )
+    micro_batches = config.global_batch // (layout.plan.dp_size * config.micro_batch)
+    compute, reduce = _COMPUTE[config.precision], _MASTER[config.precision]
+    return Step(shape, layout, micro_batches, compute, reduce, config.loss_chunk)
 
 
 def state_memory(step: Step, precision: str) -> dict[str, float]:
@@ -105,14 +93,13 @@ def layout(plan: MeshPlan) -> dict[str, Any]:
 def pipeline(step: Step) -> dict[str, Any] | None:
     """Stages with their layers and their shares of a step's work, how long ranks wait, and the GiB in which the rank
     that has the most receives, ``buffers_gib``; null without a pipeline."""
-    pp, schedule = step.plan.pp, step.schedule
+    pp, schedule = step.plan.pp, step.layout.scheduling
     if pp == 1:
         return None
-    stages = num_stages(schedule, pp, step.stages_per_rank)
-    layers = stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
-    costs, sizes = stage_costs(step.shape, layers, step.seq_len), stage_parameters(step.shape, layers)
+    stages, layers = step.layout.num_stages, step.layout.layers_of_stages(step.shape)
+    costs, sizes = stage_costs(step.shape, layers, step.layout.seq_len), stage_parameters(step.shape, layers)
     most = max(buffer_elements(step, rank) for rank in _first_of_each_pipeline_rank(step.plan))
-    rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, schedule, pp, step.stages_per_rank)}
+    rank_of = {stage: rank for rank in range(pp) for stage in step.layout.stages_of(rank)}
     return {
         "schedule": schedule,
         "micro_batches": step.num_micro_batches,
@@ -155,7 +142,7 @@ def _first_of_each_pipeline_rank(plan: MeshPlan) -> range:
     return range(0, plan.world_size, plan.world_size // plan.pp)
 
 
-def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, Any]:
+def summarise(config: TrainConfig, corpus: Corpus, laid: Layout) -> dict[str, Any]:
     """Plain data for ``--dry-run``.
 
     Raises:
@@ -164,7 +151,7 @@ def summarise(config: TrainConfig, corpus: Corpus, plan: MeshPlan) -> dict[str, 
     """
     goes_on = ahead(config, corpus)
     shape = config.model.shape(corpus.vocab_size)
-    step = step_of(config, shape, plan)
+    step, plan = step_of(config, shape, laid), laid.plan
     mixture: Plan = plan_mixture(config, corpus)
     return {
         "config": config.model_dump(mode="json"),

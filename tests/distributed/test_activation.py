@@ -18,7 +18,7 @@ from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.activation import checkpoint_blocks, kept_operations
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 LAYERS = 3
@@ -149,7 +149,7 @@ def compiled_graphs(replicate: int, shard: int, mode: str) -> tuple[int, dict[st
     with torch.device("meta"):
         model = network(layers=3)
     counter = CompileCounterWithBackend("aot_eager")
-    layout = Layout(torch.float32, True, mode, compile_backend=counter)  # type: ignore[arg-type]
+    layout = Layout(torch.float32, activation_checkpointing=mode, compile_backend=counter)  # type: ignore[arg-type]
     parallel = parallelize(model, build_mesh(MeshPlan(replicate, shard), "cpu"), layout, torch.device("cpu"))
     initialise(parallel.model, seed=3)
     parallel.run.forward_backward([Inputs(*batch()) for _ in range(2)], lambda loss_sum: loss_sum)

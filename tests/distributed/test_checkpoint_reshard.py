@@ -19,7 +19,7 @@ from quern.errors import InputError, QuernError
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpoints
 from quern.train.checkpoint.format.state import TrainState
@@ -63,7 +63,7 @@ def make(folder: str, on: MeshPlan | On, multiple: int, tied: bool = False) -> T
     else:
         with torch.device("meta"):
             model = Transformer(of)
-        layout = Layout(compute_dtype=torch.float32, schedule=schedule, micro_batch=1, seq_len=8)
+        layout = Layout(torch.float32, plan, schedule=schedule, micro_batch=1, seq_len=8)
         model = parallelize(model, mesh, layout, torch.device("cpu")).model
     facts = CASE.facts(Path(folder), of, layout=plan.sizes())
     return TrainState(model, CASE.groups(model), facts, {"losses": torch.arange(4.0)})

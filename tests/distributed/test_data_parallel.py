@@ -25,7 +25,7 @@ from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Inputs
 from quern.parallel.apply import Parallel, parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
 from quern.train.step.optimizer import build_optimizer, step

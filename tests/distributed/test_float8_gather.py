@@ -20,7 +20,7 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel import float8_gather
 from quern.parallel.apply import Parallel, parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 

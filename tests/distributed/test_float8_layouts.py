@@ -25,7 +25,7 @@ from quern.model.transformer import Transformer
 from quern.parallel import collectives
 from quern.parallel.apply import parallelize
 from quern.parallel.collectives import Ranks, gather_multiply
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.parity.corpus import write_corpus
 from quern.train.parity.matrix import Case

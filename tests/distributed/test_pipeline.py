@@ -26,8 +26,8 @@ from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
-from quern.parallel.layout import Layout
 from quern.parallel.planning.bubble import Action, order
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES, why_no_split_backward
 from support.distributed.watch import Floats
@@ -159,9 +159,10 @@ def build(case: Case, meshes: dict[MeshPlan, Any]) -> Parallel:
     with torch.device("meta"):
         model = Transformer(shape_of(case), compute_dtype=torch.float64, loss_chunk=7, z_loss=case.z_loss).double()
     layout = Layout(
-        compute_dtype=torch.float64, reshard_after_forward=case.reshard, activation_checkpointing=case.activation,
-        compile_backend=case.compile, schedule=case.schedule, stages_per_rank=case.stages_per_rank,
-        stage_layers=CUTS[case.pp * case.per_rank], micro_batch=ROWS, seq_len=SEQ_LEN,
+        compute_dtype=torch.float64, plan=case.plan, reshard_after_forward=case.reshard,
+        activation_checkpointing=case.activation, compile_backend=case.compile, schedule=case.schedule,
+        stages_per_rank=case.stages_per_rank, stage_layers=CUTS[case.pp * case.per_rank],
+        micro_batch=ROWS, seq_len=SEQ_LEN,
     )  # fmt: skip
     parallel = parallelize(model, meshes[case.plan], layout)
     whole = dict(whole_model(case).named_parameters())

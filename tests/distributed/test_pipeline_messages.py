@@ -13,7 +13,7 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES
 
@@ -25,7 +25,7 @@ TORCHS_LOG = "torch.distributed.pipelining"
 def build(schedule: str, mesh: Mesh, stages_per_rank: int | None = None) -> Parallel:
     with torch.device("meta"):
         model = Transformer(SHAPE, compute_dtype=torch.float64).double()
-    layout = Layout(torch.float64, schedule=schedule, stages_per_rank=stages_per_rank, seq_len=SEQ_LEN)
+    layout = Layout(torch.float64, mesh.plan, schedule=schedule, stages_per_rank=stages_per_rank, seq_len=SEQ_LEN)
     parallel = parallelize(model, mesh, layout)
     initialise(parallel.model, 0)
     return parallel

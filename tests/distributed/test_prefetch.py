@@ -15,7 +15,7 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 BLOCKS = 4

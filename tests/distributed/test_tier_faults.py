@@ -60,7 +60,7 @@ def state_of(folder: str) -> Any:
 
     from quern.model.transformer import Transformer
     from quern.parallel.apply import parallelize
-    from quern.parallel.layout import Layout
+    from quern.parallel.planning.layout import Layout
     from quern.parallel.planning.mesh import MeshPlan, build_mesh
     from quern.train.checkpoint.format.state import TrainState
 

@@ -180,7 +180,7 @@ def live(
     import quern.train.checkpoint.tiers.tiers as tiers
     from quern.model.transformer import Transformer
     from quern.parallel.apply import parallelize
-    from quern.parallel.layout import Layout
+    from quern.parallel.planning.layout import Layout
     from quern.parallel.planning.mesh import MeshPlan, build_mesh
     from quern.train.checkpoint.format.state import TrainState
     from quern.train.checkpoint.save.manager import CheckpointManager

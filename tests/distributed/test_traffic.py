@@ -28,7 +28,7 @@ from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel, parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import AXES, MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.traffic import Step, traffic
@@ -76,13 +76,17 @@ class Case:
         return 256 if self.wide else 8
 
     @property
-    def step(self) -> Step:
-        return Step(
-            shape=self.shape, plan=self.plan, micro_batch=MICRO_BATCH, num_micro_batches=self.micro_batches,
-            seq_len=self.seq_len, compute_bytes=self.dtype.itemsize, reduce_bytes=max(self.dtype.itemsize, 4),
-            reshard=self.reshard, activation_checkpointing=self.activation, schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank, loss_chunk=4096 if self.wide else 5, float8_gather=self.float8,
+    def layout(self) -> Layout:
+        return Layout(
+            self.dtype, self.plan, reshard_after_forward=self.reshard, activation_checkpointing=self.activation,
+            micro_batch=MICRO_BATCH, seq_len=self.seq_len, schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank, float8=self.float8, float8_all_gather=self.float8 is not None,
         )  # fmt: skip
+
+    @property
+    def step(self) -> Step:
+        size = self.dtype.itemsize
+        return Step(self.shape, self.layout, self.micro_batches, size, max(size, 4), 4096 if self.wide else 5)
 
 
 Sent = dict[tuple[str, str, int], tuple[int, int]]
@@ -151,12 +155,7 @@ def build(case: Case) -> Parallel:
             model = Transformer(case.shape, compute_dtype=case.dtype, loss_chunk=case.step.loss_chunk)
     finally:
         torch.set_default_dtype(torch.float32)
-    layout = Layout(
-        compute_dtype=case.dtype, reshard_after_forward=case.reshard, activation_checkpointing=case.activation,
-        micro_batch=MICRO_BATCH, seq_len=case.seq_len, schedule=case.schedule, stages_per_rank=case.stages_per_rank,
-        float8=case.float8, float8_all_gather=case.float8 is not None,
-    )  # fmt: skip
-    parallel = parallelize(model, build_mesh(case.plan, "cpu"), layout)
+    parallel = parallelize(model, build_mesh(case.plan, "cpu"), case.layout)
     initialise(parallel.model, seed=7)
     return parallel
 

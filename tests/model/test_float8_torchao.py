@@ -18,8 +18,8 @@ from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
 from quern.model.transformer import FeedForward, Transformer
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
 from quern.parallel.planning.float8 import LAYERS
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 both = pytest.mark.parametrize("scaling", list(TORCHAO_GRADIENTS))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
@@ -14,8 +14,9 @@ from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.mesh import plan_mesh
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.train.config import ParallelConfig
+from quern.train.setup import layout_of
 
-TASK = Task(seq_len=96, micro_batch=2, batches={"global_batch": 64})
+TASK: dict[str, Any] = {"seq_len": 96, "micro_batch": 2, "batches": {"global_batch": 64}}
 SIZES = {"num_layers": 8, "dim": 48, "num_heads": 12, "num_kv_heads": 4, "ffn_dim": 96, "vocab_multiple": 24}
 
 
@@ -25,10 +26,11 @@ def newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "version", {"torch": "2.13.0"}.__getitem__)
 
 
-def check(world: int, keys: dict[str, Any], task: Task = TASK, vocab_size: int = 1000, **sizes: Any) -> None:
+def check(world: int, keys: dict[str, Any], task: dict[str, Any] = TASK, vocab_size: int = 1000, **sizes: Any) -> None:
     shape: ModelShape = ModelConfig(**(SIZES | sizes)).shape(vocab_size)
-    parallel = ParallelConfig(**keys)
-    check_layout(shape, plan_mesh(parallel, world), parallel, task)
+    parallel, given = ParallelConfig(**keys), TASK | task
+    about = Task(**{name: given.pop(name) for name in ("batches", "cuda", "local_ranks") if name in given})
+    check_layout(shape, layout_of(parallel, plan_mesh(parallel, world), torch.float32, **given), about)
 
 
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
@@ -59,13 +61,13 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "parallel.nvlink_domain: changes nothing without tensor parallelism; expected tp > 1 with it"),
     (2, {"tp_across_domains": True}, {}, {},
      "parallel.tp_across_domains: changes nothing without tensor parallelism; expected tp > 1 with it"),
-    (2, {"async_tp": True}, {}, {"compiled": True, "cuda": True},
+    (2, {"async_tp": True}, {}, {"compile_backend": "inductor", "cuda": True},
      "parallel.async_tp: changes nothing without tensor parallelism; expected tp > 1 with it"),
     (2, {"async_tp": True, "tp": 2}, {}, {"cuda": True},
      "parallel.async_tp: is a pass of torch.compile; expected compile.enabled=true with it"),
-    (2, {"async_tp": True, "tp": 2}, {}, {"compiled": True},
+    (2, {"async_tp": True, "tp": 2}, {}, {"compile_backend": "inductor"},
      "parallel.async_tp: runs on CUDA only; expected false here (or device=cuda, to plan elsewhere)"),
-    (2, {"tp": 2}, {}, {"compiled": True, "activation_checkpointing": "full"},
+    (2, {"tp": 2}, {}, {"compile_backend": "inductor", "activation_checkpointing": "full"},
      "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; expected "
      "none or selective, or compile.enabled=false"),
     (2, {"schedule": "1f1b"}, {}, {},
@@ -110,7 +112,7 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "activation_checkpointing: schedule dualpipe_v computes gradients of inputs and of weights apart, and with "
      "selective torch would compute every block three times; expected none, or schedule gpipe, 1f1b, interleaved_1f1b "
      "or looped_bfs"),
-    (2, {"pp": 2, "schedule": "interleaved_zero_bubble"}, {}, {"compiled": True},
+    (2, {"pp": 2, "schedule": "interleaved_zero_bubble"}, {}, {"compile_backend": "inductor"},
      "compile.enabled: schedule interleaved_zero_bubble computes gradients of inputs and of weights apart, and a "
      "compiled block's backward is one piece, which torch refuses to run in two; expected false, or schedule gpipe, "
      "1f1b, interleaved_1f1b or looped_bfs"),
@@ -126,7 +128,7 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
 @pytest.mark.parametrize(("world", "keys", "sizes", "task", "message"), REFUSED, ids=[row[-1][:60] for row in REFUSED])
 def test_refused(world: int, keys: dict[str, Any], sizes: dict[str, Any], task: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
-        check(world, keys, replace(TASK, **task), **sizes)
+        check(world, keys, task, **sizes)
     said = str(caught.value)
     assert said == message or (message.endswith("; ") and said.startswith(message))
     assert "\n" not in said
@@ -142,8 +144,8 @@ def test_refused(world: int, keys: dict[str, Any], sizes: dict[str, Any], task: 
         (4, {"tp": 4, "nvlink_domain": 6}, {}),  # the only group, though the next would not fit
         (8, {"tp": 4}, {"cuda": True, "local_ranks": 8}),
         (8, {"tp": 4}, {"local_ranks": 2}),  # without CUDA there is no NVLink to speak of
-        (4, {"tp": 2, "async_tp": True}, {"compiled": True, "cuda": True}),
-        (8, {"tp": 2, "pp": 2}, {"activation_checkpointing": "selective", "compiled": True}),
+        (4, {"tp": 2, "async_tp": True}, {"compile_backend": "inductor", "cuda": True}),
+        (8, {"tp": 2, "pp": 2}, {"activation_checkpointing": "selective", "compile_backend": "inductor"}),
         *((2, {"pp": 2, "schedule": name}, {}) for name in SCHEDULES),
         (2, {"pp": 2, "schedule": "looped_bfs", "stages_per_rank": 4}, {}),
         (2, {"pp": 2, "stage_layers": (7, 1)}, {}),
@@ -151,7 +153,7 @@ def test_refused(world: int, keys: dict[str, Any], sizes: dict[str, Any], task: 
     ],
 )
 def test_taken(world: int, keys: dict[str, Any], task: dict[str, Any]) -> None:
-    check(world, keys, replace(TASK, **task))
+    check(world, keys, task)
 
 
 def test_what_is_said_to_fit_does() -> None:
@@ -175,6 +177,6 @@ def test_what_is_said_to_fit_does() -> None:
 
 def test_a_split_backward_is_refused_on_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "version", {"torch": "2.11.0+cpu"}.__getitem__)
-    check(4, {"pp": 2, "schedule": "interleaved_1f1b"}, TASK)
+    check(4, {"pp": 2, "schedule": "interleaved_1f1b"})
     with pytest.raises(InputError, match=r"^parallel\.schedule: zbv_zero_bubble .*which torch 2\.11\.0\+cpu cannot do"):
-        check(4, {"pp": 2, "schedule": "zbv_zero_bubble"}, TASK)
+        check(4, {"pp": 2, "schedule": "zbv_zero_bubble"})

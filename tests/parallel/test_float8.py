@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from quern.parallel.planning.checks import Task, check_layout
 from quern.parallel.planning.float8 import LAYERS, fitting, gathered, local_sizes, use_float8
 from quern.parallel.planning.mesh import plan_mesh
 from quern.train.config import Float8Config, ParallelConfig, TrainConfig
+from quern.train.setup import layout_of
 
 BLOCK, WHOLE = Recipe("blockwise"), Recipe("tensorwise")
 THEIRS = {"implementation": "torchao"}
@@ -65,7 +65,7 @@ def test_keys_that_ranks_share_are_gathered_as_they_are() -> None:
     assert gathered(shared, 2, WHOLE)["ffn.w2"] == ((256, 256), ())
 
 
-TASK = Task(seq_len=32, micro_batch=2, batches={"global_batch": 64}, float8=BLOCK)
+TASK: dict[str, Any] = {"seq_len": 32, "micro_batch": 2, "float8": BLOCK}
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     # ranks, parallel, model, task, what is said
     (1, {}, {"dim": 192}, {},
@@ -80,7 +80,7 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     (4, {"reshard_after_forward": 2}, {}, {"float8_all_gather": True},
      "parallel.reshard_after_forward: expected true or false with float8.all_gather, got 2; FSDP2 does not reshard to "
      "fewer ranks what it gathers in FP8"),
-    (2, {"async_tp": True, "tp": 2}, {}, {"compiled": True, "cuda": True},
+    (2, {"async_tp": True, "tp": 2}, {}, {"compile_backend": "inductor"},
      "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null there"),
     (2, {"tp": 2}, {}, {"float8": Recipe("rowwise", **THEIRS)},
      "float8.implementation: torchao's layers are not split over ranks; expected quern with parallel.tp 2, or tp 1"),
@@ -93,8 +93,9 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
 @pytest.mark.parametrize(("world", "parallel", "sizes", "task", "said"), REFUSED)
 def test_refused_by_layout(world: int, parallel: Any, sizes: Any, task: Any, said: str) -> None:
     keys = ParallelConfig(**parallel)
+    layout = layout_of(keys, plan_mesh(keys, world), torch.float32, **(TASK | task))
     with pytest.raises(InputError) as found:
-        check_layout(shape(**sizes), plan_mesh(keys, world), keys, replace(TASK, **task))
+        check_layout(shape(**sizes), layout, Task({"global_batch": 64}, cuda=keys.async_tp))
     assert str(found.value) == said
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.transformer import Transformer
 from quern.parallel.planning import bubble
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.traffic import Step, Transfer, elements_held, traffic
@@ -22,10 +24,9 @@ BIG = ModelConfig(preset="llama3-8b").shape(128_000)
 
 
 def step(plan: MeshPlan, shape: ModelShape = BIG, **changes: Any) -> Step:
-    given: dict[str, Any] = {
-        "micro_batch": 1, "num_micro_batches": 1, "seq_len": 8192, "compute_bytes": 2, "reduce_bytes": 4,
-    }  # fmt: skip
-    return Step(shape=shape, plan=plan, **(given | changes))
+    given: dict[str, Any] = {"num_micro_batches": 1, "compute_bytes": 2, "reduce_bytes": 4, "seq_len": 8192} | changes
+    own = {field.name: given.pop(field.name) for field in fields(Step) if field.name in given}
+    return Step(shape, Layout(torch.bfloat16, plan, **given), **own)
 
 
 def sent(step: Step, rank: int = 0, axis: str = "") -> int:
@@ -63,8 +64,8 @@ def test_zero(ranks: int) -> None:
     changes: dict[str, Any] = {"compute_bytes": 2, "reduce_bytes": 2}
     gradients = 2 * BIG.num_parameters
     ddp = sent(step(MeshPlan(dp_replicate=ranks), **changes))
-    zero2 = sent(step(MeshPlan(dp_shard=ranks), reshard=False, **changes))
-    zero3 = sent(step(MeshPlan(dp_shard=ranks), reshard=True, **changes))
+    zero2 = sent(step(MeshPlan(dp_shard=ranks), reshard_after_forward=False, **changes))
+    zero3 = sent(step(MeshPlan(dp_shard=ranks), reshard_after_forward=True, **changes))
     assert ddp == 2 * gradients * (ranks - 1) // ranks
     assert zero2 == ddp
     kept = 2 * (2 * BIG.vocab_size * BIG.dim + BIG.dim) * (ranks - 1) // ranks
@@ -76,7 +77,7 @@ def test_micro_batches() -> None:
     """DDP and ZeRO-2's gather send once a step; a shard of gradients costs a scatter of every micro-batch."""
     ddp, zero2 = MeshPlan(dp_replicate=8), MeshPlan(dp_shard=8)
     assert sent(step(ddp, num_micro_batches=16)) == sent(step(ddp))
-    once, often = (traffic(step(zero2, reshard=False, num_micro_batches=n)) for n in (1, 16))
+    once, often = (traffic(step(zero2, reshard_after_forward=False, num_micro_batches=n)) for n in (1, 16))
     assert [row.sent for row in often] == [once[0].sent, 16 * once[1].sent]
 
 
@@ -105,7 +106,11 @@ def test_hybrid_shards_talk_in_their_group() -> None:
 
 
 def test_resharding_to_a_node_gathers_there_in_backward() -> None:
-    rows = {row.ranks: row for row in traffic(step(MeshPlan(dp_shard=64), reshard=8)) if row.what == "gather weights"}
+    rows = {
+        row.ranks: row
+        for row in traffic(step(MeshPlan(dp_shard=64), reshard_after_forward=8))
+        if row.what == "gather weights"
+    }
     blocks = 2 * BIG.num_block_parameters
     rest = 2 * (BIG.num_parameters - BIG.num_block_parameters)
     assert {ranks: row.payload for ranks, row in rows.items()} == {64: blocks + rest, 8: blocks}
@@ -167,9 +172,9 @@ def test_pipeline_activations(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_gathers_and_sums_once_a_step(schedule: str) -> None:
     """Weights stay gathered; the ranks of a pipeline share out what ZeRO-2 would send of one micro-batch."""
-    changes: dict[str, Any] = {"num_micro_batches": 8, "schedule": schedule, "reshard": False}
+    changes: dict[str, Any] = {"num_micro_batches": 8, "schedule": schedule, "reshard_after_forward": False}
     ranks = [sent(step(MeshPlan(pp=4, dp_shard=8), **changes), 8 * rank, "dp") for rank in range(4)]
-    assert sum(ranks) == sent(step(MeshPlan(dp_shard=8), reshard=False), 0, "dp")
+    assert sum(ranks) == sent(step(MeshPlan(dp_shard=8), reshard_after_forward=False), 0, "dp")
 
 
 def test_tied_embeddings_are_summed_between_the_ends_of_a_pipeline() -> None:

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from quern.errors import QuernError
 from quern.model.transformer import Transformer
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
 from quern.parallel.local import LocalRanks
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.checkpoint.format import dcp
 from quern.train.checkpoint.format.dcp import BUFFER_BYTES, load_tensors, needed_files

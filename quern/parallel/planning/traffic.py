@@ -19,11 +19,10 @@ from math import prod
 from typing import Literal
 
 from quern.model.config import ModelShape
-from quern.model.float8.recipe import Recipe
 from quern.parallel.planning.bubble import Action, order
 from quern.parallel.planning.float8 import gathered as gathered_in_float8
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
-from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
 from quern.parallel.planning.weights import Weight, block_weights, end_weights
 
 __all__ = ["Step", "Transfer", "buffer_elements", "elements_held", "traffic"]
@@ -61,24 +60,18 @@ class Step:
     """The properties of an optimizer step that determine its traffic."""
 
     shape: ModelShape
-    plan: MeshPlan
-    micro_batch: int
-    """Sequences."""
+    layout: Layout
     num_micro_batches: int
-    seq_len: int
     compute_bytes: int
     """Of an element of activations, and of weights where they are used."""
     reduce_bytes: int
     """Of an element of gradients when they are summed, which is that of the masters."""
-    reshard: bool | int = True
-    """FSDP2's ``reshard_after_forward``."""
-    activation_checkpointing: str = "none"
     loss_chunk: int = 4096
-    float8_gather: Recipe | None = None
-    """By which recipe FSDP2 gathers blocks' weights in FP8; None = all in ``compute_bytes``."""
-    schedule: str = "1f1b"
-    stages_per_rank: int | None = None
-    stage_layers: tuple[int, ...] | None = None
+
+    @property
+    def plan(self) -> MeshPlan:
+        """The sizes of the mesh."""
+        return self.layout.plan
 
 
 def traffic(step: Step, rank: int = 0) -> list[Transfer]:
@@ -97,7 +90,7 @@ def elements_held(step: Step, rank: int = 0) -> int:
     places = step.plan.coordinates(rank)
     layers = _layers(step)
     weights: list[Weight] = []
-    for stage in _stages_of(step, places["pp"]):
+    for stage in step.layout.stages_of(places["pp"]):
         weights += block_weights(step.shape, step.plan.tp) * len(layers[stage])
         weights += end_weights(step.shape, step.plan.tp, first=stage == 0, last=stage == len(layers) - 1)
     return sum(weight.share(step.plan.dp_shard, places["dp_shard"]) for weight in weights)
@@ -109,26 +102,19 @@ def buffer_elements(step: Step, rank: int = 0) -> int:
     if step.plan.pp == 1:
         return 0
     last = len(_layers(step)) - 1
-    number = sum((stage > 0) + (stage < last) for stage in _stages_of(step, step.plan.coordinates(rank)["pp"]))
+    number = sum((stage > 0) + (stage < last) for stage in step.layout.stages_of(step.plan.coordinates(rank)["pp"]))
     return number * step.num_micro_batches * _hidden(step)
 
 
 def _hidden(step: Step) -> int:
     """Elements of what goes from stage to stage."""
-    return step.micro_batch * step.seq_len // step.plan.tp * step.shape.dim
+    return step.layout.micro_batch * step.layout.seq_len // step.plan.tp * step.shape.dim
 
 
 @lru_cache(maxsize=8)  # every place of a pipeline asks for the same
 def _layers(step: Step) -> tuple[range, ...]:
     """Of every stage of the pipeline; the whole model is one where there is none."""
-    if step.plan.pp == 1:
-        return (range(step.shape.num_layers),)
-    stages = num_stages(step.schedule, step.plan.pp, step.stages_per_rank)
-    return stage_layers(step.shape, stages, step.seq_len, step.stage_layers)
-
-
-def _stages_of(step: Step, rank: int) -> tuple[int, ...]:
-    return (0,) if step.plan.pp == 1 else stages_of(rank, step.schedule, step.plan.pp, step.stages_per_rank)
+    return step.layout.layers_of_stages(step.shape)
 
 
 @dataclass(frozen=True)
@@ -148,11 +134,11 @@ class _Stage:
 def _stages(step: Step, rank: int) -> list[_Stage]:
     """This rank's of the pipeline; the whole model is one where there is none."""
     if step.plan.pp == 1:
-        keeps = step.reshard is False
+        keeps = step.layout.reshard_after_forward is False
         work = "FB" * step.num_micro_batches + "R" if keeps else "FBR" * step.num_micro_batches
         return [_Stage(step.shape.num_layers, True, True, work, (False, False))]
-    pp, schedule = step.plan.pp, step.schedule
-    layers, mine = _layers(step), _stages_of(step, rank)
+    pp, schedule = step.plan.pp, step.layout.scheduling
+    layers, mine = _layers(step), step.layout.stages_of(rank)
     actions = order(schedule, pp, len(mine), step.num_micro_batches)[rank]
     letters_of: dict[int, str] = dict.fromkeys(mine, "")
     for stage, letter in _gathered_ahead(actions) if len(mine) > 1 else ((one.stage, one.kind) for one in actions):
@@ -207,10 +193,10 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     for either half; the first stage has no gradient to pass on, and takes both halves at once.
     """
     shape, tp = step.shape, step.plan.tp
-    tokens = step.micro_batch * step.seq_len
+    tokens = step.layout.micro_batch * step.layout.seq_len
     hidden = tokens * shape.dim * step.compute_bytes
-    gathered_again = 0 if step.activation_checkpointing == "none" else 2
-    scattered_again = 2 if step.activation_checkpointing == "full" else 0
+    gathered_again = 0 if step.layout.activation_checkpointing == "none" else 2
+    scattered_again = 2 if step.layout.activation_checkpointing == "full" else 0
     gathers = scatters = 0
     for stage in stages:
         micro_batches = step.num_micro_batches
@@ -252,7 +238,10 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     for stage in stages:
         root = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
         # each block is a group of its own, and so is what is left, if anything is: it is gathered once and kept
-        for weights, reshard, count in ((block_weights(shape, plan.tp), step.reshard, stage.layers), (root, False, 1)):
+        for weights, reshard, count in (
+            (block_weights(shape, plan.tp), step.layout.reshard_after_forward, stage.layers),
+            (root, False, 1),
+        ):
             size = count * sum(weight.padded(ranks) for weight in weights)
             if not size:
                 continue
@@ -273,9 +262,9 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
 
 def _float8(step: Step) -> tuple[int, int]:
     """Of a block: the bytes by which its gather is smaller where weights travel in FP8, and the number of scales."""
-    if step.float8_gather is None:
+    if step.layout.float8 is None or not step.layout.float8_all_gather:
         return 0, 0
-    found = gathered_in_float8(step.shape, step.plan.tp, step.float8_gather).values()
+    found = gathered_in_float8(step.shape, step.plan.tp, step.layout.float8).values()
     elements = sum(Weight(size, True).padded(step.plan.dp_shard) for size, _ in found)
     return elements * (step.compute_bytes - 1), sum(prod(scales) for _, scales in found)
 

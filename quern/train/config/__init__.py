@@ -117,11 +117,6 @@ class ParallelConfig(Section):
         """``reshard_after_forward`` with null resolved."""
         return self.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
-    @property
-    def scheduling(self) -> Schedule:
-        """``schedule`` with null resolved."""
-        return "1f1b" if self.schedule is None else self.schedule
-
 
 class CompileConfig(Section):
     """``torch.compile``, block by block."""

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from quern.parallel.planning.schedules import SCHEDULES
+from quern.parallel.planning.stages import num_stages
 
 __all__ = [
     "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "covering", "everything",
@@ -204,7 +205,7 @@ class Case:
     @property
     def num_stages(self) -> int:
         """The number of pipeline stages; 1 without a pipeline."""
-        return 1 if self.schedule is None else self.on.pp * (SCHEDULES[self.schedule].stages_per_rank or 2)
+        return 1 if self.schedule is None else num_stages(self.schedule, self.on.pp)
 
     @property
     def accumulate(self) -> int:

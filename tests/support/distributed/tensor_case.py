@@ -16,7 +16,7 @@ from quern.model.init import initialise
 from quern.model.loss import IGNORE
 from quern.model.transformer import Transformer
 from quern.parallel.apply import parallelize
-from quern.parallel.layout import Layout
+from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 SEED, LENGTH, VOCAB = 7, 12, 125

@@ -1,0 +1,60 @@
+"""Describes a layout: the sizes of the mesh and the settings, as a config gives them. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quern.model.config import ModelShape
+from quern.model.float8.recipe import Recipe
+from quern.parallel.planning.mesh import MeshPlan
+from quern.parallel.planning.stages import num_stages, stage_layers, stages_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout as a config gives it; built once a run (``quern.train.setup.layout_of``)."""
+
+    compute_dtype: torch.dtype
+    plan: MeshPlan = field(default_factory=MeshPlan)
+    reshard_after_forward: bool | int = True
+    activation_checkpointing: str = "none"
+    compile_backend: str | None = None
+    """Of ``torch.compile``, block by block; None = not compiled."""
+    async_tp: bool = False
+    nvlink_domain: int | None = None
+    tp_across_domains: bool = False
+    float8: Recipe | None = None
+    """How the blocks' products are computed in FP8; None = in ``compute_dtype``."""
+    float8_all_gather: bool = False
+    """FSDP2 gathers in FP8 what these products take."""
+    schedule: str | None = None
+    """Of a pipeline; None = 1f1b."""
+    stages_per_rank: int | None = None
+    stage_layers: tuple[int, ...] | None = None
+    micro_batch: int = 1
+    seq_len: int = 1
+    """Sequences of a micro-batch and their tokens, which a pipeline's buffers and cuts go by."""
+
+    @property
+    def scheduling(self) -> str:
+        """``schedule`` with None resolved: one of :data:`quern.parallel.planning.schedules.SCHEDULES`."""
+        return self.schedule or "1f1b"
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; the whole model is one where there is none."""
+        return num_stages(self.scheduling, self.plan.pp, self.stages_per_rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the stages of a pipeline's rank, ascending."""
+        return stages_of(rank, self.scheduling, self.plan.pp, self.stages_per_rank)
+
+    def layers_of_stages(self, shape: ModelShape) -> tuple[range, ...]:
+        """The layers of every stage in turn; raises :class:`InputError` as :func:`.stages.stage_layers` does."""
+        return stage_layers(shape, self.num_stages, self.seq_len, self.stage_layers)
