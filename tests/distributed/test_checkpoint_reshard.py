@@ -17,9 +17,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from quern.errors import InputError, QuernError
 from quern.model.config import ModelShape
-from quern.model.transformer import Transformer
-from quern.parallel.apply import parallelize
-from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpoints
 from quern.train.checkpoint.format.state import TrainState
@@ -61,10 +58,7 @@ def make(folder: str, on: MeshPlan | On, multiple: int, tied: bool = False) -> T
     if isinstance(on, On) and on.by_hand:
         model: torch.nn.Module = laid_out_by_hand(of, mesh, schedule)
     else:
-        with torch.device("meta"):
-            model = Transformer(of)
-        layout = Layout(torch.float32, plan, schedule=schedule, micro_batch=1, seq_len=8)
-        model = parallelize(model, mesh, layout, torch.device("cpu")).model
+        model = CASE.laid_out(of, mesh, schedule)
     facts = CASE.facts(Path(folder), of, layout=plan.sizes())
     return TrainState(model, CASE.groups(model), facts, {"losses": torch.arange(4.0)})
 

@@ -58,18 +58,12 @@ def state_of(folder: str) -> Any:
     """The model cut over all ranks (FSDP2), full of numbers that belong to no checkpoint."""
     import torch
 
-    from quern.model.transformer import Transformer
-    from quern.parallel.apply import parallelize
-    from quern.parallel.planning.layout import Layout
     from quern.parallel.planning.mesh import MeshPlan, build_mesh
     from quern.train.checkpoint.format.state import TrainState
 
     plan = MeshPlan(1, WORLD)
     of = CASE.shape()
-    with torch.device("meta"):
-        model = Transformer(of)
-    layout = Layout(compute_dtype=torch.float32, micro_batch=1, seq_len=8)
-    model = parallelize(model, build_mesh(plan, "cpu"), layout, torch.device("cpu")).model
+    model = CASE.laid_out(of, build_mesh(plan, "cpu"))
     facts = CASE.facts(Path(folder), of, layout=plan.sizes())
     state = TrainState(model, CASE.groups(model), facts, {"losses": torch.arange(4.0)})
     CASE.fill(state, JUNK_KEY)

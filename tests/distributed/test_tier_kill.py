@@ -175,12 +175,7 @@ def live(
 
     Returns the step it went on from, the key that its manifest says, and what differs from that key's numbers.
     """
-    import torch
-
     import quern.train.checkpoint.tiers.tiers as tiers
-    from quern.model.transformer import Transformer
-    from quern.parallel.apply import parallelize
-    from quern.parallel.planning.layout import Layout
     from quern.parallel.planning.mesh import MeshPlan, build_mesh
     from quern.train.checkpoint.format.state import TrainState
     from quern.train.checkpoint.save.manager import CheckpointManager
@@ -193,10 +188,7 @@ def live(
     mine = strike if strike is not None and rank in strike.who else None
     prepare_movers(folder, mine)
     plan, of = MeshPlan(1, WORLD), CASE.shape()
-    with torch.device("meta"):
-        model = Transformer(of)
-    layout = Layout(compute_dtype=torch.float32, micro_batch=1, seq_len=8)
-    model = parallelize(model, build_mesh(plan, "cpu"), layout, torch.device("cpu")).model
+    model = CASE.laid_out(of, build_mesh(plan, "cpu"))
     state = TrainState(model, CASE.groups(model), CASE.facts(Path(folder), of, layout=plan.sizes()), {})
     CASE.fill(state, 99)
     config = CheckpointConfig(

@@ -28,10 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quern.errors import QuernError
-from quern.model.transformer import Transformer
-from quern.parallel.apply import parallelize
 from quern.parallel.local import LocalRanks
-from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.checkpoint.format import dcp
 from quern.train.checkpoint.format.dcp import BUFFER_BYTES, load_tensors, needed_files
@@ -297,10 +294,7 @@ def number_of(file: str, name: str) -> int:
 
 def large_state(folder: str, plan: MeshPlan) -> TrainState:
     """Every page is in memory."""
-    with torch.device("meta"):
-        model = Transformer(LARGE)
-    laid = Layout(compute_dtype=torch.float32, micro_batch=1, seq_len=8)
-    model = parallelize(model, build_mesh(plan, "cpu"), laid, torch.device("cpu")).model
+    model = CASE.laid_out(LARGE, build_mesh(plan, "cpu"))
     state = TrainState(model, CASE.groups(model), CASE.facts(Path(folder), LARGE))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -22,9 +22,11 @@ import torch
 from quern.train.checkpoint.format.files import FILE_BYTES, deal_files
 from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.checkpoint.format.state import TrainState
+from quern.train.checkpoint.retention.prune import Keep
 from quern.train.checkpoint.save import background
 from quern.train.checkpoint.save import manager as manager_module
-from quern.train.checkpoint.save.async_save import AsyncSave, Progress
+from quern.train.checkpoint.save.async_save import AsyncSave, Outcome, Progress
 from quern.train.checkpoint.save.background import Process, Thread
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.work import Work
@@ -56,6 +58,19 @@ def wait_for(what) -> None:
         time.sleep(0.01)
 
 
+def begin(checkpoints: CheckpointManager, step: int, state: TrainState, *keep: Keep) -> None:
+    """Until the state may change."""
+    checkpoints.async_save.begin(step, state, CASE.position(step), *keep)
+    checkpoints.async_save.wait_staged()
+
+
+def saved(checkpoints: CheckpointManager) -> Outcome:
+    outcome = checkpoints.async_save.finish()
+    assert outcome is not None
+    assert outcome.error is None
+    return outcome
+
+
 def content(run: Path, step: int, folder: Path) -> types.SimpleNamespace:
     """A state loaded from a checkpoint, whose files have been verified."""
     state = CASE.make(folder)
@@ -75,16 +90,12 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
     with manager(run, mode) as checkpoints:
         for step in (1, 2):  # the second goes into memory that holds the first
             CASE.fill(state, step)
-            checkpoints.async_save.begin(step, state, CASE.position(step))
-            checkpoints.async_save.wait_staged()
+            begin(checkpoints, step, state)
             CASE.fill(state, 100 + step)
-            outcome = checkpoints.async_save.finish()
-            assert outcome is not None
-            assert outcome.error is None
+            outcome = saved(checkpoints)
             assert outcome.checkpoint.step == step
             assert checkpoints.async_save.finish() is None
-        checkpoints.async_save.begin(3, state, CASE.position(3))
-        checkpoints.async_save.wait_staged()
+        begin(checkpoints, 3, state)
     assert steps(run) == [1, 2]
     with manager(run, "sync"):
         assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001", "step_00000002"]
@@ -128,9 +139,7 @@ def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, mon
             assert not early
             assert progress == Progress()
         CASE.fill(state, 101)
-        outcome = checkpoints.async_save.finish()
-        assert outcome is not None
-        assert outcome.error is None
+        saved(checkpoints)
     assert CASE.differences(content(run, 1, tmp_path), 1) == []
 
 
@@ -159,8 +168,7 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode,
         CASE.fill(state, 2)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", failing)
-            checkpoints.async_save.begin(2, state, CASE.position(2))
-            checkpoints.async_save.wait_staged()
+            begin(checkpoints, 2, state)
         assert checkpoints.async_save.progress() == Progress(ended=1)
         assert checkpoints.async_save.advance(Progress()) is None
         outcome = checkpoints.async_save.advance(Progress(ended=1))
@@ -181,11 +189,8 @@ def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
     with manager(run, mode, keep_last=1) as checkpoints:
         for step, stand in ((1, [1]), (2, [1, 2]), (9, [1, 9]), (3, [1, 3, 9]), (4, [1, 4, 9])):
             CASE.fill(state, step)
-            checkpoints.async_save.begin(step, state, CASE.position(step), checkpoints.keep([1]))
-            checkpoints.async_save.wait_staged()
-            outcome = checkpoints.async_save.finish()
-            assert outcome is not None
-            assert outcome.error is None
+            begin(checkpoints, step, state, checkpoints.keep([1]))
+            saved(checkpoints)
             assert steps(run) == stand
 
 
@@ -195,8 +200,7 @@ def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
     CASE.fill(state, 3)
     with manager(run, "thread") as checkpoints:
         assert checkpoints.async_save.progress() == Progress()
-        checkpoints.async_save.begin(3, state, CASE.position(3))
-        checkpoints.async_save.wait_staged()
+        begin(checkpoints, 3, state)
         assert checkpoints.async_save.advance(Progress()) is None
         wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
         assert steps(run) == []  # written, and nobody has gathered the checksums
@@ -245,8 +249,7 @@ def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path, moment):
             os.kill(writer, signal.SIGSTOP)  # it gets the request and does not act
         if moment == "publishing":
             os.kill(writer, signal.SIGCONT)
-        checkpoints.async_save.begin(2, state, CASE.position(2))
-        checkpoints.async_save.wait_staged()
+        begin(checkpoints, 2, state)
         if moment in ("written", "publishing"):
             wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
         if moment == "publishing":
@@ -285,8 +288,7 @@ def test_a_writer_that_cannot_be_started_again_fails_its_save(tmp_path, monkeypa
         kill(process_of(checkpoints))
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", fails)
-            checkpoints.async_save.begin(2, state, CASE.position(2))
-            checkpoints.async_save.wait_staged()
+            begin(checkpoints, 2, state)
             wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
             outcome = checkpoints.async_save.finish()
         assert outcome is not None
@@ -306,8 +308,7 @@ def test_a_full_disk_fails_the_save_and_leaves_what_stood(tmp_path):
         checkpoints.save(1, state, CASE.position(1))
         limits = resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE)
         resource.prlimit(writer_of(checkpoints), resource.RLIMIT_FSIZE, (5000, limits[1]))
-        checkpoints.async_save.begin(2, state, CASE.position(2))
-        checkpoints.async_save.wait_staged()
+        begin(checkpoints, 2, state)
         outcome = checkpoints.async_save.finish()
         assert outcome is not None
         assert "File too large" in str(outcome.error)
@@ -341,14 +342,11 @@ def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, 
         process = process_of(checkpoints)
         for step, number in ((1, signal.SIGTERM), (2, signal.SIGINT), (3, signal.SIGTERM)):
             CASE.fill(state, step)
-            checkpoints.async_save.begin(step, state, CASE.position(step))
-            checkpoints.async_save.wait_staged()
+            begin(checkpoints, step, state)
             if step == 2:
                 process.send_signal(signal.SIGTERM)  # it writes
             CASE.fill(state, 100 + step)  # of which nothing is in the checkpoint
-            outcome = checkpoints.async_save.finish()
-            assert outcome is not None
-            assert outcome.error is None
+            outcome = saved(checkpoints)
             assert outcome.checkpoint.step == step
             assert checkpoints.async_save.finish() is None
             process.send_signal(number)
@@ -386,12 +384,9 @@ def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, monkeypatch, wh
     state = CASE.make(tmp_path)
     CASE.fill(state, 1)
     with manager(tmp_path / "run", "thread") as checkpoints:
-        checkpoints.async_save.begin(1, state, CASE.position(1))
-        checkpoints.async_save.wait_staged()
+        begin(checkpoints, 1, state)
         finishing.set()
-        outcome = checkpoints.async_save.finish()
-        assert outcome is not None
-        assert outcome.error is None
+        saved(checkpoints)
     assert CASE.differences(content(tmp_path / "run", 1, tmp_path), 1) == []
 
 
@@ -405,11 +400,8 @@ def test_an_outcome_says_whether_it_is_uploaded(tmp_path):
             found = []
             for step in (1, 2, 3):
                 CASE.fill(state, step)
-                checkpoints.async_save.begin(step, state, CASE.position(step))
-                checkpoints.async_save.wait_staged()
-                outcome = checkpoints.async_save.finish()
-                assert outcome is not None
-                assert outcome.error is None
+                begin(checkpoints, step, state)
+                outcome = saved(checkpoints)
                 found.append(outcome.stored)
         assert found == stored
 

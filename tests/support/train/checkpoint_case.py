@@ -15,6 +15,9 @@ import torch
 
 from quern.model.config import ModelShape
 from quern.model.transformer import Transformer
+from quern.parallel.apply import parallelize
+from quern.parallel.planning.layout import Layout
+from quern.parallel.planning.mesh import Mesh
 from quern.train.checkpoint.format.manifest import EncodingInfo, Position, RunFacts
 from quern.train.checkpoint.format.state import TrainState
 
@@ -161,6 +164,14 @@ def make(folder: Path, *, multiple: int = 128, tied: bool = False, lr: float = 1
         for parameter in model.parameters():
             parameter.fill_(1.5)
     return TrainState(model, groups(model, lr), facts(folder, of), {"losses": torch.zeros(4)})
+
+
+def laid_out(of: ModelShape, mesh: Mesh, schedule: str | None = None) -> Transformer:
+    """The model on a layout, weights unset."""
+    with torch.device("meta"):
+        model = Transformer(of)
+    layout = Layout(torch.float32, mesh.plan, schedule=schedule, micro_batch=1, seq_len=8)
+    return parallelize(model, mesh, layout, torch.device("cpu")).model
 
 
 def position(key: int, **scalars: Any) -> Position:

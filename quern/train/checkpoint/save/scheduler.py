@@ -214,8 +214,9 @@ class CheckpointScheduler:
             return
         step, error = outcome.checkpoint.step, outcome.error
         self._failures = 0 if error is None else self._failures + 1
-        if error is None:
-            self._observe()
+        if error is None and self._interval is not None:
+            self._interval.observe_save(self._stall_s)
+            self._interval.observe_publish(time.perf_counter() - self._began)
         if self.ledger is not None and error is None:
             log.info("checkpoint after step %d saved", step)
             self.health.published(step, outcome.checkpoint.name)
@@ -240,11 +241,6 @@ class CheckpointScheduler:
         if self._failures > 1:
             failed = f"{self._failures} saves in a row failed (checkpoint.max_failures {self.config.max_failures})"
         return QuernError(f"{error}; {failed}, and {newest}")
-
-    def _observe(self) -> None:
-        if self._interval is not None:
-            self._interval.observe_save(self._stall_s)
-            self._interval.observe_publish(time.perf_counter() - self._began)
 
     def _note_good(self) -> None:
         """Asked after each step that is read and each publication."""
