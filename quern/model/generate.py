@@ -66,7 +66,7 @@ def _advance(model: Transformer, fresh_BL: Tensor, start: int, kv: Tensor) -> Te
     ``kv`` is [layers, 2, B, S, K, H], filled up to ``start``.
     """
     stop = start + fresh_BL.shape[1]
-    x_BLD = model.begin(fresh_BL)
+    x_BLD = model.embed_tokens(fresh_BL)
     place_1L = torch.arange(start, stop, device=kv.device)[None]
     turn = rotation(model.shape, kv.shape[3], dtype=kv.dtype, device=kv.device, positions_BL=place_1L)
     before_11LS = None  # the whole prompt: plain causal attention

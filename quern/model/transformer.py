@@ -125,7 +125,7 @@ class Transformer(nn.Module):
     :data:`quern.model.attention.BACKENDS`. The loss holds the logits of ``loss_chunk`` tokens at a time; ``z_loss``
     is the weight of log²Z in it (:func:`quern.model.loss.chunked_cross_entropy`).
 
-    A stretch of the whole (:meth:`stretch`) has None for ``embed``, ``norm`` or ``head`` where these are elsewhere;
+    A slice of the whole (:meth:`slice_layers`) has None for ``embed``, ``norm`` or ``head`` where these are elsewhere;
     blocks keep their number in the whole.
     """
 
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
         Raises ValueError where the attention backend does not run on this device.
         """
         length = tokens_BL.shape[1]
-        x_BLD = self.begin(tokens_BL) if hidden_BLD is None else hidden_BLD
+        x_BLD = self.embed_tokens(tokens_BL) if hidden_BLD is None else hidden_BLD
         turn = rotation(self.shape, length, dtype=x_BLD.dtype, device=x_BLD.device, positions_BL=positions_BL)
         mask = attention_mask(self.attention, documents, x_BLD.device)
         for block in self.blocks.values():
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         x_BLD = self.norm(x_BLD)
         return self.logits(x_BLD) if targets_BL is None else self.loss(x_BLD, targets_BL)
 
-    def begin(self, tokens_BL: Tensor) -> Tensor:
+    def embed_tokens(self, tokens_BL: Tensor) -> Tensor:
         """The tokens' embeddings, in the dtype of activations; a layout that splits the vocabulary replaces it."""
         assert self.embed is not None, "a stretch without an embedding is given hidden_BLD"
         x_BLD: Tensor = self.embed(tokens_BL)
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         assert self.embed is not None, "a stretch without norm has no output"
         return self.embed.weight
 
-    def stretch(self, layers: range) -> Transformer:
+    def slice_layers(self, layers: range) -> Transformer:
         """The blocks ``layers`` as a model of their own, with the same modules: with the embedding if the first block
         is among them, with norm and head if the last one is. Tied embeddings at the end are a copy where the first
         block is elsewhere, for the embedding itself is where the first block is.

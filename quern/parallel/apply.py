@@ -38,7 +38,7 @@ class Parallel:
     amaxes: Amaxes | None = None
     """To be rolled after each step; None without delayed scaling."""
 
-    def looking(self) -> AbstractContextManager[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Context for forwards outside of a step, as in validation."""
         return nullcontext() if self.amaxes is None else self.amaxes.kept()
 
@@ -58,7 +58,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     if float8 is not None and float8.delayed:
         amaxes = Amaxes(layers_in_float8(model.shape, mesh.plan.tp, float8), device)
     stages = my_stages(model.shape, mesh, layout)
-    parts = [model] if stages is None else [model.stretch(stage.layers) for stage in stages]  # first: the rest is local
+    # first: the rest is local
+    parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]
     wrapped: list[nn.Module] = []
     for part in parts:
         if mesh.tp is not None:

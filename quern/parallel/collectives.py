@@ -30,8 +30,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.model.float8.linear import products
+from quern.model.float8.needed_grads import needed_grads
 from quern.model.float8.recipe import Recipe
-from quern.model.float8.wanted import wanted
 
 __all__ = ["KEEPING", "SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
 
@@ -109,7 +109,7 @@ class _GatherMultiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, *weights_wanted = wanted(ctx, first_weight=5)
+        x_wanted, *weights_wanted = needed_grads(ctx, first_weight=5)
         x_BlD, *weights = ctx.saved_tensors
         if ctx.joined:
             dy = dy[0].split([weight.shape[0] for weight in weights], -1)
@@ -150,7 +150,7 @@ class _MultiplyScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BlD: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, weight_wanted = wanted(ctx, first_weight=4)
+        x_wanted, weight_wanted = needed_grads(ctx, first_weight=4)
         x_BLI, weight_DI = ctx.saved_tensors
         batch = dy_BlD.shape[0]
         dy_TD = _gathered(_start_gather(dy_BlD, ctx.group, ctx.size), batch, ctx.size)

@@ -57,7 +57,7 @@ def local_view(model: Transformer, parts: Sequence[Transformer]) -> Transformer:
     The copy of tied embeddings that the last stage has is ``embed`` here, or ``tied`` where the first stage's own is
     here as well. For names and parameters; it is not called.
     """
-    view = model.stretch(range(0))
+    view = model.slice_layers(range(0))
     view.blocks = nn.ModuleDict({number: block for part in parts for number, block in part.blocks.items()})
     for part in parts:
         view.norm = part.norm or view.norm

@@ -59,7 +59,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = Fals
     rows = shape.padded_vocab_size // ranks.size
     vocabulary = _Vocabulary(model, ranks, mesh.get_group(), ranks.rank * rows, rows)
     if model.embed is not None:
-        model.begin = vocabulary.begin  # type: ignore[method-assign]
+        model.embed_tokens = vocabulary.embed_tokens  # type: ignore[method-assign]
     if model.norm is not None:
         model.loss = vocabulary.loss  # type: ignore[assignment, method-assign]
         model.logits = vocabulary.logits  # type: ignore[assignment, method-assign]
@@ -118,7 +118,7 @@ class _Vocabulary:
     first_row: int
     rows: int
 
-    def begin(self, tokens_BL: Tensor) -> Tensor:
+    def embed_tokens(self, tokens_BL: Tensor) -> Tensor:
         """The tokens' embeddings, this rank's share of the sequence: a token's row is on one rank, the rest add 0."""
         length = tokens_BL.shape[1]
         if length % self.ranks.size:  # gloo would end the process

@@ -69,11 +69,11 @@ def begin(
         QuernError: no checkpoint is whole, or the ledger's rules forbid the move.
     """
     together = Agreement(ranks.rank, ranks.world)
-    entries: list[dict[str, Any]] = together.first(lambda: _ledger(ledger).entries)
+    entries: list[dict[str, Any]] = together.broadcast_from_rank0(lambda: _ledger(ledger).entries)
     moves = _moves(entries)  # before this one's, which is appended to the same list
     kind, checkpoint, asked = _choose(config, manager, entries, together)
     dp = plan_mesh(config.parallel, ranks.world).dp_size
-    spec, source_map, step, data_step, tokens = together.first(
+    spec, source_map, step, data_step, tokens = together.broadcast_from_rank0(
         lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked, dp)
     )
     mixture = Mixture(Order.from_dict(spec), source_map)

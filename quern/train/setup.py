@@ -157,11 +157,12 @@ def open_trainer(
         QuernError: another trainer is at work in ``run_dir``, or its ledger or checkpoints are damaged.
     """
     together = Agreement(ranks.rank, ranks.world)
-    checked = together.own(lambda: check(config, ranks.world))
+    checked = together.all_or_raise(lambda: check(config, ranks.world))
     corpus, layout, held_out = checked.corpus, checked.layout, checked.held_out
     _same_config(config, together)
     # rank 0's, for all: a run that trains while this one begins with its newest has another newest any moment
-    config = config.model_copy(update={"init_from": together.first(partial(starting_checkpoint, config))})
+    init_from = together.broadcast_from_rank0(partial(starting_checkpoint, config))
+    config = config.model_copy(update={"init_from": init_from})
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
@@ -182,8 +183,10 @@ def open_trainer(
         if config.verify_shards:
             verified = os.path.join(cache, f"verified.{ranks.rank}.json")
             for part in (corpus, *held_out):
-                together.own(partial(part.verify, ranks.rank, ranks.world, verified))
-        ledger = together.own(lambda: Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None)
+                together.all_or_raise(partial(part.verify, ranks.rank, ranks.world, verified))
+        ledger = together.all_or_raise(
+            lambda: Ledger(os.path.join(config.run_dir, LEDGER_FILE)) if ranks.first else None
+        )
         if ledger is not None:
             opened.enter_context(ledger)
         start = begin(config, corpus, checkpoints, ledger, ranks)
@@ -198,14 +201,14 @@ def open_trainer(
         state = TrainState(parallel.model, optimizer, _facts(config, corpus, shape, layout.plan))
         scalars = _restore(config, start, checkpoints, state, guard, loss_scale, parallel.amaxes)
         _follow_updates(parallel, optimizer)
-        loader = together.own(
+        loader = together.all_or_raise(
             lambda: Loader(
                 corpus, start.mixture.order, rank=mesh.dp_rank, world=mesh.dp_size, micro_batch=config.micro_batch,
                 document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
                 source_map=start.mixture.source_map,
             )
         )  # fmt: skip
-        validator = together.own(
+        validator = together.all_or_raise(
             lambda: Validator(config, held_out, ranks, mesh.dp_rank, mesh.dp_size, cache) if held_out else None
         )
         utilisation = Utilisation(
@@ -220,7 +223,7 @@ def open_trainer(
             run_record.describe(config, corpus, shape, layout.plan, utilisation, start)
             return Metrics(config.run_dir, config.metrics, config.steps)
 
-        metrics = together.own(written_once)
+        metrics = together.all_or_raise(written_once)
         forensics = _forensics(config, start, mesh, parallel, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,

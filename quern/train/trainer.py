@@ -118,7 +118,7 @@ class Trainer:
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.saves.prepare(self._everything())
-        self.begin()
+        self.start_loop()
         with _listening(self), self.profiler:
             for step in self.steps():
                 self.train_step(step)
@@ -127,7 +127,7 @@ class Trainer:
                 self.profiler.step(step)
             self.finish()
 
-    def begin(self) -> None:
+    def start_loop(self) -> None:
         """Start prefetching data and the step timer."""
         self.feed.start(self.start.data_step, self.start.data_step + self.config.steps - self.start.step)
         self._mark = Mark(self.ranks.device)
@@ -204,9 +204,9 @@ class Trainer:
                 Mark(self.ranks.device),
             )
         )  # fmt: skip
-        self.settle(keep=1)
+        self.drain_metrics(keep=1)
 
-    def settle(self, keep: int = 0) -> None:
+    def drain_metrics(self, keep: int = 0) -> None:
         """Read the figures of all steps but the newest ``keep``: metrics, ledger, and whether to stop."""
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
@@ -274,7 +274,7 @@ class Trainer:
         done = step + 1
         if not (self.saves.due(done) or (self._last(done) and self.saves.saved != done)):
             return
-        self.settle()  # the ledger's lines about these weights precede their publication
+        self.drain_metrics()  # the ledger's lines about these weights precede their publication
         last = self._last(done)  # what was settled may have said so
         data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
 
@@ -300,10 +300,10 @@ class Trainer:
         done, interval = step + 1, self.config.validation.interval
         if self.validator is None or (done < self.config.steps and not (interval and done % interval == 0)):
             return
-        self.settle()
+        self.drain_metrics()
         if self.stopped_by is not None:
             self.save_if_due(step)  # a signal leaves little time, and a resumed run does not repeat this
-        with self.parallel.looking():
+        with self.parallel.evaluating():
             losses = self.validator.run(self.parallel.run)
         self._held_out = losses["loss"]
         if self.metrics is not None:
@@ -312,7 +312,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Record how the run ended (ledger). No rank leaves before: a launcher ends the others when one has left."""
-        self.settle()
+        self.drain_metrics()
         if self.forensics.take_request():
             log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
         if self.ledger is not None and self._skips:

@@ -43,7 +43,7 @@ def in_two_passes(case: Case, layers: range) -> dict[str, Any]:
     collectives.JOINED = case.joined
     mesh = build_mesh(MeshPlan(tp=case.tp), "cpu")
     assert mesh.tp is not None
-    part = whole_model(case, layers=3, loss_chunk=5).stretch(layers)
+    part = whole_model(case, layers=3, loss_chunk=5).slice_layers(layers)
     split_tensors(part, mesh.tp)
     tokens_BL, targets_BL, _ = batch_of(case)
     generator = torch.Generator().manual_seed(mesh.rank("tp"))

@@ -34,12 +34,12 @@ def train(case: Case, data: str, run_dir: str) -> tuple[list[Tensor], dict[str, 
     config = config.model_validate(config.model_dump() | DELAYED)
     histories = []
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
-        trainer.begin()
+        trainer.start_loop()
         for step in range(STEPS):
             trainer.train_step(step)
             assert trainer.parallel.amaxes is not None
             histories.append(trainer.parallel.amaxes.history.clone())
-        trainer.settle()
+        trainer.drain_metrics()
         weights = {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
             for name, value in trainer.model.named_parameters()

@@ -86,7 +86,7 @@ def first_gradients(case: Case, data: str, run_dir: str, keys: dict[str, Any]) -
 
     config = given.model_validate(given.model_dump() | keys)
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
-        trainer.begin()
+        trainer.start_loop()
         trainer.on_gradients = look
         trainer.train_step(0)
     return found
@@ -151,7 +151,7 @@ def test_what_is_only_looked_at_leaves_no_trace_in_the_history() -> None:
     tokens_BL = torch.zeros(1, 16, dtype=torch.int64)
     assert parallel.amaxes is not None
     with torch.no_grad():
-        with parallel.looking():
+        with parallel.evaluating():
             parallel.model(tokens_BL)
         assert not parallel.amaxes.current.any()
         parallel.model(tokens_BL)

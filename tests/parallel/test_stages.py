@@ -68,7 +68,7 @@ def test_costs_are_those_of_the_model(tied: bool) -> None:
     for stretch, cost, parameters in zip(
         stretches, stage_costs(shape, stretches, seq_len), stage_parameters(shape, stretches), strict=True
     ):
-        part = model.stretch(stretch)
+        part = model.slice_layers(stretch)
         tokens_BL = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
         hidden_BLD = torch.zeros(1, seq_len, shape.dim, device="meta") if stretch.start else None
         with FlopCounterMode(display=False) as counter, torch.no_grad():

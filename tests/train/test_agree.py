@@ -19,13 +19,14 @@ def often(monkeypatch):
 
 
 def test_each_rank_has_its_own_result():
-    assert run_all(3, lambda ranks: ranks.patiently(lambda: ranks.rank * 10), inline=False) == [0, 10, 20]
+    found = run_all(3, lambda ranks: ranks.all_or_raise_with_keepalive(lambda: ranks.rank * 10), inline=False)
+    assert found == [0, 10, 20]
 
 
 def test_a_world_of_one():
-    assert Agreement(0, 1).patiently(lambda: "done") == "done"
+    assert Agreement(0, 1).all_or_raise_with_keepalive(lambda: "done") == "done"
     with pytest.raises(QuernError, match="no room"):
-        Agreement(0, 1).patiently(fail(QuernError("no room")))
+        Agreement(0, 1).all_or_raise_with_keepalive(fail(QuernError("no room")))
 
 
 def fail(error):
@@ -52,11 +53,11 @@ def test_ranks_say_that_they_live_while_one_works():
     outcomes = []
 
     def rank_1():
-        outcomes.append(ThreadAgreement(1, meeting).patiently(lambda: met.wait(60)))
+        outcomes.append(ThreadAgreement(1, meeting).all_or_raise_with_keepalive(lambda: met.wait(60)))
 
     thread = threading.Thread(target=rank_1)
     thread.start()
-    assert ThreadAgreement(0, meeting).patiently(lambda: "quick") == "quick"
+    assert ThreadAgreement(0, meeting).all_or_raise_with_keepalive(lambda: "quick") == "quick"
     thread.join(60)
     assert outcomes == [True]
 
@@ -75,7 +76,7 @@ def test_ranks_say_that_they_live_while_one_works():
 def test_a_failure_on_one_rank_is_the_same_on_all(error, kind, text):
     def call(ranks):
         with pytest.raises(QuernError) as found:
-            ranks.patiently(fail(error) if ranks.rank == 1 else lambda: None)
+            ranks.all_or_raise_with_keepalive(fail(error) if ranks.rank == 1 else lambda: None)
         return type(found.value), str(found.value)
 
     assert run_all(3, call, inline=False) == [(kind, text)] * 3
@@ -89,7 +90,9 @@ def test_the_next_step_is_nobodys_leftover():
         found = []
         for turn in range(6):
             slow = turn % 3 == ranks.rank
-            found.append(ranks.patiently(lambda turn=turn, slow=slow: gate.wait(0.02 if slow else 0) or turn))
+            found.append(
+                ranks.all_or_raise_with_keepalive(lambda turn=turn, slow=slow: gate.wait(0.02 if slow else 0) or turn)
+            )
             found.append(ranks.gather((turn, ranks.rank)))
         return found
 

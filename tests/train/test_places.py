@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quern.errors import InputError
-from quern.train.checkpoint.format.places import (
+from quern.train.checkpoint.format.file_locations import (
     Place,
     beside,
     check_together,

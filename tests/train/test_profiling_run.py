@@ -79,7 +79,7 @@ def test_products_are_those_that_torchs_counter_counts(config, tmp_path, mode):
     config = config.model_copy(update={"activation_checkpointing": mode})
     result = profile(config, str(tmp_path / "out"), steps=1, warm_up=1)
     with open_ranks("cpu") as ranks, open_trainer(alone(config, str(tmp_path / "run")), ranks) as trainer:
-        trainer.begin()
+        trainer.start_loop()
         trainer.train_step(0)
         with FlopCounterMode(display=False) as counter:
             trainer.train_step(1)
@@ -97,7 +97,7 @@ def test_products_are_those_that_torchs_counter_counts(config, tmp_path, mode):
 def test_the_account_is_as_long_as_the_clock_says(config, tmp_path):
     within = around = 0.0  # the clock read on both sides of each end: a pause between them is in one of them
     with open_ranks("cpu") as ranks, open_trainer(alone(config, str(tmp_path / "run")), ranks) as trainer:
-        trainer.begin()
+        trainer.start_loop()
         trainer.train_step(0)
         with recording() as profiler:
             for step in range(1, 5):

@@ -450,8 +450,8 @@ def test_planning_happens_once_and_again_when_sizes_change(tmp_path, monkeypatch
     state = CASE.make(tmp_path)
     CASE.fill(state, 1)
     planned = []
-    deal = Agreement.deal
-    monkeypatch.setattr(Agreement, "deal", lambda self, action: planned.append(1) or deal(self, action))
+    deal = Agreement.scatter
+    monkeypatch.setattr(Agreement, "scatter", lambda self, action: planned.append(1) or deal(self, action))
     with manager(run, "thread") as checkpoints:
         for step in (1, 2, 3):
             CASE.fill(state, step)

@@ -295,7 +295,7 @@ def test_what_was_started_is_closed_when_the_store_is_refused(tmp_path, monkeypa
 
 def save(tiers, step: int, removed: tuple[str, ...] = (), last: bool = False) -> bool:
     """As the manager does when a save has ended; whether it is to be uploaded."""
-    store = tiers.agreement.first(lambda: tiers.stores(step, last))
+    store = tiers.agreement.broadcast_from_rank0(lambda: tiers.stores(step, last))
     tiers.published(Checkpoint(step, f"{tiers.root}/step_{step:08d}"), removed, store)
     return store
 

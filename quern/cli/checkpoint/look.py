@@ -15,6 +15,7 @@ from rich.table import Table
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
+from quern.train.checkpoint.format.file_locations import elsewhere
 from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -25,7 +26,6 @@ from quern.train.checkpoint.format.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from quern.train.checkpoint.format.places import elsewhere
 from quern.train.checkpoint.store.collect import Collected, NotWholeError, collect
 from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.store.stored import is_url, open_source, open_store, store_of

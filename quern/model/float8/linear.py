@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from quern.model.float8.delayed import GRADIENT, INPUT, WEIGHT, Delayed
+from quern.model.float8.needed_grads import needed_grads
 from quern.model.float8.product import multiply
 from quern.model.float8.quantise import E4M3, E5M2, Quantised, blocks_1x128, blocks_128x128, rowwise, tensorwise
 from quern.model.float8.recipe import Recipe
 from quern.model.float8.torchao import Torchao
-from quern.model.float8.wanted import wanted
 from quern.model.float8.weight import Float8Weight, factor
 
 __all__ = ["PLAIN", "Products", "float8_linear", "products"]
@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, weight_wanted = wanted(ctx, first_weight=2)
+        x_wanted, weight_wanted = needed_grads(ctx, first_weight=2)
         x_TK, weight_OK = ctx.saved_tensors
         by = products(ctx.recipe)
         dx_TK = by.grad_input(dy_TO, weight_OK) if x_wanted else None

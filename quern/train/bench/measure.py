@@ -38,12 +38,12 @@ def measure(config: TrainConfig, warm_up: int) -> dict[str, Any]:
     with open_ranks(config.device) as ranks:
         with open_trainer(config, ranks, draw_on_device) as trainer:
             before_s = 0.0
-            trainer.begin()
+            trainer.start_loop()
             opened_s = time.perf_counter() - began
             for step in trainer.steps():
                 before_s = trainer.feed.waited_s if step == warm_up else before_s
                 trainer.train_step(step)
-            trainer.settle()
+            trainer.drain_metrics()
             waited_s = (trainer.feed.waited_s - before_s) / (config.steps - warm_up)
             shape = trainer.state.facts.shape
         together = Agreement(ranks.rank, ranks.world)

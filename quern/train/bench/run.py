@@ -44,7 +44,7 @@ def bench(options: Options, command: Sequence[str], tell: Callable[[str], None])
             "mean_document": options.mean_document, "software": software() if first else None, "machine": None,
             "rows": [],
         }  # fmt: skip
-        crew.together.first(lambda: _check_out(options.out, document))
+        crew.together.broadcast_from_rank0(lambda: _check_out(options.out, document))
         data = _Data(scratch, options.mean_document)
         for number, row in enumerate(wanted):
             if first:
@@ -80,9 +80,9 @@ def _scratch(options: Options, crew: Crew) -> Iterator[str]:
             os.makedirs(options.scratch, exist_ok=True)
         return tempfile.mkdtemp(prefix="quern-bench-", dir=options.scratch)
 
-    folder = crew.together.first(make)
+    folder = crew.together.broadcast_from_rank0(make)
     try:
-        crew.together.own(lambda: os.listdir(folder))
+        crew.together.all_or_raise(lambda: os.listdir(folder))
         yield folder
     finally:
         if crew.together.rank == 0:
@@ -149,7 +149,7 @@ def _attempt(
         storage.write_json(os.path.join(folder, "spec.json"), spec)
         return said | _known(config), launch.free_port(), None
 
-    said, port, refused = crew.together.first(prepare)
+    said, port, refused = crew.together.broadcast_from_rank0(prepare)
     if refused is not None:
         return {**said, "ok": False, "error": refused, "error_kind": "refused"}
     results = crew.run(folder, port)

@@ -47,7 +47,7 @@ class Agreement:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def collect(self, value: T) -> list[T]:
+    def gather_on_rank0(self, value: T) -> list[T]:
         """Every rank's ``value``, on rank 0 (gather); elsewhere nothing."""
         if self.world == 1:
             return [value]
@@ -55,7 +55,7 @@ class Agreement:
         dist.gather_object(value, found, dst=self._first, group=self.group)
         return found or []
 
-    def deal(self, action: Callable[[], list[T]]) -> T:
+    def scatter(self, action: Callable[[], list[T]]) -> T:
         """Scatter the results of ``action``, one per rank, which only rank 0 runs; if it fails, all raise."""
         values, error = _attempt(action) if self.rank == 0 else (None, None)
         failure = _portable(error)
@@ -73,7 +73,7 @@ class Agreement:
             self._fail(0, failure, error)
         return value
 
-    def own(self, action: Callable[[], T]) -> T:
+    def all_or_raise(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank and return this rank's result; if it fails on one, all raise."""
         value, error = _attempt(action)
         for rank, failure in enumerate(self.gather(_portable(error))):
@@ -81,8 +81,8 @@ class Agreement:
                 self._fail(rank, failure, error)
         return value  # type: ignore[return-value]
 
-    def patiently(self, action: Callable[[], T]) -> T:
-        """Like :meth:`own`, for actions longer than the process group's time-out; ``action`` runs in a thread."""
+    def all_or_raise_with_keepalive(self, action: Callable[[], T]) -> T:
+        """Like :meth:`all_or_raise`, for actions longer than the group's time-out; ``action`` runs in a thread."""
         outcome: list[tuple[T | None, Exception | None]] = []
         thread = threading.Thread(target=lambda: outcome.append(_attempt(action)), daemon=True)
         thread.start()
@@ -97,13 +97,13 @@ class Agreement:
                 raise error
             return value  # type: ignore[return-value]
 
-        return self.own(result)
+        return self.all_or_raise(result)
 
-    def every(self, action: Callable[[], T]) -> list[T]:
+    def gather_results(self, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank and all-gather the results; if it fails on one, all raise."""
-        return self.gather(self.own(action))
+        return self.gather(self.all_or_raise(action))
 
-    def first(self, action: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, action: Callable[[], T]) -> T:
         """Broadcast rank 0's result of ``action``, which only rank 0 runs."""
         value, error = _attempt(action) if self.rank == 0 else (None, None)
         box: list[Any] = [(value, _portable(error))]

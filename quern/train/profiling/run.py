@@ -107,8 +107,8 @@ def profile(config: TrainConfig, out: str, *, steps: int, warm_up: int) -> dict[
         with _folder(out, ranks, together) as folder:
             traced = _trace(alone(config, folder), ranks, out, steps, warm_up)
         _free(ranks.device)
-        accounts = together.collect(together.own(lambda: account(read_trace(traced.path))))
-        return together.first(lambda: _conclude(config, accounts, traced, ranks, out))
+        accounts = together.gather_on_rank0(together.all_or_raise(lambda: account(read_trace(traced.path))))
+        return together.broadcast_from_rank0(lambda: _conclude(config, accounts, traced, ranks, out))
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _folder(out: str, ranks: Ranks, together: Agreement) -> Iterator[str]:
         return opened.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=out, ignore_cleanup_errors=True))
 
     with ExitStack() as opened:
-        yield together.first(prepared)
+        yield together.broadcast_from_rank0(prepared)
         ranks.barrier()
 
 
@@ -133,7 +133,7 @@ def _trace(config: TrainConfig, ranks: Ranks, out: str, steps: int, warm_up: int
     path = os.path.join(out, f"trace_rank{ranks.rank}.json")
     with open_trainer(config, ranks) as trainer:
         _annotate(trainer)
-        trainer.begin()
+        trainer.start_loop()
         began: list[float] = []
         for step in range(warm_up):
             trainer.train_step(step)
@@ -146,7 +146,7 @@ def _trace(config: TrainConfig, ranks: Ranks, out: str, steps: int, warm_up: int
                 with record_function(f"{STEP}{step}"):
                     trainer.train_step(step)
             _synchronise(ranks.device)
-        trainer.settle()
+        trainer.drain_metrics()
         profiler.export_chrome_trace(path)
         sequences = trainer.start.mixture.order.global_batch_at(trainer.data_step(warm_up + 1))
         tokens = sequences * config.seq_len

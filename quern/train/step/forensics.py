@@ -139,7 +139,7 @@ class Forensics:
         self._together = together
         self._folder = os.path.join(run_dir, FOLDER)
         self._kept: deque[_Kept] = deque(maxlen=config.window + 1)  # one is in work when the one before is read
-        self._num_files = together.first(self._count) if config.window else 0
+        self._num_files = together.broadcast_from_rank0(self._count) if config.window else 0
         self._full = False
         self._requested = False
         self._wrong: int | None = None
@@ -191,7 +191,7 @@ class Forensics:
             return
         self._num_files += 1
         steps = [kept for kept in self._kept if kept.seen is not None][-self._config.window :]
-        shares = self._together.collect([self._share(kept, kept.seen is seen) for kept in steps])
+        shares = self._together.gather_on_rank0([self._share(kept, kept.seen is seen) for kept in steps])
         if self._together.rank == 0:
             self._write([(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen], reasons)
 

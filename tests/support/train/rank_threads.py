@@ -44,7 +44,7 @@ class Meeting:
 
 
 class ThreadAgreement(Agreement):
-    """One rank's, over a :class:`Meeting`. ``inline``: :meth:`patiently` starts no thread of its own."""
+    """One rank's, over a :class:`Meeting`. ``inline``: :meth:`all_or_raise_with_keepalive` starts no thread."""
 
     def __init__(self, rank: int, meeting: Meeting, *, inline: bool = False) -> None:
         self.rank, self.world, self.group = rank, meeting.world, None
@@ -53,15 +53,15 @@ class ThreadAgreement(Agreement):
     def gather(self, value: Any) -> list[Any]:
         return self._meeting.exchange(self.rank, value)
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather_on_rank0(self, value: Any) -> list[Any]:
         found = self.gather(value)
         return found if self.rank == 0 else []
 
-    def first(self, action: Callable[[], Any]) -> Any:
-        return self.every(lambda: action() if self.rank == 0 else None)[0]
+    def broadcast_from_rank0(self, action: Callable[[], Any]) -> Any:
+        return self.gather_results(lambda: action() if self.rank == 0 else None)[0]
 
-    def patiently(self, action: Callable[[], Any]) -> Any:
-        return self.own(action) if self._inline else super().patiently(action)
+    def all_or_raise_with_keepalive(self, action: Callable[[], Any]) -> Any:
+        return self.all_or_raise(action) if self._inline else super().all_or_raise_with_keepalive(action)
 
 
 def run_all(

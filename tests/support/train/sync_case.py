@@ -46,8 +46,8 @@ def opened(folder: str, changes: dict[str, Any], world: int = 1, rank: int = 0) 
     patch = pytest.MonkeyPatch()
     # to itself it is the first rank, so that it does what is done once: metrics, ledger
     alone = Ranks(0, world, device_watch.device())
-    patch.setattr(Agreement, "first", lambda self, action: action())
-    patch.setattr(Agreement, "own", lambda self, action: action())
+    patch.setattr(Agreement, "broadcast_from_rank0", lambda self, action: action())
+    patch.setattr(Agreement, "all_or_raise", lambda self, action: action())
     patch.setattr(Agreement, "gather", lambda self, value: [value] * world)
     # it keeps no table under a dispatch mode, whose tensors may be fake: here all are
     patch.setattr(quern.model.rope, "_get_current_dispatch_mode", lambda: None)
@@ -60,7 +60,7 @@ def opened(folder: str, changes: dict[str, Any], world: int = 1, rank: int = 0) 
         paths = write_corpus(Path(folder, "data"))
         config = settings(Path(folder, "run"), paths, **{**SMALL, **changes})
         with device_watch.Watch() as watch, open_trainer(config, alone) as trainer:
-            trainer.begin()
+            trainer.start_loop()
             for step in range(FIRST):
                 trainer.train_step(step)
             watch.strict = True
@@ -197,7 +197,7 @@ def on_cuda(folder: str, changes: dict[str, Any]) -> None:
     """The same steps on a GPU; torch raises where the host waits."""
     config = settings(Path(folder, "run"), write_corpus(Path(folder, "data")), **{**SMALL, **changes})
     with open_ranks("cuda") as ranks, open_trainer(config, ranks) as trainer:
-        trainer.begin()
+        trainer.start_loop()
         for step in range(FIRST + 2):
             torch.cuda.set_sync_debug_mode("error" if step >= FIRST else "default")
             trainer.train_step(step)

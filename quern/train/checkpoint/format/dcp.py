@@ -90,7 +90,7 @@ def load_tensors(
         except (OSError, RuntimeError, ValueError) as error:
             raise QuernError(f"{folder}: not loaded: {describe(error)}") from error
 
-    agreement.own(read)
+    agreement.all_or_raise(read)
 
 
 def needed_files(metadata: Metadata, tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> frozenset[str]:

@@ -69,7 +69,7 @@ class Planner:
         """
         planner = UnpaddedSavePlanner(rows, fetch)
         planner.set_up_planner(dict(tensors), is_coordinator=self.agreement.rank == 0)
-        local = self.agreement.own(planner.create_local_plan)
+        local = self.agreement.all_or_raise(planner.create_local_plan)
         self._planner = planner
         if self._plan is None or any(self.agreement.gather(local != self._local)):
             self._plan_anew(planner, local)
@@ -78,7 +78,7 @@ class Planner:
 
     def _plan_anew(self, planner: UnpaddedSavePlanner, local: SavePlan) -> None:
         self._plan = self._metadata = self._sent = None
-        shares = self.agreement.collect(local)
+        shares = self.agreement.gather_on_rank0(local)
 
         def whole() -> list[SavePlan]:
             try:
@@ -88,7 +88,7 @@ class Planner:
             self._places = [{} for _ in shares]
             return plans
 
-        items = tuple(self.agreement.deal(whole).items)
+        items = tuple(self.agreement.scatter(whole).items)
         files = deal_files(self.agreement.rank, map(_kind, items), self.file_bytes)
         self._plan, self._local = Plan(tuple(files), items), local
 

@@ -89,7 +89,7 @@ def find_whole(
             looks = {name: check_file(folder, name, record, hashes=False) for name, record in records.items()}
         return folder, {name: look for name, look in looks.items() if look is None or look.what != MISSING}
 
-    looks = agreement.every(present)
+    looks = agreement.gather_results(present)
     held: dict[str, list[int]] = {name: [] for name in records}
     for site, ranks in enumerate(sites.ranks):
         for name, problem in looks[ranks[0]][1].items():
@@ -107,7 +107,7 @@ def find_whole(
         def compare(mine: Sequence[str] = mine) -> dict[str, Problem | None]:
             return {name: check_file(folder, name, records[name], hashes=hashes) for name in mine}
 
-        for rank, outcome in enumerate(agreement.gather(agreement.patiently(compare))):
+        for rank, outcome in enumerate(agreement.gather(agreement.all_or_raise_with_keepalive(compare))):
             for name, problem in outcome.items():
                 site = sites.of(rank)
                 held[name].remove(site)
@@ -155,7 +155,7 @@ def _fetch(
         return outcome
 
     back = []
-    for rank, outcome in enumerate(agreement.gather(agreement.patiently(bring))):
+    for rank, outcome in enumerate(agreement.gather(agreement.all_or_raise_with_keepalive(bring))):
         for name, failure in outcome.items():
             if failure is None:
                 found.holders[name] = sites.of(rank)

@@ -7,9 +7,9 @@ import uuid
 from dataclasses import dataclass
 
 from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.file_locations import beside
 from quern.train.checkpoint.format.folder import remove_folder
 from quern.train.checkpoint.format.manifest import Checkpoint, check_files, list_checkpoints, read_manifest
-from quern.train.checkpoint.format.places import beside
 from quern.train.checkpoint.retention.retention import kept
 from quern.train.history.branch import abandoned_in
 from quern.train.processes.agree import describe

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.file_locations import beside
 from quern.train.checkpoint.format.manifest import Checkpoint, Manifest, check_files, list_checkpoints, read_manifest
-from quern.train.checkpoint.format.places import beside
 from quern.train.history.branch import LEDGER_FILE, abandoned_in
 from quern.train.history.health import protected as protected_steps
 from quern.train.history.ledger import read_ledger

@@ -26,6 +26,7 @@ import torch
 from quern import storage
 from quern.config import digest, dump_yaml
 from quern.errors import QuernError
+from quern.train.checkpoint.format.file_locations import Place, places_to_bytes
 from quern.train.checkpoint.format.files import Written
 from quern.train.checkpoint.format.folder import make_staging_folder, remove_folder, staging_path
 from quern.train.checkpoint.format.manifest import (
@@ -37,7 +38,6 @@ from quern.train.checkpoint.format.manifest import (
     checkpoint_name,
     sha256_of,
 )
-from quern.train.checkpoint.format.places import Place, places_to_bytes
 from quern.train.checkpoint.format.plan import Places, Plan, Planner
 from quern.train.checkpoint.format.publish import written_by
 from quern.train.checkpoint.format.state import TensorView, TrainState, view_tensors
@@ -131,12 +131,12 @@ class AsyncSave:
 
     def prepare(self, state: TrainState) -> None:
         """Plan, and let the background allocate memory, before the first save is due."""
-        self._plan_for(self._agreement.own(lambda: view_tensors(state)))
+        self._plan_for(self._agreement.all_or_raise(lambda: view_tensors(state)))
 
     def _plan_for(self, view: TensorView) -> Plan:
         plan = self._planner.plan(view.tensors, view.rows)
         if plan is not self._plan:
-            self._agreement.own(lambda: self._lay_out(plan))
+            self._agreement.all_or_raise(lambda: self._lay_out(plan))
             self._plan = plan
         return plan
 
@@ -158,14 +158,14 @@ class AsyncSave:
         """
         assert self._now is None, "one save at a time"
         final = os.path.join(self._root, checkpoint_name(step))
-        token = self._agreement.first(lambda: self._make_staging_folder(final))
+        token = self._agreement.broadcast_from_rank0(lambda: self._make_staging_folder(final))
         staged = staging_path(final, token)
         try:
-            view = self._agreement.own(lambda: view_tensors(state))
+            view = self._agreement.all_or_raise(lambda: view_tensors(state))
             _check_steps(self._agreement.gather(view.step))
             plan = self._plan_for(view)
             self._now = _InFlight(step, final, token, staged, state, position, keep, last)
-            self._agreement.own(lambda: self._copy(plan, self._folder(step, token, staged)))
+            self._agreement.all_or_raise(lambda: self._copy(plan, self._folder(step, token, staged)))
         except Exception:
             if self._now is not None and self._now.copying:  # here it went well
                 with suppress(Exception):
@@ -254,7 +254,7 @@ class AsyncSave:
         except QuernError as error:
             self._now = None
             self._discard(now.step, now.token, now.staged)
-            if self._disk is not None and not self._agreement.first(lambda: os.path.lexists(now.final)):
+            if self._disk is not None and not self._agreement.broadcast_from_rank0(lambda: os.path.lexists(now.final)):
                 with suppress(OSError):  # in place already, of a checkpoint that does not stand
                     self._disk.remove([now.step])
             return Outcome(Checkpoint(now.step, now.final), error)
@@ -263,13 +263,13 @@ class AsyncSave:
         """All ranks have written: gather what, and begin to publish."""
         now = self._now
         assert now is not None
-        written = self._agreement.patiently(self._written)
+        written = self._agreement.all_or_raise_with_keepalive(self._written)
         records = {name: file.record for name, file in written.items()}
         if self._disk is not None:
             self._settle(now, self._disk, written)
         place = self._tiers.place(now.step, written)
-        shares = self._agreement.collect((records, self._planner.report(written), place))
-        self._agreement.first(lambda: self._background.publish(self._publication(now, shares)))
+        shares = self._agreement.gather_on_rank0((records, self._planner.report(written), place))
+        self._agreement.broadcast_from_rank0(lambda: self._background.publish(self._publication(now, shares)))
         now.stage = _Stage.PUBLISHING
 
     def _settle(self, now: _InFlight, disk: Disk, written: Mapping[str, Written]) -> None:
@@ -280,9 +280,9 @@ class AsyncSave:
                 remove_folder(now.final, uuid.uuid4().hex)
 
         leads = self._tiers.nodes.leads
-        self._agreement.first(clear)
-        self._agreement.own(lambda: disk.remove([now.step]) if leads else None)  # also what was mirrored here
-        self._agreement.own(lambda: disk.settle(now.step, now.token, written))
+        self._agreement.broadcast_from_rank0(clear)
+        self._agreement.all_or_raise(lambda: disk.remove([now.step]) if leads else None)  # also what was mirrored here
+        self._agreement.all_or_raise(lambda: disk.settle(now.step, now.token, written))
 
     def _written(self) -> dict[str, Written]:
         assert self._now is not None
@@ -341,8 +341,10 @@ class AsyncSave:
     def _end(self) -> Outcome:
         now = self._now
         assert now is not None
-        mine = self._agreement.patiently(self._background.result if self._agreement.rank == 0 else list)
-        removed, stored = self._agreement.first(lambda: (mine, self._tiers.stores(now.step, now.last)))
+        mine = self._agreement.all_or_raise_with_keepalive(
+            self._background.result if self._agreement.rank == 0 else list
+        )
+        removed, stored = self._agreement.broadcast_from_rank0(lambda: (mine, self._tiers.stores(now.step, now.last)))
         self._now, self.published = None, now.final
         outcome = Outcome(Checkpoint(now.step, now.final), None, tuple(removed), stored)
         self._tiers.published(outcome.checkpoint, outcome.removed, outcome.stored)

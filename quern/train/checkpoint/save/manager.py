@@ -123,11 +123,11 @@ class CheckpointManager:
         self._parts = ExitStack()
         """What is closed in the reverse order, each whatever the others do; the lock last."""
         try:
-            probe = self.agreement.first(self._open)
-            self.agreement.own(lambda: self._check_shared(probe))
-            self.agreement.first(lambda: os.rmdir(probe))
+            probe = self.agreement.broadcast_from_rank0(self._open)
+            self.agreement.all_or_raise(lambda: self._check_shared(probe))
+            self.agreement.broadcast_from_rank0(lambda: os.rmdir(probe))
             self.tiers = self._parts.enter_context(closing(Tiers(self.run_dir, config, self.agreement, from_store)))
-            background = self._parts.enter_context(closing(self.agreement.own(BACKGROUNDS[config.mode])))
+            background = self._parts.enter_context(closing(self.agreement.all_or_raise(BACKGROUNDS[config.mode])))
             save = AsyncSave(self.root, self.agreement, background, device or torch.device("cpu"), self.tiers)
             self.async_save = self._parts.enter_context(closing(save))
         except BaseException:
@@ -179,7 +179,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the run's folder and in its store, ascending; nothing of them is verified."""
-        here = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
+        here = self.agreement.broadcast_from_rank0(lambda: {found.step for found in list_checkpoints(self.run_dir)})
         return sorted(here | self.tiers.steps())
 
     def latest_valid(self, refuse: Refusal | None = None) -> Checkpoint | None:
@@ -234,11 +234,11 @@ class CheckpointManager:
     def _look(self, step: int, refuse: Refusal | None) -> tuple[Checkpoint, list[Problem], bool]:
         """The checkpoint of a step, why it cannot be used, and whether ``refuse`` says so."""
         checkpoint = Checkpoint(step, os.path.join(self.root, checkpoint_name(step)))
-        if self.agreement.first(lambda: os.path.isdir(checkpoint.path)):
+        if self.agreement.broadcast_from_rank0(lambda: os.path.isdir(checkpoint.path)):
             return checkpoint, *self._look_at(checkpoint, refuse)
         try:
             manifest = self.tiers.stored_manifest(step)
-            reason = None if refuse is None else self.agreement.first(lambda: refuse(manifest))
+            reason = None if refuse is None else self.agreement.broadcast_from_rank0(lambda: refuse(manifest))
         except QuernError as error:  # the same on every rank
             return checkpoint, [Problem(checkpoint.path, str(error))], False
         if reason is not None:
@@ -256,7 +256,7 @@ class CheckpointManager:
                 return None, [Problem(checkpoint.path, str(error))], False
             return (manifest, [], False) if reason is None else (None, [Problem(checkpoint.path, reason)], True)
 
-        manifest, problems, refused = self.agreement.first(structure)
+        manifest, problems, refused = self.agreement.broadcast_from_rank0(structure)
         if manifest is None:
             return problems, refused
         try:
@@ -274,8 +274,8 @@ class CheckpointManager:
             InputError: the checkpoint is another model's, or its metadata cannot be trusted.
             QuernError: a file could not be read; the state is then undefined.
         """
-        plan = self.agreement.own(lambda: _plan_load(path, state))
-        needed = self.agreement.own(lambda: needed_files(plan.metadata, plan.view.tensors, plan.view.rows))
+        plan = self.agreement.all_or_raise(lambda: _plan_load(path, state))
+        needed = self.agreement.all_or_raise(lambda: needed_files(plan.metadata, plan.view.tensors, plan.view.rows))
         folder = self.tiers.bring(path, plan.manifest, needed)
         plan.view.clear_padding()
         load_tensors(

@@ -9,9 +9,9 @@ this order:
    (:mod:`.background`: this thread, another, or a process that runs :mod:`.writer`) writes its files (:mod:`.work`).
 2. ``Trainer.update`` calls :meth:`~CheckpointScheduler.wait_staged` before the weights change.
 3. ``Trainer.forward_backward`` adds :meth:`~CheckpointScheduler.progress` to the figures that are summed with the loss,
-   and ``Trainer.settle`` passes the sum to :meth:`~CheckpointScheduler.advance`. When all ranks have written, rank 0's
-   writer publishes: it writes the manifest, renames the folder and prunes (:mod:`.work`). When it has, the save has
-   ended; the copies of it to other nodes and the store begin (``tiers/replication.py``).
+   and ``Trainer.drain_metrics`` passes the sum to :meth:`~CheckpointScheduler.advance`. When all ranks have written,
+   rank 0's writer publishes: it writes the manifest, renames the folder and prunes (:mod:`.work`). When it has, the
+   save has ended; the copies of it to other nodes and the store begin (``tiers/replication.py``).
 4. A save that is still in flight when the next one is due, or the last of the run, is waited for.
 
 If a rank raises while it copies or writes, it counts as done; the ranks learn of the error together when the checksums
@@ -105,7 +105,7 @@ class CheckpointScheduler:
 
     def _plan_next(self) -> None:
         wanted = self.config.interval
-        interval = self.checkpoints.agreement.first(self._decide) if wanted == "auto" else wanted
+        interval = self.checkpoints.agreement.broadcast_from_rank0(self._decide) if wanted == "auto" else wanted
         if interval == 0:
             self._next = None
         elif wanted == "auto":
@@ -167,7 +167,7 @@ class CheckpointScheduler:
             QuernError: too many saves have failed, or the last one.
         """
         self._ended(self._finish(), counts=not last)  # the last one is tried whatever became of those before
-        offset, kept = self.checkpoints.agreement.first(lambda: self._announce(done, data_step))
+        offset, kept = self.checkpoints.agreement.broadcast_from_rank0(lambda: self._announce(done, data_step))
         self.saved = done
         self._began, self._stall_s = time.perf_counter(), 0.0
         error = None

@@ -16,11 +16,11 @@ import torch
 
 from quern import storage
 from quern.errors import QuernError
+from quern.train.checkpoint.format.file_locations import PLACES_FILE, elsewhere
 from quern.train.checkpoint.format.files import TensorFile, Written, write_files
 from quern.train.checkpoint.format.folder import publish_folder, write_file
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, ENCODING_FILE, HISTORY_FILE, METADATA_FILE, Manifest
 from quern.train.checkpoint.format.metadata import read_metadata
-from quern.train.checkpoint.format.places import PLACES_FILE, elsewhere
 from quern.train.checkpoint.format.publish import complete_folder, read_ranks
 from quern.train.checkpoint.format.state import check_tensors
 from quern.train.checkpoint.retention.prune import Keep, prune

@@ -1,8 +1,9 @@
 """Collects a checkpoint in one folder, each file from the first location that has it complete.
 
-Places are the checkpoint's own folder, the folders of nodes that :mod:`quern.train.checkpoint.format.places` names as
-far as this machine has them, and the run's store. Every file is hashed while it streams: bytes with another SHA-256
-than the manifest's never count. Memory is bounded by some MiB. Imports no torch.
+Places are the checkpoint's own folder, the folders of nodes that ``places.json`` names
+(:mod:`quern.train.checkpoint.format.file_locations`) as far as this machine has them, and the run's store. Every file
+is hashed while it streams: bytes with another SHA-256 than the manifest's never count. Memory is bounded by some MiB.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, Literal
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
+from quern.train.checkpoint.format.file_locations import Place, in_order, read_places
 from quern.train.checkpoint.format.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.format.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, checkpoint_name
-from quern.train.checkpoint.format.places import Place, in_order, read_places
 from quern.train.checkpoint.store.sources import Source, find_source
 
 __all__ = ["Collected", "NotWholeError", "Origin", "check_target", "collect"]

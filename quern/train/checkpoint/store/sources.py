@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from quern.errors import InputError, QuernError
 from quern.remote.retry import StoreError
+from quern.train.checkpoint.format.file_locations import PLACES_FILE
 from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -23,7 +24,6 @@ from quern.train.checkpoint.format.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from quern.train.checkpoint.format.places import PLACES_FILE
 from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.store.stored import configured_store, is_url, open_source, open_store
 from quern.train.history.branch import abandoned_in

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from quern.errors import InputError, QuernError
 from quern.remote.retry import Backoff, StoreError
+from quern.train.checkpoint.format.file_locations import PLACES_FILE, Place, elsewhere, places_to_bytes
 from quern.train.checkpoint.format.folder import make_staging_folder, publish_folder, staging_path, write_file
 from quern.train.checkpoint.format.manifest import (
     MANIFEST_FILE,
@@ -32,7 +33,6 @@ from quern.train.checkpoint.format.manifest import (
     is_tensor_file,
     list_checkpoints,
 )
-from quern.train.checkpoint.format.places import PLACES_FILE, Place, elsewhere, places_to_bytes
 from quern.train.checkpoint.mirror.disk import Disk
 from quern.train.checkpoint.mirror.nodes import find_nodes, reachable_address
 from quern.train.checkpoint.mirror.peers import Peer, PeerError, ServerProcess, new_token
@@ -79,7 +79,7 @@ class Tiers:
         self._peers: dict[int, Peer] = {}
         self._holders: dict[str, int] | None = None
         """Node with a whole copy by tensor file, of the checkpoint that was found last, if they are on nodes' disks."""
-        identity, self._owner = agreement.first(lambda: self._identify(from_store))
+        identity, self._owner = agreement.broadcast_from_rank0(lambda: self._identify(from_store))
         self.run, self._stored = identity.run, set(identity.stored)
         everyone = (tuple(range(agreement.world)),)
         self._shared = self._sites = Sites(everyone, 0)
@@ -105,17 +105,17 @@ class Tiers:
         if config.local is not None:
             self.disk = Disk(os.path.join(config.local.replace("{node}", str(nodes.mine)), self.run))
             self._sites = Sites(tuple(nodes.ranks(node) for node in range(len(nodes.hosts))), nodes.mine)
-            self.agreement.own(self._open_disk if nodes.leads else lambda: None)
-        token = self.agreement.first(new_token)
+            self.agreement.all_or_raise(self._open_disk if nodes.leads else lambda: None)
+        token = self.agreement.broadcast_from_rank0(new_token)
         address = reachable_address(self.agreement, nodes)
-        self.agreement.own(lambda: self._start(token, address) if nodes.leads else None)
+        self.agreement.all_or_raise(lambda: self._start(token, address) if nodes.leads else None)
         port = None if self._replication is None else self._replication.port
         found = self.agreement.gather((address, port))
         for node in range(len(nodes.hosts)):
             host, port = found[nodes.ranks(node)[0]]
             if port is not None and node != nodes.mine:
                 self._peers[node] = Peer(host, port, token)
-        self.agreement.own(lambda: self._mirror(token))
+        self.agreement.all_or_raise(lambda: self._mirror(token))
 
     def _open_disk(self) -> None:
         assert self.disk is not None
@@ -213,7 +213,7 @@ class Tiers:
 
     def _tidy(self) -> None:
         """Remove from this node's disk the files that belong to no checkpoint; before training, which may save one."""
-        standing = self.agreement.first(lambda: {found.step for found in list_checkpoints(self.run_dir)})
+        standing = self.agreement.broadcast_from_rank0(lambda: {found.step for found in list_checkpoints(self.run_dir)})
 
         def remove() -> None:
             if self.disk is None or not self.nodes.leads:
@@ -223,7 +223,7 @@ class Tiers:
             except OSError as error:
                 log.warning("%s: not tidied (%s)", self.disk.root, describe(error))
 
-        self.agreement.patiently(remove)
+        self.agreement.all_or_raise_with_keepalive(remove)
 
     def finish(self, hurry: bool = False) -> None:
         """Upload the last checkpoint whatever its step, and wait until all files are where they go, for as long as the
@@ -235,7 +235,7 @@ class Tiers:
         if worker is not None and self.config.store is not None and self._unstored is not None:
             worker.published(self._unstored.step, self._unstored.path, store=True, mirror=False)
             self._unstored = None
-        self.agreement.patiently(lambda: None if worker is None else worker.wait(limit))
+        self.agreement.all_or_raise_with_keepalive(lambda: None if worker is None else worker.wait(limit))
         left = [] if worker is None else worker.unfinished()
         if left:
             log.warning("not moved yet: %s; the next start moves the checkpoint it goes on from", ", ".join(left))
@@ -259,7 +259,7 @@ class Tiers:
 
         The small files, and without ``checkpoint.local`` all, in its folder ``path``; the others on some node's disk.
         """
-        own, away = self.agreement.first(lambda: self._away(path, manifest))
+        own, away = self.agreement.broadcast_from_rank0(lambda: self._away(path, manifest))
         self._holders = None
         here = {name: record for name, record in manifest.files.items() if name not in away}
         there = {name: record for name, record in manifest.files.items() if name in away}
@@ -306,7 +306,7 @@ class Tiers:
             InputError: it is damaged, or gone.
             StoreError: it cannot be read.
         """
-        return self.agreement.first(lambda: self._store.manifest(step))
+        return self.agreement.broadcast_from_rank0(lambda: self._store.manifest(step))
 
     def restore(self, manifest: Manifest) -> list[Problem]:
         """Put a checkpoint that only the store has back into the run's folder, and its tensor files onto disks.
@@ -314,7 +314,7 @@ class Tiers:
         Returns what is wrong, and leaves nothing, when a file is not whole there either.
         """
         step, final = manifest.step, os.path.join(self.root, checkpoint_name(manifest.step))
-        token = self.agreement.first(lambda: make_staging_folder(final))
+        token = self.agreement.broadcast_from_rank0(lambda: make_staging_folder(final))
         staged = staging_path(final, token)
         tensors = {name: record for name, record in manifest.files.items() if is_tensor_file(name)}
         if self.disk is None:
@@ -328,7 +328,8 @@ class Tiers:
                 places = self.agreement.gather(
                     self.place(step, [name for name, site in found.holders.items() if site == self.nodes.mine])
                 )
-                self.agreement.first(lambda: write_file(os.path.join(staged, PLACES_FILE), _to_bytes(places)))
+                file = os.path.join(staged, PLACES_FILE)
+                self.agreement.broadcast_from_rank0(lambda: write_file(file, _to_bytes(places)))
 
         def end() -> None:
             if problems:
@@ -337,7 +338,7 @@ class Tiers:
             write_file(os.path.join(staged, MANIFEST_FILE), manifest.to_bytes())
             publish_folder(staged, final, token, replace=False)
 
-        self.agreement.first(end)
+        self.agreement.broadcast_from_rank0(end)
         return problems
 
     def bring(self, path: str, manifest: Manifest, needed: Collection[str]) -> str:
@@ -346,7 +347,7 @@ class Tiers:
         Raises:
             QuernError: on every rank, naming the file and every place that was tried.
         """
-        _, away = self.agreement.first(lambda: self._away(path, manifest))
+        _, away = self.agreement.broadcast_from_rank0(lambda: self._away(path, manifest))
         if not away or self.disk is None:
             return path
         folder, step = self.disk.folder(manifest.step), manifest.step
@@ -361,7 +362,7 @@ class Tiers:
             for name in mine:
                 self._bring(folder, step, name, manifest.files[name])
 
-        self.agreement.patiently(bring)
+        self.agreement.all_or_raise_with_keepalive(bring)
         return folder
 
     def _bring(self, folder: str, step: int, name: str, record: FileRecord) -> None:

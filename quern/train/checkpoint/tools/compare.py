@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from quern.errors import InputError
+from quern.train.checkpoint.format.file_locations import check_together
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, as_json
-from quern.train.checkpoint.format.places import check_together
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
 
 __all__ = ["SLICE_BYTES", "Comparison", "Fact", "TensorDifference", "compare"]

@@ -20,6 +20,7 @@ from quern.model import hf
 from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
 from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding
+from quern.train.checkpoint.format.file_locations import check_together
 from quern.train.checkpoint.format.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
@@ -28,7 +29,6 @@ from quern.train.checkpoint.format.manifest import (
     Manifest,
     read_manifest,
 )
-from quern.train.checkpoint.format.places import check_together
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.history.branch import find_checkpoint
 

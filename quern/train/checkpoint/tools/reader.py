@@ -17,6 +17,7 @@ from quern.errors import InputError
 from quern.model.config import ModelShape
 from quern.remote.retry import StoreError
 from quern.train.checkpoint.format.dcp import load_tensors, save_tensors
+from quern.train.checkpoint.format.file_locations import Place, check_together, elsewhere, in_order, read_places
 from quern.train.checkpoint.format.folder import publish_folder, staging_path
 from quern.train.checkpoint.format.manifest import (
     ENCODING_FILE,
@@ -29,7 +30,6 @@ from quern.train.checkpoint.format.manifest import (
     read_manifest,
 )
 from quern.train.checkpoint.format.metadata import read_metadata
-from quern.train.checkpoint.format.places import Place, check_together, elsewhere, in_order, read_places
 from quern.train.checkpoint.format.publish import complete_folder, read_ranks, written_by
 from quern.train.checkpoint.format.state import weight_sizes
 from quern.train.checkpoint.store.store import Store

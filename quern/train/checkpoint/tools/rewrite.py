@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from quern import storage
 from quern.errors import InputError, QuernError
+from quern.train.checkpoint.format.file_locations import check_together
 from quern.train.checkpoint.format.folder import publish_folder, staging_path
 from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord
 from quern.train.checkpoint.format.metadata import read_metadata
-from quern.train.checkpoint.format.places import check_together
 from quern.train.checkpoint.format.publish import complete_folder, written_by
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
 from quern.train.checkpoint.store.collect import check_target

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["wanted"]
+__all__ = ["needed_grads"]
 
 
-def wanted(ctx: Any, first_weight: int) -> list[bool]:
+def needed_grads(ctx: Any, first_weight: int) -> list[bool]:
     """Which gradients are needed: of the input, then of each weight.
 
     A compiled graph has one backward pass, which computes what the inputs need. ``first_weight``: the weights' place
