@@ -10,7 +10,7 @@ import socket
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,15 @@ def shared() -> Path:
     if folder is None:
         pytest.skip("the shared corpus of real pages is not beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def port() -> Iterator[int]:
+    """Of an S3 server on loopback."""
+    from support.remote import s3_server
+
+    with s3_server.serve() as port:
+        yield port
 
 
 @pytest.fixture

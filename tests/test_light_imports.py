@@ -11,14 +11,8 @@ import sys
 
 import pytest
 
-ARTICLE = (
-    "The ferry left the northern quay shortly after dawn, and the few people on deck watched the town grow small. "
-    "Nobody had expected the old engine to start, but the mechanic knew every one of its habits. "
-    "By noon the wind had turned, so the captain decided to wait behind the island until the evening. "
-    "A boy from the village brought bread, and somebody found a tin of coffee in the galley. "
-    "They talked about the harbour that was never built and the money that went with it. "
-    "When the lights of the other shore came up at last, hardly anyone wanted to go home."
-)
+from support.data_pipeline import ARTICLE
+
 PROGRAMS = {
     "sizes of a model": "import quern.model.config",
     "the order and its recipe": "import quern.mixtures.recipe",
@@ -33,6 +27,7 @@ PROGRAMS = {
     """,
     "lineage": """
         import quern.lineage.exposure, quern.lineage.steps, quern.lineage.sql.query, quern.lineage.purge.proof.verify
+        import quern.lineage.training, quern.cli.lineage.step, quern.cli.lineage.exposure
     """,
     "a layout, planned and checked": """
         from quern.model.config import ModelConfig

@@ -1,4 +1,4 @@
-"""A run with what its index answers, for the tests that break either."""
+"""Runs: with what their index answers, for the tests that break either; and with what was written, as ARGUMENTS say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quern.lineage.store import Lineage
 from support.lineage import runs
 from support.lineage.index_case import answers, open_run
 
@@ -26,3 +27,20 @@ def expected(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     shutil.copytree(pristine, copy)
     found: dict[str, Any] = answers(open_run(copy))
     return found
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> runs.Listing:
+    """What is written for the module's ARGUMENTS."""
+    return runs.listing(**request.module.ARGUMENTS)
+
+
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """In a folder that is a glob, a quotation and a partition of Hive all at once."""
+    return str(runs.write_run(tmp_path_factory.mktemp("run") / "a[b]c=1 'd\" *", **request.module.ARGUMENTS))
+
+
+@pytest.fixture(scope="module")
+def lineage(run: str) -> Lineage:
+    return Lineage(run)

@@ -18,20 +18,9 @@ from quern.data_pipeline.page.document import DOCUMENT_SCHEMA
 from quern.errors import InputError, QuernError
 from quern.lineage.sql import query as sql
 from quern.lineage.sql.query import query
-from support.lineage.runs import Listing, listing, write_listing, write_run
+from support.lineage.runs import Listing, listing, write_listing
 
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 400, "files": 3}
-
-
-@pytest.fixture(scope="module")
-def found() -> Listing:
-    return listing(**ARGUMENTS)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """In a folder that is a glob, a quotation and a partition of Hive all at once."""
-    return str(write_run(tmp_path_factory.mktemp("sql") / "a[b]c=1 'd\" *", **ARGUMENTS))
 
 
 def rows(run: str, text: str, **settings: Any) -> list[dict[str, Any]]:

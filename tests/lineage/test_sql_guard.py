@@ -15,23 +15,12 @@ from quern.errors import InputError, QuernError
 from quern.lineage.sql import query as sql
 from quern.lineage.sql.guard import check
 from quern.lineage.sql.query import query
-from support.lineage.runs import Listing, listing, write_listing, write_run
+from support.lineage.runs import Listing, write_listing
 from support.named_cases import each
 
 pytestmark = pytest.mark.slow
 
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 60, "files": 2}
-
-
-@pytest.fixture(scope="module")
-def found() -> Listing:
-    return listing(**ARGUMENTS)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """In a folder that is a glob, a quotation and a partition of Hive all at once."""
-    return str(write_run(tmp_path_factory.mktemp("sql") / "a[b]c=1 'd\" *", **ARGUMENTS))
 
 
 def digest(folder: str) -> dict[str, str]:

@@ -12,20 +12,9 @@ from quern.errors import InputError
 from quern.lineage.sql.query import query
 from quern.mixtures.order import Order, Phase
 from quern.train.history.ledger import Ledger
-from support.lineage.runs import Listing, listing, write_listing, write_run
+from support.lineage.runs import Listing, write_listing
 
 ARGUMENTS: dict[str, Any] = {"seed": 3, "documents": 400, "files": 3}
-
-
-@pytest.fixture(scope="module")
-def found() -> Listing:
-    return listing(**ARGUMENTS)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """In a folder that is a glob, a quotation and a partition of Hive all at once."""
-    return str(write_run(tmp_path_factory.mktemp("sql") / "a[b]c=1 'd\" *", **ARGUMENTS))
 
 
 def consumer(folder: Path | str) -> str:

@@ -15,21 +15,11 @@ from quern.data_pipeline.stages.quality import QualityConfig
 from quern.lineage import trace as module
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_document, trace
-from support.lineage.runs import MEASURES, Listing, listing, places, write_listing, write_run
+from support.lineage.runs import MEASURES, Listing, listing, places, write_listing
 
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
 
 Lives = dict[bytes, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def found() -> Listing:
-    return listing(**ARGUMENTS)
-
-
-@pytest.fixture(scope="module")
-def lineage(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
-    return Lineage(str(write_run(tmp_path_factory.mktemp("trace") / "run", **ARGUMENTS)))
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,10 @@ from quern.data_pipeline.page.url import canonicalize, host
 from quern.errors import InputError
 from quern.lineage.store import Lineage
 from quern.lineage.trace import find_at, find_document, find_url, summaries
-from support.lineage.runs import Listing, listing, places, write_run
+from support.lineage.runs import Listing, places
 from support.named_cases import each
 
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
-
-
-@pytest.fixture(scope="module")
-def found() -> Listing:
-    return listing(**ARGUMENTS)
-
-
-@pytest.fixture(scope="module")
-def lineage(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
-    return Lineage(str(write_run(tmp_path_factory.mktemp("trace") / "run", **ARGUMENTS)))
 
 
 def test_any_spelling_of_a_url_finds_its_documents(lineage: Lineage, found: Listing) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,15 +248,6 @@ def test_a_data_run_that_has_moved_is_found_where_the_config_says(tmp_path: Path
     run = TrainingRun(str(folder))
     assert run.unknown() == {}
     assert run.find_stream(ids[0])[0].run == str(moved)
-
-
-@pytest.mark.slow
-def test_no_torch_and_no_ray() -> None:
-    program = (
-        "import sys, quern.lineage.training, quern.lineage.steps, quern.lineage.exposure, quern.cli.lineage.step, "
-        "quern.cli.lineage.exposure; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_line_ends_are_counted_in_bytes(tmp_path: Path) -> None:

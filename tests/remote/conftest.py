@@ -12,12 +12,6 @@ from quern.remote import Backoff, Objects
 from support.remote import s3_server
 
 
-@pytest.fixture(scope="session")
-def port() -> Iterator[int]:
-    with s3_server.serve() as port:
-        yield port
-
-
 @pytest.fixture
 def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
     """An empty bucket behind a proxy; this process's S3 clients talk to the proxy, and lose patience in seconds."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from support.programs import python
+from support.remote import s3_server
 
 
 @pytest.fixture
 def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that quern starts, such as the one that moves checkpoints, are forked."""
     monkeypatch.setattr(sys, "executable", python())
+
+
+@pytest.fixture
+def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
+    """An empty bucket behind a proxy that breaks things; this process's S3 clients talk to the proxy."""
+    with s3_server.bucket(port) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server

@@ -67,16 +67,6 @@ def rewrite(path: str, name: str, data: bytes) -> None:
     file.write_text(json.dumps(manifest))
 
 
-class Bomb:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
-
-
 # ---- what is saved is what is loaded
 
 
@@ -384,7 +374,7 @@ def test_no_file_of_a_refused_checkpoint_is_hashed(tmp_path, monkeypatch):
 def test_a_foreign_pickle_as_metadata_is_refused_and_does_not_run(tmp_path, wrap):
     (path,) = save(tmp_path / "run", 5)
     marker = tmp_path / "marker"
-    payload = pickle.dumps(wrap(Bomb(marker)))
+    payload = pickle.dumps(wrap(CASE.Bomb(marker)))
     rewrite(path, ".metadata", payload)
     with manager(tmp_path / "run") as checkpoints:
         assert checkpoints.latest_valid() is not None  # its checksums are right: only the reader stands in the way
@@ -478,7 +468,7 @@ def test_objects_in_a_tensor_file_are_refused_and_do_not_run(tmp_path):
     (path,) = save(tmp_path / "run", 5)
     marker = tmp_path / "marker"
     payload = io.BytesIO()
-    torch.save(Bomb(marker), payload)
+    torch.save(CASE.Bomb(marker), payload)
     data = payload.getvalue()
 
     def point(metadata):

@@ -340,20 +340,12 @@ def test_config_keys_that_differ_are_listed_with_both_values(tmp_path):
 # ---- what is wrong is named
 
 
-class Bomb:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
-
-
 def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
     a = save(tmp_path / "x", 3)
     b = Path(save(tmp_path / "y", 3))
     tensor_file = b / "__0_0.distcp"
     whole = tensor_file.read_bytes()
-    sign(b, dot_metadata=pickle.dumps(Bomb(tmp_path / "marker")))
+    sign(b, dot_metadata=pickle.dumps(CASE.Bomb(tmp_path / "marker")))
     with pytest.raises(InputError, match=r"y/.*\.metadata: names (posix|os)\.system"):
         compare(a, str(b))
     assert not (tmp_path / "marker").exists()
@@ -372,7 +364,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "record",
-    [{"a": 1}, torch.zeros(5), torch.zeros(2, 3), torch.zeros(6, dtype=torch.float64), Bomb, None],
+    [{"a": 1}, torch.zeros(5), torch.zeros(2, 3), torch.zeros(6, dtype=torch.float64), CASE.Bomb, None],
 )
 def test_a_record_that_is_not_the_tensor_described_is_named(tmp_path, record):
     path = Path(write(tmp_path / "a", weights(1)))
@@ -380,7 +372,7 @@ def test_a_record_that_is_not_the_tensor_described_is_named(tmp_path, record):
     data = file.read_bytes()
     index = MetadataIndex("model.norm.weight", torch.Size([0]))
     stream = io.BytesIO()
-    torch.save(Bomb(tmp_path / "marker") if record is Bomb else record, stream)
+    torch.save(CASE.Bomb(tmp_path / "marker") if record is CASE.Bomb else record, stream)
     forged = b"no zip" if record is None else stream.getvalue()
     # the record is put at the end of the file, and the metadata led to it
     metadata = pickle.loads((path / ".metadata").read_bytes())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -208,11 +206,3 @@ def test_files_are_compared_by_presence_size_and_hash(tmp_path):
     assert check_files(folder, this, hashes=True, mine=lambda name: name == ".metadata") == []
     (tmp_path / "c").mkdir()
     assert str(check_files(folder, this, hashes=True)[2]) == f"{folder}/c: not a file"
-
-
-@pytest.mark.slow
-def test_reading_manifests_needs_no_torch():
-    code = (
-        "import sys, quern.train.checkpoint.format.manifest; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -27,7 +27,7 @@ import pytest
 
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
-from quern.train.checkpoint.format.manifest import EncodingInfo, FileRecord, Manifest
+from quern.train.checkpoint.format.manifest import FileRecord
 from quern.train.checkpoint.store import pieces
 from quern.train.checkpoint.store.errors import IncompleteError
 from quern.train.checkpoint.store.store import Store
@@ -36,9 +36,9 @@ from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader, Waiting
 from quern.train.processes.spawn import spawn
 from support.programs import python
-from support.remote import s3_server
 from support.remote.s3_server import Fault
-from support.train import checkpoint_case as case
+from support.train import tier_case
+from support.train.tier_case import record
 
 pytestmark = pytest.mark.slow
 
@@ -53,21 +53,12 @@ def content(size: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def record(data: bytes) -> FileRecord:
-    return FileRecord(hashlib.sha256(data).hexdigest(), len(data))
-
-
 def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, bytes]:
     """Writes a checkpoint's files; the manifest is among them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: content(size, step + place) for place, (name, size) in enumerate(sizes.items())}
-    sha = "0123456789abcdef" * 4
-    files["manifest.json"] = Manifest(
-        step=step, data_step=step, tokens=1, model=case.shape(), layout={}, precision="bf16", order="ab",
-        ledger_offset=7, corpus_versions={}, corpus_fingerprint="f", encoding=EncodingInfo("gpt2", 127, 50, sha),
-        config_digest="c", optimizer=True, scalars={}, written_by={},
-        files={name: record(data) for name, data in files.items()},
-    ).to_bytes()  # fmt: skip
+    recorded = {name: record(data) for name, data in files.items()}
+    files["manifest.json"] = tier_case.manifest(step, recorded).to_bytes()
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return files
@@ -75,20 +66,6 @@ def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, byte
 
 def records(files: dict[str, bytes], *, last: bool = False) -> dict[str, FileRecord]:
     return {name: record(data) for name, data in files.items() if (name == "manifest.json") == last}
-
-
-@pytest.fixture(scope="module")
-def port():
-    with s3_server.serve() as port:
-        yield port
-
-
-@pytest.fixture
-def server(port, monkeypatch):
-    with s3_server.bucket(port) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 @pytest.fixture

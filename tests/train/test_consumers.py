@@ -100,11 +100,6 @@ def test_lines_of_trainers_that_start_at_once_stay_whole(tmp_path: Path) -> None
         assert [c.order for c in found if c.train_run == f"/run{n}"] == ["ab" * m for m in range(100)]
 
 
-def test_reading_consumers_needs_no_torch() -> None:
-    program = "import sys, quern.train.history.consumers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 @pytest.mark.slow
 def test_a_trainer_says_where_its_tokens_are_how_it_deals_them_and_to_whom_it_listens(tmp_path: Path) -> None:
     paths = case.write_corpus(tmp_path / "data")

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,20 +59,6 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return run_case.write_corpus(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with s3_server.serve() as port:
-        yield port
-
-
-@pytest.fixture
-def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
-    with s3_server.bucket(port) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 @pytest.fixture(autouse=True)

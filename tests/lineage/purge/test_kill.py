@@ -151,12 +151,6 @@ def test_killed_at_any_time(source: Path, tmp_path: Path, mode: str) -> None:
 # ---- on a store
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with s3_server.serve() as port:
-        yield port
-
-
 @pytest.fixture
 def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
     with s3_server.bucket(port) as server:

@@ -23,12 +23,6 @@ from support.remote import s3_server
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with s3_server.serve() as port:
-        yield port
-
-
 @pytest.fixture
 def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Server]:
     monkeypatch.setattr(sys.modules[Objects.__module__], "Backoff", partial(Backoff, base_s=0.05, cap_s=0.5))

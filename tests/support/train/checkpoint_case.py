@@ -6,6 +6,7 @@ The numbers come from a keyed NumPy stream, not from anything in quern.
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,13 @@ def differences(state: TrainState, key: int, *, stage: bool = False) -> list[str
         if float(slots["step"]) != key:
             wrong.append(f"step/{name}")
     return wrong + sorted(seen - set(sizes(of)) if stage else set(sizes(of)) ^ seen)
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)

@@ -19,6 +19,10 @@ TENSORS = {f"__{rank}_{n}.distcp" for rank in range(4) for n in range(2)}
 MINE = {name for name in TENSORS if name[2] in "01"}
 
 
+def record(data: bytes) -> FileRecord:
+    return FileRecord(hashlib.sha256(data).hexdigest(), len(data))
+
+
 def manifest(step: int, files: Mapping[str, FileRecord], **changes: Any) -> Manifest:
     """One of a small run that names ``files``."""
     fields: dict[str, Any] = {
@@ -47,7 +51,7 @@ def checkpoint(root: Path, step: int, tensors: Path | None = None) -> str:
         into = folder if tensors is None or name in SMALL else tensors / f"step_{step:08d}"
         into.mkdir(parents=True, exist_ok=True)
         (into / name).write_bytes(data)
-        files[name] = FileRecord(hashlib.sha256(data).hexdigest(), len(data))
+        files[name] = record(data)
     (folder / "manifest.json").write_bytes(manifest(step, files).to_bytes())
     if tensors is not None:
         plain = '{"schema": 1, "nodes": [{"host": "h0", "folder": "%s", "files": [%s]}]}'
@@ -61,9 +65,9 @@ def check(asked, step: int, folder: str, names: set[str], last: set[str] = froze
     assert (found_step, found_folder) == (step, folder)
     assert set(files) == names
     assert set(found_last or {}) == last
-    for name, record in {**files, **(found_last or {})}.items():
+    for name, found in {**files, **(found_last or {})}.items():
         data = Path(folder, name).read_bytes()
-        assert record == FileRecord(hashlib.sha256(data).hexdigest(), len(data)), name
+        assert found == record(data), name
 
 
 class Mover:
