@@ -13,16 +13,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from quern.cli.checkpoint import app
 from quern.train.checkpoint.format.manifest import FileRecord, Manifest
 from quern.train.checkpoint.store import stored
+from support import checkpoint_commands
 from support.train import checkpoint_case as CASE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,21 +104,12 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def invoke(*arguments: Any, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["fetch", *(str(argument) for argument in arguments)])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+invoke = partial(checkpoint_commands.invoke, "fetch")
 
 
 @pytest.fixture
-def as_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def get(*arguments: Any) -> Any:
-        capfd.readouterr()
-        invoke(*arguments, "--json")
-        return json.loads(capfd.readouterr().out)
-
-    return get
+def as_json(as_json: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(as_json, "fetch")
 
 
 def held(folder: Path) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,8 @@ Shown = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def shown(run: str, capfd: pytest.CaptureFixture[str]) -> Shown:
-    """The JSON that the command writes to file descriptor 1."""
-
-    def read(*arguments: str) -> dict[str, Any]:
-        capfd.readouterr()
-        result = call(run, *arguments, "--json")
-        assert result.exit_code == 0, result.output
-        return dict(json.loads(capfd.readouterr().out))
-
-    return read
+def shown(run: str, json_of: Callable[..., Any]) -> Shown:
+    return partial(json_of, call, run)
 
 
 def test_a_hostile_page_is_shown_without_moving_the_cursor(run: str, found: Listing) -> None:

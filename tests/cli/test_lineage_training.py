@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,9 @@ def call(*arguments: object, code: int = 0) -> Any:
 
 
 @pytest.fixture
-def answer(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def answer(json_of: Callable[..., Any]) -> Callable[..., Any]:
     """What a command says as JSON, and nothing else on stdout."""
-
-    def told(*arguments: object) -> Any:
-        capfd.readouterr()
-        call(*arguments, "--json")
-        return json.loads(capfd.readouterr().out)
-
-    return told
+    return partial(json_of, call)
 
 
 class Trained:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,8 @@ Shown = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def shown(config: Path, capfd: pytest.CaptureFixture[str]) -> Shown:
-    """The JSON that the command writes to file descriptor 1."""
-
-    def run(*arguments: str) -> dict[str, Any]:
-        capfd.readouterr()
-        result = show(config, *arguments, "--json")
-        assert result.exit_code == 0, result.output
-        return dict(json.loads(capfd.readouterr().out))
-
-    return run
+def shown(config: Path, json_of: Callable[..., Any]) -> Shown:
+    return partial(json_of, show, config)
 
 
 def test_the_plan_as_json(shown: Shown, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +29,7 @@ from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.config import OptimizerConfig
 from quern.train.step.optimizer import build_optimizer, step
+from support.distributed.tensor_case import local, ratio
 from support.distributed.watch import Collectives
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, MAX_NORM = 3, 12, 10, 0.05
@@ -122,12 +123,6 @@ def finish(outcome: Outcome, model: torch.nn.Module, optimizer: torch.optim.Opti
     return outcome
 
 
-def local(tensor: Any) -> torch.Tensor:
-    """What this rank holds; the parts are put together by :func:`assembled`, not by the code under test."""
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
-
-
 def assembled(case: Case, by_rank: list[Outcome]) -> Outcome:
     """Whole tensors from every rank's rows; replicas must hold the same bits, as must losses and norms."""
     for outcome in by_rank[1:]:
@@ -215,14 +210,6 @@ def ratios(expected: Outcome, found: Outcome) -> dict[str, tuple[float, str]]:
         assert a.keys() == b.keys()
         tables[kind] = [(name, a[name], b[name]) for name in a]
     return {kind: max((ratio(a, b, name), name) for name, a, b in table) for kind, table in tables.items()}
-
-
-def ratio(expected: torch.Tensor, found: torch.Tensor, name: str) -> float:
-    assert (expected.dtype, expected.shape) == (found.dtype, found.shape), name
-    difference, scale = (expected - found).abs().max().item(), expected.abs().max().item()
-    if difference == 0:
-        return 0.0
-    return difference / scale if scale and difference == difference else float("inf")
 
 
 def layouts(world: int) -> list[tuple[int, int, bool | int]]:

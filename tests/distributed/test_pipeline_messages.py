@@ -19,7 +19,6 @@ from quern.parallel.planning.schedules import SCHEDULES
 
 SEQ_LEN = 8
 SHAPE = ModelConfig(num_layers=8, dim=8, num_heads=2, vocab_multiple=8).shape(20)
-TORCHS_LOG = "torch.distributed.pipelining"
 
 
 def build(schedule: str, mesh: Mesh, stages_per_rank: int | None = None) -> Parallel:

@@ -30,26 +30,29 @@ def made_up_texts(count: int, seed: int) -> list[str]:
     ]
 
 
-def test_ids_are_those_of_the_trained_tokenizer(tmp_path: Path) -> None:
+def check_ids(path: Path, texts: list[str], held_out: list[str], vocab_size: int) -> None:
+    """Against what the library trains on the same texts, without our end of text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    texts, held_out = made_up_texts(200, 1), [*made_up_texts(50, 2), "aaaa  bb\n\n c'll <|endoftext|> ☃ 12345"]
-    path = tmp_path / "own.tiktoken"
-    path.write_bytes(train_ranks(texts, 600))
+    path.write_bytes(train_ranks(texts, vocab_size))
     theirs = Tokenizer(models.BPE())
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=599, min_frequency=2, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-        ),
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, min_frequency=2, show_progress=False, initial_alphabet=alphabet
     )
+    theirs.train_from_iterator(texts, trainer)
     ours = load_encoding("trained", str(path))
-    assert ours.vocab_size == 600
-    assert ours.eot_id == 599 == theirs.get_vocab_size()
+    assert ours.vocab_size == vocab_size
+    assert ours.eot_id == vocab_size - 1 == theirs.get_vocab_size()
     for text in held_out:
         assert ours.encode(text).tolist() == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)) == text
+
+
+def test_ids_are_those_of_the_trained_tokenizer(tmp_path: Path) -> None:
+    held_out = [*made_up_texts(50, 2), "aaaa  bb\n\n c'll <|endoftext|> ☃ 12345"]
+    check_ids(tmp_path / "own.tiktoken", made_up_texts(200, 1), held_out, 600)
 
 
 @pytest.mark.long
@@ -58,20 +61,9 @@ def test_ids_on_real_text_are_those_of_the_trained_tokenizer(shared: Path, tmp_p
     import gzip
     import json
 
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     with gzip.open(shared / "data" / "text" / "multilingual.jsonl.gz", "rt") as lines:
         texts = [json.loads(line)["text"][:2_000] for line in lines]
-    path = tmp_path / "own.tiktoken"
-    path.write_bytes(train_ranks(texts[::2], 4_000))
-    theirs = Tokenizer(models.BPE())
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=3_999, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
-    theirs.train_from_iterator(texts[::2], trainer)
-    ours = load_encoding("trained", str(path))
-    for text in texts[1::2]:
-        assert ours.encode(text).tolist() == theirs.encode(text).ids
+    check_ids(tmp_path / "own.tiktoken", texts[::2], texts[1::2], 4_000)
 
 
 @pytest.mark.slow

@@ -667,6 +667,12 @@ def reset(port: int, data: bytes) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
 
+def trickle(sock: socket.socket, stop: threading.Event) -> None:
+    with contextlib.suppress(OSError):
+        while not stop.wait(0.02):
+            sock.send(b"x")
+
+
 class Slots(threading.BoundedSemaphore):
     """Places that count how often one was taken."""
 
@@ -696,13 +702,8 @@ def test_a_slow_client_holds_its_place_no_longer_than_the_timeout(node, what):
     with socket.create_connection(("127.0.0.1", there.port), timeout=120) as sock:
         sock.sendall(parts[what])
 
-        def trickle() -> None:
-            with contextlib.suppress(OSError):
-                while not stop.wait(0.02):
-                    sock.send(b"x")
-
         if what.startswith("trickled"):
-            threading.Thread(target=trickle, daemon=True).start()
+            threading.Thread(target=trickle, args=(sock, stop), daemon=True).start()
         try:
             until(lambda: there.server._slots.taken > 0)
             until(lambda: raw(there.port, head("GET", "/")).startswith(b"HTTP/1.1 200"))
@@ -722,13 +723,8 @@ def test_a_head_that_does_not_come_is_not_waited_for_beyond_the_timeout(node, wh
     with socket.create_connection(("127.0.0.1", there.port), timeout=120) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nX: " if what == "trickled head" else what.encode())
 
-        def trickle() -> None:
-            with contextlib.suppress(OSError):
-                while not stop.wait(0.02):
-                    sock.send(b"x")
-
         if what == "trickled head":
-            threading.Thread(target=trickle, daemon=True).start()
+            threading.Thread(target=trickle, args=(sock, stop), daemon=True).start()
         try:
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
