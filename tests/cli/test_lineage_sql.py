@@ -39,13 +39,6 @@ def call(run: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, [run, *arguments])
 
 
-def read_json(capfd: pytest.CaptureFixture[str], run: str, *arguments: str) -> dict[str, Any]:
-    capfd.readouterr()
-    result = call(run, *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return dict(json.loads(capfd.readouterr().out))
-
-
 def test_rows_are_a_table(run: str) -> None:
     result = call(run, "SELECT source, count(*) AS pages FROM verdicts GROUP BY source ORDER BY source")
     assert [line.split() for line in result.stdout.splitlines()] == [["source", "pages"], ["text", "40"], ["web", "40"]]
@@ -67,9 +60,9 @@ def test_hostile_texts_are_one_line_that_moves_no_cursor(run: str) -> None:
     assert max(map(len, lines)) < 2000
 
 
-def test_json_is_one_document(run: str, capfd: pytest.CaptureFixture[str]) -> None:
-    got = read_json(
-        capfd, run,
+def test_json_is_one_document(run: str, json_of: Callable[..., Any]) -> None:
+    got = json_of(
+        call, run,
         "SELECT 1 AS a, 2.50::DECIMAL(5, 2) AS b, 'nan'::DOUBLE AS c, NULL AS d, "
         "TIMESTAMPTZ '2024-01-02 03:04:05Z' AS e, DATE '2024-01-02' AS f, 'x'::BLOB AS g, [1, 2] AS h, "
         "{'k': 'v'} AS i, MAP {1: 'x'} AS j, chr(27) AS k, 3 AS a, INTERVAL 1 DAY AS l, "
@@ -88,18 +81,16 @@ def test_json_is_one_document(run: str, capfd: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_the_limit_is_said_and_can_be_lifted(run: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_limit_is_said_and_can_be_lifted(run: str, json_of: Callable[..., Any]) -> None:
     result = call(run, "SELECT doc_id FROM verdicts", "--limit", "3")
     assert len(result.stdout.splitlines()) == 4
     assert result.stderr == "3 rows; there are more (--limit 0 prints all)\n"
-    assert len(read_json(capfd, run, "FROM range(3000)")["rows"]) == 1000
-    assert len(read_json(capfd, run, "FROM range(3000)", "--limit", "0")["rows"]) == 3000
-    assert read_json(capfd, run, "FROM range(3000)", "--limit", "2")["truncated"] is True
+    assert len(json_of(call, run, "FROM range(3000)")["rows"]) == 1000
+    assert len(json_of(call, run, "FROM range(3000)", "--limit", "0")["rows"]) == 3000
+    assert json_of(call, run, "FROM range(3000)", "--limit", "2")["truncated"] is True
 
 
-def test_memory_and_threads_are_options(
-    run: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_and_threads_are_options(run: str, json_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     connect = duckdb.connect
 
@@ -113,7 +104,7 @@ def test_memory_and_threads_are_options(
 
     monkeypatch.setattr(duckdb, "connect", heard)
     monkeypatch.setattr(lineage_sql, "in_child", here)
-    assert read_json(capfd, run, "SELECT 1 AS a", "--memory-gb", "0.5", "--threads", "3")["rows"] == [{"a": 1}]
+    assert json_of(call, run, "SELECT 1 AS a", "--memory-gb", "0.5", "--threads", "3")["rows"] == [{"a": 1}]
     assert given == [(500_000_000, 3), ("500000000B", "3")]
 
 
@@ -176,9 +167,9 @@ def test_errors_are_one_safe_line(run: str, statement: str, message: str) -> Non
     assert result.stdout == ""
 
 
-def test_a_training_run_that_is_gone_is_said_on_stderr(run: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_training_run_that_is_gone_is_said_on_stderr(run: str, json_of: Callable[..., Any]) -> None:
     line = {"time": "t", "train_run": "/gone/\x1b[31m\nnote: fine", "order": "o", "identities": []}
     (Path(run) / "consumers.jsonl").write_text(json.dumps(line) + "\n")
-    assert read_json(capfd, run, "FROM steps")["rows"] == []
+    assert json_of(call, run, "FROM steps")["rows"] == []
     result = call(run, "FROM steps")
     assert "note: /gone/\\x1b[31m\\nnote: fine: expected a training run" in result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -88,14 +89,24 @@ def test_what_was_not_done_is_found(made: P.Case, tmp_path: Path) -> None:
 def test_a_span_that_is_not_marked(case: P.Case) -> None:
     doc_id = case.placed[3]
     _, spans, number, _ = spot(case, doc_id)
-    table = pq.read_table(spans)
-    rows = table.to_pylist()
-    rows[number]["purged"] = False
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), spans)
+    altered(spans, number, purged=False)
     relist(case)
     found = failed(case)
     assert found["tokens"] == [(below(case, spans), number, doc_id.hex())]
     assert {name for name, _, _ in found["files"]} == {below(case, spans), _manifest(case, spans)}
+
+
+def altered(path: Path, number: int, **more: Any) -> None:
+    """Write other fields into one row of a table."""
+    row_group, fields = more.pop("row_group", None), more
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[number] |= fields
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path, row_group_size=row_group)
+
+
+def row_of(path: Path, doc_id: bytes) -> int:
+    return pq.read_table(path)["doc_id"].to_pylist().index(doc_id)
 
 
 def _manifest(case: P.Case, spans: Path) -> str:
@@ -153,12 +164,7 @@ def test_a_document_with_a_purged_text_that_was_not_condemned(case: P.Case) -> N
     assert case.row_of[gone]["post_filter_hash"]
     name = case.row_of[own]["file"]
     path = case.run / "verdicts" / name
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    for row in rows:
-        if row["doc_id"] == own:
-            row["post_filter_hash"] = case.row_of[gone]["post_filter_hash"]
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    altered(path, row_of(path, own), post_filter_hash=case.row_of[gone]["post_filter_hash"])
     _, spans, number, _ = spot(case, own)
     found = failed(case)
     assert found["tokens"] == [(below(case, spans), number, own.hex())]
@@ -169,13 +175,8 @@ def test_a_document_under_a_purged_url_that_was_not_condemned(case: P.Case) -> N
     gone = next(doc_id for doc_id in case.condemned if case.row_of[doc_id]["canonical_url"])
     own = kept(case)[7]
     path = case.run / "verdicts" / case.row_of[own]["file"]
-    table = pq.read_table(path)
-    rows = table.to_pylist()
     scheme, _, rest = case.row_of[gone]["canonical_url"].partition("://")
-    for row in rows:
-        if row["doc_id"] == own:
-            row["canonical_url"] = f"{'https' if scheme == 'http' else 'http'}://{rest}"
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    altered(path, row_of(path, own), canonical_url=f"{'https' if scheme == 'http' else 'http'}://{rest}")
     _, spans, number, _ = spot(case, own)
     assert failed(case)["tokens"] == [(below(case, spans), number, own.hex())]
 
@@ -218,11 +219,8 @@ def test_a_text_put_back(case: P.Case, column: str) -> None:
     doc_id = next(own for own in case.condemned if own in case.listing.texts)
     name = case.row_of[doc_id]["file"]
     path = case.run / "documents" / name
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    (number,) = [at for at, row in enumerate(rows) if row["doc_id"] == doc_id]
-    rows[number][column] = "some text"
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path, row_group_size=P.runs.ROW_GROUP)
+    number = row_of(path, doc_id)
+    altered(path, number, **{column: "some text"}, row_group=P.runs.ROW_GROUP)
     found = failed(case)
     assert found["documents"] == [(f"documents/{name}", number, doc_id.hex())]
     assert found["files"] == [(f"documents/{name}", None, None)]
@@ -233,11 +231,8 @@ def test_the_text_in_another_row(case: P.Case) -> None:
     own = next(doc_id for doc_id in kept(case))
     name = case.row_of[own]["file"]
     path = case.run / "documents" / name
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    (number,) = [at for at, row in enumerate(rows) if row["doc_id"] == own]
-    rows[number]["extracted"] = case.listing.texts[gone]
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    number = row_of(path, own)
+    altered(path, number, extracted=case.listing.texts[gone])
     assert "documents" not in failed(case)
     assert failed(case, deep=True)["documents"] == [(f"documents/{name}", number, own.hex())]
 

@@ -270,23 +270,12 @@ def _place(found: Listing, kept: list[dict[str, Any]], sources: tuple[str, ...],
             found.spans[stream] = rows
 
 
-def write_run(
-    folder: Path,
-    *,
-    seed: int = 0,
-    documents: int = 500,
-    files: int = 4,
-    sources: tuple[str, ...] = ("web", "text"),
-    shard_tokens: int = 4096,
-    vocab_size: int = 1000,
-) -> Path:
+def write_run(folder: Path, *, seed: int = 0, vocab_size: int = 1000, **more: Any) -> Path:
     """Write a complete data run to ``folder`` and return it: verdicts, documents, duplicates, tokens, ``run.json``.
 
-    ``files``: partitions of each source. Documents whose spans are purged keep their tokens.
+    ``more``: arguments of :func:`listing`. Documents whose spans are purged keep their tokens.
     """
-    found = listing(
-        seed=seed, documents=documents, files=files, sources=sources, shard_tokens=shard_tokens, vocab_size=vocab_size
-    )
+    found = listing(seed=seed, vocab_size=vocab_size, **more)
     write_listing(folder, found, identity=f"run{seed:05d}", vocab_size=vocab_size)
     return folder
 
