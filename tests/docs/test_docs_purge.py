@@ -10,25 +10,20 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from quern.cli import main
-from quern.data_pipeline.execution.engine import InProcess
-from quern.data_run import run as data_run
 from quern.demo.warc import Response, warc_file
+from support.data_pipeline import in_process
+from support.documents import ROOT, blocks, commands
 from support.programs import python
 
 pytestmark = [pytest.mark.shared, pytest.mark.long]
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "purge.md").read_text()
-BLOCK = re.compile(r"^```(sh|yaml)(?: (\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SITE = "https://quiz.example.net/sums"
 ITEMS, PAGES = 9, 6
 """Items of the benchmark on each of so many pages."""
@@ -48,11 +43,6 @@ def planted(benchmark: Path) -> bytes:
         pages.append(Response(f"{SITE}/week-{number + 1}", "2024-03-01T00:00:00Z", text.encode()))
     pages.append(Response("https://copies.example.org/a", "2024-03-02T00:00:00Z", pages[0].payload))
     return gzip.decompress(warc_file("planted.warc.gz", pages, seed=0)[0])  # no byte of it is a compressor's choice
-
-
-@contextmanager
-def alone(*_: Any) -> Iterator[Any]:
-    yield InProcess()
 
 
 class Shell:
@@ -92,16 +82,15 @@ def shell(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
     (folder / "warc" / "planted.warc").write_bytes(planted(folder / "gsm8k_test.jsonl"))
     (folder / "configs").symlink_to(ROOT / "configs")
     shell = Shell()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, in_process.engine():
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setattr(data_run, "open_engine", alone)
-        for language, name, text in BLOCK.findall(PAGE):
-            if language == "yaml":
-                Path(name).write_text(text)
-            else:
-                for line in text.replace("\\\n", " ").splitlines():
-                    shell.run(line)
+        for block in blocks(ROOT / "docs" / "purge.md"):
+            if block.language == "yaml":
+                Path(block.name).write_text(block.text)
+            elif block.language == "sh":
+                for command in commands(block):
+                    shell.run(command.line)
         yield shell
 
 
