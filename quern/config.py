@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 
 __all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "parse_yaml", "show"]
 
@@ -177,7 +177,7 @@ def load_config(
 def _one_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-    return where + str(getattr(error, "problem", None) or " ".join(str(error).split()))
+    return where + str(getattr(error, "problem", None) or one_line(error))
 
 
 def _set(tree: Any, dotted: str, value: Any) -> None:

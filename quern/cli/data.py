@@ -13,9 +13,9 @@ from quern.cli.output import (
     ended_by_signals,
     err_console,
     json_stdout,
-    one_line,
     out_console,
     plain,
+    plain_line,
     reports_errors,
 )
 from quern.config import dump_yaml, load_config
@@ -69,7 +69,7 @@ def run(
 
 
 def _tell(line: str) -> None:
-    err_console().print(one_line(line), markup=False, soft_wrap=True)
+    err_console().print(plain_line(line), markup=False, soft_wrap=True)
 
 
 def _print_summary(run_dir: str, stats: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def status(
             emit(found)
             if not json:
                 for line in run_status.describe(run_dir, found):
-                    print(one_line(line))
+                    print(plain_line(line))
             if watch is None or found["status"] != "running":
                 return
             time.sleep(watch)

@@ -21,7 +21,14 @@ from quern.errors import STDOUT, InputError, QuernError, ended_by, of_stdout
 from quern.train.processes.launch import ending_signals, leave_lost_terminal
 
 __all__ = [
-    "JSON", "ended_by_signals", "err_console", "json_stdout", "one_line", "out_console", "plain", "reports_errors",
+    "JSON",
+    "ended_by_signals",
+    "err_console",
+    "json_stdout",
+    "out_console",
+    "plain",
+    "plain_line",
+    "reports_errors",
 ]  # fmt: skip
 
 #: Controls but tab and newline, what turns the direction of writing, and halves of characters, which no output takes.
@@ -45,7 +52,7 @@ def plain(text: str) -> str:
     return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
-def one_line(text: str, chars: int | None = None) -> str:
+def plain_line(text: str, chars: int | None = None) -> str:
     """:func:`plain`, in one line, and of at most ``chars`` characters of the text."""
     cut = text if chars is None or len(text) <= chars else f"{text[:chars]}…"
     return plain(cut.replace("\n", "\\n").replace("\t", "\\t"))
@@ -61,13 +68,13 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except QuernError as error:
             # a bad input is one line, whatever it quotes; of a failed run there may be more to say
-            told = one_line(str(error)) if isinstance(error, InputError) else plain(str(error))
+            told = plain_line(str(error)) if isinstance(error, InputError) else plain(str(error))
             print(f"error: {told}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
             if error.filename in (None, STDOUT):
                 raise
-            print(f"error: {one_line(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+            print(f"error: {plain_line(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
             raise typer.Exit(QuernError.exit_code) from None
         except KeyboardInterrupt:
             how, code = (f"ended by {ended_by[0]}", 3) if ended_by else ("interrupted", 130)  # 3: as of training

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quern.cli.output import JSON, json_stdout, one_line, out_console, reports_errors
+from quern.cli.output import JSON, json_stdout, out_console, plain_line, reports_errors
 from quern.errors import InputError
 from quern.words import counted
 
@@ -103,4 +103,4 @@ def _format(name: str) -> Any:
 
 def _print(name: str, value: str | None) -> None:
     if value is not None:
-        out_console().print(f"{name:<10}{one_line(value)}", markup=False)
+        out_console().print(f"{name:<10}{plain_line(value)}", markup=False)

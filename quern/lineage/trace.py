@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import content_hash
@@ -20,6 +19,7 @@ from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
 from quern.lineage.limits import limits
 from quern.lineage.store import Lineage, Stream
+from quern.storage.parquet import Table, open_table
 from quern.tokenize.encoding import load_encoding
 from quern.train.history.consumers import read_consumers
 
@@ -353,23 +353,17 @@ def _stored_text(run: str, row: Mapping[str, Any]) -> str | None:
     path = os.path.join(run, "documents", row["file"])
     if row["post_filter_hash"] is None or not os.path.exists(path):
         return None
-    try:
-        table = pq.ParquetFile(path)
-        missing = [name for name in ("doc_id", "text") if name not in table.schema_arrow.names]
-        if missing:
-            raise InputError(f"{path}: has no column {missing[0]!r}")
+    with open_table(path, ("doc_id", "text")) as table:
         for group in range(table.num_row_groups):
-            ids = table.read_row_group(group, columns=["doc_id"], use_threads=False)["doc_id"].to_pylist()
+            ids = table.read_row_group(group, ["doc_id"])["doc_id"].to_pylist()
             if row["doc_id"] in ids:
                 return _read_text(path, table, group, ids.index(row["doc_id"]))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     return None
 
 
-def _read_text(path: str, table: pq.ParquetFile, group: int, row: int) -> str | None:
+def _read_text(path: str, table: Table, group: int, row: int) -> str | None:
     """The text in a row of a row group, without holding all texts of the group."""
-    batches = table.iter_batches(_ROWS, row_groups=[group], columns=["text"], use_threads=False)
+    batches = table.iter_batches(_ROWS, row_groups=[group], columns=["text"])
     batch = next(itertools.islice(batches, row // _ROWS, None))
     try:
         text = batch["text"][row % _ROWS].as_py()

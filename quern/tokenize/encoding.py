@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from quern import storage
 from quern.config import Section
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, one_line
 from quern.words import shorten
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _first_cause(error: BaseException) -> str:
     """What went wrong at first: errors of downloads quote those below them at length."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    return shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 160)
+    return shorten(f"{type(error).__name__}: {one_line(error)}", 160)
 
 
 @functools.lru_cache(maxsize=4)

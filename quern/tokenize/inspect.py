@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.errors import InputError
+from quern.storage.parquet import open_table
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.shards import ShardReader
 
@@ -125,18 +124,17 @@ def find_verdict(run_dir: str, source: str, doc_id: bytes) -> dict[str, Any] | N
     the row group it is in.
     """
     for path in storage.list_files(storage.join(run_dir, "verdicts", source)):
-        with storage.open_read(path) as file:
-            table = pq.ParquetFile(file, pre_buffer=False)
+        with open_table(path) as table:
             column = table.schema_arrow.get_field_index("doc_id")
             for group in range(table.num_row_groups):
                 statistics = table.metadata.row_group(group).column(column).statistics
                 known = statistics is not None and statistics.has_min_max
                 if known and not statistics.min <= doc_id <= statistics.max:
                     continue
-                ids = table.read_row_group(group, columns=["doc_id"], use_threads=False)["doc_id"].to_pylist()
+                ids = table.read_row_group(group, ["doc_id"])["doc_id"].to_pylist()
                 if doc_id in ids:
                     columns = [name for name in _PAGE_COLUMNS if name in table.schema_arrow.names]
-                    rows = table.read_row_group(group, columns=columns, use_threads=False)
+                    rows = table.read_row_group(group, columns)
                     (row,) = rows.slice(ids.index(doc_id), 1).to_pylist()
                     fetched_at = row.get("fetched_at")
                     return {**row, "fetched_at": fetched_at.isoformat() if fetched_at is not None else None}

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
+from quern.storage.parquet import open_table
 from quern.tokenize import reader_lock
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import place_key
@@ -195,10 +195,8 @@ class ShardReader:
             self._spans.move_to_end(shard)
             return self._spans[shard]
         path = self._file(info.spans)
-        try:
-            table = pq.read_table(path, schema=SPANS_SCHEMA).combine_chunks()
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{path}: is damaged: {' '.join(str(error).split())[:120]}") from None
+        with open_table(path, SPANS_SCHEMA.names) as file:
+            table = file.read(SPANS_SCHEMA.names).cast(SPANS_SCHEMA).combine_chunks()
         starts, lengths = table["start"].to_numpy(), table["length"].to_numpy()
         ends = np.cumsum(lengths)
         whole = len(table) == info.documents and int(ends[-1] if len(ends) else 0) == info.tokens

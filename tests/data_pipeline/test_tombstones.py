@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.signature import Signature
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, make_doc_id
+from quern.data_pipeline.stages import tombstones
 from quern.data_pipeline.stages.tombstones import (
     MADE_WITH,
     PURGE_SCHEMA,
@@ -26,6 +26,7 @@ from quern.data_pipeline.stages.tombstones import (
     read_purge_list,
 )
 from quern.errors import InputError
+from quern.storage.parquet import open_table
 
 
 def page(url: str | None = "https://example.com/a", text: str | None = None, position: int = 0) -> Page:
@@ -154,7 +155,7 @@ def test_columns_may_be_empty_variable_or_beside_others(tmp_path: Path) -> None:
 def test_both_stages_hold_one_list_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = purge_list(tmp_path / "p.parquet", [row(text="a", url="https://a.org/")])
     opened: list[str] = []
-    monkeypatch.setattr(storage, "open_read", lambda file, real=storage.open_read: opened.append(file) or real(file))
+    monkeypatch.setattr(tombstones, "open_table", lambda file, **told: opened.append(file) or open_table(file, **told))
     by_place, by_text = Tombstones(path), TombstonesByText(path)
     assert by_place(page("https://a.org/")).failures != []
     assert by_text(page(text="a")).failures != []
@@ -174,7 +175,7 @@ def test_missing_list_is_named(tmp_path: Path) -> None:
 
 def test_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1 but no more")
-    with pytest.raises(InputError, match=r"x\.parquet: not a readable Parquet file"):
+    with pytest.raises(InputError, match=r"x\.parquet: cannot be read"):
         TombstonesByText(str(tmp_path / "x.parquet"))
 
 

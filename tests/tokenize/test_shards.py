@@ -251,7 +251,7 @@ def test_spans_with_a_gap_are_refused(corpus: tuple[Path, list[Documents]]) -> N
 
 def test_unreadable_spans_are_refused(corpus: tuple[Path, list[Documents]]) -> None:
     (corpus[0] / "shard_00000.spans.parquet").write_bytes(b"PAR1 no more PAR1")
-    with pytest.raises(InputError, match=r"shard_00000\.spans\.parquet: is damaged"):
+    with pytest.raises(InputError, match=r"shard_00000\.spans\.parquet: cannot be read"):
         ShardReader(str(corpus[0])).locate(0, 0)
 
 

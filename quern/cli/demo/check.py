@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from quern import storage
 from quern.demo import SitePage
+from quern.storage.parquet import read_table
 
 __all__ = ["KindResult", "Outcome", "compare", "read_outcomes"]
 
@@ -50,11 +49,8 @@ def read_outcomes(run_dir: str) -> dict[str, Outcome]:
     """record_id → outcome of every page of a small run."""
 
     def rows(folder: str) -> list[dict[str, Any]]:
-        found = []
-        for path in storage.list_files(storage.join(run_dir, folder)):
-            with storage.open_read(path) as file:
-                found += pq.ParquetFile(file, pre_buffer=False).read(use_threads=False).to_pylist()
-        return found
+        paths = storage.list_files(storage.join(run_dir, folder))
+        return [row for path in paths for row in read_table(path).to_pylist()]
 
     texts = {row["doc_id"]: row["text"] for row in rows("documents")}
     kinds = {row["doc_id"]: row["kind"] for row in rows("duplicates/decisions.parquet")}

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from importlib.resources import as_file, files
 from typing import Any
 
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from quern.cli.output import plain
 from quern.config import load_config
 from quern.errors import QuernError
 from quern.safe_path import module
+from quern.storage.parquet import read_table
 from quern.tokenize.shards import ShardReader
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import MOVES, read_ledger, surviving
@@ -148,7 +148,7 @@ def _sample(run_dir: str) -> str:
 
 def shared_clusters(data_run: str) -> int:
     """Held-out documents that are in a duplicate cluster with a training document of the run."""
-    clusters = pq.read_table(storage.join(data_run, "duplicates", "clusters.parquet"))
+    clusters = read_table(storage.join(data_run, "duplicates", "clusters.parquet"))
     of = dict(zip(clusters["doc_id"].to_pylist(), clusters["cluster_id"].to_pylist(), strict=True))
     version = storage.read_json(storage.join(data_run, "tokens", "VERSION.json"))
     members: dict[bool, list[bytes]] = {True: [], False: []}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quern.cli.lineage.run import open_training
-from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.words import counted
 
@@ -92,7 +92,7 @@ def _selections(run: TrainingRun, given: Mapping[str, str], unknown: dict[str, s
     if not having and not unknown:
         runs = ", ".join(lineage.run for lineage in lineages)
         bare = " (it is no http or https URL)" if kind == "url" and canonicalize(text) is None else ""
-        raise InputError(f"{runs}: has no document with {kind} {one_line(text)}{bare}")
+        raise InputError(f"{runs}: has no document with {kind} {plain_line(text)}{bare}")
     return selections
 
 
@@ -111,7 +111,7 @@ def _matches(run: TrainingRun, lineages: Sequence[Lineage], path: str, unknown: 
     saved = Matches.load(path)
     if saved.run_id not in [*(lineage.run_id for lineage in lineages), *(ident.split("/")[0] for ident in unknown)]:
         raise InputError(
-            f"{path}: is of data run {one_line(saved.run_id)}, and no source that {run.path} reads is of it"
+            f"{path}: is of data run {plain_line(saved.run_id)}, and no source that {run.path} reads is of it"
         )
     for lineage in lineages:
         if saved.run_id == lineage.run_id:
@@ -296,7 +296,7 @@ def _print_rows(answer: Row, all_: bool) -> None:
         notes += ["purged"] if row["purged"] else []
         notes += [f"abandoned, attempt {row['attempt']}"] if not row["surviving"] else []
         told = f"  ({', '.join(notes)})" if notes else ""
-        name = one_line(row["url"]) if row["url"] is not None else row["doc_id"]
+        name = plain_line(row["url"]) if row["url"] is not None else row["doc_id"]
         print(f"step {row['step']:,}  sequence {row['sequence']}  epoch {row['epoch']}  {part}{told}  {name}")
     if answer["rows_left_out"]:
         print(f"and {counted(answer['rows_left_out'], 'exposure')} more (--limit)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quern.cli.lineage.taint import taint_lines
-from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.words import counted
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def purge(
             err_console().print(plain(note), markup=False, soft_wrap=True)
         if not json:
             for line in _lines(report):
-                print(one_line(line))
+                print(plain_line(line))
 
 
 def _lines(report: Row) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from quern import storage
-from quern.cli.output import err_console, one_line
+from quern.cli.output import err_console, plain_line
 from quern.data_pipeline.execution.run_directory import is_complete
 
 if TYPE_CHECKING:
@@ -53,4 +53,4 @@ def _finish_purge(run: str) -> None:
 
 def note(line: str) -> None:
     """A line on stderr beside the result."""
-    err_console().print(Text(f"note: {one_line(line)}"))
+    err_console().print(Text(f"note: {plain_line(line)}"))

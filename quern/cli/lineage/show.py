@@ -12,7 +12,7 @@ from rich.text import Text
 
 from quern.cli.lineage.run import open_run
 from quern.cli.lineage.sql import table_console
-from quern.cli.output import JSON, json_stdout, one_line, plain, reports_errors
+from quern.cli.output import JSON, json_stdout, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.words import counted
 
@@ -80,14 +80,14 @@ def _find(lineage: Any, url: str | None, doc: str | None, place: tuple[Any, Any,
         number, position = find_at(lineage, *place)
         return np.array([number]), position
     except InputError as error:
-        raise InputError(one_line(str(error))) from None
+        raise InputError(plain_line(str(error))) from None
 
 
 # ---- the terminal
 
 
 def _short(text: str) -> str:
-    return one_line(text, _FIELD_CHARS)
+    return plain_line(text, _FIELD_CHARS)
 
 
 def _print_several(console: Console, found: int, listed: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.lineage.run import note
-from quern.cli.output import JSON, err_console, json_stdout, one_line, out_console, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.lineage.sql.child import in_child
 from quern.lineage.sql.query import Result, default_memory, query
@@ -109,4 +109,4 @@ def _print(found: Result) -> None:
 
 def _cell(value: Any) -> str:
     """One line of bounded length, without anything that would move a cursor."""
-    return one_line(value if isinstance(value, str) else str(_value(value)), _CELL_CHARS)
+    return plain_line(value if isinstance(value, str) else str(_value(value)), _CELL_CHARS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quern.cli.lineage.run import open_training
-from quern.cli.output import JSON, err_console, json_stdout, one_line, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.words import counted
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:
             print("  documents not known")
         for document in row["documents"]:
             note = "  (purged)" if document["purged"] else ""
-            text = one_line(document["name"]) if document["name"] is not None else "no url"
+            text = plain_line(document["name"]) if document["name"] is not None else "no url"
             print(f"  {_positions(document)}  {document['doc_id']}  {text}{note}")
     sys.stdout.flush()
 

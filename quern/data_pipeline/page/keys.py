@@ -8,10 +8,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-__all__ = ["KEY", "contains", "key_set", "keys_of", "places"]
+__all__ = ["KEY", "bytes_of", "contains", "key_set", "keys_of", "places"]
 
 #: A 16-byte key as NumPy sorts it; equal only where all 16 bytes are.
 KEY = np.dtype("S16")
+
+
+def bytes_of(column: pa.Array) -> memoryview:
+    """The values of a column of 16-byte keys without nulls, one after the other."""
+    if not len(column):
+        return memoryview(b"")
+    return memoryview(column.buffers()[1])[16 * column.offset : 16 * (column.offset + len(column))]
 
 
 def keys_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
@@ -20,8 +27,7 @@ def keys_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     parts = [np.empty(0, KEY)]
     for chunk in chunks:
         own = chunk.drop_null() if chunk.null_count else chunk
-        if len(own):
-            parts.append(np.frombuffer(own.buffers()[1], KEY, len(own), own.offset * 16))
+        parts.append(np.frombuffer(bytes_of(own), KEY))
     return np.concatenate(parts)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
+from quern.storage.parquet import open_table, read_batches
 
 __all__ = ["Cluster", "Clusters", "decision_rows", "id_keys", "mix", "read_clusters", "removed_keys"]
 
@@ -130,13 +130,10 @@ def _decisions(run_dir: str) -> str:
 def _num_rows(path: str) -> int:
     if not storage.exists(path):
         return 0
-    with storage.open_read(path) as file:
-        return int(pq.ParquetFile(file).metadata.num_rows)
+    with open_table(path) as table:
+        return int(table.metadata.num_rows)
 
 
 def _batches(path: str, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
     """The table in batches; nothing when it is not there (a run without the duplicates phase)."""
-    if not storage.exists(path):
-        return
-    with storage.open_read(path) as file:
-        yield from pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=columns)
+    return read_batches(path, columns, BATCH_ROWS) if storage.exists(path) else iter(())

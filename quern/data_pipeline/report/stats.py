@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +23,7 @@ from quern.data_pipeline.dedup.schemas import DECISIONS
 from quern.data_pipeline.monitoring.damage import Damage
 from quern.data_pipeline.page.document import STAGES
 from quern.errors import QuernError
+from quern.storage.parquet import read_batches
 from quern.words import counted
 
 __all__ = [
@@ -287,10 +287,9 @@ def _check_decisions(run_dir: str, removed: Mapping[str, Mapping[str, int]]) -> 
     reported = sum(map(Counter, removed.values()), Counter[str]())
     stored: Counter[str] = Counter()
     if storage.exists(path):
-        with storage.open_read(path) as file:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=1 << 16, columns=["kind"]):
-                for item in pc.value_counts(batch.column(0)).to_pylist():
-                    stored[item["values"]] += item["counts"]
+        for batch in read_batches(path, ["kind"]):
+            for item in pc.value_counts(batch.column(0)).to_pylist():
+                stored[item["values"]] += item["counts"]
     for kind in sorted({*reported, *stored}):
         if reported[kind] != stored[kind]:
             raise QuernError(

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH
 from quern.data_pipeline.page.keys import contains
 from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
 from quern.errors import QuernError
+from quern.storage.parquet import open_table, read_batches
 
 __all__ = [
     "CHAR_EDGES",
@@ -45,6 +45,7 @@ PER_REASON = 12
 NO_LANGUAGE = "(not identified)"
 NO_HOST = "(no host)"
 _COLUMNS = ["doc_id", "host", "language", "stage", "reason"]
+_GONE = "no such file, though its partition is committed"
 
 #: Lower edges of the length histograms, eight a decade; the first bin begins at 0, the last is open.
 CHAR_EDGES = 10.0 ** (1 + np.arange(41) / 8)
@@ -210,12 +211,6 @@ def _keyed_order(pages: Mapping[tuple[str, str], int], seed: int) -> list[tuple[
     return sorted(pages, key=key)
 
 
-def _open(path: str) -> Any:
-    if not storage.exists(path):
-        raise QuernError(f"{path}: no such file, though its partition is committed")
-    return storage.open_read(path)
-
-
 class _Scan:
     """Reads partitions one after the other into a survey; remembers where wanted and sampled pages stand."""
 
@@ -231,8 +226,7 @@ class _Scan:
     def verdicts(self, source: str, name: str, num_pages: int) -> None:
         """Count a partition's verdicts, and choose samples by the keyed hash of doc_id: the smallest of a stratum."""
         path = _verdicts(self.run_dir, source, name)
-        with _open(path) as file:
-            table = pq.ParquetFile(file)
+        with open_table(path, missing=_GONE) as table:
             rows_there = table.metadata.num_rows
             if rows_there != num_pages:
                 raise QuernError(f"{path}: holds {rows_there} verdicts, its commit counts {num_pages} pages")
@@ -281,25 +275,22 @@ class _Scan:
     def texts(self, source: str, name: str) -> int:
         """Measure the lengths of a partition's stored texts; return how many bytes of text were read."""
         num_bytes = 0
-        with _open(_documents(self.run_dir, source, name)) as file:
-            for batch in pq.ParquetFile(file).iter_batches(TEXT_BATCH_ROWS, columns=["doc_id", "text", "kept"]):
+        path = _documents(self.run_dir, source, name)
+        for batch in read_batches(path, ["doc_id", "text", "kept"], TEXT_BATCH_ROWS, missing=_GONE):
+            text = batch.column("text")
+            num_bytes += text.nbytes
+            if text.null_count:
+                self.found.purged += text.null_count
+                batch = batch.filter(pc.is_valid(text))
                 text = batch.column("text")
-                num_bytes += text.nbytes
-                if text.null_count:
-                    self.found.purged += text.null_count
-                    batch = batch.filter(pc.is_valid(text))
-                    text = batch.column("text")
-                kept = np.asarray(pc.fill_null(batch.column("kept"), False))
-                outcome = np.where(kept, contains(self.removed, id_keys(batch.column("doc_id"))).astype(np.int64), 2)
-                chars = np.asarray(pc.fill_null(pc.utf8_length(text), 0)).astype(np.int64)
-                words = np.asarray(pc.fill_null(pc.count_substring_regex(text, r"\S+"), 0)).astype(np.int64)
-                for table, edges, lengths in (
-                    (self.found.chars, CHAR_EDGES, chars),
-                    (self.found.words, WORD_EDGES, words),
-                ):
-                    bins = np.maximum(np.searchsorted(edges, lengths, side="right") - 1, 0)
-                    np.add.at(table, (outcome, bins), 1)
-                self.found.unique_chars[source] += int(chars[outcome == 0].sum())
+            kept = np.asarray(pc.fill_null(batch.column("kept"), False))
+            outcome = np.where(kept, contains(self.removed, id_keys(batch.column("doc_id"))).astype(np.int64), 2)
+            chars = np.asarray(pc.fill_null(pc.utf8_length(text), 0)).astype(np.int64)
+            words = np.asarray(pc.fill_null(pc.count_substring_regex(text, r"\S+"), 0)).astype(np.int64)
+            for table, edges, lengths in ((self.found.chars, CHAR_EDGES, chars), (self.found.words, WORD_EDGES, words)):
+                bins = np.maximum(np.searchsorted(edges, lengths, side="right") - 1, 0)
+                np.add.at(table, (outcome, bins), 1)
+            self.found.unique_chars[source] += int(chars[outcome == 0].sum())
         return num_bytes
 
 
@@ -333,13 +324,12 @@ def _load(run_dir: str, places: Sequence[_Place]) -> dict[_Place, tuple[dict[str
         by_id = {verdict["doc_id"]: place for verdict, place in zip(verdicts, rows, strict=True)}
         texts: dict[bytes, str | None] = {}
         path = _documents(run_dir, source, name)
-        with _open(path) as file:
-            at = []
-            first = 0
-            keys = np.sort(id_keys(pa.array(sorted(by_id), HASH)))
-            for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=["doc_id"]):
-                at += [first + int(i) for i in np.flatnonzero(contains(keys, id_keys(batch.column(0))))]
-                first += batch.num_rows
+        at = []
+        first = 0
+        keys = np.sort(id_keys(pa.array(sorted(by_id), HASH)))
+        for batch in read_batches(path, ["doc_id"], BATCH_ROWS, missing=_GONE):
+            at += [first + int(i) for i in np.flatnonzero(contains(keys, id_keys(batch.column(0))))]
+            first += batch.num_rows
         for document in _take(path, at, ["doc_id", "text"]):
             texts[document["doc_id"]] = document["text"]
         for verdict, row in zip(verdicts, rows, strict=True):
@@ -350,14 +340,13 @@ def _load(run_dir: str, places: Sequence[_Place]) -> dict[_Place, tuple[dict[str
 def _take(path: str, rows: Sequence[int], columns: list[str] | None) -> list[dict[str, Any]]:
     """The given rows (ascending) of a Parquet file; only the row groups that hold them are read."""
     taken: list[dict[str, Any]] = []
-    with _open(path) as file:
-        table = pq.ParquetFile(file)
+    with open_table(path, missing=_GONE) as table:
         first = 0
         for group in range(table.metadata.num_row_groups):
             size = table.metadata.row_group(group).num_rows
             inside = [row - first for row in rows if first <= row < first + size]
             if inside:
-                taken += table.read_row_group(group, columns=columns).take(inside).to_pylist()
+                taken += table.read_row_group(group, columns).take(inside).to_pylist()
             first += size
     return taken
 

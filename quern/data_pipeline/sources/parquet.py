@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
@@ -15,6 +14,7 @@ from quern.data_pipeline.sources.fields import fill
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import SourceConfig
 from quern.errors import InputError, first_line
+from quern.storage.parquet import Table
 
 __all__ = ["read_parquet"]
 
@@ -34,16 +34,19 @@ def read_parquet(
     Raises:
         InputError: a named column is missing, or holds what cannot be its field.
     """
+    ahead = not storage.is_local(path)
     with storage.open_read(path, fingerprint) as stream:
         try:
-            file = pq.ParquetFile(stream)
+            file = Table(stream, pre_buffer=ahead)
         except (pa.ArrowException, OSError) as error:
             _raise_if_not_damage(error)
             log.damaged(path, 0, f"not a readable Parquet file: {first_line(error)}")
             return
         columns, shared = _columns(path, source, file.schema_arrow)
         # As dictionaries: a text or URL that all rows share is held once, as it is stored.
-        file = pq.ParquetFile(stream, metadata=file.metadata, read_dictionary=shared, page_checksum_verification=True)
+        file = Table(
+            stream, metadata=file.metadata, pre_buffer=ahead, read_dictionary=shared, page_checksum_verification=True
+        )
         first_row = 0
         for group in range(file.num_row_groups):
             row = first_row
@@ -73,7 +76,7 @@ def read_parquet(
 _TOO_LARGE = object()
 
 
-def _batch_rows(file: pq.ParquetFile, group: int) -> int:
+def _batch_rows(file: Table, group: int) -> int:
     """As many rows as a batch may have bytes, by the mean of the row group."""
     metadata = file.metadata.row_group(group)
     return max(1, min(_BATCH_ROWS, metadata.num_rows * _BATCH_BYTES // max(1, metadata.total_byte_size)))

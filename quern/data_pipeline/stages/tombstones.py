@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.dedup.bands import band_keys
@@ -22,7 +21,8 @@ from quern.data_pipeline.dedup.signature import minhash
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page, content_hash
 from quern.data_pipeline.page.keys import KEY, contains, key_set
 from quern.data_pipeline.page.url import canonicalize, url_key
-from quern.errors import InputError, first_line
+from quern.errors import InputError
+from quern.storage.parquet import open_table
 
 __all__ = [
     "MADE_WITH",
@@ -238,21 +238,14 @@ def _open(purge_list: str | PurgeList | None) -> PurgeList | None:
 
 
 def _read(file: str) -> pa.Table:
-    try:
-        with storage.open_read(file) as stream:
-            # In this thread alone: one of pyarrow's own may still hold bytes when the process ends, which aborts then.
-            parquet = pq.ParquetFile(stream, pre_buffer=False)
-            missing = [name for name in PURGE_SCHEMA.names if name not in parquet.schema_arrow.names]
-            if missing:
-                raise InputError(f"{file}: purge list has no column {missing[0]!r}; it may be null but must be there")
-            also = [name for name in _SKETCH if name in parquet.schema_arrow.names]
-            table = parquet.read([*PURGE_SCHEMA.names, *also], use_threads=False)
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such purge list") from None
-    except IsADirectoryError:
-        raise InputError(f"{file}: expected *.parquet files in the folder, found none") from None
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{file}: not a readable Parquet file ({first_line(error)})") from None
+    if storage.is_local(file) and storage.is_folder(file):
+        raise InputError(f"{file}: expected *.parquet files in the folder, found none")
+    with open_table(file, missing="no such purge list") as parquet:
+        missing = [name for name in PURGE_SCHEMA.names if name not in parquet.schema_arrow.names]
+        if missing:
+            raise InputError(f"{file}: purge list has no column {missing[0]!r}; it may be null but must be there")
+        also = [name for name in _SKETCH if name in parquet.schema_arrow.names]
+        table = parquet.read([*PURGE_SCHEMA.names, *also])
     for field in PURGE_SCHEMA:
         column = table[field.name]
         if not _is_accepted(column.type, field.type):

@@ -12,13 +12,12 @@ import re
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from quern import storage
 from quern.data_pipeline.page.keys import places
 from quern.errors import InputError
-from quern.lineage.index.tables import require_columns
+from quern.storage.parquet import open_table
 
 __all__ = [
     "CHANGES_SCHEMA", "PURGED", "RESTORED", "Purges", "changes_file", "files_below", "is_changes_file", "purged_at",
@@ -183,10 +182,5 @@ def _look_up(ids: np.ndarray, versions: U32, doc_ids: bytes | memoryview) -> tup
 def _read(path: str) -> pa.Table:
     """Its actions as bytes."""
     schema = pa.schema([CHANGES_SCHEMA.field("doc_id"), pa.field("action", pa.binary(), nullable=False)])
-    try:
-        with storage.open_read(path) as stream, pq.ParquetFile(stream, pre_buffer=False) as file:
-            require_columns(path, file.schema_arrow.names, schema.names, "a table of changes")
-            found = file.read(schema.names, use_threads=False).cast(schema)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
-    return found
+    with open_table(path, schema.names, expected="a table of changes") as table:
+        return table.read(schema.names).cast(schema)

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.errors import InputError
 from quern.lineage.index.changes import Purges, files_below
-from quern.lineage.index.tables import require_columns
+from quern.storage.parquet import open_table
 
 __all__ = ["REDECIDED_SCHEMA", "Redecided", "decisions_file", "is_decisions_file", "redecided"]
 
@@ -109,10 +108,6 @@ def redecided(run: str) -> pa.Table:
 
 
 def _read(path: str) -> Iterator[dict[str, Any]]:
-    try:
-        with storage.open_read(path) as stream, pq.ParquetFile(stream, pre_buffer=False) as file:
-            require_columns(path, file.schema_arrow.names, DECISION_SCHEMA.names, "a table of decisions")
-            for batch in file.iter_batches(1 << 14, columns=DECISION_SCHEMA.names, use_threads=False):
-                yield from pa.Table.from_batches([batch]).cast(DECISION_SCHEMA).to_pylist()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    with open_table(path, DECISION_SCHEMA.names, expected="a table of decisions") as table:
+        for batch in table.iter_batches(1 << 14, columns=DECISION_SCHEMA.names):
+            yield from pa.Table.from_batches([batch]).cast(DECISION_SCHEMA).to_pylist()

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from quern.data_pipeline.page.keys import bytes_of
 from quern.errors import InputError, one_line
 from quern.lineage.index.columns import I64, Column, DamagedIndexError
 from quern.lineage.index.joins import Numbers, Pairs
 from quern.lineage.index.segments import Segment
-from quern.lineage.index.tables import require_columns
+from quern.storage.parquet import Table, open_table, require_columns
 
 __all__ = ["CLUSTERS", "DECISION", "DECISIONS", "Duplicates", "read_cells", "read_row", "write_duplicates"]
 
@@ -84,34 +84,26 @@ def _numbers(
         first += len(both[0])
 
 
-def _table(path: str) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
-
-
 def _num_rows(path: str) -> int:
-    return int(_table(path).metadata.num_rows) if os.path.exists(path) else 0
+    if not os.path.exists(path):
+        return 0
+    with open_table(path) as table:
+        return int(table.metadata.num_rows)
 
 
 def _batches(path: str, columns: tuple[str, str]) -> Iterator[list[memoryview]]:
     """The bytes of two columns of hashes, some rows at a time."""
     if not os.path.exists(path):
         return
-    table = _table(path)
-    require_columns(path, table.schema_arrow.names, columns)
-    try:
-        for batch in table.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+    with open_table(path, columns) as table:
+        for batch in table.iter_batches(_ROWS, columns=columns):
             parts = []
             for name in columns:
                 ids = batch[name].cast(pa.binary(16))
                 if ids.null_count:
                     raise InputError(f"{path}: {name}: expected 16 bytes in every row, got null")
-                parts.append(memoryview(ids.buffers()[1])[16 * ids.offset : 16 * (ids.offset + len(ids))])
+                parts.append(bytes_of(ids))
             yield parts
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
 def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
@@ -122,13 +114,13 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
         InputError: the file cannot be read, has no such row or not these columns, or a value in it is none of its type:
             text that is not UTF-8, a time beyond the year 9999.
     """
-    table = _table(path)
-    numbers = [field.name for field in table.schema_arrow if _is_number(field.type)]
-    wanted = list(dict.fromkeys([*schema.names, *numbers]))
-    require_columns(path, table.schema_arrow.names, wanted)
-    if row >= table.metadata.num_rows:
-        raise InputError(f"{path}: has {table.metadata.num_rows} rows, expected more; it has changed")
-    ((_, columns),) = _read_rows(path, table, np.array([row]), wanted)
+    with open_table(path) as table:
+        numbers = [field.name for field in table.schema_arrow if _is_number(field.type)]
+        wanted = list(dict.fromkeys([*schema.names, *numbers]))
+        require_columns(path, table.schema_arrow.names, wanted)
+        if row >= table.metadata.num_rows:
+            raise InputError(f"{path}: has {table.metadata.num_rows} rows, expected more; it has changed")
+        ((_, columns),) = _read_rows(table, np.array([row]), wanted)
     found = {}
     for name in columns.column_names:
         column = columns[name]
@@ -152,26 +144,20 @@ def read_cells(path: str, rows: I64, columns: Sequence[str]) -> list[dict[str, A
         InputError: the file cannot be read, or has no such rows or columns.
     """
     found: list[dict[str, Any]] = [{}] * len(rows)
-    for mine, read in _read_rows(path, _table(path), rows, columns):
-        try:
+    with open_table(path, columns) as table:
+        for mine, read in _read_rows(table, rows, columns):
             for place, cells in zip(mine.tolist(), read.to_pylist(), strict=True):
                 found[place] = cells
-        except ValueError as error:  # text that is not UTF-8
-            raise InputError(f"{path}: cannot be read: {error}") from None
     return found
 
 
-def _read_rows(path: str, table: pq.ParquetFile, rows: I64, columns: Sequence[str]) -> Iterator[tuple[I64, pa.Table]]:
+def _read_rows(table: Table, rows: I64, columns: Sequence[str]) -> Iterator[tuple[I64, pa.Table]]:
     """Places in ``rows``, and those rows, a row group of the file at a time."""
     edges = np.cumsum([0, *(table.metadata.row_group(n).num_rows for n in range(table.metadata.num_row_groups))])
     groups = np.searchsorted(edges, rows, "right") - 1
     for group in np.unique(groups).tolist():
         mine = np.flatnonzero(groups == group)
-        try:
-            read = table.read_row_group(group, columns=list(columns), use_threads=False)
-            yield mine, read.take(rows[mine] - edges[group])
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+        yield mine, table.read_row_group(group, columns).take(rows[mine] - edges[group])
 
 
 def _is_number(kind: pa.DataType) -> bool:

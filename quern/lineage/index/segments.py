@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
@@ -11,15 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern.data_pipeline.page import url as urls
+from quern.data_pipeline.page.keys import bytes_of
 from quern.errors import InputError, one_line
 from quern.lineage.index.columns import I64, Column, DamagedIndexError, write_column
 from quern.lineage.index.hashes import Hashes, halves, sort_order, write_hashes
 from quern.lineage.index.records import Opened, read_sealed
-from quern.lineage.index.tables import require_columns
 from quern.lineage.index.urls import Urls, write_urls
+from quern.storage.parquet import Table, open_table
 
 __all__ = ["RECORD", "SEGMENT_DOCUMENTS", "Piece", "Segment", "plan_segments", "write_segment"]
 
@@ -60,7 +61,8 @@ def plan_segments(
     pieces: list[Piece] = []
     have = have_bytes = 0
     for file, first, end in ranges:
-        metadata = _open(os.path.join(verdicts, file)).metadata
+        with _open(os.path.join(verdicts, file)) as table:
+            metadata = table.metadata
         total = metadata.num_row_groups
         # not by metadata.schema: that and the metadata hold each other, and footers of a thousand files would pile up
         columns = [i for i in range(metadata.num_columns if total else 0)
@@ -82,15 +84,9 @@ def plan_segments(
         yield pieces
 
 
-def _open(path: str) -> pq.ParquetFile:
-    try:
-        table = pq.ParquetFile(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: is gone; the run is being written to") from None
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
-    require_columns(path, table.schema_arrow.names, sorted((*_HASHES, *_TEXTS)), "a verdict table")
-    return table
+def _open(path: str) -> AbstractContextManager[Table]:
+    missing = "is gone; the run is being written to"
+    return open_table(path, sorted((*_HASHES, *_TEXTS)), expected="a verdict table", missing=missing)
 
 
 def write_segment(folder: str, verdicts: str, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -105,7 +101,7 @@ def write_segment(folder: str, verdicts: str, pieces: Sequence[Piece]) -> dict[s
     for name in table.column_names:  # a table in chunks and the same in one piece never stand side by side
         columns[name] = table[name].combine_chunks()
         table = table.drop_columns([name])
-    ids = _bytes_of(columns["doc_id"])
+    ids = bytes_of(columns["doc_id"])
     texts = [columns.pop(name) for name in _TEXTS]
     texts[0], texts[2] = _fill(*texts)
     high, low = halves(ids)
@@ -122,7 +118,7 @@ def write_segment(folder: str, verdicts: str, pieces: Sequence[Piece]) -> dict[s
     for name, column in (("by_pre", _HASHES[1]), ("by_post", _HASHES[2])):
         hashes = columns[column]
         valid = hashes.is_valid().to_numpy(zero_copy_only=False)
-        write_hashes(f"{folder}/{name}", *halves(_bytes_of(hashes.drop_null())), place[valid])
+        write_hashes(f"{folder}/{name}", *halves(bytes_of(hashes.drop_null())), place[valid])
     write_urls(folder, (texts[0], texts[1], texts[2]), order)
     without = texts[0].is_null().to_numpy(zero_copy_only=False) & texts[1].is_null().to_numpy(zero_copy_only=False)
     return {
@@ -136,16 +132,14 @@ def write_segment(folder: str, verdicts: str, pieces: Sequence[Piece]) -> dict[s
 
 def _read(verdicts: str, piece: Piece) -> pa.Table:
     path = os.path.join(verdicts, piece.file)
-    table = _open(path)
-    try:
-        groups = range(piece.first_group, piece.end_group)
-        rows = table.read_row_groups(groups, columns=[*_HASHES, *_TEXTS], use_threads=False)
+    with _open(path) as table:
+        if piece.end_group > table.num_row_groups:
+            raise InputError(f"{path}: has changed while the index was built; try again")
+        rows = table.read_row_groups(range(piece.first_group, piece.end_group), [*_HASHES, *_TEXTS])
         columns = [_cast(path, rows, name, pa.binary(16)) for name in _HASHES]
         # by way of bytes: text that is not UTF-8 is refused here, and not where it is read
         columns += [_cast(path, rows, name, pa.large_binary(), pa.large_string()) for name in _TEXTS]
         found = pa.table([_compact(column) for column in columns], [*_HASHES, *_TEXTS])
-    except (OSError, IndexError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
     if found.num_rows != piece.rows:
         raise InputError(f"{path}: has changed while the index was built; try again")
     if found["doc_id"].null_count:
@@ -168,13 +162,6 @@ def _cast(path: str, rows: pa.Table, name: str, *kinds: pa.DataType) -> pa.Chunk
 def _compact(column: pa.ChunkedArray) -> pa.Array:
     """A copy in buffers of just its size: those of the reader are up to twice as large."""
     return pa.concat_arrays([*column.chunks, pa.nulls(0, column.type)])
-
-
-def _bytes_of(hashes: pa.Array) -> memoryview:
-    """The values of a fixed_size_binary(16) array without nulls, one after the other."""
-    if not len(hashes):
-        return memoryview(b"")
-    return memoryview(hashes.buffers()[1])[16 * hashes.offset : 16 * (hashes.offset + len(hashes))]
 
 
 def _fill(surts: pa.Array, given: pa.Array, hosts: pa.Array) -> tuple[pa.Array, pa.Array]:

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from quern import storage
+from quern.data_pipeline.page.keys import bytes_of
 from quern.errors import InputError
 from quern.lineage.index.changes import U32, Purges, changes_file, purged_at, written_by
 from quern.lineage.index.columns import I64, Column, ColumnWriter, DamagedIndexError, write_column
 from quern.lineage.index.joins import Buckets, Numbers
 from quern.lineage.index.records import Opened
 from quern.lineage.index.segments import Segment
-from quern.lineage.index.tables import require_columns
+from quern.storage.parquet import open_table
 from quern.tokenize.shards import SPANS_SCHEMA, ShardInfo, ShardReader
 
 __all__ = ["SpanColumns", "Spans", "write_spans"]
@@ -143,22 +143,18 @@ def _read_stream(reader: ShardReader, purges: Purges, stands: int) -> Iterator[t
                 yield starts + int(reader.offsets[shard]), since, doc_ids
         except FileNotFoundError:
             raise InputError(f"{path}: is missing") from None
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
 def _read_shard(path: str, info: ShardInfo) -> Iterator[tuple[I64, NDArray[np.bool_], memoryview]]:
     documents = end = 0
-    with pq.ParquetFile(path) as file:
-        require_columns(path, file.schema_arrow.names, SPANS_SCHEMA.names, "a table of spans")
-        for batch in file.iter_batches(_ROWS, columns=SPANS_SCHEMA.names, use_threads=False):
+    with open_table(path, SPANS_SCHEMA.names, expected="a table of spans", missing="is missing") as file:
+        for batch in file.iter_batches(_ROWS, columns=SPANS_SCHEMA.names):
             ids, *others = (_cast(path, batch, field) for field in SPANS_SCHEMA)
             starts, lengths, purged = (column.to_numpy(zero_copy_only=False) for column in others)
             ends = end + np.cumsum(lengths)
             if (starts != ends - lengths).any() or (lengths < 1).any():
                 raise InputError(f"{path}: expected documents of 1 token or more, each right after the last one")
-            data = memoryview(ids.buffers()[1])[16 * ids.offset : 16 * (ids.offset + len(ids))]
-            yield starts, purged, data
+            yield starts, purged, bytes_of(ids)
             documents, end = documents + len(starts), int(ends[-1])
     if (documents, end) != (info.documents, info.tokens):
         raise InputError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quern import storage
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.lineage.match.normalise import words
 from quern.lineage.match.pieces import Spellings, flat_index, powers
 
@@ -95,7 +95,7 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 (byte {error.start} of the line)") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON ({' '.join(str(error).split())[:120]})") from None
+        raise InputError(f"{where}: not valid JSON ({one_line(error, 120)})") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected an object, got {line[:40].decode(errors='replace')!r}")
     return value

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from quern import storage
 from quern.errors import InputError, one_line
-from quern.lineage.index.tables import require_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -167,11 +166,11 @@ class Matches:
             InputError: the file is not there, or something else.
         """
         import pyarrow as pa
-        import pyarrow.parquet as pq
+
+        from quern.storage.parquet import table_in
 
         try:
-            table = pq.ParquetFile(io.BytesIO(storage.read_bytes(path)), pre_buffer=False).read(use_threads=False)
-            return cls._of_table(table)
+            return cls._of_table(table_in(storage.read_bytes(path)))
         except FileNotFoundError:
             raise InputError(f"{path}: no such file") from None
         except OSError as error:
@@ -197,6 +196,8 @@ class Matches:
 
     @classmethod
     def _of_table(cls, table: pa.Table) -> Self:
+        from quern.storage.parquet import require_columns
+
         known = json.loads((table.schema.metadata or {})[_METADATA])
         if known["format"] != _FORMAT:
             raise ValueError(f"its format is {known['format']!r}, expected {_FORMAT}")

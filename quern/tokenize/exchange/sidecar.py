@@ -22,6 +22,7 @@ from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
 from quern.data_pipeline.page.document import verdict_schema
 from quern.errors import InputError, QuernError, one_line
+from quern.storage.parquet import open_table, read_batches
 from quern.tokenize.exchange.columns import I64
 
 __all__ = [
@@ -113,14 +114,12 @@ class Placed:
 
     def lengths(self) -> Iterator[I64]:
         """Their lengths, chunk by chunk."""
-        with pq.ParquetFile(self.path) as file:
-            for batch in file.iter_batches(_ROWS, columns=["length"], use_threads=False):
-                yield batch["length"].to_numpy()
+        for batch in read_batches(self.path, ["length"], _ROWS):
+            yield batch["length"].to_numpy()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All columns."""
-        with pq.ParquetFile(self.path) as file:
-            yield from file.iter_batches(_ROWS, use_threads=False)
+        return read_batches(self.path, rows=_ROWS)
 
 
 @dataclass(frozen=True)
@@ -241,14 +240,13 @@ class _Verdicts:
             if not path.endswith(".parquet"):
                 continue
             try:
-                with pq.ParquetFile(path) as file:
-                    for batch in file.iter_batches(_ROWS, columns=_VERDICTS.names, use_threads=False):
+                with open_table(path, _VERDICTS.names) as file:
+                    for batch in file.iter_batches(_ROWS, columns=_VERDICTS.names):
                         columns = [batch[field.name].cast(field.type) for field in _VERDICTS]
                         yield pa.record_batch(columns, schema=_VERDICTS)
-            except (OSError, KeyError, pa.ArrowException) as error:
-                why = one_line(error, 120)
-                self._failed = InputError(f"{path}: cannot be read: {why}")
-                raise self._failed from None
+            except InputError as error:
+                self._failed = error
+                raise
 
     def why(self, error: Exception, what: str) -> QuernError:
         """The error to raise for an error of DuckDB."""
@@ -306,14 +304,11 @@ class Sidecar:
 
     def __init__(self, path: str, of: str) -> None:
         self.path = path
-        try:
-            with pq.ParquetFile(path) as file:
-                schema, metadata = file.schema_arrow, file.metadata
-                self.documents: int = metadata.num_rows
-                groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-                large = any(own.num_rows > _GROUP_ROWS or own.total_byte_size > _GROUP_BYTES for own in groups)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+        with open_table(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+            self.documents: int = metadata.num_rows
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            large = any(own.num_rows > _GROUP_ROWS or own.total_byte_size > _GROUP_BYTES for own in groups)
         told = _told(schema.metadata)
         if told is None or not schema.remove_metadata().equals(SIDECAR):
             raise InputError(f"{path}: is no table of documents that quern wrote; move it, or import without sidecars")
@@ -326,18 +321,15 @@ class Sidecar:
 
     def rows(self) -> Iterator[pa.Table]:
         """Its rows, chunk by chunk, in the order of the file."""
-        try:
-            # as dictionaries: a text that all rows share is held once, as it is stored
-            with pq.ParquetFile(self.path, page_checksum_verification=True, read_dictionary=_TEXTS) as file:
-                for batch in file.iter_batches(_ROWS, use_threads=False):
-                    batch.validate(full=True)
-                    if sum(_plain_bytes(batch[name]) for name in _TEXTS) > _GROUP_BYTES:
-                        raise InputError(f"{self.path}: expected at most 1 GiB of text in {_ROWS} rows, got more")
-                    if any(batch[name].null_count for name in _PLACED.names):
-                        raise InputError(f"{self.path}: expected doc_id, start and length in every row, got null")
-                    yield pa.Table.from_batches([batch.replace_schema_metadata()]).cast(SIDECAR)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise InputError(f"{self.path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+        # as dictionaries: a text that all rows share is held once, as it is stored
+        with open_table(self.path, page_checksum_verification=True, read_dictionary=_TEXTS) as file:
+            for batch in file.iter_batches(_ROWS):
+                batch.validate(full=True)
+                if sum(_plain_bytes(batch[name]) for name in _TEXTS) > _GROUP_BYTES:
+                    raise InputError(f"{self.path}: expected at most 1 GiB of text in {_ROWS} rows, got more")
+                if any(batch[name].null_count for name in _PLACED.names):
+                    raise InputError(f"{self.path}: expected doc_id, start and length in every row, got null")
+                yield pa.Table.from_batches([batch.replace_schema_metadata()]).cast(SIDECAR)
 
     def bounds(self, size: int, itemsize: int) -> Iterator[tuple[I64, I64]]:
         """First byte and end of each document in a file of ``size`` bytes.

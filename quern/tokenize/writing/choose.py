@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.page.keys import keys_of, places
 from quern.errors import QuernError
+from quern.storage.parquet import read_batches
 from quern.tokenize.place import keyed_hashes, validation_limit
 
 __all__ = [
@@ -62,7 +62,7 @@ def choose(
     kept_flags, ids = [], []
     for source, partition in partitions:
         own, kept = [], []
-        for batch in _batches(_documents(run_dir, source, partition), ["doc_id", "kept"], _JOIN_ROWS):
+        for batch in read_batches(_documents(run_dir, source, partition), ["doc_id", "kept"], _JOIN_ROWS):
             kept.append(batch["kept"].to_numpy(zero_copy_only=False))
             own.append(keys_of(batch["doc_id"])[kept[-1]])
         kept_flags.append(np.concatenate(kept) if kept else np.empty(0, bool))
@@ -76,13 +76,13 @@ def choose(
             f"two documents of the run have the doc_id {everything[same[0] : same[0] + 1].tobytes().hex()}"
         )
     hashes = keyed_hashes(seed, "validation", _each(everything)).copy()
-    for batch in _batches(storage.join(run_dir, CLUSTERS), ["doc_id", "cluster_id"], _JOIN_ROWS):
+    for batch in read_batches(storage.join(run_dir, CLUSTERS), ["doc_id", "cluster_id"], _JOIN_ROWS):
         at = places(everything, keys_of(batch["doc_id"]))
         found = at >= 0
         hashes[at[found]] = keyed_hashes(seed, "validation", _each(keys_of(batch["cluster_id"])[found]))
     limit = validation_limit(validation)
     choice_sorted = np.where(hashes < np.uint64(limit), VALIDATION, TRAIN).astype(np.uint8)
-    for batch in _batches(storage.join(run_dir, DECISIONS), ["doc_id"], _JOIN_ROWS):
+    for batch in read_batches(storage.join(run_dir, DECISIONS), ["doc_id"], _JOIN_ROWS):
         at = places(everything, keys_of(batch["doc_id"]))
         choice_sorted[at[at >= 0]] = LEFT_OUT
     choices = np.empty_like(choice_sorted)
@@ -104,7 +104,7 @@ def chosen_documents(
     """(doc_id, text, choice) of the partition's chosen documents, in file order, a few hundred texts at once."""
     flags = np.frombuffer(storage.read_bytes(_choice_path(scratch, source, partition)), np.uint8)
     row = 0
-    for batch in _batches(_documents(run_dir, source, partition), ["doc_id", "text"], _TEXT_ROWS):
+    for batch in read_batches(_documents(run_dir, source, partition), ["doc_id", "text"], _TEXT_ROWS):
         here = flags[row : row + batch.num_rows]
         row += batch.num_rows
         wanted = np.flatnonzero(here == only if only is not None else here != LEFT_OUT)
@@ -122,11 +122,6 @@ def _documents(run_dir: str, source: str, partition: str) -> str:
 
 def _choice_path(scratch: str, source: str, partition: str) -> str:
     return storage.join(scratch, "chosen", source, f"{partition}.u8")
-
-
-def _batches(path: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    with storage.open_read(path) as file:
-        yield from pq.ParquetFile(file).iter_batches(batch_size=rows, columns=columns)
 
 
 def _each(ids: np.ndarray) -> Iterator[bytes]:

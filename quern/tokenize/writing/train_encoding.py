@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.data_pipeline.execution.engine import Engine
 from quern.errors import QuernError
+from quern.storage.parquet import read_table
 from quern.tokenize.byte_level import shown_bytes
 from quern.tokenize.encoding import format_ranks
 from quern.tokenize.place import PLACE, doc_ids, keyed_hashes
@@ -147,11 +148,7 @@ def fetch_texts(
 
 def train_on_samples(samples: Sequence[str], vocab_size: int) -> bytes:
     """Train on the texts of all sample files, by (hash, doc_id)."""
-    tables = []
-    for path in samples:
-        with storage.open_read(path) as file:
-            tables.append(pq.ParquetFile(file, pre_buffer=False).read(use_threads=False))
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables([read_table(path) for path in samples])
     keys = list(zip(table["key"].to_pylist(), table["doc_id"].to_pylist(), strict=True))
     if len(set(keys)) != len(keys):
         raise QuernError("two documents of the run have the same doc_id")

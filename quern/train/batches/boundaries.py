@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from quern import storage
 from quern.config import digest
 from quern.errors import InputError
+from quern.storage.parquet import read_batches
 from quern.tokenize.shards import ShardInfo, ShardReader
 from quern.train.batches.corpus import exclusive
 
@@ -117,22 +116,19 @@ def _read_marks(reader: ShardReader) -> Iterator[NDArray[np.int64]]:
                 yield (starts + origin) << 1 | purged
         except FileNotFoundError:
             raise InputError(f"{path}: is missing") from None
-        except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
 
 
 def _read_spans(path: str, info: ShardInfo) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Start and state of a shard's documents, some at a time; they must cover the shard without a gap."""
     documents, end = 0, 0
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(_ROWS, columns=_COLUMNS, use_threads=False):
-            starts, lengths = batch["start"].to_numpy(), batch["length"].to_numpy()
-            ends = end + np.cumsum(lengths)
-            if (starts != ends - lengths).any() or (lengths < 1).any():
-                row = documents + int(np.argmax((starts != ends - lengths) | (lengths < 1)))
-                raise InputError(f"{path}: row {row}: expected a document of 1 token or more right after the last one")
-            yield starts, batch["purged"].to_numpy(zero_copy_only=False)
-            documents, end = documents + len(starts), int(ends[-1]) if len(ends) else end
+    for batch in read_batches(path, _COLUMNS, _ROWS, missing="is missing"):
+        starts, lengths = batch["start"].to_numpy(), batch["length"].to_numpy()
+        ends = end + np.cumsum(lengths)
+        if (starts != ends - lengths).any() or (lengths < 1).any():
+            row = documents + int(np.argmax((starts != ends - lengths) | (lengths < 1)))
+            raise InputError(f"{path}: row {row}: expected a document of 1 token or more right after the last one")
+        yield starts, batch["purged"].to_numpy(zero_copy_only=False)
+        documents, end = documents + len(starts), int(ends[-1]) if len(ends) else end
     if (documents, end) != (info.documents, info.tokens):
         raise InputError(
             f"{path}: expected {info.documents} documents of {info.tokens} tokens together, got {documents} of {end}"

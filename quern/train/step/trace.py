@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 
 __all__ = ["STEP", "Event", "Trace", "read_trace"]
 
@@ -104,7 +104,7 @@ def _document(path: str) -> Any:
             data = gzip.decompress(data)
         return json.loads(data)
     except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: expected JSON: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"{path}: expected JSON: {one_line(error, 200)}") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.dedup.exact import url_keys
@@ -15,6 +14,7 @@ from quern.data_pipeline.dedup.exchange import read_records
 from quern.data_pipeline.dedup.signature import NUM_WORDS
 from quern.data_pipeline.dedup.work import Done, Place, Shard, Work
 from quern.errors import QuernError
+from quern.storage.parquet import open_table
 
 __all__ = ["FACTS", "UNKNOWN_TIME", "Ids", "fact_blocks", "id_words", "read_facts", "read_rows"]
 
@@ -54,14 +54,10 @@ def id_words(column: pa.Array, what: str) -> np.ndarray:
 
 def read_rows(path: str, columns: Sequence[str], batch_size: int = 1024) -> Iterator[pa.RecordBatch]:
     """The rows of a table, at most ``batch_size`` at a time, and fewer where documents are large."""
-    with storage.open_read(path) as file:
-        table = pq.ParquetFile(file)
-        missing = [name for name in columns if name not in table.schema_arrow.names]
-        if missing:
-            raise QuernError(f"{path}: has no column {missing[0]!r}, which duplicate removal needs")
+    with open_table(path, columns, expected="what duplicate removal needs") as table:
         groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
         fitting = (group.num_rows * _BATCH_BYTES // max(group.total_byte_size, 1) for group in groups)
-        yield from table.iter_batches(batch_size=max(1, min([batch_size, *fitting])), columns=list(columns))
+        yield from table.iter_batches(batch_size=max(1, min([batch_size, *fitting])), columns=columns)
 
 
 def read_facts(work: Work, place: Place) -> Done:

@@ -26,7 +26,7 @@ from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
 from quern.lineage.purge.tables.files import Change, changes_since, note_before
-from quern.lineage.purge.tables.row_groups import opened, read_group
+from quern.lineage.purge.tables.row_groups import opened
 
 __all__ = ["REPORT", "TEXT_COLUMNS", "Cleaned", "clean"]
 
@@ -154,18 +154,18 @@ def _rewrite(
     path = storage.join(run, name)
     with opened(path, ("doc_id", *nullable)) as table:
         masks = [
-            contains(ids, keys_of(read_group(table, group, ["doc_id"])["doc_id"]))
+            contains(ids, keys_of(table.read_row_group(group, ["doc_id"])["doc_id"]))
             for group in range(table.num_row_groups)
         ]
         touched = [group for group, mask in enumerate(masks) if mask.any()]
-        if any(holds(read_group(table, group, nullable), masks[group]) for group in touched):
+        if any(holds(table.read_row_group(group, nullable), masks[group]) for group in touched):
             schema = table.schema_arrow
             for column in nullable:  # a purged text is null, whatever the writer promised of texts
                 at = schema.get_field_index(column)
                 schema = schema.set(at, schema.field(at).with_nullable(True))
             with storage.publish(path) as file, _writer(file, schema) as writer:
                 for group, mask in enumerate(masks):
-                    rows = read_group(table, group)
+                    rows = table.read_row_group(group)
                     rows = cleaned(rows, mask) if mask.any() else rows
                     if len(rows):
                         writer.write_table(pa.Table.from_arrays(rows.columns, schema=schema), row_group_size=len(rows))

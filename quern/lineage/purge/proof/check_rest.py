@@ -14,7 +14,7 @@ from quern import storage
 from quern.data_pipeline import report
 from quern.data_pipeline.page.keys import KEY, contains, places
 from quern.data_pipeline.stages.tombstones import read_purge_list
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
 from quern.lineage.purge.apply.clean import REPORT
 from quern.lineage.purge.apply.pages import pages, shown_in
@@ -133,7 +133,7 @@ def check_purge_list(purged: Purged, purge_list: str | None) -> Check:
                 check.found(path, "the purge list is gone: a later run may keep what was purged")
             continue
         except (QuernError, OSError) as error:
-            check.unknown.append(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})")
+            check.unknown.append(f"{path}: cannot be read ({one_line(error, 200)})")
             continue
         for gone, (_, keys), held in zip(missing, kinds, (found.doc_ids, found.urls, found.texts), strict=True):
             gone &= ~contains(held.astype(KEY), keys)

@@ -14,15 +14,15 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import zstandard
 
 from quern import storage
 from quern.data_pipeline.page.keys import KEY, contains
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.proof.placed import Kind, strangers
+from quern.storage.parquet import Table
 from quern.words import counted
 
 __all__ = ["check_strangers"]
@@ -96,9 +96,9 @@ def _look_through(check: Check, run: str, name: str, purged: Purged, deep: bool)
     except _UnreadError as error:
         return str(error)
     except OSError as error:
-        return f"cannot be read ({error.strerror or ' '.join(str(error).split())[:120]})"
+        return f"cannot be read ({error.strerror or one_line(error, 120)})"
     except _UNREADABLE as error:
-        return f"cannot be read ({' '.join(str(error).split())[:120]})"
+        return f"cannot be read ({one_line(error, 120)})"
     return None
 
 
@@ -167,7 +167,7 @@ def _of_compressed_parquet(stream: IO[bytes]) -> Iterator[tuple[int | None, byte
 
 def _of_parquet(file: IO[bytes]) -> Iterator[tuple[int | None, bytes]]:
     first = 0
-    for batch in pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=_ROWS, use_threads=False):
+    for batch in Table(file, pre_buffer=False).iter_batches(_ROWS):
         for column in batch.columns:
             for leaf, flat in _leaves(column):
                 for at, value in enumerate(leaf.to_pylist()):

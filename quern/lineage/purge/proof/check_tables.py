@@ -12,7 +12,7 @@ from quern.data_pipeline.page.url import url_key
 from quern.errors import InputError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
-from quern.lineage.purge.tables.row_groups import opened, read_group, tables_in
+from quern.lineage.purge.tables.row_groups import opened, tables_in
 
 __all__ = ["check_documents", "check_signatures", "find_relatives"]
 
@@ -28,7 +28,7 @@ def find_relatives(run: str, purged: Purged) -> tuple[np.ndarray, Check]:
         try:
             with opened(storage.join(run, name), ("doc_id", "post_filter_hash", "canonical_url")) as table:
                 for group in range(table.num_row_groups):
-                    rows = read_group(table, group, ("doc_id", "post_filter_hash", "canonical_url"))
+                    rows = table.read_row_group(group, ("doc_id", "post_filter_hash", "canonical_url"))
                     ids = keys_of(rows["doc_id"])
                     check.counts["verdicts"] += len(ids)
                     at = places(purged.ids, ids)
@@ -65,11 +65,11 @@ def check_documents(run: str, purged: Purged, relatives: np.ndarray, *, deep: bo
         try:
             with opened(storage.join(run, name), ("doc_id", *_TEXTS)) as table:
                 for group in range(table.num_row_groups):
-                    ids = keys_of(read_group(table, group, ("doc_id",))["doc_id"])
+                    ids = keys_of(table.read_row_group(group, ("doc_id",))["doc_id"])
                     check.counts["rows"] += len(ids)
                     own, related = contains(purged.ids, ids), contains(relatives, ids)
                     if deep or own.any() or related.any():
-                        rows = read_group(table, group, _TEXTS)
+                        rows = table.read_row_group(group, _TEXTS)
                         check.counts["purged rows"] += int(own.sum())
                         _judge(check, name, first, ids, rows, own, related, purged if deep else None)
                     first += len(ids)
@@ -117,7 +117,7 @@ def check_signatures(run: str, purged: Purged) -> Check:
         try:
             with opened(storage.join(run, name), ("doc_id",)) as table:
                 for group in range(table.num_row_groups):
-                    ids = keys_of(read_group(table, group, ("doc_id",))["doc_id"])
+                    ids = keys_of(table.read_row_group(group, ("doc_id",))["doc_id"])
                     check.counts["rows"] += len(ids)
                     for at in np.flatnonzero(contains(purged.ids, ids)).tolist():
                         check.found(name, "is of a purged document", first + at, ids[at : at + 1].tobytes())

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from quern import storage
 from quern.data_pipeline.page.keys import contains, keys_of
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
+from quern.storage.parquet import open_table
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.exchange.texts import Vocabulary
 from quern.tokenize.shards import SPANS_SCHEMA
@@ -174,22 +173,18 @@ def _read_spans(job: _Job, shard: _Shard, check: Check) -> _Spans:
     """The spans, each looked at; they must cover the shard, else tokens could hide between them."""
     parts: list[tuple[np.ndarray, ...]] = []
     row = end = 0
-    try:
-        with storage.open_read(storage.join(job.run, shard.spans)) as file:
-            table = pq.ParquetFile(file, pre_buffer=False)
-            for group in range(table.num_row_groups):
-                rows = table.read_row_group(group, columns=SPANS_SCHEMA.names, use_threads=False).cast(SPANS_SCHEMA)
-                ids = keys_of(rows["doc_id"])
-                starts, lengths, gone = (rows[name].to_numpy() for name in ("start", "length", "purged"))
-                _judge(job, shard, ids, gone, row, check)
-                ends = end + np.cumsum(lengths)
-                if len(ids) != len(starts) or (starts != ends - lengths).any() or (lengths < 1).any():
-                    raise InputError("its spans do not follow one on the other without a gap")
-                row, end = row + len(starts), int(ends[-1]) if len(ends) else end
-                kept = (starts, lengths, gone, ids) if job.vocabulary is not None else _only(gone, starts, lengths, ids)
-                parts.append(kept)
-    except (ValueError, pa.ArrowException) as error:
-        raise InputError(f"cannot be read: {' '.join(str(error).split())[:120]}") from None
+    with open_table(storage.join(job.run, shard.spans), SPANS_SCHEMA.names, missing=None) as table:
+        for group in range(table.num_row_groups):
+            rows = table.read_row_group(group, SPANS_SCHEMA.names).cast(SPANS_SCHEMA)
+            ids = keys_of(rows["doc_id"])
+            starts, lengths, gone = (rows[name].to_numpy() for name in ("start", "length", "purged"))
+            _judge(job, shard, ids, gone, row, check)
+            ends = end + np.cumsum(lengths)
+            if len(ids) != len(starts) or (starts != ends - lengths).any() or (lengths < 1).any():
+                raise InputError("its spans do not follow one on the other without a gap")
+            row, end = row + len(starts), int(ends[-1]) if len(ends) else end
+            kept = (starts, lengths, gone, ids) if job.vocabulary is not None else _only(gone, starts, lengths, ids)
+            parts.append(kept)
     if row != shard.documents or end != shard.tokens:
         raise InputError(f"has {row} spans over {end} tokens, expected {shard.documents} over {shard.tokens}")
     check.counts["spans"] += row

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
-from quern.lineage.purge.tables.row_groups import read_whole
+from quern.storage.parquet import read_table
 from quern.tokenize.corpus_version import inside
 
 __all__ = [
@@ -143,12 +143,7 @@ def read_condemned(run: str) -> pa.Table:
         InputError: it is missing, cannot be read, or is no such table.
     """
     path = path_of(run, "condemned.parquet")
-    try:
-        table = read_whole(storage.read_bytes(path))
-    except FileNotFoundError:
-        raise InputError(f"{path}: is missing") from None
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    table = read_table(path, missing="is missing")
     if table.schema != CONDEMNED_SCHEMA:
         raise InputError(f"{path}: is not of a purge: its columns are {', '.join(table.schema.names)[:200]}")
     for name in ("source", "partition"):  # files of these names are written anew

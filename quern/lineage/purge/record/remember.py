@@ -18,7 +18,8 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.stages.tombstones import MADE_WITH, PURGE_SCHEMA
 from quern.errors import InputError
-from quern.lineage.purge.tables.columns import read_columns
+from quern.lineage.purge.tables.row_groups import GONE
+from quern.storage.parquet import open_table, read_batches
 from quern.tokenize.corpus_version import inside
 
 __all__ = ["Signatures", "purge_list_of", "remember", "tombstones_name"]
@@ -49,10 +50,10 @@ class Signatures:
     def of(self, source: str, partition: str, doc_ids: pa.Array) -> Iterator[pa.RecordBatch]:
         """Rows of ``SIGNATURE_SCHEMA`` of those of a partition's documents that have a signature."""
         path = storage.join(self.run, "signatures", source, f"{partition}.parquet")
-        for table in read_columns(path, SIGNATURE_SCHEMA.names, _BATCH):
-            here = pc.and_(pc.is_in(table["doc_id"], value_set=doc_ids), table["shingles"].is_valid())
+        for batch in read_batches(path, SIGNATURE_SCHEMA.names, _BATCH, missing=GONE):
+            here = pc.and_(pc.is_in(batch["doc_id"], value_set=doc_ids), batch["shingles"].is_valid())
             if pc.any(here).as_py():
-                yield from table.filter(here).to_batches()
+                yield batch.filter(here)
 
 
 def purge_list_of(run: str, given: str | None = None) -> tuple[str, str]:
@@ -159,9 +160,9 @@ def remember(purge_list: str, name: str, condemned: pa.Table, signatures: Signat
 def _of(path: str) -> str | None:
     """Whose tombstones are in a file; None where it does not say."""
     try:
-        with storage.open_read(path) as file:
-            found = (pq.read_schema(file).metadata or {}).get(_OF)
-    except (OSError, pa.ArrowException):
+        with open_table(path) as table:
+            found = (table.schema_arrow.metadata or {}).get(_OF)
+    except InputError:
         return None
     return None if found is None else str(found, "ascii", "replace")
 

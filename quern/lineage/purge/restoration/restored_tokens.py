@@ -17,6 +17,7 @@ from quern.data_pipeline.page.document import HASH, content_hash
 from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import InputError
 from quern.lineage.purge.tables.rows import matching
+from quern.storage.parquet import open_table
 from quern.tokenize.encoding import Encoding, load_encoding
 
 __all__ = ["TOKENS_SCHEMA", "Tokens", "read_tokens", "write_tokens"]
@@ -84,19 +85,14 @@ def read_tokens(path: str, stream: str, dtype: str, first: int = 0, last: int = 
         InputError: the file is missing or damaged.
     """
     little = np.dtype(dtype).newbyteorder("<")
-    try:
-        with storage.open_read(path) as file, pq.ParquetFile(file, pre_buffer=not storage.is_local(path)) as table:
-            for group in range(table.num_row_groups):
-                if not _may_hold(table.metadata.row_group(group), stream, first, last):
-                    continue
-                for row in table.read_row_group(group, use_threads=False).to_pylist():
-                    if row["stream"] == stream and first <= row["place_key"] <= last:
-                        ids = np.frombuffer(row["tokens"], little).astype(dtype, copy=False)
-                        yield Tokens(row["place_key"], row["doc_id"], ids)
-    except FileNotFoundError:
-        raise InputError(f"{path}: is missing") from None
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None
+    with open_table(path, missing="is missing") as table:
+        for group in range(table.num_row_groups):
+            if not _may_hold(table.metadata.row_group(group), stream, first, last):
+                continue
+            for row in table.read_row_group(group).to_pylist():
+                if row["stream"] == stream and first <= row["place_key"] <= last:
+                    ids = np.frombuffer(row["tokens"], little).astype(dtype, copy=False)
+                    yield Tokens(row["place_key"], row["doc_id"], ids)
 
 
 def _may_hold(group: Any, stream: str, first: int, last: int) -> bool:

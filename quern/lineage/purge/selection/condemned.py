@@ -36,9 +36,10 @@ from quern.errors import InputError
 from quern.lineage.index.decided import redecided
 from quern.lineage.index.hashes import halves
 from quern.lineage.purge.selection.select import Wanted
-from quern.lineage.purge.tables.columns import read_columns
+from quern.lineage.purge.tables.row_groups import GONE
 from quern.lineage.purge.tables.verdict_rows import Rows, below, joined, read_verdicts, rows_of
 from quern.lineage.purge.tables.whole import require_verdicts
+from quern.storage.parquet import read_batches
 
 __all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared", "standing_decisions"]
 
@@ -110,9 +111,9 @@ def standing_decisions(
     run: str, again: pa.Table, columns: Sequence[str], rows_at_once: int = _ROWS
 ) -> Iterator[pa.RecordBatch]:
     """The decisions in force: the run's own, overridden by those of later versions (``again``)."""
-    for table in read_columns(storage.join(run, DECISIONS), columns, rows_at_once):
-        stand = pc.invert(pc.is_in(table["doc_id"], value_set=again["doc_id"].combine_chunks()))
-        yield from table.filter(stand).combine_chunks().to_batches()
+    for batch in read_batches(storage.join(run, DECISIONS), columns, rows_at_once, missing=GONE):
+        stand = pc.invert(pc.is_in(batch["doc_id"], value_set=again["doc_id"].combine_chunks()))
+        yield batch.filter(stand)
     yield from again.filter(pc.is_valid(again["kind"])).select(columns).combine_chunks().to_batches()
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from quern import storage
 from quern.data_pipeline.page.keys import key_set, keys_of
-from quern.errors import InputError
+from quern.storage.parquet import null_count, open_table, read_batches
 
 __all__ = ["batches", "matching", "with_value"]
 
@@ -25,8 +22,7 @@ def batches(path: str, columns: Sequence[str], rows: int = _ROWS) -> Iterator[pa
     Raises:
         InputError: it is missing or damaged, or lacks a column.
     """
-    with _opened(path, columns) as table:
-        yield from table.iter_batches(rows, columns=list(columns), use_threads=False)
+    return read_batches(path, columns, rows, missing="is missing")
 
 
 def matching(
@@ -38,12 +34,12 @@ def matching(
         InputError: as :func:`batches`.
     """
     own = list(dict.fromkeys(["doc_id", *columns]))
-    with _opened(path, own) as table:
+    with open_table(path, own, missing="is missing") as table:
         for group in range(table.num_row_groups):
-            ids = keys_of(table.read_row_group(group, ["doc_id"], use_threads=False)["doc_id"])
+            ids = keys_of(table.read_row_group(group, ["doc_id"])["doc_id"])
             if not wanted(ids).any():
                 continue
-            for batch in table.iter_batches(rows, row_groups=[group], columns=own, use_threads=False):
+            for batch in table.iter_batches(rows, row_groups=[group], columns=own):
                 found = batch.filter(pa.array(wanted(keys_of(batch.column("doc_id")))))
                 if found.num_rows:
                     yield found.select(own)
@@ -58,29 +54,11 @@ def with_value(path: str, name: str) -> np.ndarray:
         InputError: as :func:`batches`.
     """
     found = []
-    with _opened(path, ["doc_id", name]) as table:
-        place = table.schema_arrow.names.index(name)
+    with open_table(path, ["doc_id", name], missing="is missing") as table:
         for group in range(table.num_row_groups):
-            known = table.metadata.row_group(group).column(place).statistics
-            whole = known is not None and known.has_null_count and known.null_count == 0
+            whole = null_count(table, group, name) == 0
             columns = ["doc_id"] if whole else ["doc_id", name]
-            for batch in table.iter_batches(
-                _ROWS if whole else _HEAVY_ROWS, row_groups=[group], columns=columns, use_threads=False
-            ):
+            for batch in table.iter_batches(_ROWS if whole else _HEAVY_ROWS, row_groups=[group], columns=columns):
                 there = batch if whole else batch.filter(batch.column(name).is_valid())
                 found.append(keys_of(there.column("doc_id")))
     return key_set(found)
-
-
-@contextmanager
-def _opened(path: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    try:
-        with storage.open_read(path) as file, pq.ParquetFile(file, pre_buffer=not storage.is_local(path)) as table:
-            missing = [name for name in columns if name not in table.schema_arrow.names]
-            if missing:
-                raise InputError(f"{path}: has no column {missing[0]!r}")
-            yield table
-    except (FileNotFoundError, IsADirectoryError):
-        raise InputError(f"{path}: is missing") from None
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())[:120]}") from None

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quern.data_pipeline.page.url import canonicalize, host
-from quern.lineage.purge.tables.columns import read_columns
+from quern.lineage.purge.tables.row_groups import GONE
+from quern.storage.parquet import null_count, open_table
 
 __all__ = ["Rows", "below", "joined", "read_verdicts", "rows_of"]
 
@@ -34,7 +35,10 @@ class Rows:
 
 def read_verdicts(path: str) -> Iterator[pa.Table]:
     """Some rows of a verdict table at a time; ``url`` only where there is no canonical one."""
-    yield from read_columns(path, _COLUMNS, _BATCH, without_nulls={"url": "canonical_url"})
+    with open_table(path, _COLUMNS, missing=GONE) as table:
+        whole = all(null_count(table, group, "canonical_url") == 0 for group in range(table.num_row_groups))
+        for batch in table.iter_batches(_BATCH, columns=[name for name in _COLUMNS if not whole or name != "url"]):
+            yield pa.Table.from_batches([batch])
 
 
 def rows_of(table: pa.Table, place: int) -> Rows:

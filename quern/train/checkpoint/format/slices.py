@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, one_line
 from quern.train.checkpoint.format.manifest import METADATA_FILE, check_files, read_manifest
 from quern.train.checkpoint.format.metadata import StoredSlice, read_metadata
 
@@ -138,7 +138,7 @@ class StoredTensors:
         except Exception as error:  # a damaged record fails in a dozen ways, none of which means anything to the reader
             raise InputError(
                 f"{file}: {name}: not a tensor of size {list(chunk.sizes)} and type {dtype} at byte {slot.offset} "
-                f"({type(error).__name__}: {' '.join(str(error).split())})"
+                f"({type(error).__name__}: {one_line(error)})"
             ) from None
         return torch.frombuffer(buffer, dtype=dtype).view(sizes)
 

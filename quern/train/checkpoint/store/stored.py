@@ -13,7 +13,7 @@ import yaml
 
 from quern import storage
 from quern.config import parse_yaml
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.remote.retry import Backoff
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, checkpoint_name
 from quern.train.checkpoint.store.store import Store
@@ -60,7 +60,7 @@ def configured_store(folder: str) -> str | None:
     try:
         config = parse_yaml(storage.read_bytes(file).decode(), file)
     except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{file}: not valid YAML: {one_line(error)}") from None
     section = config.get("checkpoint") if isinstance(config, dict) else None
     store = section.get("store") if isinstance(section, dict) else None
     if store is not None and not isinstance(store, str):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.train.checkpoint.format.file_locations import check_together
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, as_json
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
@@ -243,7 +243,7 @@ def _config(checkpoint: StoredTensors) -> dict[str, Any]:
         with open(file, encoding="utf-8") as stream:
             return _flat(yaml.safe_load(stream), file)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
+        raise InputError(f"{file}: not valid YAML ({one_line(error)})") from None
 
 
 def _flat(value: Any, file: str) -> dict[str, Any]:

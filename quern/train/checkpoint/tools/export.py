@@ -15,7 +15,7 @@ import yaml
 
 from quern import storage
 from quern.config import parse_yaml
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, one_line
 from quern.model import hf
 from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
@@ -204,7 +204,7 @@ def _trained_length(path: str) -> int | None:
     try:
         config = parse_yaml(storage.read_bytes(file).decode(), file)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{file}: not valid YAML: {one_line(error)}") from None
     length = config.get("seq_len") if isinstance(config, dict) else None
     return length if isinstance(length, int) and length > 0 else None
 

@@ -1,0 +1,121 @@
+"""Opens Parquet tables on any store; no other module does.
+
+The caller's thread alone decodes a table. A thread of pyarrow that reads a Python stream still releases its buffers
+when the read has returned; where the process ends at that moment, it is aborted (apache/arrow #34314). A file of this
+machine is opened by its path, so that there is no such stream; from a store, whose answers take their time, all
+columns of a row group are fetched at once (``pre_buffer``).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quern import storage
+from quern.errors import InputError, QuernError, one_line
+
+__all__ = ["Table", "null_count", "open_table", "read_batches", "read_table", "require_columns", "table_in"]
+
+
+class Table(pq.ParquetFile):
+    """An open table. Its errors are those of Arrow and of the stream; :func:`open_table` gives them the file's name."""
+
+    def iter_batches(
+        self, batch_size: int, row_groups: Sequence[int] | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows, or those of some row groups, at most ``batch_size`` at a time."""
+        return super().iter_batches(batch_size, row_groups, _listed(columns), use_threads=False)
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows."""
+        return super().read(_listed(columns), use_threads=False)
+
+    def read_row_group(self, i: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of a row group."""
+        return super().read_row_group(i, _listed(columns), use_threads=False)
+
+    def read_row_groups(self, row_groups: Iterable[int], columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of some row groups."""
+        return super().read_row_groups(list(row_groups), _listed(columns), use_threads=False)
+
+
+def _listed(columns: Sequence[str] | None) -> list[str] | None:
+    return None if columns is None else list(columns)
+
+
+@contextmanager
+def open_table(
+    path: str, columns: Sequence[str] = (), *, expected: str = "", missing: str | None = "no such file", **options: Any
+) -> Iterator[Table]:
+    """The table in a file, which has each of ``columns`` once.
+
+    Args:
+        path: of this machine or of a store.
+        columns: see :func:`require_columns`.
+        expected: what else the file should be, for the error about a column.
+        missing: what the error says of a file that is not there; None: FileNotFoundError is raised.
+        options: of :class:`pyarrow.parquet.ParquetFile`.
+
+    Raises:
+        InputError: the file is not there, or cannot be read, inside the block too: what Arrow refuses there.
+    """
+    local = storage.is_local(path)
+    try:
+        with (
+            pa.OSFile(storage.split(path)[1]) if local else storage.open_read(path) as source,
+            Table(source, pre_buffer=not local, **options) as table,
+        ):
+            if columns:
+                require_columns(path, table.schema_arrow.names, columns, expected)
+            yield table
+    except QuernError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if missing is not None and isinstance(error, FileNotFoundError):
+            raise InputError(f"{path}: {missing}") from None
+        if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
+            raise  # of another file: Arrow gives no name
+        raise InputError(f"{path}: cannot be read: {one_line(error, 120)}") from None
+
+
+def read_batches(
+    path: str, columns: Sequence[str] | None = None, rows: int = 1 << 16, **options: Any
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a table, at most ``rows`` at a time; ``columns`` None: all. See :func:`open_table`."""
+    with open_table(path, columns or (), **options) as table:
+        yield from table.iter_batches(rows, columns=columns)
+
+
+def read_table(path: str, columns: Sequence[str] | None = None, **options: Any) -> pa.Table:
+    """All rows of a table; ``columns`` None: all. See :func:`open_table`."""
+    with open_table(path, columns or (), **options) as table:
+        return table.read(columns)
+
+
+def table_in(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of the table in a file's bytes. Its errors are Arrow's."""
+    return Table(io.BytesIO(data), pre_buffer=False).read(columns)
+
+
+def null_count(table: Table, group: int, name: str) -> int | None:
+    """How many rows of a row group have null in a column of the top level; None: the file does not say."""
+    known = table.metadata.row_group(group).column(table.schema_arrow.names.index(name)).statistics
+    return known.null_count if known is not None and known.has_null_count else None
+
+
+def require_columns(path: str, names: Sequence[str], wanted: Iterable[str], expected: str = "") -> None:
+    """Refuse a table, whose columns are ``names``, that has not each of ``wanted`` once.
+
+    Raises:
+        InputError: with the first that is missing or stands there twice; ``expected``: what else it should be.
+    """
+    for name in wanted:
+        count = names.count(name)
+        if count != 1:
+            told = f"has no column {name!r}" if not count else f"has {count} columns {name!r}, expected one"
+            raise InputError(f"{path}: {told}{expected and f'; expected {expected}'}")
