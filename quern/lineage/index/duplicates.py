@@ -132,8 +132,7 @@ def read_row(path: str, row: int, schema: pa.Schema) -> dict[str, Any]:
         except pa.ArrowException:
             raise InputError(f"{path}: row {row}: {name}: expected {kind}, got {column.type}") from None
         except (OverflowError, ValueError, KeyError) as error:  # a time outside Python's range, an unknown zone
-            why = one_line(error, 120)
-            raise InputError(f"{path}: row {row}: {name}: expected {kind} ({why})") from None
+            raise InputError(f"{path}: row {row}: {name}: expected {kind} ({one_line(error, 120)})") from None
     return found
 
 

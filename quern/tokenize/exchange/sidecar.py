@@ -250,8 +250,7 @@ class _Verdicts:
 
     def why(self, error: Exception, what: str) -> QuernError:
         """The error to raise for an error of DuckDB."""
-        told = one_line(error, 200)
-        return self._failed or QuernError(f"{self._folder}: {what}: {told}")
+        return self._failed or QuernError(f"{self._folder}: {what}: {one_line(error, 200)}")
 
 
 def _judged(
