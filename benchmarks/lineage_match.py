@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from quern.lineage.match import DEFAULT_N, MIN_WORDS, Index, Item, read_benchmark, scan_streams
+from quern.lineage.match import DEFAULT_N, MIN_WORDS, GramIndex, Item, read_benchmark, scan_streams
 from quern.lineage.match.normalise import words
 from quern.tokenize.encoding import Encoding, load_encoding
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardReader, ShardWriter, version_entry
@@ -172,7 +172,7 @@ class PlainPython:
         return found
 
 
-def rows_of(path: str, index: Index, reader: ShardReader) -> Rows:
+def rows_of(path: str, index: GramIndex, reader: ShardReader) -> Rows:
     found = scan_streams([path], index)
     starts = np.concatenate([reader.starts(shard) + reader.offsets[shard] for shard in range(len(reader.shards))])
     numbers = np.searchsorted(starts, found.documents)
@@ -197,8 +197,8 @@ def measure(data: Path, size: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = write_source(Path(folder), documents, encoding)
         reader = ShardReader(path)
-        index, plain = Index(items, DEFAULT_N), PlainPython(items, DEFAULT_N)
-        scan_streams([path], Index(items[:1], DEFAULT_N))  # imports
+        index, plain = GramIndex(items, DEFAULT_N), PlainPython(items, DEFAULT_N)
+        scan_streams([path], GramIndex(items[:1], DEFAULT_N))  # imports
         seconds: dict[str, list[float]] = {"quern": [], "quern, empty source": [], "plain": []}
         empty = write_source(Path(folder) / "empty", documents[:1], encoding)
 

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, verdict_schema
 from quern.lineage.purge.apply.transaction import Request, purge
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
@@ -153,7 +153,9 @@ def measure(run: Path, scratch: Path, mode: Any, touched: int, workers: int) -> 
     copied = copy(files, scratch)
     shutil.rmtree(scratch, ignore_errors=True)
     wanted = Wanted(doc_ids=frozenset(doc_ids))
-    request = Request(str(run), mode, lambda path: condemn(path, wanted), {"doc": len(doc_ids)}, workers=workers)
+    request = Request(
+        str(run), mode, lambda path: find_deletion_set(path, wanted), {"doc": len(doc_ids)}, workers=workers
+    )
     written, begun, cpu = wrote(), time.monotonic(), times()
     report = purge(request)
     wall, cpu = time.monotonic() - begun, times() - cpu

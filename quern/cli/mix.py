@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
-from quern.mixtures.recipe import Plan
+from quern.mixtures.recipe import OrderPlan
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.mixture import plan_mixture
 from quern.train.init_from import load_train_config
@@ -41,7 +41,7 @@ def show(
             _print(plan, out_console())
 
 
-def _print(plan: Plan, console: Console) -> None:
+def _print(plan: OrderPlan, console: Console) -> None:
     table = _sources(plan, str)
     if console.measure(table, options=console.options.update_width(4096)).maximum > console.width:
         table = _sources(plan, lambda name: name.replace("/", "/\n"))
@@ -58,7 +58,7 @@ def _print(plan: Plan, console: Console) -> None:
         console.print(Text(line))
 
 
-def _sources(plan: Plan, shown: Callable[[str], str]) -> Table:
+def _sources(plan: OrderPlan, shown: Callable[[str], str]) -> Table:
     """A row a source; ``shown`` breaks its name into lines."""
     weight = ["weight"] if len(plan.phases) == 1 else []  # else each phase has its own shares
     table = _table("source", "tokens", *weight, "share", "samples", "reads", "epochs", "at most", "left", "tail")
@@ -75,7 +75,7 @@ def _sources(plan: Plan, shown: Callable[[str], str]) -> Table:
     return table
 
 
-def _print_phases(plan: Plan, console: Console) -> None:
+def _print_phases(plan: OrderPlan, console: Console) -> None:
     table = _table("phase", "from step", "to step", "batch", "samples")
     table.add_column("shares", overflow="fold", ratio=1)
     names = [row.name for row in plan.sources]

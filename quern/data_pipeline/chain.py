@@ -87,6 +87,6 @@ class Chain:
                 now = thread_time()
                 self.seconds[stage.name] += now - clock
                 clock = now
-            if not page.settle():
+            if not page.decide():
                 break
         return page, reached

@@ -27,10 +27,10 @@ from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.config import ChainConfig
 from quern.data_pipeline.execution.commits import TABLES, find_commit, publish_commit
 from quern.data_pipeline.execution.fence import Fence
-from quern.data_pipeline.execution.isolation import Marker, Watchdog, bounded_memory, give_back_memory
+from quern.data_pipeline.execution.isolation import InFlightMarker, Watchdog, bounded_memory, give_back_memory
 from quern.data_pipeline.execution.parts import read_head, read_tables, write_part
 from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
-from quern.data_pipeline.rows import Rows
+from quern.data_pipeline.rows import PageRows
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.data_pipeline.stages.tombstones import fingerprints
 from quern.errors import QuernError
@@ -166,14 +166,14 @@ def committed(task: PartitionTask) -> dict[str, Any] | None:
 def _process(task: PartitionTask) -> dict[str, Any]:
     chain = _chain(canonical_json(task.chain), fingerprints(task.chain.purge_list))
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
-    rows = Rows(chain.measures)
+    rows = PageRows(chain.measures)
     attempt = uuid.uuid4().hex[:12]
     progress = _resume(task)
     read_log = ReadLog()
     quarantined = dict(task.quarantined)
     cpu = time.process_time()
     seen: set[bytes] = set()
-    marker = Marker(task.marker)
+    marker = InFlightMarker(task.marker)
     ordinal, flushing = -1, False
 
     def rest() -> None:  # a slow disk or store is no page's fault
@@ -191,7 +191,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
 
     try:
         with (
-            Watchdog(task.page_timeout_s, Marker.stack_of(task.marker)) as watchdog,
+            Watchdog(task.page_timeout_s, InFlightMarker.stack_of(task.marker)) as watchdog,
             bounded_memory(task.worker_memory_mib),
             storage.around_waits(rest, go_on),
         ):
@@ -226,7 +226,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
         return publish_commit(*task.piece, inputs=task.inputs, config=task.config_hash, outputs=outputs, counts=counts)
     finally:
         marker.close()
-        Marker.remove(task.marker)  # nobody else can on a remote machine; a killed worker skips this
+        InFlightMarker.remove(task.marker)  # nobody else can on a remote machine; a killed worker skips this
 
 
 def _identified(task: PartitionTask, read_log: ReadLog, seen: set[bytes]) -> Iterator[Page]:
@@ -253,7 +253,7 @@ def _judge(chain: Chain, page: Page, quarantine: str | None) -> tuple[Page, int]
     page.failures.clear()
     page.text = page.extracted = None
     page.fail("quarantine", quarantine)
-    page.settle()
+    page.decide()
     return page, 0
 
 
@@ -265,7 +265,7 @@ def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     return now
 
 
-def _set_down(task: PartitionTask, attempt: str, rows: Rows, progress: _Progress) -> None:
+def _set_down(task: PartitionTask, attempt: str, rows: PageRows, progress: _Progress) -> None:
     """Flush finished rows to the scratch folder."""
     part = f"{attempt}/part-{len(progress.parts):05d}"
     progress.parts.append(part)
@@ -294,7 +294,7 @@ def _resume(task: PartitionTask) -> _Progress:
     return _Progress()
 
 
-def _publish(task: PartitionTask, rows: Rows, parts: Sequence[str]) -> dict[str, str]:
+def _publish(task: PartitionTask, rows: PageRows, parts: Sequence[str]) -> dict[str, str]:
     """Write the partition's tables from its parts and the rows still in memory; return path → SHA-256."""
     rest = rows.tables()
     paths = {name: f"{name}/{task.source.name}/{task.partition.name}.parquet" for name in TABLES}

@@ -11,10 +11,10 @@ from quern.data_pipeline.chain import QUALITY_GATE
 from quern.data_pipeline.execution.commits import TABLES
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, SIGNATURE_SCHEMA, Page, content_hash, verdict_schema
 
-__all__ = ["Rows"]
+__all__ = ["PageRows"]
 
 
-class Rows:
+class PageRows:
     """Finished pages as columns, written as one Arrow table of each kind."""
 
     def __init__(self, measures: tuple[str, ...]) -> None:

@@ -19,10 +19,10 @@ from quern.data_pipeline.dedup.passes import run as dedup
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.execution.commits import TABLES, find_commit, publish_commit, withdraw_commit
 from quern.data_pipeline.execution.engine import Death, Engine
-from quern.data_pipeline.execution.isolation import Marker, marker_folder, pages_in_work
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.execution.isolation import InFlightMarker, marker_folder, pages_in_work
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, committed, process_partition
-from quern.data_pipeline.sources import Edges, Partition, Range, misread, plan
+from quern.data_pipeline.sources import Edges, FileRange, Partition, misread, plan
 from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
 from quern.errors import InputError, QuernError
 
@@ -111,7 +111,7 @@ def named_files(tree: Any) -> set[str]:
     return set(storage.glob(tree) if glob.has_magic(tree) else storage.list_files(tree))
 
 
-def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: Progress) -> PagesResult:
+def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: RunProgress) -> PagesResult:
     """Run the phases pages and duplicates over ``partitions`` (from :func:`plan_sources`), except what is committed.
 
     Raises:
@@ -123,7 +123,7 @@ def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine,
 
 
 def _run_pages(
-    config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: Progress
+    config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: RunProgress
 ) -> list[dict[str, Any]]:
     """Commit every partition; return the commit objects in the order of ``partitions``."""
     sources = {source.name: source for source in config.sources}
@@ -157,7 +157,7 @@ def _run_pages(
         results = engine.map(process_partition, [(tasks[i],) for i in todo], label="pages", on_death=strikes)
         with _Sweeper() as sweeper:
             for position, entry in results:
-                Marker.remove(tasks[todo[position]].marker)
+                InFlightMarker.remove(tasks[todo[position]].marker)
                 sweeper.remove(tasks[todo[position]].scratch)
                 yield todo[position], entry
 
@@ -177,9 +177,9 @@ def _run_pages(
     return [entries[index] for index in range(len(tasks))]
 
 
-def _misread(partitions: Sequence[Partition], entries: Mapping[int, Mapping[str, Any]]) -> dict[int, Range]:
+def _misread(partitions: Sequence[Partition], entries: Mapping[int, Mapping[str, Any]]) -> dict[int, FileRange]:
     """Ranges of large files that did not meet their neighbours, and how each has to be read; by index."""
-    files: dict[tuple[str, str], list[tuple[int, Range]]] = {}
+    files: dict[tuple[str, str], list[tuple[int, FileRange]]] = {}
     for index, partition in enumerate(partitions):
         if partition.range is not None:
             files.setdefault((partition.source, partition.undivided), []).append((index, partition.range))
@@ -261,7 +261,7 @@ class _Strikes:
     on it again. A lost machine is no page's fault, however often it happens.
     """
 
-    def __init__(self, progress: Progress, markers_are_shared: bool = True) -> None:
+    def __init__(self, progress: RunProgress, markers_are_shared: bool = True) -> None:
         self.progress = progress
         self.markers_are_shared = markers_are_shared
         """Whether this process sees the markers of workers on other machines."""
@@ -271,10 +271,12 @@ class _Strikes:
         (work,) = task
         name = f"{work.source.name}/{work.partition.name}"
         if death.lost_machine:
-            Marker.remove(work.marker)
+            InFlightMarker.remove(work.marker)
             self.progress.error(f"{name}: its machine was lost, the partition goes on elsewhere")
             return task
-        last = Marker.take(work.marker) if self.markers_are_shared else death.ask(Marker.take, work.marker)
+        last = (
+            InFlightMarker.take(work.marker) if self.markers_are_shared else death.ask(InFlightMarker.take, work.marker)
+        )
         ordinal = last.ordinal if last is not None else -1
         self.deaths[index, ordinal] = deaths = self.deaths.get((index, ordinal), 0) + 1
         blamed = dict(work.quarantined)
@@ -298,7 +300,7 @@ def _run_duplicates(
     names: tuple[tuple[str, str], ...],
     entries: Sequence[Mapping[str, Any]],
     engine: Engine,
-    progress: Progress,
+    progress: RunProgress,
 ) -> dict[str, Any]:
     priorities = {source.name: source.priority for source in config.sources}
     inputs = {"pages": digest(sorted(pair for entry in entries for pair in entry["outputs"].items()))}

@@ -15,7 +15,7 @@ from quern.data_pipeline.execution.engine import open_engine
 from quern.data_pipeline.execution.fence import Fence
 from quern.data_pipeline.execution.run_directory import RunDirectory, is_complete, open_run, remove_torn
 from quern.data_pipeline.monitoring.heartbeat import Heartbeat
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_run.config import DataRun
 from quern.errors import QuernError
 from quern.tokenize.encoding import load_encoding
@@ -47,7 +47,7 @@ def run_data(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[
             pages.check_unchanged(directory.record, partitions, config.run_dir)
             names = tuple((partition.source, partition.name) for partition in partitions)
             return _made_anew(config, names, tell)
-        with Progress() as progress:
+        with RunProgress() as progress:
             workers: list[Callable[[], dict[str, int]]] = []
             with Heartbeat(config.run_dir, lambda: _told(progress, workers)), ExitStack() as stack:
                 stack.push(lambda kind, error, trace: _give_room_back(config.run_dir, error))
@@ -79,7 +79,7 @@ def _take_up_purge(run: str, tell: Callable[[str], None]) -> None:
         tell(told)
 
 
-def _told(progress: Progress, workers: Sequence[Callable[[], dict[str, int]]]) -> dict[str, Any]:
+def _told(progress: RunProgress, workers: Sequence[Callable[[], dict[str, int]]]) -> dict[str, Any]:
     """What the heartbeat says: the phases, and the workers once there is an engine."""
     return {**progress.snapshot(), "workers": workers[0]() if workers else None}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Attempt", "Seen", "Stretch"]
+__all__ = ["Attempt", "SeenCheckpoint", "Stretch"]
 
 I64 = NDArray[np.int64]
 
@@ -78,7 +78,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenCheckpoint:
     """A checkpoint: weights after ``step`` steps of the branch that the ledger's first ``offset`` bytes tell of."""
 
     step: int

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["MAX_CHARS", "MAX_EDITS", "MAX_WORDS", "Difference", "Piece", "difference"]
+__all__ = ["MAX_CHARS", "MAX_EDITS", "MAX_WORDS", "DiffPiece", "Difference", "difference"]
 
 MAX_CHARS = 1_000_000
 """Of each text that are looked at."""
@@ -31,7 +31,7 @@ Run = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class DiffPiece:
     """Consecutive words: in both texts, only in the ``removed`` one, or only in the ``kept`` one."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Difference:
     only_kept: int
     complete: bool
     """Every word of both was compared. If not, the counts are of what was, or at most (:data:`MAX_EDITS`)."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DiffPiece, ...]
     """The first :data:`MAX_PIECES`; none if every word is the same."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _spans(runs: Sequence[Run], left_stop: int, right_stop: int) -> Iterator[tup
         x, y = run_x + length, run_y + length
 
 
-def _pieces(spans: Sequence[tuple[Kind, int, int]], left: Sequence[str], right: Sequence[str]) -> Iterator[Piece]:
+def _pieces(spans: Sequence[tuple[Kind, int, int]], left: Sequence[str], right: Sequence[str]) -> Iterator[DiffPiece]:
     for number, (kind, start, stop) in enumerate(spans[:MAX_PIECES]):
         side = right if kind == "kept" else left
         first, last = (0 if number == 0 else CONTEXT), (0 if number == len(spans) - 1 else CONTEXT)
@@ -179,4 +179,4 @@ def _pieces(spans: Sequence[tuple[Kind, int, int]], left: Sequence[str], right: 
         else:
             words = [*side[start : start + first], "…", *side[stop - last : stop]]
         text = " ".join(word if len(word) <= PIECE_CHARS else f"{word[:PIECE_CHARS]}…" for word in words)
-        yield Piece(kind, stop - start, text if len(text) <= PIECE_CHARS else f"{text[:PIECE_CHARS]}…")
+        yield DiffPiece(kind, stop - start, text if len(text) <= PIECE_CHARS else f"{text[:PIECE_CHARS]}…")

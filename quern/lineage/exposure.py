@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quern.lineage.index.changes import purged_at
-from quern.lineage.training import Attempt, Seen, Stretch, TrainingRun
+from quern.lineage.training import Attempt, SeenCheckpoint, Stretch, TrainingRun
 from quern.lineage.windows import never_visited, parts, touching
 from quern.mixtures.order import Order
 
@@ -361,12 +361,12 @@ def _note_next(tally: Tally, located: _Located, attempt: Attempt) -> None:
 class Clean:
     """Which checkpoints have read any of a selection."""
 
-    seen: tuple[tuple[Seen, int], ...]
+    seen: tuple[tuple[SeenCheckpoint, int], ...]
     """With the first step that put it there, of the checkpoint's own branch."""
-    unseen: tuple[Seen, ...]
-    unknown: tuple[Seen, ...]
+    unseen: tuple[SeenCheckpoint, ...]
+    unknown: tuple[SeenCheckpoint, ...]
     """Of which nobody can tell: steps of their branch read what cannot be opened any more."""
-    last: Seen | None
+    last: SeenCheckpoint | None
     """The newest of the present branch that is known to have taken nothing in."""
 
 

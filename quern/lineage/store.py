@@ -26,7 +26,7 @@ from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
 from quern.lineage.index.spans import SpanColumns, Spans
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["Documents", "Lineage", "Spans", "Stream", "parse_hash", "parse_host"]
+__all__ = ["DocumentIdentities", "Lineage", "Spans", "Stream", "parse_hash", "parse_host"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentIdentities:
     """Identities of documents: one item each, in the order asked for."""
 
     numbers: I64
@@ -227,7 +227,7 @@ class Lineage:
         return checked, parts
 
     @_guarded
-    def documents(self, numbers: ArrayLike) -> Documents:
+    def documents(self, numbers: ArrayLike) -> DocumentIdentities:
         """Identities of the given documents."""
         checked, parts = self._by_segment(numbers)
         ids: list[bytes] = [b""] * len(checked)
@@ -240,10 +240,10 @@ class Lineage:
             columns = where.tolist(), split, segment.urls.texts(own, 1), segment.sources_of(own)
             for place, doc_id, text, source in zip(*columns, strict=True):
                 ids[place], texts[place], sources[place] = doc_id, None if text is None else text.decode(), source
-        return Documents(checked, ids, texts, sources)
+        return DocumentIdentities(checked, ids, texts, sources)
 
     @_guarded
-    def names(self, documents: Documents) -> list[str | None]:
+    def names(self, documents: DocumentIdentities) -> list[str | None]:
         """Their URLs; where a document has none, its file and the byte of its record, None if they are not known."""
         found = list(documents.urls)
         bare = np.array([place for place, url in enumerate(found) if url is None], np.int64)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from quern import storage
 from quern.config import load_config
 from quern.errors import InputError, QuernError
-from quern.lineage.attempts import Attempt, Seen, Stretch
+from quern.lineage.attempts import Attempt, SeenCheckpoint, Stretch
 from quern.mixtures.order import Order
 from quern.train.checkpoint.format.manifest import (
     CONFIG_FILE,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quern.lineage.store import Lineage, Stream
     from quern.train.config import TrainConfig
 
-__all__ = ["Attempt", "Seen", "Stretch", "TrainingRun"]
+__all__ = ["Attempt", "SeenCheckpoint", "Stretch", "TrainingRun"]
 
 #: The end of metrics.jsonl in which the newest attempt's last step is looked for.
 _TAIL_BYTES = 1 << 16
@@ -274,7 +274,7 @@ class TrainingRun:
 
     # ---- checkpoints
 
-    def checkpoints(self, store: bool = False) -> list[Seen]:
+    def checkpoints(self, store: bool = False) -> list[SeenCheckpoint]:
         """The checkpoints of the run by ascending step, abandoned ones too. One whose manifest is damaged says nothing
         of itself: it is left out here and named in :attr:`damaged`.
 
@@ -283,7 +283,7 @@ class TrainingRun:
         Raises:
             QuernError: the store cannot be read, or the ledger is shorter than a checkpoint says.
         """
-        found: dict[int, Seen] = {}
+        found: dict[int, SeenCheckpoint] = {}
         for checkpoint in list_checkpoints(self.path):
             try:
                 self._add(found, read_manifest(checkpoint.path), checkpoint.path)
@@ -301,18 +301,18 @@ class TrainingRun:
                         self.damaged[behind.address(step)] = str(error)
         return [found[step] for step in sorted(found)]
 
-    def branch_of(self, seen: Seen) -> tuple[Stretch, ...]:
+    def branch_of(self, seen: SeenCheckpoint) -> tuple[Stretch, ...]:
         """The stretches that made the weights of a checkpoint."""
         return self.branch(seen.step, self._lines(seen.offset))
 
-    def _add(self, found: dict[int, Seen], manifest: Manifest, path: str) -> None:
+    def _add(self, found: dict[int, SeenCheckpoint], manifest: Manifest, path: str) -> None:
         step, offset = manifest.step, manifest.ledger_offset
         size = os.path.getsize(self._file)
         if offset > size:
             raise QuernError(f"{self._file}: has {size} bytes, {path} names {offset}; lines are lost")
         if offset <= (int(self._line_ends[-1]) if len(self._line_ends) else 0):  # else saved since the run was opened
             why = left_behind(step, self.entries[self._lines(offset) :])
-            found[step] = Seen(step, checkpoint_name(step), path, why, offset)
+            found[step] = SeenCheckpoint(step, checkpoint_name(step), path, why, offset)
 
     def _lines(self, offset: int) -> int:
         """How many lines the ledger's first ``offset`` bytes hold."""

@@ -14,11 +14,11 @@ from typing import Any
 from quern.errors import InputError
 from quern.mixtures.order import MAX_SAMPLES, Order, Phase
 
-__all__ = ["PhaseRow", "Plan", "Source", "SourceRow", "plan_order"]
+__all__ = ["MixtureSource", "OrderPlan", "PhaseRow", "SourceRow", "plan_order"]
 
 
 @dataclass(frozen=True)
-class Source:
+class MixtureSource:
     """A source as a recipe needs it."""
 
     name: str
@@ -73,7 +73,7 @@ class PhaseRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OrderPlan:
     """A planned order and its summary."""
 
     order: Order
@@ -103,14 +103,14 @@ class Plan:
 
 
 def plan_order(
-    sources: Sequence[Source],
+    sources: Sequence[MixtureSource],
     phases: Sequence[Phase] = (),
     *,
     seed: int,
     seq_len: int,
     global_batch: int,
     steps: int,
-) -> Plan:
+) -> OrderPlan:
     """Plan a recipe's order, and count what its first ``steps`` data steps read. ``phases``: the changes after the
     first.
 
@@ -129,8 +129,8 @@ def plan_order(
 
 
 def _plan(
-    sources: Sequence[Source], phases: Sequence[Phase], *, seed: int, seq_len: int, global_batch: int, steps: int
-) -> Plan:
+    sources: Sequence[MixtureSource], phases: Sequence[Phase], *, seed: int, seq_len: int, global_batch: int, steps: int
+) -> OrderPlan:
     recipes = [[source.weight for source in sources], *(phase.weights for phase in phases if phase.weights is not None)]
     for index, source in enumerate(sources):
         if source.windows == 0 and any(index < len(recipe) and recipe[index] for recipe in recipes):
@@ -157,12 +157,12 @@ def _plan(
         _source_row(source, count, samples, seq_len)
         for source, count in zip(sources, order.consumed(samples), strict=True)
     )
-    return Plan(order, steps, seq_len, samples, rows, _phase_rows(order, steps))
+    return OrderPlan(order, steps, seq_len, samples, rows, _phase_rows(order, steps))
 
 
-def _source_row(source: Source, samples: int, total: int, seq_len: int) -> SourceRow:
+def _source_row(source: MixtureSource, samples: int, total: int, seq_len: int) -> SourceRow:
     return SourceRow(
-        **{name: getattr(source, name) for name in Source.__dataclass_fields__},
+        **{name: getattr(source, name) for name in MixtureSource.__dataclass_fields__},
         share=samples / total if total else 0.0,
         samples=samples,
         planned_tokens=samples * seq_len,
@@ -192,15 +192,17 @@ def _phase_rows(order: Order, steps: int) -> tuple[PhaseRow, ...]:
     return tuple(rows)
 
 
-def _exceeds(source: Source, samples: int) -> bool:
+def _exceeds(source: MixtureSource, samples: int) -> bool:
     return samples > source.max_epochs * source.windows
 
 
-def _any_exceeds(sources: Sequence[Source], samples: Sequence[int]) -> bool:
+def _any_exceeds(sources: Sequence[MixtureSource], samples: Sequence[int]) -> bool:
     return any(_exceeds(source, count) for source, count in zip(sources, samples, strict=True))
 
 
-def _refusal(plan: Plan, sources: Sequence[Source], phases: Sequence[Phase], worst: int, *, others: int) -> str:
+def _refusal(
+    plan: OrderPlan, sources: Sequence[MixtureSource], phases: Sequence[Phase], worst: int, *, others: int
+) -> str:
     source, row = sources[worst], plan.sources[worst]
     more = f" ({others + 1} sources go beyond their own)" if others else ""
     steps, weight = _fitting_steps(plan, sources), _fitting_weight(plan, sources, phases, worst)
@@ -213,7 +215,7 @@ def _refusal(plan: Plan, sources: Sequence[Source], phases: Sequence[Phase], wor
     )
 
 
-def _fitting_steps(plan: Plan, sources: Sequence[Source]) -> int:
+def _fitting_steps(plan: OrderPlan, sources: Sequence[MixtureSource]) -> int:
     """The largest number of steps within every source's ``max_epochs``; counts never fall with the steps."""
     fits, excess = 0, plan.steps
     while excess - fits > 1:
@@ -225,7 +227,9 @@ def _fitting_steps(plan: Plan, sources: Sequence[Source]) -> int:
     return fits
 
 
-def _fitting_weight(plan: Plan, sources: Sequence[Source], phases: Sequence[Phase], worst: int) -> str | None:
+def _fitting_weight(
+    plan: OrderPlan, sources: Sequence[MixtureSource], phases: Sequence[Phase], worst: int
+) -> str | None:
     """A weight of the first phase with which the whole budget fits, to three digits, rounded down; None if another
     source or another recipe stands in the way.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quern.mixtures.recipe import Plan
+from quern.mixtures.recipe import OrderPlan
 from quern.model.config import ModelShape
 from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.float8 import LAYERS, fitting
@@ -152,7 +152,7 @@ def summarise(config: TrainConfig, corpus: Corpus, laid: Layout) -> dict[str, An
     goes_on = ahead(config, corpus)
     shape = config.model.shape(corpus.vocab_size)
     step, plan = step_of(config, shape, laid), laid.plan
-    mixture: Plan = plan_mixture(config, corpus)
+    mixture: OrderPlan = plan_mixture(config, corpus)
     return {
         "config": config.model_dump(mode="json"),
         "model": shape.model_dump(mode="json") | {"padded_vocab_size": shape.padded_vocab_size},

@@ -7,7 +7,7 @@ from typing import Any
 
 from quern.data_pipeline.execution.commits import publish_commit
 from quern.data_pipeline.monitoring.damage import Damage
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.monitoring.run_status import read_status
 from quern.storage import write_json
 
@@ -39,7 +39,7 @@ def test_what_is_taken_back_is_as_if_it_had_never_been_told() -> None:
 
 
 def test_the_live_view_and_the_state_of_a_run_count_it_once(tmp_path: Path) -> None:
-    progress = Progress(background=False)
+    progress = RunProgress(background=False)
     progress.start_phase("pages", 3)
     write_json(str(tmp_path / "run.json"), {"status": "running"})
     for number, (source, counts) in enumerate((("cc", FIRST), ("cc", SECOND), ("books", FIRST))):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from quern.data_pipeline.extraction import content as extract_content
 from quern.data_pipeline.extraction import conversion as fast
 from quern.data_pipeline.extraction.content import ENOUGH_CHARS, Backup, PageElement
-from quern.data_pipeline.extraction.readability import Comparison
+from quern.data_pipeline.extraction.readability import ReadabilityComparison
 from quern.data_pipeline.extraction.xpath_walk import Firsts
 from support.named_cases import each
 
@@ -172,7 +172,7 @@ def test_unclean_text_is_told_as_by_trafilatura() -> None:
             body = other if len(comparison.readability(raw)) else body
             told.append(bool(body.xpath(external.SANITIZED_XPATH)))
 
-        comparison = Comparison(compare, lambda tree: other, external.prune_unwanted_nodes)
+        comparison = ReadabilityComparison(compare, lambda tree: other, external.prune_unwanted_nodes)
         comparison._state.hopeless = hopeless
         comparison.compare(other, other, body, "", SimpleNamespace(focus="precision"))
         assert told == [bool(body.xpath(stock)) if hopeless else True]

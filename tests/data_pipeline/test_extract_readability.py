@@ -46,7 +46,7 @@ def document_of(tree: HtmlElement) -> Any:
     return trafilatura.readability_lxml.Document(tree, min_text_length=25)
 
 
-def comparison() -> fast.Comparison:
+def comparison() -> fast.ReadabilityComparison:
     """One whose start, a look at every tag, is not made again."""
     made = copy.copy(ready())
     made._state = threading.local()
@@ -54,9 +54,11 @@ def comparison() -> fast.Comparison:
 
 
 @functools.cache
-def ready() -> fast.Comparison:
+def ready() -> fast.ReadabilityComparison:
     external = trafilatura.external
-    return fast.Comparison(trafilatura.core.compare_extraction, external.try_readability, external.prune_unwanted_nodes)
+    return fast.ReadabilityComparison(
+        trafilatura.core.compare_extraction, external.try_readability, external.prune_unwanted_nodes
+    )
 
 
 def length(text: str) -> int:

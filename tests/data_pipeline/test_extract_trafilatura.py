@@ -26,7 +26,7 @@ from lxml.etree import XPath
 
 from quern.data_pipeline.extraction import trafilatura_fast as fast
 from quern.data_pipeline.extraction.fallbacks import Neighbours, Paragraph, StopWords
-from quern.data_pipeline.extraction.readability import Comparison
+from quern.data_pipeline.extraction.readability import ReadabilityComparison
 from quern.data_pipeline.extraction.xpath_walk import Walk
 from support.named_cases import each
 
@@ -42,9 +42,11 @@ def fresh() -> Any:
     fast._prepare.cache_clear()
 
 
-def stock_comparison() -> Comparison:
+def stock_comparison() -> ReadabilityComparison:
     external = trafilatura.external
-    return Comparison(trafilatura.core.compare_extraction, external.try_readability, external.prune_unwanted_nodes)
+    return ReadabilityComparison(
+        trafilatura.core.compare_extraction, external.try_readability, external.prune_unwanted_nodes
+    )
 
 
 def never(*args: object) -> Any:
@@ -306,7 +308,7 @@ def test_readability_runs_exactly_where_it_could_win() -> None:
             return tree
 
         raw = lxml.html.fromstring(f"<html><body><p>{'y' * 100}</p><script>{'z' * 999}</script></body></html>")
-        comparison = Comparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability, never)
+        comparison = ReadabilityComparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability, never)
         comparison.compare(raw, raw, lxml.html.document_fromstring(body), own_text, SimpleNamespace(focus=focus))
         assert bool(ran) == runs
         comparison.readability(raw)
@@ -327,7 +329,7 @@ def test_readability_runs_exactly_where_it_could_win() -> None:
 
 
 def test_a_page_too_short_to_win_is_neither_copied_nor_pruned() -> None:
-    comparison = Comparison(trafilatura.core.compare_extraction, never, never)
+    comparison = ReadabilityComparison(trafilatura.core.compare_extraction, never, never)
     options = trafilatura.settings.Extractor(precision=True)
     paragraph = "<p>" + "The miller sets the stone, pours the grain, and waits until noon. " * 12 + "</p>"
     tree = trafilatura.utils.load_html(f"<html><body><div class='nav'>Nav</div><article>{paragraph}</article></body>")

@@ -16,8 +16,8 @@ from quern.data_pipeline import run as pages
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.execution.engine import Death, InProcess
 from quern.data_pipeline.execution.fence import Fence, SupersededError
-from quern.data_pipeline.execution.isolation import Marker
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.execution.isolation import InFlightMarker
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.errors import QuernError
 
@@ -177,14 +177,14 @@ def test_parts_whose_removal_was_cut_off_are_made_again(tmp_path: Path, monkeypa
 
 def test_a_lost_machine_is_no_page_s_fault(tmp_path: Path) -> None:
     task = task_of(settings(tmp_path), tmp_path)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         strikes = pages._Strikes(progress)
         for _ in range(9):
-            marker = Marker(task.marker)
+            marker = InFlightMarker(task.marker)
             marker.set(5)
             marker.close()
             assert strikes(0, (task,), Death(lost_machine=True)) == (task,)
-        assert Marker.read(task.marker) is None
+        assert InFlightMarker.read(task.marker) is None
         assert "its machine was lost" in progress.snapshot()["errors"]["last"][-1]
 
 
@@ -197,17 +197,17 @@ def test_where_markers_are_the_workers_own_it_is_their_machine_that_is_asked(tmp
         last = function(*args)
         return last
 
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         strikes = pages._Strikes(progress, markers_are_shared=False)
-        marker = Marker(task.marker)
+        marker = InFlightMarker(task.marker)
         marker.set(5)
         marker.close()
         (same,) = strikes(0, (task,), Death(call_there=call_there))
         assert same == task
-        marker = Marker(task.marker)
+        marker = InFlightMarker(task.marker)
         marker.set(7)
         marker.close()
-        Path(Marker.stack_of(task.marker)).write_text('  File "there.py", line 3 in parse')
+        Path(InFlightMarker.stack_of(task.marker)).write_text('  File "there.py", line 3 in parse')
         (hung,) = strikes(0, (task,), Death(call_there=call_there))
     assert hung.quarantined == ((7, "quarantine.timeout"),)
     assert asked == [(task.marker,)] * 2
@@ -225,7 +225,7 @@ def test_a_finished_partition_leaves_no_marker_and_the_driver_no_scratch(
         write_part(path, *given)
 
     monkeypatch.setattr(partition_module, "write_part", watched)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         pages.run(config, pages.plan_sources(config), InProcess(), progress)
     assert len(written) == 3
     assert not any(map(storage.exists, written))

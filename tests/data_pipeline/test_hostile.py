@@ -13,7 +13,7 @@ import pytest
 
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.engine import Engine, InProcess, open_engine
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_run.config import DataRun
 from quern.tokenize.shards import ShardReader
 from quern.tokenize.writing import run as tokens
@@ -39,7 +39,7 @@ def config(folder: Path, kind: str, source: Path, **changes: Any) -> DataRun:
 
 def go(settings: DataRun, engine: Engine | None = None) -> tuple[list[dict[str, Any]], dict[bytes, str]]:
     """(verdict rows in file order, kept and dropped texts by doc_id) of one run."""
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         pages.run(settings, pages.plan_sources(settings), engine or InProcess(), progress)
     (verdicts,) = (Path(settings.run_dir) / "verdicts").rglob("*.parquet")
     (documents,) = (Path(settings.run_dir) / "documents").rglob("*.parquet")

@@ -24,8 +24,8 @@ from quern.data_pipeline import partition as partition_module
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.execution.engine import Death, Engine, InProcess, open_engine
-from quern.data_pipeline.execution.isolation import Marker, Watchdog, marker_folder
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.execution.isolation import InFlightMarker, Watchdog, marker_folder
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.errors import QuernError
 
@@ -123,7 +123,7 @@ def test_bad_pages_cost_themselves_and_a_kill_costs_nothing(
     special = {2: "crash", 5: "error", 7: "once", 9: "hang", 13: "memory"}
     config = settings(tmp_path, write_source(tmp_path, 20, special))
     monkeypatch.setattr(pages, "process_partition", trapped)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         result = pages.run(config, pages.plan_sources(config), pool, progress)
     found = verdicts(tmp_path)
     assert len(found) == 20
@@ -168,7 +168,7 @@ def test_a_page_that_is_slow_to_read_costs_itself_and_not_the_run(
     config = settings(tmp_path, write_source(tmp_path, 6, {}))
     config = config.model_copy(update={"isolation": config.isolation.model_copy(update={"page_timeout_s": 1.0})})
     monkeypatch.setattr(pages, "process_partition", slow_to_read)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         pages.run(config, pages.plan_sources(config), pool, progress)
         assert progress.snapshot()["errors"]["num"] == 1
     found = verdicts(tmp_path)
@@ -199,7 +199,7 @@ def test_a_page_that_takes_too_much_memory_to_read_costs_itself(pool: Engine, tm
             "sources": (source.model_copy(update={"max_bytes": 200 << 20}),),
         }
     )
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         pages.run(config, pages.plan_sources(config), pool, progress)
         assert progress.snapshot()["errors"]["num"] == 0
     (table,) = [pq.read_table(found) for found in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
@@ -225,7 +225,7 @@ def test_memory_that_is_short_between_pages_is_given_back_once(
             yield page
 
     monkeypatch.setattr(partition_module, "read", short)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         if times == 1:
             pages.run(config, pages.plan_sources(config), InProcess(), progress)
             assert set(verdicts(tmp_path).values()) == {(None, None)}
@@ -262,7 +262,7 @@ def test_a_run_on_a_store_leaves_no_markers_on_the_machines_of_its_workers(
         return judge(chain, page, quarantine)
 
     monkeypatch.setattr(partition_module, "_judge", looking)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         if fails:
             with pytest.raises(QuernError, match="a list is missing"):
                 pages.run(config, pages.plan_sources(config), InProcess(), progress)
@@ -279,13 +279,13 @@ def test_a_marker_begins_while_another_takes_the_folders_of_its_last_away(
     """Of two folders the outer may go before the inner is made, and both before the marker is."""
     markers = marker_folder(str(tmp_path))
     first, second = (f"{markers}/s/{name}" for name in "ab")
-    Marker(first).close()
+    InFlightMarker(first).close()
     real, times = os.mkdir if gone == "markers" else open, []
 
     def meanwhile(path: Any, *args: Any, **kwargs: Any) -> Any:
         if path == (f"{markers}/s" if gone == "markers" else second) and not times:
             times.append(path)
-            Marker.remove(first)
+            InFlightMarker.remove(first)
             if gone == "markers":
                 os.rmdir(markers)
         return real(path, *args, **kwargs)
@@ -296,7 +296,7 @@ def test_a_marker_begins_while_another_takes_the_folders_of_its_last_away(
         monkeypatch.setattr(os, "mkdir", meanwhile)
     else:
         monkeypatch.setattr("builtins.open", meanwhile)
-    Marker(second).close()
+    InFlightMarker(second).close()
     monkeypatch.undo()
     assert times
     assert os.listdir(f"{markers}/s") == ["b"]
@@ -309,7 +309,7 @@ def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monke
 
     def once(folder: Path) -> dict[str, str]:
         config = settings(folder, source)
-        with Progress(background=False) as progress:
+        with RunProgress(background=False) as progress:
             pages.run(config, pages.plan_sources(config), InProcess(), progress)
         commit = json.loads(next((folder / "run" / "commits" / "pages").rglob("*.json")).read_text())
         counts = {k: v for k, v in commit["counts"].items() if k not in ("stage_seconds", "cpu_seconds")}
@@ -340,19 +340,19 @@ def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monke
 
 def test_the_marker_names_the_page_in_work_and_outlives_its_writer(tmp_path: Path) -> None:
     path = str(tmp_path / "m" / "marker")
-    assert Marker.read(path) is None
-    marker = Marker(path)
-    assert Marker.read(path) is None, "no page was begun"
+    assert InFlightMarker.read(path) is None
+    marker = InFlightMarker(path)
+    assert InFlightMarker.read(path) is None, "no page was begun"
     marker.set(41)
     marker.set(42)
-    last = Marker.read(path)
+    last = InFlightMarker.read(path)
     assert last is not None
     assert last.ordinal == 42
     marker.set(-1)
-    assert Marker.read(path) is None
+    assert InFlightMarker.read(path) is None
     marker.close()
     Path(path).write_bytes(b"torn")
-    assert Marker.read(path) is None
+    assert InFlightMarker.read(path) is None
 
 
 SLOW = """
@@ -433,7 +433,7 @@ def test_the_clock_of_a_page_counts_its_own_work_and_nothing_else(tmp_path: Path
     for what, number, place in (("burn", signal.SIGPROF, "in burn"), ("hang", signal.SIGALRM, "in other_judge")):
         assert run(what).returncode == -number
         (stack,) = (tmp_path / "run" / ".work").rglob("*.stack")
-        last = Marker.take(str(stack).removesuffix(".stack"))
+        last = InFlightMarker.take(str(stack).removesuffix(".stack"))
         assert last is not None
         assert last.ordinal == 13
         assert last.place.endswith(place), last.stack
@@ -471,18 +471,18 @@ def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path)
     """Killed at page 5, and its successor before it had come to any page: page 5 has one strike, not two."""
     config = settings(tmp_path, write_source(tmp_path, 2, {}))
     (planned,) = pages.plan_sources(config)
-    marker = Marker(str(tmp_path / "marker"))
+    marker = InFlightMarker(str(tmp_path / "marker"))
     task = PartitionTask(
         run_dir=config.run_dir, scratch="", marker=str(tmp_path / "marker"), source=config.sources[0],
         partition=planned, chain=config.chain, config_hash="", page_timeout_s=60, worker_memory_mib=None,
     )  # fmt: skip
     marker.set(5)
     marker.close()
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         strikes = pages._Strikes(progress)
         assert strikes(0, (task,), Death()) == (task,)
         assert strikes(0, (task,), Death()) == (task,)
-        marker = Marker(str(tmp_path / "marker"))
+        marker = InFlightMarker(str(tmp_path / "marker"))
         marker.set(5)
         marker.close()
         ((blamed,),) = [strikes(0, (task,), Death())]
@@ -500,7 +500,7 @@ def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another
     masked = plain.model_copy(update={"pii": type(plain.pii)(action="measure")})
 
     def run(config: PipelineConfig) -> None:
-        with Progress(background=False) as progress:
+        with RunProgress(background=False) as progress:
             pages.run(config, pages.plan_sources(config), InProcess(), progress)
 
     judge = partition_module._judge

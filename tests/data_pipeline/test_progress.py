@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from quern.data_pipeline.monitoring.phase import format_duration
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 
 COUNTS = {"pages": 100, "kept": 30, "by_stage": {"language": 50, "quality": 20}}
 
@@ -37,15 +37,19 @@ class Recorder(Console):
         super().print(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def lines_of(interval_s: float = 30.0) -> tuple[Progress, Clock, io.StringIO]:
+def lines_of(interval_s: float = 30.0) -> tuple[RunProgress, Clock, io.StringIO]:
     clock, stream = Clock(), io.StringIO()
-    return Progress(console=Console(file=stream), clock=clock, interval_s=interval_s, background=False), clock, stream
+    return (
+        RunProgress(console=Console(file=stream), clock=clock, interval_s=interval_s, background=False),
+        clock,
+        stream,
+    )
 
 
-def terminal(clock: Clock, width: int = 120) -> tuple[Progress, io.StringIO, Console]:
+def terminal(clock: Clock, width: int = 120) -> tuple[RunProgress, io.StringIO, Console]:
     stream = io.StringIO()
     console = Recorder(file=stream, force_terminal=True, record=True, width=width)
-    return Progress(console=console, clock=clock, refresh_s=0.5, background=False), stream, console
+    return RunProgress(console=console, clock=clock, refresh_s=0.5, background=False), stream, console
 
 
 def test_lines_come_at_the_start_at_intervals_and_at_the_end() -> None:
@@ -207,7 +211,7 @@ def test_terminal_keeps_one_line_of_a_finished_phase_and_gives_the_cursor_back()
 
 
 def test_stdout_stays_untouched(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         progress.start_phase("pages", 1, None)
         progress.error("x")
         print("{}")
@@ -225,7 +229,7 @@ def test_a_broken_view_is_reported_once_and_the_run_goes_on(capsys: pytest.Captu
 
     for force_terminal in (False, True):
         console = Console(file=Broken(), force_terminal=force_terminal)
-        with Progress(console=console, interval_s=0.0, refresh_s=0.0, background=False) as progress:
+        with RunProgress(console=console, interval_s=0.0, refresh_s=0.0, background=False) as progress:
             progress.start_phase("pages", 2, None)
             progress.partition_done(COUNTS, 0)
             progress.error("x")
@@ -247,7 +251,7 @@ def test_strange_counts_do_not_break_a_run(capsys: pytest.CaptureFixture[str]) -
 def test_the_clock_runs_between_partitions() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100)
-    with Progress(console=console, refresh_s=0.01) as progress:
+    with RunProgress(console=console, refresh_s=0.01) as progress:
         progress.start_phase("pages", 1, None)
         before = len(stream.getvalue())
         deadline = time.monotonic() + 120
@@ -303,7 +307,7 @@ def test_a_look_from_outside_takes_nothing_from_the_lines() -> None:
 def test_a_partition_that_is_done_again_counts_once_its_damage_too() -> None:
     first = {"pages": 9, "kept": 4, "by_stage": {"extract": 5}, "damage": ["a", "b"], "damage_left_out": 3}
     then = {"pages": 7, "kept": 6, "by_stage": {"language": 1}, "damage": ["a"], "damage_left_out": 0}
-    done_again, done_once = Progress(background=False), Progress(background=False)
+    done_again, done_once = RunProgress(background=False), RunProgress(background=False)
     for progress in (done_again, done_once):
         progress.start_phase("pages", 1, 10)
         progress.partition_done(first if progress is done_again else then, 10)

@@ -20,7 +20,7 @@ from quern.data_pipeline import partition, report
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.engine import InProcess
 from quern.data_pipeline.execution.run_directory import open_run
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_run.config import DataRun
 from quern.tokenize.writing import run as tokens
 
@@ -84,7 +84,7 @@ def grind(settings: DataRun, console: Console | None = None) -> dict[str, Any]:
     partitions = pages.plan_sources(settings)
     plain = settings.model_dump(mode="json")
     with open_run(settings.run_dir, plain, pages.inputs_identity(partitions)) as directory:
-        with Progress(background=False, console=console) as progress:
+        with RunProgress(background=False, console=console) as progress:
             result = pages.run(settings, partitions, InProcess(), progress)
         found = tokens.run(
             settings.run_dir, result.partitions, settings.tokenize, settings.seed, InProcess(),
@@ -250,6 +250,6 @@ def test_the_clock_of_a_page_is_told_of_work_that_is_no_page(tmp_path: Path, mon
 
     monkeypatch.setattr(partition, "Watchdog", Counting)
     settings = config(tmp_path, "run", 1 << 30)
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         pages.run(settings, pages.plan_sources(settings), InProcess(), progress)
     assert len(calls) >= 12 + 3

@@ -23,7 +23,7 @@ from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.commits import publish_commit
 from quern.data_pipeline.execution.engine import InProcess
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.stages.toxicity import Toxicity
 from quern.data_run.config import DataRun
 from quern.errors import InputError
@@ -67,7 +67,7 @@ def config(base: str, **changes: Any) -> DataRun:
 
 
 def run(settings: DataRun) -> tuple[pages.PagesResult, tokens.TokensReport]:
-    with Progress(background=False) as progress:
+    with RunProgress(background=False) as progress:
         result = pages.run(settings, pages.plan_sources(settings), InProcess(), progress)
     report = tokens.run(
         settings.run_dir, result.partitions, settings.tokenize, settings.seed, InProcess(),

@@ -22,7 +22,7 @@ from quern.cli.main import app
 from quern.data_pipeline.execution.commits import publish_commit
 from quern.data_pipeline.monitoring import heartbeat, run_status
 from quern.data_pipeline.monitoring.heartbeat import Heartbeat, process_lives, this_process
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.monitoring.run_status import describe, read_status
 from quern.errors import InputError, QuernError
 
@@ -44,7 +44,7 @@ def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_of_a_run_at_work_the_driver_s_own_counters_are_told(run_dir: str) -> None:
     now = [0.0]
-    progress = Progress(background=False, clock=lambda: now[0])
+    progress = RunProgress(background=False, clock=lambda: now[0])
     workers = {"wanted": 4, "up": 3, "starting": 1, "busy": 2}
     with Heartbeat(run_dir, lambda: {**progress.snapshot(), "workers": workers}) as beat:
         progress.start_phase("pages", 4, 400)
@@ -235,7 +235,7 @@ def test_watching_ends_with_the_driver(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_driver_that_has_not_come_to_the_pages_yet_makes_no_commit_unseen(run_dir: str) -> None:
     """A run that goes on looks through its commits first; what they hold is known meanwhile."""
     commit(run_dir, "0", 10, 7, by_stage={"quarantine": 2}, damage=["x"])
-    Heartbeat(run_dir, Progress(background=False).snapshot)._write("at work")
+    Heartbeat(run_dir, RunProgress(background=False).snapshot)._write("at work")
     found = read_status(run_dir)
     assert found["status"] == "running"
     assert found["phases"] == {"pages": {"commits": 1, "pages": 10, "kept": 7}}

@@ -183,17 +183,17 @@ def test_a_purged_text_is_shown_no_more(data: tuple[Path, int], trained: Path) -
     page, version = trained / "forensics" / f"step_{data[1]:08d}.html", data[0] / "tokens" / "VERSION.json"
     page.write_text(render(before, str(trained)))
     assert show(text) in page.read_text()
-    condemned, was = pa.table({"doc_id": pa.array([doc_id], pa.binary(16))}), version.read_text()
+    deletion_set, was = pa.table({"doc_id": pa.array([doc_id], pa.binary(16))}), version.read_text()
     try:
         versions.mask(data[0], [doc_id])
-        found = clean_forensics(str(data[0]), [str(trained)], condemned, "purge")
+        found = clean_forensics(str(data[0]), [str(trained)], deletion_set, "purge")
         assert [change.path for change in found.changes] == [str(page)]
         assert not page.exists()
         after = explain(TrainingRun(str(trained)), data[1])
         assert (after["documents"][0]["url"], after["documents"][0]["text"]) == (poison_case.POISON, None)
         page.write_text(render(after, str(trained)))
         assert show(text) not in page.read_text()
-        assert not clean_forensics(str(data[0]), [str(trained)], condemned, "another").changes
+        assert not clean_forensics(str(data[0]), [str(trained)], deletion_set, "another").changes
     finally:
         version.write_text(was)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quern.errors import InputError
-from quern.lineage.match import Index, Item, Matches, index, match, read_benchmark
+from quern.lineage.match import GramIndex, Item, Matches, index, match, read_benchmark
 from quern.lineage.store import Lineage
 from support.lineage import runs as R
 
@@ -167,11 +167,11 @@ def test_what_an_item_is(tmp_path: Path) -> None:
         Item("4", 4, ("\ud800",)),
     ]
     assert read_benchmark(str(path), ["a"])[0] == Item("7", 1, ("x",))
-    assert Index(read_benchmark(str(path)), 13).num_grams.tolist() == [0, 0, 0]
+    assert GramIndex(read_benchmark(str(path)), 13).num_grams.tolist() == [0, 0, 0]
 
 
 def test_grams_do_not_reach_from_field_to_field() -> None:
     words = THIRTEEN.split()
     halves = Item("i", 1, (" ".join(words[:9]), " ".join(words[9:])))
-    assert Index([halves], 13).num_grams.tolist() == [1]  # the first half, whole
-    assert np.array_equal(Index([halves], 3).num_grams, [7 + 2])
+    assert GramIndex([halves], 13).num_grams.tolist() == [1]  # the first half, whole
+    assert np.array_equal(GramIndex([halves], 3).num_grams, [7 + 2])

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quern.errors import InputError
-from quern.lineage.match import Index, Item, scan, scan_streams
+from quern.lineage.match import GramIndex, Item, scan, scan_streams
 from quern.lineage.match.index import MIN_WORDS
 from quern.lineage.match.normalise import words as normalised
 from quern.lineage.match.pieces import Pieces, Spellings, token_bytes
@@ -137,7 +137,7 @@ def write(folder: Path, shards: Sequence[Sequence[Sequence[int]]], vocabulary: S
 
 
 def rows_of(path: str, items: Sequence[Item], n: int, **options: int) -> list[Row]:
-    found = scan_streams([path], Index(items, n), **options)
+    found = scan_streams([path], GramIndex(items, n), **options)
     columns = (found.documents, found.items, found.grams, found.starts, found.stops)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -285,8 +285,8 @@ def test_short_items_are_whole_or_not_looked_for() -> None:
         Item(str(i), i, texts)
         for i, texts in enumerate([(eight,), (seven,), (), ("?! …",), (THIRTEEN, eight), (eight, eight)])
     ]
-    assert Index(items, 13).num_grams.tolist() == [1, 0, 0, 0, 2, 1]
-    assert Index(items, 3).num_grams.tolist() == [6, 5, 0, 0, 11, 6]
+    assert GramIndex(items, 13).num_grams.tolist() == [1, 0, 0, 0, 2, 1]
+    assert GramIndex(items, 3).num_grams.tolist() == [6, 5, 0, 0, 11, 6]
 
 
 def test_purged_spans_do_not_match(tmp_path: Path) -> None:

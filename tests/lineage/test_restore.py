@@ -22,7 +22,7 @@ from quern.data_pipeline.execution.tasks import InProcess
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, HASH
 from quern.lineage.index.decided import Redecided
 from quern.lineage.purge.restoration.restore import MOVED_SCHEMA, Restored, reconsider
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from quern.tokenize.place import keyed_hashes, validation_limit
 from support.data_pipeline import random_runs as R
@@ -41,7 +41,7 @@ class Corpus:
         self.folder, self.docs, self.config, self.priorities = folder, docs, config, priorities
         self.expected = BruteForce(docs, config, priorities)
         self.version = 1
-        self.condemned: set[bytes] = set()
+        self.deletion_set: set[bytes] = set()
         self.kept = self.fresh()
         partitions = R.write(folder, docs)
         report = dedup.run(str(folder), partitions, priorities, config, InProcess(), str(folder / ".work"))
@@ -61,7 +61,7 @@ class Corpus:
 
     def fresh(self) -> set[bytes]:
         """What a fresh run without the condemned keeps."""
-        left = [doc for doc in self.docs if doc.doc_id not in self.condemned]
+        left = [doc for doc in self.docs if doc.doc_id not in self.deletion_set]
         found = BruteForce(left, self.config, self.priorities)
         return {doc.doc_id for doc in found.order} - set(found.rows)
 
@@ -72,7 +72,7 @@ class Corpus:
             name = verdicts.relative_to(self.folder / "verdicts")
             rows = [
                 {
-                    "doc_id": doc.doc_id, "text": None if doc.doc_id in self.condemned else "", "extracted": None,
+                    "doc_id": doc.doc_id, "text": None if doc.doc_id in self.deletion_set else "", "extracted": None,
                     "kept": doc.kept,
                 }
                 for doc in self.docs
@@ -82,7 +82,7 @@ class Corpus:
             path.parent.mkdir(parents=True, exist_ok=True)
             signatures = self.folder / "signatures" / name
             signed = pq.read_table(signatures)
-            gone = pc.is_in(signed["doc_id"], value_set=pa.array(sorted(self.condemned), HASH))
+            gone = pc.is_in(signed["doc_id"], value_set=pa.array(sorted(self.deletion_set), HASH))
             pq.write_table(signed.filter(pc.invert(gone)), signatures, row_group_size=20)
             pq.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=7)
 
@@ -102,29 +102,29 @@ class Corpus:
 
     def purge_with_duplicates(self, doc_ids: Collection[bytes]) -> None:
         """Check that nothing but the condemned changes when what was removed in their favour goes with them."""
-        table = condemn(str(self.folder), Wanted(doc_ids=frozenset(doc_ids)), "purge")
-        condemned = set(table["doc_id"].to_pylist()) - self.condemned
-        assert self.closed(doc_ids) - self.condemned <= condemned
-        self.condemned |= condemned
+        table = find_deletion_set(str(self.folder), Wanted(doc_ids=frozenset(doc_ids)), "purge")
+        deletion_set = set(table["doc_id"].to_pylist()) - self.deletion_set
+        assert self.closed(doc_ids) - self.deletion_set <= deletion_set
+        self.deletion_set |= deletion_set
         fresh = self.fresh()
-        assert fresh == self.kept - condemned
+        assert fresh == self.kept - deletion_set
         self.version += 1
-        write_changes(self.folder, self.version, dict.fromkeys(condemned & self.kept, "purged"))
+        write_changes(self.folder, self.version, dict.fromkeys(deletion_set & self.kept, "purged"))
         self.write_version()
         self.write_documents()
         self.kept = fresh
 
-    def purge(self, condemned: set[bytes]) -> Restored:
+    def purge(self, deletion_set: set[bytes]) -> Restored:
         """Check what comes back, then make the version that has it."""
-        found = reconsider(str(self.folder), table(condemned))
-        self.condemned |= condemned
-        fresh, kept = self.fresh(), self.kept - self.condemned
+        found = reconsider(str(self.folder), table(deletion_set))
+        self.deletion_set |= deletion_set
+        fresh, kept = self.fresh(), self.kept - self.deletion_set
         assert ids(found.restored) == fresh - kept
         assert ids(found.displaced) == kept - fresh
         for moved in (found.restored, found.displaced):
             self.check_places(moved)
         self.version += 1
-        changes = dict.fromkeys((condemned & self.kept) | (kept - fresh), "purged")
+        changes = dict.fromkeys((deletion_set & self.kept) | (kept - fresh), "purged")
         write_changes(self.folder, self.version, changes | dict.fromkeys(fresh - kept, "restored"))
         if found.decisions.num_rows:
             pq.write_table(found.decisions, self.folder / "tokens" / f"decisions.v{self.version}.parquet")
@@ -136,14 +136,14 @@ class Corpus:
 
     def check_decisions(self, found: Restored) -> None:
         """What is written of decisions holds for everything that is left, and nothing is written for nothing."""
-        left = [doc for doc in self.docs if doc.doc_id not in self.condemned]
+        left = [doc for doc in self.docs if doc.doc_id not in self.deletion_set]
         fresh = BruteForce(left, self.config, self.priorities).rows
         redecided = Redecided(str(self.folder / "tokens"), self.version)
         rows = {id_: (row[0], row[1]) for id_, row in self.expected.rows.items() if id_ not in redecided}
         for row in redecided.table().to_pylist():
             if row["kind"] is not None:
                 rows[row["doc_id"]] = (row["kind"], row["duplicate_of"])
-        assert {id_: row for id_, row in rows.items() if id_ not in self.condemned} == {
+        assert {id_: row for id_, row in rows.items() if id_ not in self.deletion_set} == {
             id_: (row[0], row[1]) for id_, row in fresh.items()
         }
         assert found.decisions.schema == DECISION_SCHEMA
@@ -180,8 +180,8 @@ def ids(moved: pa.Table) -> set[bytes]:
 
 def pick(rng: random.Random, corpus: Corpus) -> set[bytes]:
     """Some documents, survivors of duplicates more often than others."""
-    survivors = sorted({row[1] for row in corpus.expected.rows.values()} - corpus.condemned)
-    others = sorted(doc.doc_id for doc in corpus.docs if doc.doc_id not in corpus.condemned)
+    survivors = sorted({row[1] for row in corpus.expected.rows.values()} - corpus.deletion_set)
+    others = sorted(doc.doc_id for doc in corpus.docs if doc.doc_id not in corpus.deletion_set)
     wanted = rng.sample(survivors, min(len(survivors), rng.randrange(1, 8)))
     return corpus.closed([*wanted, *rng.sample(others, min(len(others), rng.randrange(3)))])
 
@@ -193,7 +193,7 @@ def test_what_comes_back_is_what_a_fresh_run_keeps(tmp_path, seed):
     docs = R.corpus(rng, rng.choice([30, 80, 150]))
     corpus = Corpus(tmp_path, docs, R.config(rng), rng.choice([{}, {"a": 1}, {"b": 2, "c": -1}]))
     for _ in range(3):
-        if len(corpus.condemned) < len(docs):
+        if len(corpus.deletion_set) < len(docs):
             corpus.purge(pick(rng, corpus))
 
 
@@ -220,10 +220,10 @@ def test_the_corpora_of_these_tests_have_every_case(tmp_path):
         corpus = Corpus(tmp_path / str(seed), R.corpus(rng, 40), config, {})
         restored: set[bytes] = set()
         for _ in range(3):
-            condemned = corpus.closed(rng.sample(sorted(restored), 1)) if restored else pick(rng, corpus)
-            again = bool(restored & condemned)
-            found = corpus.purge(condemned - corpus.condemned)
-            restored = ids(found.restored) or restored - corpus.condemned
+            deletion_set = corpus.closed(rng.sample(sorted(restored), 1)) if restored else pick(rng, corpus)
+            again = bool(restored & deletion_set)
+            found = corpus.purge(deletion_set - corpus.deletion_set)
+            restored = ids(found.restored) or restored - corpus.deletion_set
             for name, is_so in (
                 ("restored", found.restored.num_rows), ("displaced", found.displaced.num_rows),
                 ("whole", found.whole), ("part", not found.whole and found.decided), ("again", again),

@@ -16,17 +16,17 @@ import pytest
 
 from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
-from quern.mixtures.recipe import Plan, Source, plan_order
+from quern.mixtures.recipe import MixtureSource, OrderPlan, plan_order
 
 SEQ_LEN = 8
 
 
-def source(name: str, tokens: int, weight: float = 1.0, max_epochs: float = 1e9) -> Source:
+def source(name: str, tokens: int, weight: float = 1.0, max_epochs: float = 1e9) -> MixtureSource:
     windows = max(0, (tokens - 1) // SEQ_LEN)
-    return Source(name, f"run/{name}/1", f"RUN/tokens/{name}", tokens, windows, weight, max_epochs)
+    return MixtureSource(name, f"run/{name}/1", f"RUN/tokens/{name}", tokens, windows, weight, max_epochs)
 
 
-def plan(sources: list[Source], phases: list[Phase] | None = None, **values: Any) -> Plan:
+def plan(sources: list[MixtureSource], phases: list[Phase] | None = None, **values: Any) -> OrderPlan:
     return plan_order(
         sources, phases or [], **{"seed": 3, "seq_len": SEQ_LEN, "global_batch": 4, "steps": 10, **values}
     )
@@ -38,7 +38,7 @@ def count(order: Order, first: int, stop: int) -> Counter[int]:
     return Counter(order.samples(positions)[0].tolist())
 
 
-def random_recipe(rng: random.Random) -> tuple[list[Source], list[Phase], dict[str, Any]]:
+def random_recipe(rng: random.Random) -> tuple[list[MixtureSource], list[Phase], dict[str, Any]]:
     number = rng.randint(1, 4)
     sources = [source(f"s{i}", rng.randint(SEQ_LEN + 1, 300), rng.choice([0.5, 1, 3])) for i in range(number)]
     phases = []
@@ -125,7 +125,7 @@ def test_a_source_read_too_often_is_refused_and_the_advice_holds() -> None:
         capped = [replace(given, max_epochs=rng.choice([0.5, 1, 1.5, 4])) for given in sources]
         order = plan(sources, phases, **values).order
 
-        def fits(steps: int, order: Order = order, capped: list[Source] = capped) -> bool:
+        def fits(steps: int, order: Order = order, capped: list[MixtureSource] = capped) -> bool:
             counts = count(order, 0, steps)
             return all(counts[i] <= given.max_epochs * given.windows for i, given in enumerate(capped))
 

@@ -24,7 +24,7 @@ from quern.data_pipeline import partition
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.engine import InProcess
 from quern.data_pipeline.execution.run_directory import open_run
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_run.config import DataRun
 from quern.demo import write_site
 from quern.errors import QuernError
@@ -68,7 +68,7 @@ def settings(base: str) -> DataRun:
 def run(config: DataRun) -> None:
     partitions = pages.plan_sources(config)
     with open_run(config.run_dir, config.model_dump(mode="json")) as directory:
-        with Progress(background=False) as progress:
+        with RunProgress(background=False) as progress:
             result = pages.run(config, partitions, InProcess(), progress)
         scratch = storage.join(directory.scratch, "tokens")
         tokens.run(config.run_dir, result.partitions, config.tokenize, config.seed, InProcess(), scratch)

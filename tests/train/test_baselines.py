@@ -14,14 +14,14 @@ from scipy.optimize import minimize
 
 from quern import storage
 from quern.cli.demo import baselines
-from quern.cli.demo.baselines import NGram, Stream, read_stream
+from quern.cli.demo.baselines import NGram, TokenStream, read_stream
 from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
 
-def stream_of(documents: list[list[int]], purged: list[bool] | None = None, dtype: type = np.uint16) -> Stream:
+def stream_of(documents: list[list[int]], purged: list[bool] | None = None, dtype: type = np.uint16) -> TokenStream:
     starts = np.cumsum([0, *(len(document) for document in documents)])[:-1]
     tokens = np.array([token for document in documents for token in document], dtype)
-    return Stream(tokens, starts, None if purged is None else np.array(purged))
+    return TokenStream(tokens, starts, None if purged is None else np.array(purged))
 
 
 def random_documents(rng: np.random.Generator, count: int, vocab_size: int, longest: int = 30) -> list[list[int]]:
@@ -239,7 +239,7 @@ def test_stream_of_a_run_is_read_over_all_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("starts", "tokens"), [([1], 3), ([0, 2, 2], 5), ([0, 5], 5), ([], 2), ([0, 3, 1], 5)])
 def test_bad_boundaries_are_refused(starts: list[int], tokens: int) -> None:
     with pytest.raises(ValueError, match="starts"):
-        Stream(np.zeros(tokens, np.uint16), np.array(starts, np.int64))
+        TokenStream(np.zeros(tokens, np.uint16), np.array(starts, np.int64))
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -8,8 +8,8 @@ import logging
 import numpy as np
 import pytest
 
-from quern.lineage.purge.impact.resume import Change
-from quern.lineage.purge.impact.taint import taint
+from quern.lineage.purge.impact.resume import VersionChange
+from quern.lineage.purge.impact.training_impact import training_impact
 from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
@@ -115,7 +115,9 @@ def test_the_report_s_command_goes_back_to_the_last_clean_checkpoint(tmp_path, t
     assert [seen["step"] for seen in row["tainted"]] == [step for step in standing if step > trained.last_clean]
     assert [seen["step"] for seen in row["clean"]] == [step for step in standing if step <= trained.last_clean]
     assert any("document_mask is off" in text for text in row["warnings"]) == bool(trained.changes)
-    after = taint(str(data), trained.chosen, change=Change(2, "mask", frozenset(report["change"]["streams"])))
+    after = training_impact(
+        str(data), trained.chosen, change=VersionChange(2, "mask", frozenset(report["change"]["streams"]))
+    )
     assert purged.row_of(after, run) == row
     if trained.changes:
         return  # what the command does depends on no mask; going on without one is told above
@@ -125,7 +127,7 @@ def test_the_report_s_command_goes_back_to_the_last_clean_checkpoint(tmp_path, t
     assert case.differences(left.state, never.state) == []
     moves = [entry for entry in case.ledger(run) if entry["kind"] in ("start", "rollback")]
     assert [set(entry["versions"].values()) for entry in moves] == [{1}, {2}]
-    row = purged.row_of(taint(str(data), trained.chosen), run)
+    row = purged.row_of(training_impact(str(data), trained.chosen), run)
     assert (row["exposures"], row["purged"] > 0, row["applied"]) == (row["purged"], True, 0)
     assert row["tainted"] == [] or all(seen["abandoned"] for seen in row["tainted"])
     assert row["resume"]["step"] is None

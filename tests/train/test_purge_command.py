@@ -9,10 +9,10 @@ import shutil
 import pytest
 
 from quern import storage
-from quern.cli.lineage.taint import taint_lines
+from quern.cli.lineage.training_impact import training_impact_lines
 from quern.config import load_config
-from quern.lineage.purge.impact.resume import Change
-from quern.lineage.purge.impact.taint import OTHERS, taint
+from quern.lineage.purge.impact.resume import VersionChange
+from quern.lineage.purge.impact.training_impact import OTHERS, training_impact
 from quern.train.config import TrainConfig
 from support.lineage import runs
 from support.train import purge_case as purged
@@ -20,7 +20,7 @@ from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
 
-MASK = Change(2, "mask", frozenset(purged.STREAMS))
+MASK = VersionChange(2, "mask", frozenset(purged.STREAMS))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
 
 
 def report_on(data, run, doc_ids, change=MASK):
-    return purged.row_of(taint(str(data), doc_ids, [str(run)], change=change), run)
+    return purged.row_of(training_impact(str(data), doc_ids, [str(run)], change=change), run)
 
 
 def read_at(trained, left, wanted):
@@ -87,7 +87,7 @@ def test_a_rollback_in_the_config_is_not_asked_for_again_by_who_only_goes_on(tra
     shutil.copytree(trained.run, run)
     left = case.live(trained.config(run, data, resume={"step": 4}, data_skip=3), stop_at=5)
     assert (left.stopped_by, sorted(left.samples)) == ("SIGTERM", [7, 8, 9, 10])
-    row = report_on(data, run, [b"x" * 16], Change(2, "rewrite", frozenset()))
+    row = report_on(data, run, [b"x" * 16], VersionChange(2, "rewrite", frozenset()))
     assert row["resume"]["arguments"][3:] == ["resume.step=null", "data_skip=0"]
     again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
     assert (again.start.kind, again.start.step, again.start.data_step) == ("resume", 8, 11)
@@ -128,7 +128,7 @@ def test_who_read_a_data_run_before_it_was_moved_is_judged(trained, tmp_path):
     assert [seen["step"] for seen in row["tainted"]] == [6, 8, 9]
     assert row["last_clean"]["step"] == 4
     purged.purge(moved, trained.chosen, "rewrite")
-    report = taint(str(moved), trained.chosen)
+    report = training_impact(str(moved), trained.chosen)
     row = purged.row_of(report, run)
     assert ([seen["step"] for seen in row["tainted"]], len(row["audit"])) == ([6, 8, 9], 1)
     assert f"data.0.path={moved}/tokens/web" in row["resume"]["arguments"]
@@ -149,7 +149,7 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     elsewhere = runs.write_run(tmp_path / "elsewhere", seed=5, documents=60, files=2)
     case.live(trained.config(tmp_path / "other", elsewhere, steps=4))
-    report = taint(str(data), trained.chosen, [str(tmp_path / "empty"), str(trained.run) + "/"], change=MASK)
+    report = training_impact(str(data), trained.chosen, [str(tmp_path / "empty"), str(trained.run) + "/"], change=MASK)
     rows = {row["path"]: row for row in report["train_runs"]}
     assert rows.keys() == {str(trained.run), str(tmp_path / "other")}
     assert rows[str(trained.run)]["last_clean"]["step"] == 4
@@ -162,7 +162,7 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path):
     assert "it has no ledger.jsonl" in whys[str(tmp_path / "empty")]
     assert (report["registered"], report["unregistered"]) == (4, None)
     json.dumps(report)
-    lines = list(taint_lines(report))
+    lines = list(training_impact_lines(report))
     assert lines[-1] == f"not known   {OTHERS}"
     assert f"training    {tmp_path}/gone: not judged: is not there (any more), or stands on another machine" in lines
     other = lines.index(f"training    {tmp_path}/other: 4 steps complete")
@@ -178,7 +178,7 @@ def test_what_cannot_be_judged_is_named(trained, tmp_path):
 def test_a_data_run_on_a_store_is_judged_by_who_read_a_copy(trained):
     url = "memory://purged/run"
     storage.write_json(f"{url}/run.json", storage.read_json(str(trained.data / "run.json")))
-    report = taint(url, trained.chosen, [str(trained.run)], change=MASK)
+    report = training_impact(url, trained.chosen, [str(trained.run)], change=MASK)
     assert (report["registered"], report["not_judged"]) == (None, [])
     assert report["unregistered"].startswith(f"{url}/consumers.jsonl: trainers read local copies")
     (row,) = report["train_runs"]
@@ -188,7 +188,7 @@ def test_a_data_run_on_a_store_is_judged_by_who_read_a_copy(trained):
     assert row == local | {"registered": False}
     assert all(note.endswith("and has the documents: bring the new version there first") for note in notes)
     assert f"it reads {trained.data}/tokens/web, which is still version 1" in notes[0]
-    assert taint(url, trained.chosen)["train_runs"] == []
+    assert training_impact(url, trained.chosen)["train_runs"] == []
 
 
 def test_who_reads_an_unpurged_copy_is_told_so_beside_the_command(trained, tmp_path):
@@ -204,7 +204,7 @@ def test_who_reads_an_unpurged_copy_is_told_so_beside_the_command(trained, tmp_p
         for index, name in enumerate(purged.STREAMS)
         if name in streams
     ]
-    lines = list(taint_lines(report))
+    lines = list(training_impact_lines(report))
     assert f"  note       {row['resume']['notes'][0]}" in lines
     run = tmp_path / "run"
     case.live(trained.config(run, copy, steps=4))  # who reads the copy itself is told nothing of the kind

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from quern.cli.lineage import app
-from quern.cli.lineage.taint import taint_lines
+from quern.cli.lineage.training_impact import training_impact_lines
 from quern.errors import InputError, QuernError
 from quern.lineage.exposure import exposures
 from quern.lineage.match import match
 from quern.lineage.purge.apply import finish
-from quern.lineage.purge.impact.resume import Change
-from quern.lineage.purge.impact.taint import taint
+from quern.lineage.purge.impact.resume import VersionChange
+from quern.lineage.purge.impact.training_impact import training_impact
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
 from support.lineage import runs
@@ -137,7 +137,7 @@ def test_what_was_read_on_either_version_is_known(trained, rewritten, tmp_path):
     listed = runs.listing(documents=200, files=2).spans.values()
     marked = {row["doc_id"] for rows in listed for row in rows if row["purged"]}
     everyone = sorted({doc_id for *_, doc_id in expected})
-    row = purged.row_of(taint(str(data), everyone, [str(run)]), run)
+    row = purged.row_of(training_impact(str(data), everyone, [str(run)]), run)
     surviving = [(step, doc_id) for attempt, step, *_, doc_id in expected if (attempt == 1) == (step >= 4)]
     assert (row["exposures"], row["abandoned"]) == (len(surviving), len(expected) - len(surviving))
     assert row["documents_read"] == len({doc_id for _, doc_id in surviving} - marked)
@@ -157,7 +157,7 @@ def test_the_report_before_a_rewrite_gives_the_command_that_accepts_it(trained, 
     left = purged.follow(report, run)
     assert (left.start.kind, left.start.step) == ("rollback", trained.last_clean)
     assert left.complete
-    later = taint(str(data), trained.chosen)
+    later = training_impact(str(data), trained.chosen)
     row = purged.row_of(later, run)
     assert set(row["unknown_sources"]) == {f"run00000/{name}/1" for name in streams & set(purged.STREAMS)}
     assert any("is not known" in text for text in row["warnings"])
@@ -181,14 +181,14 @@ def other_document(trained: Any) -> bytes:
 def test_after_a_rewrite_the_audit_entry_tells_who_had_read_what_went(trained, read_and_rewritten):
     """The old source cannot be opened any more; the purge had looked before."""
     data, run = read_and_rewritten
-    report = taint(str(data), trained.chosen)
+    report = training_impact(str(data), trained.chosen)
     row = purged.row_of(report, run)
     assert row["unknown_sources"]
     assert ([seen["step"] for seen in row["tainted"]], row["unknown"]) == ([6, 8, 9], [])
     assert (row["last_clean"]["step"], row["resume"]["step"]) == (4, 4)
     (told,) = row["audit"]
     assert told.startswith(f"{data}/audit/00001.json: of 9 steps that were complete before this purge, step 5 was the ")
-    lines = [line for line in taint_lines(report) if line.startswith("  ")]
+    lines = [line for line in training_impact_lines(report) if line.startswith("  ")]
     assert lines[:3] == [
         "  read       not known",
         "  tainted    3 of 5 checkpoints: step 6, 8, 9",
@@ -196,16 +196,19 @@ def test_after_a_rewrite_the_audit_entry_tells_who_had_read_what_went(trained, r
     ]
     assert f"  warning    {told}" in lines
     assert "resume.step=4" in lines[-1]
-    left = purged.follow(taint(str(data), trained.chosen, change=Change(2, "rewrite", frozenset(purged.STREAMS))), run)
+    left = purged.follow(
+        training_impact(str(data), trained.chosen, change=VersionChange(2, "rewrite", frozenset(purged.STREAMS))), run
+    )
     assert (left.start.kind, left.start.step) == ("rollback", 4)
-    row = purged.row_of(taint(str(data), trained.chosen), run)  # what stands now began before any of it was read
+    # what stands now began before any of it was read
+    row = purged.row_of(training_impact(str(data), trained.chosen), run)
     assert [seen["step"] for seen in row["tainted"] if seen["abandoned"] is None] == []
     assert (row["last_clean"]["step"], row["resume"]["step"]) == (case.STEPS, None)
 
 
 def test_of_one_of_the_documents_that_went_the_entry_tells_what_is_clean(trained, read_and_rewritten):
     data, run = read_and_rewritten
-    row = purged.row_of(taint(str(data), trained.chosen[:1]), run)
+    row = purged.row_of(training_impact(str(data), trained.chosen[:1]), run)
     assert ([seen["step"] for seen in row["unknown"]], row["tainted"]) == ([6, 8, 9], [])
     assert (row["last_clean"]["step"], row["resume"]["step"]) == (4, 4)
     assert "or of 2 documents purged with them" in row["audit"][0]
@@ -217,12 +220,12 @@ def test_what_no_entry_tells_is_not_known_and_not_called_clean(trained, read_and
     shutil.copytree(run, tmp_path / "copy")
     other = other_document(trained)
     for folder, doc_ids in ((run, [other]), (run, [other, *trained.chosen]), (tmp_path / "copy", trained.chosen)):
-        report = taint(str(data), doc_ids, [str(folder)])
+        report = training_impact(str(data), doc_ids, [str(folder)])
         report["train_runs"] = [purged.row_of(report, folder)]
         row = report["train_runs"][0]
         assert len(row["unknown"]) + len(row["tainted"]) == 5
         assert (row["clean"], row["last_clean"], row["resume"]["command"], row["audit"]) == ([], None, None, [])
-        lines = list(taint_lines(report))
+        lines = list(training_impact_lines(report))
         assert any(
             line.startswith("  not known  whether ") and "of 5 checkpoints took it in: step " in line for line in lines
         )
@@ -265,7 +268,7 @@ def test_a_damaged_entry_is_named(trained, read_and_rewritten):
     record = json.loads(path.read_text())
     del record["taint"]["train_runs"][0]["first_step"]
     path.write_text(json.dumps(record))
-    (row,) = taint(str(data), trained.chosen)["not_judged"]
+    (row,) = training_impact(str(data), trained.chosen)["not_judged"]
     assert row["why"] == f"{path}: taint: expected what a purge finds out of training runs"
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quern import storage
-from quern.cli.demo.check import KindResult, Outcome, compare, read_outcomes
+from quern.cli.demo.check import KindResult, PageOutcome, compare, read_outcomes
 from quern.cli.demo.lineage import walk_lineage
 from quern.cli.demo.purge import purge_demo
 from quern.cli.demo.train import train_demo
@@ -95,7 +95,7 @@ def _print_kinds(results: list[KindResult], console: Console) -> None:
     console.print(f"{pages - wrong} of {pages} as expected; * hard cases that must be kept: {hard}\n")
 
 
-def _pages_to_walk(site: Site, outcomes: dict[str, Outcome]) -> list[str]:
+def _pages_to_walk(site: Site, outcomes: dict[str, PageOutcome]) -> list[str]:
     return [page.url for page in site.pages if page.kind == "control_token" and outcomes[page.record_id].kept]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from quern.data_pipeline.page.keys import places
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["NGram", "Stream", "read_stream"]
+__all__ = ["NGram", "TokenStream", "read_stream"]
 
 _TUNING_SHARE = 0.05
 _BUCKETS_AN_OCTAVE = 4
@@ -34,7 +34,7 @@ _LEAST_GAIN = 2e-7
 """Nats a target: a round that gains less is the last."""
 
 
-def read_stream(path: str) -> Stream:
+def read_stream(path: str) -> TokenStream:
     """The stream in a folder of shards, ``RUN/tokens/<source>`` or ``….val``.
 
     Raises:
@@ -45,11 +45,11 @@ def read_stream(path: str) -> Stream:
     for shard in range(len(reader.shards)):
         starts.append(reader.starts(shard) + reader.offsets[shard])
         purged.append(reader.spans(shard)["purged"].to_numpy())
-    return Stream(reader.tokens(0, reader.total_tokens), np.concatenate(starts), np.concatenate(purged))
+    return TokenStream(reader.tokens(0, reader.total_tokens), np.concatenate(starts), np.concatenate(purged))
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Tokens and the documents in them."""
 
     tokens: np.ndarray
@@ -116,7 +116,7 @@ def _find(sorted_keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, missi
     return found
 
 
-def _keys(stream: Stream, order: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _keys(stream: TokenStream, order: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """int64[t] and bool[t], a stream's targets: the ``order`` tokens that end there, and if its document has them."""
     ages = stream.ages
     targets = np.flatnonzero(ages > 0)
@@ -127,7 +127,7 @@ def _keys(stream: Stream, order: int, vocab_size: int) -> tuple[np.ndarray, np.n
     return keys, whole
 
 
-def _tuning_split(stream: Stream, rng: np.random.Generator) -> tuple[Stream, Stream]:
+def _tuning_split(stream: TokenStream, rng: np.random.Generator) -> tuple[TokenStream, TokenStream]:
     """Documents to count and documents to tune on: about a twentieth of the tokens, whole documents if any is small.
 
     Both are the stream with the other's documents marked as purged.
@@ -141,11 +141,15 @@ def _tuning_split(stream: Stream, rng: np.random.Generator) -> tuple[Stream, Str
             held[document] = True
             budget -= int(lengths[document])
     if held.any() or not len(lengths):
-        return Stream(stream.tokens, stream.starts, purged | held), Stream(stream.tokens, stream.starts, purged | ~held)
+        return TokenStream(stream.tokens, stream.starts, purged | held), TokenStream(
+            stream.tokens, stream.starts, purged | ~held
+        )
     cut = len(stream.tokens) - budget  # a few long documents: the end of the last one
     if budget < 2 or cut <= stream.starts[-1] or purged[-1]:
-        return stream, Stream(stream.tokens[:0], stream.starts[:0])
-    return Stream(stream.tokens[:cut], stream.starts, purged), Stream(stream.tokens[cut:], np.zeros(1, np.int64))
+        return stream, TokenStream(stream.tokens[:0], stream.starts[:0])
+    return TokenStream(stream.tokens[:cut], stream.starts, purged), TokenStream(
+        stream.tokens[cut:], np.zeros(1, np.int64)
+    )
 
 
 def _chances(evidence: Sequence[_Evidence], weights: Sequence[np.ndarray], vocab_size: int) -> list[np.ndarray]:
@@ -204,7 +208,7 @@ class NGram:
         self._tables: tuple[_Table, ...] = ()
         self._weights: list[np.ndarray] = []
 
-    def fit(self, streams: Sequence[Stream], *, seed: int = 0) -> Self:
+    def fit(self, streams: Sequence[TokenStream], *, seed: int = 0) -> Self:
         """Count the streams' documents. ``seed`` chooses those on which the weights are tuned.
 
         Raises:
@@ -229,14 +233,14 @@ class NGram:
         self._count(streams)
         return self
 
-    def _count(self, streams: Sequence[Stream]) -> None:
+    def _count(self, streams: Sequence[TokenStream]) -> None:
         tables = []
         for order in range(1, self.order + 1):
             parts = [_keys(stream, order, self.vocab_size) for stream in streams]
             tables.append(_table(np.concatenate([keys[whole] for keys, whole in parts]), self.vocab_size))
         self._tables = tuple(tables)
 
-    def _evidence(self, stream: Stream) -> list[_Evidence]:
+    def _evidence(self, stream: TokenStream) -> list[_Evidence]:
         found = []
         for order, table in enumerate(self._tables, start=1):
             keys, whole = _keys(stream, order, self.vocab_size)
@@ -247,14 +251,14 @@ class NGram:
             found.append(_Evidence(counts / np.maximum(totals, 1), buckets))
         return found
 
-    def nll(self, stream: Stream) -> np.ndarray:
+    def nll(self, stream: TokenStream) -> np.ndarray:
         """float64[T]: nats of each token given those before it; NaN for documents' first tokens and purged ones."""
         losses = np.full(len(stream.tokens), np.nan)
         targets = np.flatnonzero(stream.ages > 0)
         losses[targets] = -np.log(_chances(self._evidence(stream), self._weights, self.vocab_size)[-1])
         return losses
 
-    def loss(self, streams: Sequence[Stream], seq_len: int, windows: int | None = None) -> tuple[float, int]:
+    def loss(self, streams: Sequence[TokenStream], seq_len: int, windows: int | None = None) -> tuple[float, int]:
         """The total nats and the number of targets, over the targets of each stream's first ``windows`` windows.
 
         They are those a model with document masks is evaluated on: window i ends in target ``(i + 1) · seq_len``, and

@@ -10,11 +10,11 @@ from quern import storage
 from quern.demo import SitePage
 from quern.storage.parquet import read_table
 
-__all__ = ["KindResult", "Outcome", "compare", "read_outcomes"]
+__all__ = ["KindResult", "PageOutcome", "compare", "read_outcomes"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PageOutcome:
     """What became of one page: its verdict row, its final text if stored, how it was removed as a duplicate."""
 
     verdict: Mapping[str, Any]
@@ -45,7 +45,7 @@ class KindResult:
     wrong: list[str] = field(default_factory=list)
 
 
-def read_outcomes(run_dir: str) -> dict[str, Outcome]:
+def read_outcomes(run_dir: str) -> dict[str, PageOutcome]:
     """record_id → outcome of every page of a small run."""
 
     def rows(folder: str) -> list[dict[str, Any]]:
@@ -55,14 +55,15 @@ def read_outcomes(run_dir: str) -> dict[str, Outcome]:
     texts = {row["doc_id"]: row["text"] for row in rows("documents")}
     kinds = {row["doc_id"]: row["kind"] for row in rows("duplicates/decisions.parquet")}
     return {
-        row["record_id"]: Outcome(row, texts.get(row["doc_id"]), kinds.get(row["doc_id"])) for row in rows("verdicts")
+        row["record_id"]: PageOutcome(row, texts.get(row["doc_id"]), kinds.get(row["doc_id"]))
+        for row in rows("verdicts")
     }
 
 
-def compare(pages: Sequence[SitePage], outcomes: Mapping[str, Outcome]) -> list[KindResult]:
+def compare(pages: Sequence[SitePage], outcomes: Mapping[str, PageOutcome]) -> list[KindResult]:
     """One result per kind, in the order of first appearance; ``wrong`` holds a sentence for each page that differs."""
     results: dict[str, KindResult] = {}
-    groups: dict[str, list[tuple[SitePage, Outcome]]] = {}
+    groups: dict[str, list[tuple[SitePage, PageOutcome]]] = {}
     for page in pages:
         expected = page.expected
         result = results.setdefault(
@@ -89,7 +90,7 @@ def _in_words(expected: Mapping[str, Any]) -> str:
     return f"dropped ({' or '.join(expected['stages'])})"
 
 
-def _complaints(expected: Mapping[str, Any], outcome: Outcome) -> list[str]:
+def _complaints(expected: Mapping[str, Any], outcome: PageOutcome) -> list[str]:
     if expected["verdict"] == "dropped":
         if outcome.kept or outcome.duplicate or outcome.verdict["stage"] not in expected["stages"]:
             return [f"expected {_in_words(expected)}, got {outcome}"]
@@ -103,7 +104,7 @@ def _complaints(expected: Mapping[str, Any], outcome: Outcome) -> list[str]:
     return _content_complaints(expected, outcome)
 
 
-def _content_complaints(expected: Mapping[str, Any], outcome: Outcome) -> list[str]:
+def _content_complaints(expected: Mapping[str, Any], outcome: PageOutcome) -> list[str]:
     text, counts = outcome.text or "", outcome.verdict
     found = [f"{n}: expected ≥ {v}, got {counts[n]}" for n, v in expected.get("at_least", {}).items() if counts[n] < v]
     some = expected.get("at_least_one_of")
@@ -114,7 +115,7 @@ def _content_complaints(expected: Mapping[str, Any], outcome: Outcome) -> list[s
     return found
 
 
-def _pair_complaints(pair: Sequence[tuple[SitePage, Outcome]]) -> list[str]:
+def _pair_complaints(pair: Sequence[tuple[SitePage, PageOutcome]]) -> list[str]:
     page, _ = pair[0]
     kinds = page.expected["duplicates"]
     kept = [outcome for _, outcome in pair if outcome.kept]

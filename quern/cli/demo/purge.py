@@ -23,7 +23,7 @@ from quern.errors import QuernError
 from quern.lineage.exposure import exposures
 from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.proof.verify import verify
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import select
 from quern.lineage.store import Lineage
 from quern.lineage.training import TrainingRun
@@ -51,7 +51,7 @@ def purge_demo(data_run: str, train_run: str, console: Console | None) -> dict[s
     asked = Request(
         data_run,
         "mask",
-        lambda run: condemn(run, select(run, given)),
+        lambda run: find_deletion_set(run, select(run, given)),
         given,
         reason="the demo purges a domain",
         train_runs=(train_run,),

@@ -16,7 +16,7 @@ from quern.words import counted
 if TYPE_CHECKING:
     from quern.lineage.exposure import Clean, Exposures, Selection, Tally
     from quern.lineage.store import Lineage
-    from quern.lineage.training import Seen, TrainingRun
+    from quern.lineage.training import SeenCheckpoint, TrainingRun
 
 __all__ = ["exposure"]
 
@@ -180,7 +180,7 @@ def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] |
 def _answer(
     run: TrainingRun, given: Mapping[str, str], tally: Tally, verdict: Clean, unknown: Mapping[str, str]
 ) -> Row:
-    from quern.lineage.purge.impact.taint import init_from, not_proven
+    from quern.lineage.purge.impact.training_impact import init_from, not_proven
 
     steps = [
         {"step": step, "exposures": count, "applied": applied} for step, (count, applied) in sorted(tally.steps.items())
@@ -207,7 +207,7 @@ def _answer(
     }  # fmt: skip
 
 
-def _checkpoint(seen: Seen, saw: bool | None, first: int | None = None) -> Row:
+def _checkpoint(seen: SeenCheckpoint, saw: bool | None, first: int | None = None) -> Row:
     return {"step": seen.step, "path": seen.path, "abandoned": seen.abandoned, "saw": saw, "first_step": first}
 
 

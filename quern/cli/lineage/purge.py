@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quern.cli.lineage.taint import taint_lines
+from quern.cli.lineage.training_impact import training_impact_lines
 from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.words import counted
 
@@ -78,7 +78,7 @@ def purge(
     """
     from quern.lineage.purge.apply.transaction import Request
     from quern.lineage.purge.apply.transaction import purge as carry_out
-    from quern.lineage.purge.selection.condemned import condemn
+    from quern.lineage.purge.selection.deletion_set import find_deletion_set
     from quern.lineage.purge.selection.select import select
 
     values = (url, domain, doc, urls_file, match, sql)
@@ -86,13 +86,14 @@ def purge(
     given = {name: own for name, own in zip(names, values, strict=True) if own}
     notes: list[str] = []
 
-    def condemned(path: str) -> pa.Table:
-        return condemn(path, select(path, given, note=notes.append), duplicates, note=notes.append)
+    def deletion_set(path: str) -> pa.Table:
+        return find_deletion_set(path, select(path, given, note=notes.append), duplicates, note=notes.append)
 
     with json_stdout(json) as emit:
         report = carry_out(
             Request(
-                run=run, mode=mode, condemn=condemned, selection=given, duplicates=duplicates, reason=reason,
+                run=run, mode=mode, find_deletion_set=deletion_set, selection=given, duplicates=duplicates,
+                reason=reason,
                 purge_list=purge_list, similar=similar, train_runs=tuple(train_run or ()), workers=workers,
             ),
             dry_run=dry_run,
@@ -118,7 +119,7 @@ def _lines(report: Row) -> Iterator[str]:
         yield from _done(report)
     else:
         yield f"tombstones  would go to {report['purge_list']} ({report['purge_list_why']})"
-    yield from taint_lines(report["taint"])
+    yield from training_impact_lines(report["taint"])
     if report["dry_run"]:
         yield "nothing was done (--dry-run)"
 

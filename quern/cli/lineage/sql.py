@@ -19,7 +19,7 @@ from quern.cli.lineage.run import note
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.lineage.sql.child import in_child
-from quern.lineage.sql.query import Result, default_memory, query
+from quern.lineage.sql.query import QueryResult, default_memory, query
 from quern.words import counted
 
 __all__ = ["sql", "table_console"]
@@ -59,7 +59,7 @@ def sql(
         _print(found)
 
 
-def _document(found: Result) -> dict[str, Any]:
+def _document(found: QueryResult) -> dict[str, Any]:
     return {
         "columns": [{"name": name, "type": kind} for name, kind in zip(found.columns, found.types, strict=True)],
         "rows": [dict(zip(found.columns, map(_value, row), strict=True)) for row in found.rows],
@@ -94,7 +94,7 @@ def table_console() -> Console:
     return console
 
 
-def _print(found: Result) -> None:
+def _print(found: QueryResult) -> None:
     console = table_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, kind in zip(found.columns, found.types, strict=True):

@@ -21,7 +21,7 @@ __all__ = [
     "Exchange",
     "Slice",
     "Writer",
-    "Written",
+    "WrittenFiles",
     "bucket_of_key",
     "bucket_of_rank",
     "cuts",
@@ -39,7 +39,7 @@ _LEAST_RECORDS = 64
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """The files of one writer."""
 
     files: int
@@ -175,11 +175,11 @@ class Writer:
         self._files += 1
         self._held = 0
 
-    def close(self) -> Written:
+    def close(self) -> WrittenFiles:
         """Write the remaining records."""
         if self._held:
             self._flush()
-        return Written(self._files, self._counts)
+        return WrittenFiles(self._files, self._counts)
 
 
 def _path(folder: str, writer: int, number: int) -> str:

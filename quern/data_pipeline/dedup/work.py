@@ -8,36 +8,36 @@ import numpy as np
 
 from quern import storage
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.exchange import Writer, Written
+from quern.data_pipeline.dedup.exchange import Writer, WrittenFiles
 
-__all__ = ["RECORD_BYTES", "Done", "Place", "Shard", "Work"]
+__all__ = ["RECORD_BYTES", "DedupInputs", "Done", "PartitionGroup", "PartitionPlace"]
 
 #: What a record takes, about, where a number of records stands for memory.
 RECORD_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class PartitionPlace:
     """A partition; ``index`` is its place among the run's partitions, sorted by source and name."""
 
     index: int
     source: int
-    """Its source's place in :attr:`Work.sources`."""
+    """Its source's place in :attr:`DedupInputs.sources`."""
     name: str
 
 
 @dataclass(frozen=True)
-class Shard:
+class PartitionGroup:
     """Partitions that one task reads: as many as have few enough documents, or a single larger one."""
 
     index: int
-    places: tuple[Place, ...]
+    places: tuple[PartitionPlace, ...]
     documents: tuple[int, ...]
     """Of each partition."""
 
 
 @dataclass(frozen=True)
-class Work:
+class DedupInputs:
     """The inputs that every task is given."""
 
     run_dir: str
@@ -51,7 +51,7 @@ class Work:
     first_ranks: tuple[int, ...] = (0,)
     """Documents are kept in order in ranges; the first rank of each, and the number of all."""
 
-    def table(self, kind: str, place: Place) -> str:
+    def table(self, kind: str, place: PartitionPlace) -> str:
         """The committed table of a partition."""
         return storage.join(self.run_dir, kind, self.sources[place.source], f"{place.name}.parquet")
 
@@ -82,4 +82,4 @@ class Done:
     """The result of a task: counts, and the files that it wrote to each exchange."""
 
     numbers: tuple[int, ...] = ()
-    written: dict[str, Written] = field(default_factory=dict)
+    written: dict[str, WrittenFiles] = field(default_factory=dict)

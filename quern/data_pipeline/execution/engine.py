@@ -69,7 +69,7 @@ class _Worker:
 
 
 @dataclass(eq=False)
-class _Hand:
+class _WorkerHandle:
     """One worker as the driver sees it."""
 
     actor: Any
@@ -97,8 +97,8 @@ class RayPool:
         self._autoscaled = autoscaled
         self._asked = 0
         self._fence = fence
-        self._hands: list[_Hand] = []
-        self._starting: dict[Any, _Hand] = {}
+        self._handles: list[_WorkerHandle] = []
+        self._starting: dict[Any, _WorkerHandle] = {}
         """Reference of the answer to ``ready`` → worker."""
         self._failed_starts = 0
         self._grown = float("-inf")
@@ -108,7 +108,7 @@ class RayPool:
     def counts(self) -> dict[str, int]:
         """``wanted``, ``up``, ``starting`` and ``busy`` workers."""
         starting = len(self._starting)
-        up = len(self._hands) - starting
+        up = len(self._handles) - starting
         return {"wanted": self.num_workers, "up": up, "starting": starting, "busy": min(self._busy, up)}
 
     def _grow(self, tasks: int, *, now: bool = False) -> None:
@@ -120,7 +120,7 @@ class RayPool:
             self.num_workers = _cluster_cpus()
         wanted = min(self.num_workers, tasks)
         self._ask_for(wanted)
-        while len(self._hands) < wanted:
+        while len(self._handles) < wanted:
             self._spawn()
 
     def _ask_for(self, cpus: int) -> None:
@@ -141,18 +141,18 @@ class RayPool:
         actor: Any = (
             ray.remote(_Worker).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote(os.getcwd(), self._fence)
         )
-        self._hands.append(hand := _Hand(actor))
-        self._starting[actor.ready.remote()] = hand
+        self._handles.append(handle := _WorkerHandle(actor))
+        self._starting[actor.ready.remote()] = handle
 
-    def _started(self, reference: Any, label: str) -> list[_Hand]:
+    def _started(self, reference: Any, label: str) -> list[_WorkerHandle]:
         """The worker that has come up; none if its process died, and another is started in its place."""
         import ray
 
-        hand = self._starting.pop(reference)
+        handle = self._starting.pop(reference)
         try:
-            hand.machine = ray.get(reference)
+            handle.machine = ray.get(reference)
         except _deaths() as death:
-            self._dismiss(hand)
+            self._dismiss(handle)
             if not self._lost(death, None):
                 self._failed_starts += 1
             if self._failed_starts > MAX_DEATHS:
@@ -160,22 +160,22 @@ class RayPool:
             self._spawn()
             return []
         self._failed_starts = 0
-        return [hand]
+        return [handle]
 
     def _lost(self, death: Exception, machine: str | None) -> bool:
         """See :func:`_is_loss`. A Ray that has died takes its workers with it, and answers no question about them."""
         self.pulse.check(again=True)
         return _is_loss(death, machine)
 
-    def _dismiss(self, hand: _Hand) -> None:
+    def _dismiss(self, handle: _WorkerHandle) -> None:
         """It is no worker of this pool any more; if its process lives, it is ended when it can be reached."""
         import ray
 
         with suppress(ValueError):
-            self._hands.remove(hand)
+            self._handles.remove(handle)
         if self.pulse.beats:
             with suppress(Exception):
-                ray.kill(hand.actor)
+                ray.kill(handle.actor)
 
     def map(
         self,
@@ -192,18 +192,18 @@ class RayPool:
         waiting = list(range(len(tasks)))[::-1]
         current = list(tasks)
         deaths, losses = [0] * len(tasks), [0] * len(tasks)
-        idle = [hand for hand in self._hands if hand not in self._starting.values()]
-        running: dict[Any, tuple[int, _Hand]] = {}
-        doubtful: dict[Any, tuple[int, _Hand, float]] = {}
+        idle = [handle for handle in self._handles if handle not in self._starting.values()]
+        running: dict[Any, tuple[int, _WorkerHandle]] = {}
+        doubtful: dict[Any, tuple[int, _WorkerHandle, float]] = {}
         """Reference of a second question → what could not be reached, and since when (Unix seconds)."""
 
-        def died(index: int, hand: _Hand, why: BaseException | str, *, lost: bool) -> None:
-            self._dismiss(hand)
+        def died(index: int, handle: _WorkerHandle, why: BaseException | str, *, lost: bool) -> None:
+            self._dismiss(handle)
             losses[index] += lost
             deaths[index] += not lost
             if losses[index] > MAX_LOST_MACHINES:
                 raise QuernError(f"{label}: {losses[index]} machines were lost with task {index}: {why}") from None
-            death = Death(lost, partial(_call_on, hand.machine))
+            death = Death(lost, partial(_call_on, handle.machine))
             if on_death is not None:
                 current[index] = on_death(index, current[index], death)
             elif deaths[index] > MAX_DEATHS:
@@ -219,45 +219,48 @@ class RayPool:
                 if self.pulse.check():
                     self._grow(len(waiting) + len(running) + len(doubtful))
                 while waiting and idle:
-                    index, hand = waiting.pop(), idle.pop()
-                    running[hand.actor.call.remote(function, current[index])] = (index, hand)
+                    index, handle = waiting.pop(), idle.pop()
+                    running[handle.actor.call.remote(function, current[index])] = (index, handle)
                 self._busy = len(running)
                 done: Any = self._next([*running, *self._starting, *doubtful], label, alone=not running)
-                for reference, (index, hand, since) in list(doubtful.items()):
+                for reference, (index, handle, since) in list(doubtful.items()):
                     if reference is not done and time.time() - since > DOUBT_S:
                         del doubtful[reference]
-                        died(index, hand, "it cannot be reached", lost=True)
+                        died(index, handle, "it cannot be reached", lost=True)
                 if done in self._starting:
                     idle += self._started(done, label)
                 elif done in doubtful:
-                    index, hand, since = doubtful.pop(done)
+                    index, handle, since = doubtful.pop(done)
                     try:
                         ray.get(done)  # the actor exists after all, but its result is lost
-                        died(index, hand, "its answer was lost", lost=True)
+                        died(index, handle, "its answer was lost", lost=True)
                     except ActorUnavailableError:
-                        doubtful[hand.actor.ready.remote()] = (index, hand, since)
+                        doubtful[handle.actor.ready.remote()] = (index, handle, since)
                     except _deaths() as death:
-                        died(index, hand, death, lost=self._lost(death, hand.machine))
+                        died(index, handle, death, lost=self._lost(death, handle.machine))
                 elif done in running:
-                    index, hand = running.pop(done)
+                    index, handle = running.pop(done)
                     try:
                         result = ray.get(done)
                     except ActorUnavailableError:
-                        doubtful[hand.actor.ready.remote()] = (index, hand, time.time())
+                        doubtful[handle.actor.ready.remote()] = (index, handle, time.time())
                         continue
                     except _deaths() as death:
-                        died(index, hand, death, lost=self._lost(death, hand.machine))
+                        died(index, handle, death, lost=self._lost(death, handle.machine))
                         continue
                     except RayTaskError as error:
                         raise error.as_instanceof_cause() from None
-                    idle.append(hand)
+                    idle.append(handle)
                     if isinstance(result, QuernError):
                         raise result
                     yield index, result
         finally:
             # Left early: running tasks must not write into a run that has ended.
-            for hand in [*(hand for _, hand in running.values()), *(hand for _, hand, _ in doubtful.values())]:
-                self._dismiss(hand)
+            for handle in [
+                *(handle for _, handle in running.values()),
+                *(handle for _, handle, _ in doubtful.values()),
+            ]:
+                self._dismiss(handle)
             self._busy = 0
             self._ask_for(0)
 
@@ -279,8 +282,8 @@ class RayPool:
 
     def close(self) -> None:
         """Stop the actors."""
-        for hand in list(self._hands):
-            self._dismiss(hand)
+        for handle in list(self._handles):
+            self._dismiss(handle)
         self._starting.clear()
 
 

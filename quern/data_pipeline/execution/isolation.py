@@ -30,8 +30,8 @@ from quern import storage
 
 __all__ = [
     "WALL_FACTOR",
+    "InFlightMarker",
     "Last",
-    "Marker",
     "Watchdog",
     "bounded_memory",
     "give_back_memory",
@@ -65,7 +65,7 @@ class Last:
         return f"{os.path.basename(found[1])}:{found[2]} in {found[3]}" if found else "no Python code"
 
 
-class Marker:
+class InFlightMarker:
     """The ordinal of the current page, in a file that outlives the process."""
 
     def __init__(self, path: str) -> None:
@@ -91,8 +91,8 @@ class Marker:
     @staticmethod
     def take(path: str) -> Last | None:
         """What the marker last said, once: it must not be said again of a process that died before its first page."""
-        last = Marker.read(path)
-        Marker.remove(path)
+        last = InFlightMarker.read(path)
+        InFlightMarker.remove(path)
         return last
 
     @staticmethod
@@ -151,7 +151,7 @@ def pages_in_work(folder: str) -> int:
         for name in names
         if not name.endswith(_STACK)
     )
-    return sum(last.ordinal for last in map(Marker.read, paths) if last is not None)
+    return sum(last.ordinal for last in map(InFlightMarker.read, paths) if last is not None)
 
 
 def marker_folder(scratch: str) -> str:

@@ -24,7 +24,7 @@ from lxml.html import HtmlElement
 
 from quern.data_pipeline.extraction.density import TEXT, collapsed, length_of
 
-__all__ = ["Comparison", "Scores", "class_weight", "drop_unlikely"]
+__all__ = ["ReadabilityComparison", "Scores", "class_weight", "drop_unlikely"]
 
 _PARAGRAPH_TEXT = lxml.etree.XPath("boolean(.//p//text())")
 _MARKED = lxml.etree.XPath(".//*[@class or @id]")
@@ -52,7 +52,7 @@ def _grows(tag: str) -> bool:
     return False
 
 
-class Comparison:
+class ReadabilityComparison:
     """trafilatura's comparison with readability, without the runs that cannot change the result.
 
     Outside of recall mode readability replaces a sound extraction only if its text is more than twice as long

@@ -40,7 +40,7 @@ from quern.data_pipeline.extraction.content import ENOUGH_CHARS, Backup, PageEle
 from quern.data_pipeline.extraction.conversion import CleanedLater, Cleaning, conversions, converting
 from quern.data_pipeline.extraction.density import LinkDensity, OwnText, length_of
 from quern.data_pipeline.extraction.fallbacks import Neighbours, Paragraph, Paragraphs, StopWords
-from quern.data_pipeline.extraction.readability import Comparison, Scores, class_weight, drop_unlikely
+from quern.data_pipeline.extraction.readability import ReadabilityComparison, Scores, class_weight, drop_unlikely
 from quern.data_pipeline.extraction.xpath_walk import Firsts, Member, Walk, Walks
 
 __all__ = ["VERIFIED_VERSIONS", "Favor", "backend", "extract_text", "stock_text"]
@@ -198,7 +198,9 @@ def _replacements() -> tuple[tuple[_Replacement, ...], tuple[Walks | Firsts, ...
         )
     )
     prune, pair = external.prune_unwanted_nodes, list(overall)
-    comparison = Comparison(core.compare_extraction, external.try_readability, lambda tree, *_: prune(tree, pair))
+    comparison = ReadabilityComparison(
+        core.compare_extraction, external.try_readability, lambda tree, *_: prune(tree, pair)
+    )
     extractor, readability, maker = (
         trafilatura.main_extractor,
         trafilatura.readability_lxml,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lxml.html import HtmlElement
 
-__all__ = ["Condition", "Holds", "Parser", "Step", "Test", "grouped"]
+__all__ = ["Condition", "Holds", "Parser", "Test", "XPathStep", "grouped"]
 
 Condition = Callable[[HtmlElement], bool]
 Holds = Callable[[str], bool]
@@ -39,7 +39,7 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Step:
+class XPathStep:
     """Elements of some tags, of whose attribute tests one must hold, if there are any, and every further condition."""
 
     tags: tuple[str, ...]
@@ -90,7 +90,7 @@ class Parser:
             return True
         return False
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[XPathStep]:
         """The expression's alternatives, which ``|`` parts."""
         steps = [self.step()]
         while self.accept("|"):
@@ -99,7 +99,7 @@ class Parser:
             raise ValueError(f"expected the end, got {self.tokens[self.at]} in {self.path!r}")
         return steps
 
-    def step(self) -> Step:
+    def step(self) -> XPathStep:
         is_grouped, first = self.accept("("), False
         self.take(".//")
         tags: tuple[str, ...] = ("*",) if self.accept("*") else (self.name(),)
@@ -121,7 +121,7 @@ class Parser:
         tests = [term for term in predicates[0] if isinstance(term, Test)] if predicates else []
         if predicates and len(tests) != len(predicates[0]):
             raise ValueError(f"expected a first condition of attribute tests alone in {self.path!r}")
-        return Step(tags, tuple(tests), tuple(_any_of(terms) for terms in predicates[1:]), first)
+        return XPathStep(tags, tuple(tests), tuple(_any_of(terms) for terms in predicates[1:]), first)
 
     def tags_only(self) -> tuple[str, ...]:
         """``self::a or self::b …`` up to the bracket; else nothing, and nothing is consumed."""

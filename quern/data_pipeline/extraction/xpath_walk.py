@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lxml.html import HtmlElement
 
-from quern.data_pipeline.extraction.xpath_parse import Holds, Parser, Step, Test
+from quern.data_pipeline.extraction.xpath_parse import Holds, Parser, Test, XPathStep
 
 __all__ = ["Firsts", "Member", "Walk", "Walks"]
 
@@ -228,7 +228,7 @@ class Firsts:
         return end, found
 
 
-def _memos_of(steps: Sequence[Step]) -> dict[str, _Bits]:
+def _memos_of(steps: Sequence[XPathStep]) -> dict[str, _Bits]:
     """Attribute → the bits of the steps by its value."""
     tests: dict[str, list[tuple[int, Holds]]] = {}
     for place, step in enumerate(steps):

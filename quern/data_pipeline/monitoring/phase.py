@@ -10,7 +10,7 @@ from typing import Any
 from quern.data_pipeline.monitoring.damage import Damage
 from quern.words import counted
 
-__all__ = ["Phase", "format_duration"]
+__all__ = ["PhaseCounters", "format_duration"]
 
 #: An estimate of what is left needs this much of the phase behind it.
 MIN_ETA_S = 5.0
@@ -32,7 +32,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 @dataclass
-class Phase:
+class PhaseCounters:
     """Counters of the current phase. ``fresh_…`` leave out what an earlier attempt had done already."""
 
     name: str

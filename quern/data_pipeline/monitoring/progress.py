@@ -21,10 +21,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quern.data_pipeline.monitoring.phase import Phase, format_duration
+from quern.data_pipeline.monitoring.phase import PhaseCounters, format_duration
 from quern.words import counted, shorten, size
 
-__all__ = ["Progress"]
+__all__ = ["RunProgress"]
 
 NUM_ERRORS_SHOWN = 3
 MAX_MESSAGE_CHARS = 300
@@ -32,7 +32,7 @@ MAX_MESSAGE_CHARS = 300
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
 
-class Progress:
+class RunProgress:
     """A view of the phases of a run, on stderr.
 
     On a terminal it is redrawn at most every ``refresh_s`` seconds; elsewhere it is a line at most every
@@ -60,7 +60,7 @@ class Progress:
         self._every = refresh_s if self._console.is_terminal else interval_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._phase: Phase | None = None
+        self._phase: PhaseCounters | None = None
         self._live: Live | None = None
         self._drawn = float("-inf")
         self._changed = False
@@ -101,7 +101,7 @@ class Progress:
             if self._phase is not None:
                 self._end("done")
             now = self._clock()
-            self._phase = Phase(name, total_partitions, total_bytes, now, count_in_work=count_in_work)
+            self._phase = PhaseCounters(name, total_partitions, total_bytes, now, count_in_work=count_in_work)
             if self._console.is_terminal:
                 self._live = Live(
                     console=self._console,
@@ -229,7 +229,7 @@ class Progress:
     def _error_count(self) -> list[str]:
         return [f"{self._num_errors:,} error{'s' * (self._num_errors != 1)}"] if self._num_errors else []
 
-    def _status(self, phase: Phase, now: float) -> str:
+    def _status(self, phase: PhaseCounters, now: float) -> str:
         parts = [f"{phase.done:,}/{counted(phase.total, 'partition')} ({phase.share:.0%})", *phase.facts(now)]
         parts += [*phase.funnel(), f"ETA {format_duration(phase.eta_s(now))}", *self._error_count()]
         return f"{phase.name}: " + ", ".join(parts)
@@ -239,7 +239,7 @@ class Progress:
             self._drawn = now
             self._live.update(self._view(self._phase, now), refresh=True)
 
-    def _view(self, phase: Phase, now: float) -> Group:
+    def _view(self, phase: PhaseCounters, now: float) -> Group:
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(phase.name, style="bold"),

@@ -106,7 +106,7 @@ class Page:
         """Record a failed rule that does not drop the page."""
         self.failed_rules.append(rule)
 
-    def settle(self) -> bool:
+    def decide(self) -> bool:
         """Apply a gate: True if the page passes, else it is dropped with its first failed rule as the reason."""
         if not self.failures:
             return True

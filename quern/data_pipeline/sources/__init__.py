@@ -4,9 +4,9 @@
 :func:`misread` says which ranges of a large file did not meet their neighbours.
 """
 
-from quern.data_pipeline.sources.containers.ranges import Edges, Range, misread
+from quern.data_pipeline.sources.containers.ranges import Edges, FileRange, misread
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.plan import InputFile, Partition, SourceConfig, plan
 from quern.data_pipeline.sources.reading import read
 
-__all__ = ["Edges", "InputFile", "Partition", "Range", "ReadLog", "SourceConfig", "misread", "plan", "read"]
+__all__ = ["Edges", "FileRange", "InputFile", "Partition", "ReadLog", "SourceConfig", "misread", "plan", "read"]

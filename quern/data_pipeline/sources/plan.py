@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 from quern import storage
 from quern.config import Section
 from quern.data_pipeline.sources.commoncrawl import BASE, FORMATS, crawl_files, parse_files
-from quern.data_pipeline.sources.containers.ranges import Range, cut
+from quern.data_pipeline.sources.containers.ranges import FileRange, cut
 from quern.data_pipeline.sources.tree import CODE_SUFFIXES, TEXT_SUFFIXES, left_out, list_tree
 from quern.errors import InputError
 
@@ -147,7 +147,7 @@ class Partition:
     source: str
     name: str
     files: tuple[InputFile, ...]
-    range: Range | None = None
+    range: FileRange | None = None
 
     @property
     def undivided(self) -> str:

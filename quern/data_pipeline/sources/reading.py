@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from quern import storage
 from quern.data_pipeline.page.document import Page
-from quern.data_pipeline.sources.containers.ranges import Range
+from quern.data_pipeline.sources.containers.ranges import FileRange
 from quern.data_pipeline.sources.jsonl import read_jsonl
 from quern.data_pipeline.sources.log import ReadLog
 from quern.data_pipeline.sources.parquet import read_parquet
@@ -43,7 +43,7 @@ def read(source: SourceConfig, partition: Partition, log: ReadLog) -> Iterator[P
             ) from error
 
 
-def _pages(source: SourceConfig, file: InputFile, log: ReadLog, part: Range | None) -> Iterator[Page]:
+def _pages(source: SourceConfig, file: InputFile, log: ReadLog, part: FileRange | None) -> Iterator[Page]:
     path, relative, fingerprint = file.path, file.relative_path, file.fingerprint
     if source.kind in ("warc", "wet", "commoncrawl"):
         return read_warc(path, relative, source.name, source.max_bytes, log, part, fingerprint)

@@ -10,8 +10,8 @@ from typing import Literal
 from quern import storage
 from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.sources.charset import decode, header_charset, printable
-from quern.data_pipeline.sources.containers.ranges import Range
-from quern.data_pipeline.sources.containers.records import PAGE_TYPES, Record, Records
+from quern.data_pipeline.sources.containers.ranges import FileRange
+from quern.data_pipeline.sources.containers.records import PAGE_TYPES, Records, WarcRecord
 from quern.data_pipeline.sources.http import HttpResponse, TooLarge, decoded_payload, parse_response
 from quern.data_pipeline.sources.log import ReadLog
 
@@ -52,7 +52,7 @@ def read_warc(
     source: str,
     max_bytes: int,
     log: ReadLog,
-    part: Range | None = None,
+    part: FileRange | None = None,
     fingerprint: str | None = None,
 ) -> Iterator[Page]:
     """The pages of one file, or of a range of it, in file order; other records are counted in ``log``, damage is noted
@@ -95,7 +95,7 @@ def parse_date(text: str | None) -> dt.datetime | None:
     return moment
 
 
-def _page(record: Record, path: str, relative_path: str, source: str, max_bytes: int) -> Page:
+def _page(record: WarcRecord, path: str, relative_path: str, source: str, max_bytes: int) -> Page:
     headers = record.headers
     url = headers.get("uri" if record.is_arc else "warc-target-uri")
     if url is not None:
@@ -122,7 +122,7 @@ def _page(record: Record, path: str, relative_path: str, source: str, max_bytes:
     return page
 
 
-def _fill(page: Page, record: Record, max_bytes: int) -> str | None:
+def _fill(page: Page, record: WarcRecord, max_bytes: int) -> str | None:
     """Set media, charset and raw; the fault if there is no usable text."""
     if record.damaged:
         return "read.damaged"
@@ -159,7 +159,7 @@ def _fill(page: Page, record: Record, max_bytes: int) -> str | None:
     return None
 
 
-def _http(record: Record, content_type: str | None) -> HttpResponse | None:
+def _http(record: WarcRecord, content_type: str | None) -> HttpResponse | None:
     """The HTTP response a record holds, or None where its block is the payload itself."""
     if record.type != "response" or not record.block:
         return None

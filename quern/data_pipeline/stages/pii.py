@@ -13,7 +13,7 @@ from quern.config import Section
 from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.stages.pii_finders import FINDERS
 
-__all__ = ["PiiConfig", "PiiTags", "PiiType", "ScrubPii", "Span", "find", "scrub"]
+__all__ = ["PiiConfig", "PiiTags", "PiiType", "ScrubPii", "TextSpan", "find", "scrub"]
 
 PiiType = Literal["email", "phone", "credit_card", "iban", "ipv4", "ipv6"]
 
@@ -76,7 +76,7 @@ class PiiConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """``text[start:end]`` is personal data of one type."""
 
     start: int
@@ -135,7 +135,7 @@ def scrub(
     return text, counts
 
 
-def find(text: str, types: tuple[PiiType, ...] = TYPES, regions: tuple[str, ...] = ()) -> list[Span]:
+def find(text: str, types: tuple[PiiType, ...] = TYPES, regions: tuple[str, ...] = ()) -> list[TextSpan]:
     """Spans in order of place, none overlapping another.
 
     Of spans that overlap, the earliest start, then the longest, then the order of types decides the type; the span kept
@@ -146,13 +146,15 @@ def find(text: str, types: tuple[PiiType, ...] = TYPES, regions: tuple[str, ...]
         types: the types to look for.
         regions: countries whose national phone numbers are recognised after a word such as "Tel.".
     """
-    found = [Span(start, end, kind) for kind in TYPES if kind in types for start, end in FINDERS[kind](text, regions)]
+    found = [
+        TextSpan(start, end, kind) for kind in TYPES if kind in types for start, end in FINDERS[kind](text, regions)
+    ]
     found.sort(key=lambda span: (span.start, -span.end, TYPES.index(span.type)))
-    merged: list[Span] = []
+    merged: list[TextSpan] = []
     for span in found:
         if merged and span.start < merged[-1].end:
             if span.end > merged[-1].end:
-                merged[-1] = Span(merged[-1].start, span.end, merged[-1].type)
+                merged[-1] = TextSpan(merged[-1].start, span.end, merged[-1].type)
         else:
             merged.append(span)
     return merged

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quern.errors import InputError
 from quern.lineage.forensics.cause import BY_LOSS
-from quern.lineage.forensics.file import Record, StepRecord
+from quern.lineage.forensics.file import ForensicsRecord, StepRecord
 from quern.lineage.steps import StepRead
 from quern.lineage.training import TrainingRun
 from quern.train.checkpoint.format.manifest import read_manifest
@@ -17,7 +17,12 @@ __all__ = ["commands"]
 
 
 def commands(
-    run: TrainingRun, record: Record, last: StepRecord, read: StepRead, named: Sequence[tuple[str, str]], kind: str
+    run: TrainingRun,
+    record: ForensicsRecord,
+    last: StepRecord,
+    read: StepRead,
+    named: Sequence[tuple[str, str]],
+    kind: str,
 ) -> list[dict[str, str]]:
     """What can be done about it. ``named``: data run and doc_id of the documents that are, or may be, its cause;
     ``kind``: of the cause."""

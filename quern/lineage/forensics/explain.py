@@ -23,7 +23,7 @@ from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
 if TYPE_CHECKING:
-    from quern.lineage.store import Documents, Lineage, Stream
+    from quern.lineage.store import DocumentIdentities, Lineage, Stream
 
 __all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain"]
 
@@ -371,7 +371,7 @@ def _sequences(
     return rows
 
 
-def _named(own: _Document) -> tuple[Documents, str | None]:
+def _named(own: _Document) -> tuple[DocumentIdentities, str | None]:
     who = own.lineage.documents([own.number])
     return who, own.lineage.names(who)[0]
 

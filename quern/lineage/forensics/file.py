@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quern import storage
 from quern.errors import InputError
 
-__all__ = ["FOLDER", "Record", "StepRecord", "read_record"]
+__all__ = ["FOLDER", "ForensicsRecord", "StepRecord", "read_record"]
 
 FOLDER = "forensics"
 FORMAT = 1
@@ -99,7 +99,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Record:
+class ForensicsRecord:
     """The content of a file."""
 
     path: str
@@ -115,7 +115,7 @@ class Record:
     """Ascending; the last one is the step."""
 
 
-def read_record(run: str, step: int, attempt: int | None = None) -> Record:
+def read_record(run: str, step: int, attempt: int | None = None) -> ForensicsRecord:
     """The file of a step; of several attempts', the newest, or ``attempt``'s.
 
     Raises:
@@ -144,7 +144,7 @@ def read_record(run: str, step: int, attempt: int | None = None) -> Record:
     )
 
 
-def _read(path: str) -> Record:
+def _read(path: str) -> ForensicsRecord:
     raw = storage.read_json(path)
     if not isinstance(raw, dict) or raw.get("kind") != "forensics":
         raise InputError(f"{path}: expected what the trainer writes down of a step")
@@ -152,7 +152,7 @@ def _read(path: str) -> Record:
         raise InputError(f"{path}: format: expected {FORMAT}, got {raw.get('format')!r}")
     try:
         steps = [StepRecord(step) for step in raw["steps"]]
-        record = Record(
+        record = ForensicsRecord(
             path, int(raw["attempt"]), list(raw["reasons"]), str(raw["decision"]), dict(raw["policy"]),
             dict(raw["layout"]), [str(name) for name in raw["sources"]], dict(raw["parameters"]), steps,
         )  # fmt: skip

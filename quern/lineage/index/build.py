@@ -31,7 +31,7 @@ from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.index.decided import is_decisions_file
 from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, write_duplicates
 from quern.lineage.index.records import Opened, read_sealed, write_sealed
-from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Piece, Segment, plan_segments, write_segment
+from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Segment, VerdictSlice, plan_segments, write_segment
 from quern.lineage.index.spans import SpanColumns, write_spans
 from quern.tokenize.shards import VERSION_FILE, ShardReader
 from quern.train.batches.corpus import exclusive
@@ -328,7 +328,7 @@ class _Builder:
         # which files they are of stays in their folders: a run may have a hundred thousand
         return [{name: value for name, value in record.items() if name != "pieces"} for _, record in records]
 
-    def _segment(self, pieces: Sequence[Piece]) -> tuple[str, dict[str, Any]]:
+    def _segment(self, pieces: Sequence[VerdictSlice]) -> tuple[str, dict[str, Any]]:
         return self._part(
             "segment",
             self._made_from(pieces),
@@ -336,23 +336,23 @@ class _Builder:
             lambda path, record: Segment(path, 0, record).check(),
         )
 
-    def _made_from(self, pieces: Sequence[Piece]) -> list[Any] | None:
+    def _made_from(self, pieces: Sequence[VerdictSlice]) -> list[Any] | None:
         """What decides a segment's bytes; None if one of its files is gone."""
         stamps = {name: stamp for name, *stamp in self.state.files}
         if any(piece.file not in stamps for piece in pieces):
             return None
         return [[*astuple(piece), *stamps[piece.file]] for piece in pieces]
 
-    def _standing(self) -> list[tuple[str, dict[str, Any], list[Piece]]]:
+    def _standing(self) -> list[tuple[str, dict[str, Any], list[VerdictSlice]]]:
         """Segments of earlier builds whose files are as they were; no document is in two of them."""
-        found: list[tuple[str, dict[str, Any], list[Piece]]] = []
+        found: list[tuple[str, dict[str, Any], list[VerdictSlice]]] = []
         taken: set[tuple[str, int]] = set()
         for name in sorted(os.listdir(self.folder)):
             path = os.path.join(self.folder, name)
             record = read_sealed(os.path.join(path, RECORD)) if name.startswith("segment_") else None
             if record is None:
                 continue
-            pieces = [Piece(*piece) for piece in record["pieces"]]
+            pieces = [VerdictSlice(*piece) for piece in record["pieces"]]
             made_from = self._made_from(pieces)
             groups = {(piece.file, group) for piece in pieces for group in range(piece.first_group, piece.end_group)}
             if made_from is None or name != f"segment_{digest([FORMAT, 'segment', made_from])[:32]}" or groups & taken:
@@ -365,9 +365,11 @@ class _Builder:
             found.append((name, record, pieces))
         return found
 
-    def _free(self, standing: Sequence[tuple[str, dict[str, Any], list[Piece]]]) -> list[tuple[str, int, int | None]]:
+    def _free(
+        self, standing: Sequence[tuple[str, dict[str, Any], list[VerdictSlice]]]
+    ) -> list[tuple[str, int, int | None]]:
         """The row groups that are in no segment: file, first group, the one to stop at (None: the file's end)."""
-        taken: dict[str, list[Piece]] = {}
+        taken: dict[str, list[VerdictSlice]] = {}
         for _, _, pieces in standing:
             for piece in pieces:
                 taken.setdefault(piece.file, []).append(piece)

@@ -22,7 +22,7 @@ from quern.lineage.index.records import Opened, read_sealed
 from quern.lineage.index.urls import Urls, write_urls
 from quern.storage.parquet import Table, open_table
 
-__all__ = ["RECORD", "SEGMENT_DOCUMENTS", "Piece", "Segment", "plan_segments", "write_segment"]
+__all__ = ["RECORD", "SEGMENT_DOCUMENTS", "Segment", "VerdictSlice", "plan_segments", "write_segment"]
 
 SEGMENT_DOCUMENTS = 1 << 21
 """At most, unless one row group has more. Building one takes about 100 bytes a document and its texts one and a half
@@ -35,7 +35,7 @@ RECORD = "record.json"
 
 
 @dataclass(frozen=True)
-class Piece:
+class VerdictSlice:
     """Row groups [first_group, end_group) of a verdict file: rows [first_row, first_row + rows)."""
 
     file: str
@@ -50,7 +50,7 @@ class Piece:
 
 def plan_segments(
     verdicts: str, ranges: Sequence[tuple[str, int, int | None]], documents: int = SEGMENT_DOCUMENTS
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[VerdictSlice]]:
     """The pieces of one segment after the other.
 
     ``ranges``: files below ``verdicts``, each with its first row group and the one to stop at (None: the file's end).
@@ -58,7 +58,7 @@ def plan_segments(
     Raises:
         InputError: a file is not Parquet, or has not the columns of a verdict table.
     """
-    pieces: list[Piece] = []
+    pieces: list[VerdictSlice] = []
     have = have_bytes = 0
     for file, first, end in ranges:
         with _open(os.path.join(verdicts, file)) as table:
@@ -75,11 +75,11 @@ def plan_segments(
             size = sum(stored.column(i).total_uncompressed_size for i in columns)
             if have and (have + stored.num_rows > documents or have_bytes + size > _SEGMENT_URL_BYTES):
                 if row > start_row:
-                    pieces.append(Piece(file, start_group, group, start_row, row - start_row, total))
+                    pieces.append(VerdictSlice(file, start_group, group, start_row, row - start_row, total))
                 yield pieces
                 pieces, have, have_bytes, start_group, start_row = [], 0, 0, group, row
             have, have_bytes, row = have + stored.num_rows, have_bytes + size, row + stored.num_rows
-        pieces.append(Piece(file, start_group, end, start_row, row - start_row, total))
+        pieces.append(VerdictSlice(file, start_group, end, start_row, row - start_row, total))
     if pieces:
         yield pieces
 
@@ -89,7 +89,7 @@ def _open(path: str) -> AbstractContextManager[Table]:
     return open_table(path, sorted((*_HASHES, *_TEXTS)), expected="a verdict table", missing=missing)
 
 
-def write_segment(folder: str, verdicts: str, pieces: Sequence[Piece]) -> dict[str, Any]:
+def write_segment(folder: str, verdicts: str, pieces: Sequence[VerdictSlice]) -> dict[str, Any]:
     """Write a segment to ``folder``, which is empty; return its record for the index.
 
     Raises:
@@ -130,7 +130,7 @@ def write_segment(folder: str, verdicts: str, pieces: Sequence[Piece]) -> dict[s
     }
 
 
-def _read(verdicts: str, piece: Piece) -> pa.Table:
+def _read(verdicts: str, piece: VerdictSlice) -> pa.Table:
     path = os.path.join(verdicts, piece.file)
     with _open(path) as table:
         if piece.end_group > table.num_row_groups:
@@ -215,7 +215,7 @@ class Segment:
         record = read_sealed(path)
         if record is None:
             raise DamagedIndexError(path, "is missing or damaged")
-        return [Piece(*piece).file for piece in record["pieces"]]
+        return [VerdictSlice(*piece).file for piece in record["pieces"]]
 
     @cached_property
     def _sources(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quern.errors import InputError
-from quern.lineage.match.index import AUTO, DEFAULT_N, MIN_WORDS, Index, Item, read_benchmark
+from quern.lineage.match.index import AUTO, DEFAULT_N, MIN_WORDS, GramIndex, Item, read_benchmark
 from quern.lineage.match.matches import Matched, Matches, documents_at
 from quern.lineage.match.scan import CHUNK_TOKENS, scan_streams
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from quern.lineage.store import Lineage
 
 __all__ = [
-    "AUTO", "DEFAULT_N", "MIN_WORDS", "Index", "Item", "Matched", "Matches", "match", "read_benchmark", "read_index",
-    "scan_streams",
+    "AUTO", "DEFAULT_N", "MIN_WORDS", "GramIndex", "Item", "Matched", "Matches", "match", "read_benchmark",
+    "read_index", "scan_streams",
 ]  # fmt: skip
 
 
-def read_index(benchmark: str, fields: Sequence[str] = (AUTO,), n: int = DEFAULT_N) -> tuple[list[Item], Index]:
+def read_index(benchmark: str, fields: Sequence[str] = (AUTO,), n: int = DEFAULT_N) -> tuple[list[Item], GramIndex]:
     """The items of a JSON-lines file and the index of their n-grams.
 
     Raises:
@@ -34,7 +34,7 @@ def read_index(benchmark: str, fields: Sequence[str] = (AUTO,), n: int = DEFAULT
     if n < 1:
         raise InputError(f"-n: expected a number of words ≥ 1, got {n}")
     items = read_benchmark(benchmark, fields)
-    index = Index(items, n)
+    index = GramIndex(items, n)
     if not index.num_grams.any():
         raise InputError(
             f"{benchmark}: none of its {len(items):,} items can be looked for: expected text of {min(n, MIN_WORDS)} "

@@ -22,7 +22,7 @@ from quern.errors import InputError, one_line
 from quern.lineage.match.normalise import words
 from quern.lineage.match.pieces import Spellings, flat_index, powers
 
-__all__ = ["AUTO", "DEFAULT_N", "MIN_WORDS", "Grams", "Index", "Item", "gram_keys", "read_benchmark"]
+__all__ = ["AUTO", "DEFAULT_N", "MIN_WORDS", "GramIndex", "Grams", "Item", "gram_keys", "read_benchmark"]
 
 DEFAULT_N = 13
 MIN_WORDS = 8
@@ -183,7 +183,7 @@ def _grams(anchor: int, spelled: np.ndarray, keys: np.ndarray, first: int) -> tu
     return Grams(anchor, keys[order], spelled, (spelled >= 0).sum(1, dtype=np.int64), first, shift, bits), order
 
 
-class Index:
+class GramIndex:
     """The n-grams of a benchmark's items.
 
     Attributes: ``n``; ``grams``: the kinds; ``vocabulary``: the words, by ascending hash (``hashes``);

@@ -17,12 +17,12 @@ from typing import Self
 import numpy as np
 
 from quern.errors import InputError, QuernError
-from quern.lineage.match.index import Grams, Index, gram_keys
+from quern.lineage.match.index import GramIndex, Grams, gram_keys
 from quern.lineage.match.pieces import Pieces, Words, flat_index, token_bytes
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["CHUNK_TOKENS", "Found", "scan_streams"]
+__all__ = ["CHUNK_TOKENS", "MatchedSpans", "scan_streams"]
 
 CHUNK_TOKENS = 1 << 17
 #: Tokens a process is given at a time.
@@ -30,7 +30,7 @@ JOB_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchedSpans:
     """Parallel int64 arrays, a row a span of a document that holds text of an item; by stream, document, item, start.
 
     ``streams``: index of the path; ``documents``: where the document starts in the stream; ``starts``, ``stops``:
@@ -52,7 +52,9 @@ class Found:
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts] or empty) for f in fields(cls)))
 
 
-def scan_streams(paths: Sequence[str], index: Index, *, workers: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Found:
+def scan_streams(
+    paths: Sequence[str], index: GramIndex, *, workers: int = 1, chunk_tokens: int = CHUNK_TOKENS
+) -> MatchedSpans:
     """The matches of ``index`` in the streams at ``paths`` (``RUN/tokens/<source>``), the same for any ``workers``.
 
     Raises:
@@ -62,13 +64,13 @@ def scan_streams(paths: Sequence[str], index: Index, *, workers: int = 1, chunk_
     jobs = list(_jobs(paths)) if index.grams else []
     if workers <= 1 or len(jobs) <= 1:
         scanner = _Scanner(paths, index, chunk_tokens)
-        return Found.joined([scanner.run(*job) for job in jobs])
+        return MatchedSpans.joined([scanner.run(*job) for job in jobs])
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(
             min(workers, len(jobs)), context, initializer=_start_worker, initargs=(paths, index, chunk_tokens)
         ) as pool:
-            return Found.joined(list(pool.map(_run_in_worker, jobs)))
+            return MatchedSpans.joined(list(pool.map(_run_in_worker, jobs)))
     except BrokenProcessPool:
         raise QuernError("a worker process died (out of memory?); use fewer --workers") from None
 
@@ -90,18 +92,18 @@ def _jobs(paths: Sequence[str]) -> Iterator[Job]:
 _worker: list[_Scanner] = []
 
 
-def _start_worker(paths: Sequence[str], index: Index, chunk_tokens: int) -> None:
+def _start_worker(paths: Sequence[str], index: GramIndex, chunk_tokens: int) -> None:
     _worker.append(_Scanner(paths, index, chunk_tokens))
 
 
-def _run_in_worker(job: Job) -> Found:
+def _run_in_worker(job: Job) -> MatchedSpans:
     return _worker[0].run(*job)
 
 
 class _Scanner:
     """One process: the tables, and the streams it has opened."""
 
-    def __init__(self, paths: Sequence[str], index: Index, chunk_tokens: int) -> None:
+    def __init__(self, paths: Sequence[str], index: GramIndex, chunk_tokens: int) -> None:
         self._paths = paths
         self._index = index
         self._chunk_tokens = chunk_tokens
@@ -116,14 +118,14 @@ class _Scanner:
             self._pieces[reader.ranks_path] = Pieces(token_bytes(load_encoding(reader.encoding, reader.ranks_path)))
         return reader, self._pieces[reader.ranks_path]
 
-    def run(self, stream: int, shard: int, first: int, last: int) -> Found:
+    def run(self, stream: int, shard: int, first: int, last: int) -> MatchedSpans:
         """The matches in documents [first, last) of a shard."""
         reader, pieces = self._open(stream)
         origin = int(reader.offsets[shard])
         starts = reader.starts(shard)
         purged = reader.spans(shard)["purged"].to_numpy()
         end = int(starts[last]) if last < len(starts) else reader.shards[shard].tokens
-        done: list[Found] = []
+        done: list[MatchedSpans] = []
         open_hits: list[Hits] = []  # of the document that the chunk ends in
         at, size, cut_before = int(starts[first]), self._chunk_tokens, False
         while at < end:
@@ -156,7 +158,7 @@ class _Scanner:
                 done.append(_by_item(whole, starts[owner], self._index, stream, origin))
                 open_hits = []
             cut_before, size = cut, self._chunk_tokens
-        return Found.joined(done)
+        return MatchedSpans.joined(done)
 
     def _read(self, reader: ShardReader, pieces: Pieces, ids: np.ndarray, shard: int) -> Words:
         try:
@@ -188,7 +190,7 @@ class Hits:
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts] or empty) for f in fields(cls)))
 
 
-def find(words: Words, index: Index, pieces: Pieces, documents: np.ndarray) -> Hits:
+def find(words: Words, index: GramIndex, pieces: Pieces, documents: np.ndarray) -> Hits:
     """Every gram of ``index`` in ``words`` that lies in one document; ``documents``: int64, where they start."""
     keys = gram_keys(words.hashes, [kind.anchor for kind in index.grams])
     return Hits.joined([
@@ -198,7 +200,13 @@ def find(words: Words, index: Index, pieces: Pieces, documents: np.ndarray) -> H
 
 
 def _verified(
-    words: Words, index: Index, pieces: Pieces, documents: np.ndarray, kind: Grams, places: np.ndarray, rows: np.ndarray
+    words: Words,
+    index: GramIndex,
+    pieces: Pieces,
+    documents: np.ndarray,
+    kind: Grams,
+    places: np.ndarray,
+    rows: np.ndarray,
 ) -> Hits:
     """The proposals (word, row of the kind) whose words are the gram's, and in one document."""
     lengths = kind.lengths[rows]
@@ -224,7 +232,7 @@ def _verified(
     return Hits(rows + kind.first, words.starts[places], words.stops[places + lengths - 1])
 
 
-def _in_vocabulary(words: Words, which: np.ndarray, index: Index, pieces: Pieces) -> np.ndarray:
+def _in_vocabulary(words: Words, which: np.ndarray, index: GramIndex, pieces: Pieces) -> np.ndarray:
     """int64[m]: the number in the index's vocabulary of each word, −1 for a word that is not in it."""
     found = np.full(len(which), -1, np.int64)
     hashes = words.hashes[which]
@@ -236,7 +244,7 @@ def _in_vocabulary(words: Words, which: np.ndarray, index: Index, pieces: Pieces
     return found
 
 
-def _by_item(hits: Hits, documents: np.ndarray, index: Index, stream: int, origin: int) -> Found:
+def _by_item(hits: Hits, documents: np.ndarray, index: GramIndex, stream: int, origin: int) -> MatchedSpans:
     """Hits (positions in a shard that begins at ``origin``) of documents → a row a span."""
     first = index.item_starts[hits.grams]
     counts = index.item_starts[hits.grams + 1] - first
@@ -259,7 +267,7 @@ def _by_item(hits: Hits, documents: np.ndarray, index: Index, stream: int, origi
     opens[1:] |= starts[1:] >= reach[:-1]
     opening = np.flatnonzero(opens)
     closing = np.append(opening[1:], len(opens))[: len(opening)] - 1
-    return Found(
+    return MatchedSpans(
         streams=np.full(len(opening), stream, np.int64),
         documents=documents[opening] + origin,
         starts=starts[opening] + origin,

@@ -47,7 +47,7 @@ from quern.words import counted
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["UNFINISHED", "VIEWS", "Result", "default_memory", "query"]
+__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "default_memory", "query"]
 
 UNFINISHED = "the run is not complete; what it has written so far is read"
 VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
@@ -80,7 +80,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Result:
+class QueryResult:
     """Rows of a query: Python values as DuckDB gives them, in the order of ``columns`` (no name twice)."""
 
     columns: tuple[str, ...]
@@ -98,7 +98,7 @@ def query(
     memory_bytes: int | None = None,
     threads: int | None = None,
     note: Note = lambda line: None,
-) -> Result:
+) -> QueryResult:
     """The first ``limit`` rows (None: all) of one SQL query over the run's views.
 
     ``memory_bytes`` (None: 4 GiB, at most half of the machine's) and ``threads`` (None: every core) are DuckDB's; what
@@ -170,7 +170,7 @@ def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -> Result:
+def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -> QueryResult:
     cursor = connection.execute(sql)  # its rows stream: what is not fetched is not computed
     described = cursor.description or []
     rows: list[tuple[Any, ...]] = []
@@ -188,7 +188,7 @@ def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -
             )
     truncated = limit is not None and len(rows) > limit
     names = _distinct([str(column[0]) for column in described])
-    return Result(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
+    return QueryResult(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
 
 
 def _size(value: Any) -> int:

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from quern.errors import InputError
 
-__all__ = ["I64", "Source"]
+__all__ = ["I64", "SourceFile"]
 
 I64 = NDArray[np.int64]
 _PIECE = 8 << 20
 
 
-class Source:
+class SourceFile:
     """A file that is read; ``size`` in bytes when it was opened.
 
     Raises:

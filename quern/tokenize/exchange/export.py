@@ -16,15 +16,15 @@ import pyarrow as pa
 
 from quern import storage
 from quern.errors import InputError
-from quern.tokenize.exchange.columns import I64, Source
+from quern.tokenize.exchange.columns import I64, SourceFile
 from quern.tokenize.exchange.foreign import FORMATS, SUFFIXES, Format
 from quern.tokenize.exchange.megatron import write_index
-from quern.tokenize.exchange.sidecar import Placed, Target, sidecar_path, write_sidecars
+from quern.tokenize.exchange.sidecar import Placed, SidecarTarget, sidecar_path, write_sidecars
 from quern.tokenize.exchange.staging import staged
 from quern.tokenize.shards import VERSION_FILE, ShardReader
 from quern.words import counted
 
-__all__ = ["EXPORT_FILE", "ExportReport", "Exported", "export"]
+__all__ = ["EXPORT_FILE", "ExportReport", "ExportedFiles", "export"]
 
 EXPORT_FILE = "export.json"
 _CHUNK_TOKENS = 1 << 22
@@ -33,7 +33,7 @@ _STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFiles:
     """A file of tokens that was written."""
 
     file: str
@@ -65,7 +65,7 @@ class ExportReport:
     """Whether an EOT ends each document."""
     purged_documents: int
     """Left out."""
-    files: tuple[Exported, ...]
+    files: tuple[ExportedFiles, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -103,7 +103,7 @@ def export(
         scratch = os.path.join(folder, ".work")
         os.mkdir(scratch)
         job = _Job(format, folder, scratch, dtype, eot)
-        files: list[Exported] = []
+        files: list[ExportedFiles] = []
         for reader in readers:
             files += _write_stream(job, reader, merge)
         report = ExportReport(
@@ -182,7 +182,7 @@ def _run_id(reader: ShardReader) -> str | None:
     return ident if isinstance(ident, str) else None
 
 
-def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[Exported]:
+def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[ExportedFiles]:
     """Write the files of a source, and what goes with them."""
     count = len(reader.shards)
     groups = [range(count)] if merge else [range(number, number + 1) for number in range(count)]
@@ -194,12 +194,12 @@ def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[Exported]
         if written is not None:
             files.append(written)
             told = {"file": written.file, "sha256": written.sha256, "eot": job.eot}
-            targets.append(Target(os.path.join(job.folder, sidecar_path(name)), placed, told))
+            targets.append(SidecarTarget(os.path.join(job.folder, sidecar_path(name)), placed, told))
     write_sidecars(targets, os.path.dirname(reader.root), reader.source.removesuffix(".val"), job.scratch)
     return files
 
 
-def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed: Placed) -> Exported | None:
+def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed: Placed) -> ExportedFiles | None:
     """Write one file of tokens and its index, noting its documents; None, and no file, if there are none."""
     file = f"{name}{SUFFIXES[job.format]}"
     state = hashlib.sha256()
@@ -221,7 +221,7 @@ def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed
     _write_index(job, reader, name, file, placed)
     names = tuple(reader.shards[shard].bin for shard in shards)
     size = placed.tokens * dtype.itemsize
-    return Exported(file, reader.source, names, state.hexdigest(), size, placed.documents, placed.tokens)
+    return ExportedFiles(file, reader.source, names, state.hexdigest(), size, placed.documents, placed.tokens)
 
 
 def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterator[np.ndarray]:
@@ -244,7 +244,7 @@ def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterato
     _note(table["doc_id"], kept, written, placed)
     job.purged += int(len(kept) - np.count_nonzero(kept))
     ends = np.cumsum(lengths)
-    source = Source(path)
+    source = SourceFile(path)
     try:
         for first in range(0, info.tokens, _CHUNK_TOKENS):
             count = min(_CHUNK_TOKENS, info.tokens - first)

@@ -14,8 +14,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from quern.errors import InputError
-from quern.tokenize.exchange.columns import I64, Source
-from quern.tokenize.exchange.megatron import Index, index_path
+from quern.tokenize.exchange.columns import I64, SourceFile
+from quern.tokenize.exchange.megatron import MegatronIndex, index_path
 
 __all__ = [
     "BATCH_TOKENS",
@@ -79,11 +79,11 @@ class TokenFile:
 
     def __init__(self, format: Format, path: str, dtype: str | None, default: str) -> None:
         self.format, self.path = format, path
-        self._index: Index | None = None
-        self._ends: Source | None = None
+        self._index: MegatronIndex | None = None
+        self._ends: SourceFile | None = None
         if format == "datatrove" and os.path.lexists(f"{path}.loss"):
             raise InputError(f"{path}.loss: loss masks cannot be imported; remove the file to import without them")
-        self._source = Source(path)
+        self._source = SourceFile(path)
         self.size = self._source.size
         try:
             stated = self._open_beside(dtype)
@@ -102,12 +102,12 @@ class TokenFile:
     def _open_beside(self, dtype: str | None) -> np.dtype | str | None:
         """Open what the format has beside the file; the type of ids that it states, else ``dtype``."""
         if self.format == "megatron":
-            self._index = Index(index_path(self.path))
+            self._index = MegatronIndex(index_path(self.path))
             return self._index.dtype
         if self.format != "datatrove":
             return dtype
         if os.path.lexists(f"{self.path}.index"):
-            self._ends = Source(f"{self.path}.index")
+            self._ends = SourceFile(f"{self.path}.index")
         return _metadata_dtype(self.path) or dtype
 
     def _refuse_uint32(self) -> None:
@@ -221,7 +221,7 @@ def _groups(lengths: I64) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _read_ends(source: Source, tokens: int, itemsize: int) -> Bounds:
+def _read_ends(source: SourceFile, tokens: int, itemsize: int) -> Bounds:
     """datatrove's index: uint64, the token after each document's last."""
     if source.size % 8:
         raise InputError(f"{source.path}: has {source.size} bytes, expected a multiple of 8 (uint64)")
@@ -247,7 +247,7 @@ def _metadata_dtype(path: str) -> str | None:
     beside = f"{path}.metadata"
     if not os.path.lexists(beside):
         return None
-    source = Source(beside)
+    source = SourceFile(beside)
     try:
         line = source.read(0, min(source.size, 4096)).split(b"\n")[0]
     finally:

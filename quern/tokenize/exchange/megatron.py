@@ -16,9 +16,9 @@ from typing import IO
 import numpy as np
 
 from quern.errors import InputError
-from quern.tokenize.exchange.columns import I64, Source
+from quern.tokenize.exchange.columns import I64, SourceFile
 
-__all__ = ["DTYPES", "MAX_SEQUENCES", "Index", "index_path", "write_index"]
+__all__ = ["DTYPES", "MAX_SEQUENCES", "MegatronIndex", "index_path", "write_index"]
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -49,7 +49,7 @@ def write_index(file: IO[bytes], dtype: str, num_documents: int, lengths: Callab
         file.write(np.arange(first, min(first + _DOCUMENTS, num_documents + 1), dtype="<i8").tobytes())
 
 
-class Index:
+class MegatronIndex:
     """An index, opened; ``dtype`` of the tokens, ``num_documents``.
 
     Raises:
@@ -58,7 +58,7 @@ class Index:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._source = Source(path)
+        self._source = SourceFile(path)
         try:
             self._read_header()
         except BaseException:

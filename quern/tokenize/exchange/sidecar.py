@@ -30,8 +30,8 @@ __all__ = [
     "SIDECAR",
     "Placed",
     "Sidecar",
+    "SidecarTarget",
     "TableWriter",
-    "Target",
     "find_twin",
     "sidecar_path",
     "write_sidecars",
@@ -123,7 +123,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Target:
+class SidecarTarget:
     """A sidecar to write: its path, its documents, and what it says of its file."""
 
     path: str
@@ -131,7 +131,7 @@ class Target:
     told: dict[str, Any]
 
 
-def write_sidecars(targets: Sequence[Target], run: str, source: str, scratch: str) -> None:
+def write_sidecars(targets: Sequence[SidecarTarget], run: str, source: str, scratch: str) -> None:
     """Join the documents of a source's files with their records, all at once, and write the sidecars.
 
     Where the run has no verdicts of the source and knows of none, as beside tokens that were copied alone, every record
@@ -192,7 +192,7 @@ def _settings(scratch: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_one(target: Target, held: pa.Table, found: Iterator[pa.Table]) -> pa.Table:
+def _write_one(target: SidecarTarget, held: pa.Table, found: Iterator[pa.Table]) -> pa.Table:
     """Write one sidecar of the rows that are ``held`` and more; return those that are left."""
     told = {_META: json.dumps({"format": _FORMAT, **target.told}, sort_keys=True).encode()}
     missing = target.placed.documents
@@ -208,7 +208,7 @@ def _write_one(target: Target, held: pa.Table, found: Iterator[pa.Table]) -> pa.
 _PLACED_ROWS = pa.schema([*_PLACED, pa.field("row", pa.int64())])
 
 
-def _placed_batches(targets: Sequence[Target]) -> Iterator[pa.RecordBatch]:
+def _placed_batches(targets: Sequence[SidecarTarget]) -> Iterator[pa.RecordBatch]:
     """The documents of all files, with ``row``, from 0 on."""
     first = 0
     for target in targets:

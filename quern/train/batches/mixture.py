@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
-from quern.mixtures.recipe import Plan, Source, plan_order
+from quern.mixtures.recipe import MixtureSource, OrderPlan, plan_order
 from quern.mixtures.word import quantise
 from quern.train.batches.corpus import Corpus
 from quern.train.config import TrainConfig
@@ -34,14 +34,14 @@ def source_names(config: TrainConfig) -> list[str]:
     return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
 
 
-def plan_mixture(config: TrainConfig, corpus: Corpus) -> Plan:
+def plan_mixture(config: TrainConfig, corpus: Corpus) -> OrderPlan:
     """Plan the order of a config over its corpus, and what its steps read.
 
     Raises:
         InputError: the plan repeats a source more often than its ``max_epochs``, or the recipe is wrong.
     """
     sources = [
-        Source(
+        MixtureSource(
             name=name,
             ident=ident,
             path=given.path,

@@ -12,7 +12,7 @@ from quern.data_pipeline.dedup.exchange import Exchange, bucket_of_rank
 from quern.data_pipeline.dedup.passes.clusters import EDGE, both_ways, components
 from quern.data_pipeline.dedup.passes.plan import join_edges
 from quern.data_pipeline.dedup.passes.stages import Stages
-from quern.data_pipeline.dedup.work import Work
+from quern.data_pipeline.dedup.work import DedupInputs
 from quern.data_pipeline.execution.engine import InProcess
 
 
@@ -46,7 +46,7 @@ def test_an_edge_given_256_times_still_joins():
 
 def joined(folder: str, edges: list[tuple[int, int]], nodes: int, max_records: int) -> tuple[dict[int, int], int]:
     """Node → the smallest it is connected to, by stages of tasks of at most ``max_records``; and the stages."""
-    work = Work(folder, folder, DuplicatesConfig(), ("a",), (0,), max_records, (0, nodes))
+    work = DedupInputs(folder, folder, DuplicatesConfig(), ("a",), (0,), max_records, (0, nodes))
     ends = np.array(edges, dtype=np.int64).reshape(-1, 2)
     rows = both_ways(ends[:, 0], ends[:, 1])
     buckets = 8

@@ -12,7 +12,7 @@ from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.exchange import Slice
 from quern.data_pipeline.dedup.passes.decide import _survivors
 from quern.data_pipeline.dedup.verify import VERIFIED
-from quern.data_pipeline.dedup.work import Work
+from quern.data_pipeline.dedup.work import DedupInputs
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_pieces_that_one_attempt_removes_are_not_those_of_another(tmp_path: Path
     pairs["high"] = np.arange(1, 401)  # each document is like the one before it
     pairs["low"] = pairs["high"] - 1
     pairs["similarity"] = 0.9
-    work = Work(str(tmp_path), str(tmp_path), DuplicatesConfig(), ("a",), (0,), 64, (0, 401))
+    work = DedupInputs(str(tmp_path), str(tmp_path), DuplicatesConfig(), ("a",), (0,), 64, (0, 401))
     writer = work.writer("components", 0, 1, VERIFIED)
     writer.add(pairs, 0)
     written = writer.close()

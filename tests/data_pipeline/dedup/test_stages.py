@@ -20,7 +20,7 @@ from quern.data_pipeline.dedup.passes.decide import find_survivors
 from quern.data_pipeline.dedup.passes.run import run
 from quern.data_pipeline.dedup.records import REMOVED
 from quern.data_pipeline.dedup.verify import VERIFIED, survivors
-from quern.data_pipeline.dedup.work import Work
+from quern.data_pipeline.dedup.work import DedupInputs
 from quern.data_pipeline.execution.engine import InProcess
 from support.data_pipeline import random_runs as R
 from support.programs import kill, python
@@ -150,7 +150,7 @@ def test_a_cluster_of_any_size_is_decided_in_the_memory_of_a_task(tmp_path):
     pairs["similarity"] = rng.choice([0.8, 0.9, 1.0], len(pairs))
     pairs = pairs[np.unique(pairs[["low", "high"]], return_index=True)[1]]
     rng.shuffle(pairs)
-    work = Work(str(tmp_path), str(tmp_path / "w"), CONFIG, ("crawl",), (0,), 20_000, (0, num_docs))
+    work = DedupInputs(str(tmp_path), str(tmp_path / "w"), CONFIG, ("crawl",), (0,), 20_000, (0, num_docs))
     writer = work.writer("components", 0, 1, VERIFIED)
     for start in range(0, len(pairs), 5000):
         writer.add(pairs[start : start + 5000], np.zeros(len(pairs[start : start + 5000]), dtype=np.int64))

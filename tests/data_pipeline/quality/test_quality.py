@@ -78,7 +78,7 @@ def test_all_families_are_measured_and_all_failed_rules_noted_in_order() -> None
     families = [rule.split(".")[0] for rule in rules]
     assert families == sorted(families, key=["repetition", "gopher", "c4", "fineweb"].index)
     assert set(families) == {"repetition", "gopher", "c4", "fineweb"}
-    assert not done.settle()
+    assert not done.decide()
     assert (done.stage, done.reason) == ("quality", rules[0])
 
 
@@ -110,10 +110,10 @@ def test_measuring_only_fails_no_page_and_changes_no_text_but_names_the_rules() 
     done = Quality(QualityConfig(action="measure"))(page(text))
     dropped = Quality(QualityConfig())(page(text))
     assert done.failures == []
-    assert done.settle()
+    assert done.decide()
     assert done.text == text
     assert done.measures == dropped.measures
-    assert not dropped.settle()
+    assert not dropped.decide()
     assert done.failed_rules == dropped.failed_rules
     assert "c4.curly_bracket" in done.failed_rules
 
@@ -121,11 +121,11 @@ def test_measuring_only_fails_no_page_and_changes_no_text_but_names_the_rules() 
 def test_a_text_of_which_no_line_is_left_does_not_pass() -> None:
     only_lines = {"order": ("c4",), "c4": {"min_sentences": None}}
     done = Quality(QualityConfig(**only_lines))(page("x\ny"))
-    assert not done.settle()
+    assert not done.decide()
     assert (done.stage, done.reason, done.failed_rules) == ("quality", "c4.no_line_left", ["c4.no_line_left"])
-    assert Quality(QualityConfig(**only_lines))(page("x\nthree words here")).settle()
+    assert Quality(QualityConfig(**only_lines))(page("x\nthree words here")).decide()
     kept = Quality(QualityConfig(order=("c4",), c4={"min_sentences": None, "rewrite": False}))(page("x\ny"))
-    assert kept.settle()
+    assert kept.decide()
     assert kept.text == "x\ny"
 
 

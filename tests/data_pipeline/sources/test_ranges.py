@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from warcio.archiveiterator import ArchiveIterator
 
 from quern.data_pipeline.sources import ReadLog
-from quern.data_pipeline.sources.containers.ranges import Edges, Range, cut, misread
+from quern.data_pipeline.sources.containers.ranges import Edges, FileRange, cut, misread
 from support.data_pipeline.sources_warc_files import damages, in_ranges, many, pages, record, told
 
 
@@ -226,7 +226,7 @@ def edges(end: int, first: int | None, stop: int, **changes: object) -> Edges:
 
 def test_neighbours_that_met_are_left_alone() -> None:
     ranges = cut(100, 40)
-    assert ranges == [Range(0, 40, 100), Range(40, 80, 100), Range(80, 100, 100)]
+    assert ranges == [FileRange(0, 40, 100), FileRange(40, 80, 100), FileRange(80, 100, 100)]
     assert misread(ranges, [edges(40, 0, 44), edges(80, 44, 90), edges(100, 90, 100)]) == {}
     # A record that begins in the first and ends in the last leaves the one between empty.
     empty = edges(80, None, 80, records=0)
@@ -236,31 +236,31 @@ def test_neighbours_that_met_are_left_alone() -> None:
 def test_who_began_elsewhere_begins_again_where_the_one_before_stopped() -> None:
     ranges = cut(100, 40)
     again = misread(ranges, [edges(40, 0, 44), edges(80, 50, 90), edges(100, 90, 100)])
-    assert again == {1: Range(40, 80, 100, 44, "warc")}
+    assert again == {1: FileRange(40, 80, 100, 44, "warc")}
     again = misread(ranges, [edges(40, 0, 90), edges(80, 50, 90), edges(100, 95, 100)])
-    assert again == {1: Range(40, 80, 100, 90, "warc"), 2: Range(80, 100, 100, 90, "warc")}
+    assert again == {1: FileRange(40, 80, 100, 90, "warc"), 2: FileRange(80, 100, 100, 90, "warc")}
     again = misread(ranges, [edges(40, 0, 44), edges(80, None, 80, records=0), edges(100, 90, 100)])
-    assert again == {1: Range(40, 80, 100, 44, "warc")}
+    assert again == {1: FileRange(40, 80, 100, 44, "warc")}
 
 
 def test_a_search_before_the_first_record_needs_to_know_what_came_before() -> None:
     ranges = cut(100, 60)
     seen = [edges(60, 0, 70), edges(100, 70, 100, kind_mattered=True)]
     again = misread(ranges, seen)
-    assert again == {1: Range(60, 100, 100, 70, "warc")}
+    assert again == {1: FileRange(60, 100, 100, 70, "warc")}
     assert misread(ranges, [seen[0], edges(100, 70, 100, kind_mattered=True, kind="warc")]) == {}
 
 
 def test_what_came_before_is_handed_on_by_a_range_without_a_record() -> None:
     ranges = cut(120, 40)
     seen = [edges(40, 0, 44), edges(80, 44, 90, records=0, stop_kind=None), edges(120, 90, 120, kind_mattered=True)]
-    assert misread(ranges, seen) == {2: Range(80, 120, 120, 90, "warc")}
+    assert misread(ranges, seen) == {2: FileRange(80, 120, 120, 90, "warc")}
 
 
 def test_addresses_in_the_stream_and_no_record_at_all_make_one_range_of_the_file() -> None:
     ranges = cut(100, 60)
-    whole = Range(0, 100, 100, 0)
-    nothing = Range(60, 100, 100, 100)
+    whole = FileRange(0, 100, 100, 0)
+    nothing = FileRange(60, 100, 100, 100)
     assert misread(ranges, [edges(60, 0, 70, by_stream=True), edges(100, 70, 100)]) == {0: whole, 1: nothing}
     assert misread(ranges, [edges(60, 0, 70), edges(100, 70, 100, by_stream=True)]) == {0: whole, 1: nothing}
     none = [edges(60, 0, 100, records=0), edges(100, None, 100, records=0)]
@@ -270,5 +270,5 @@ def test_addresses_in_the_stream_and_no_record_at_all_make_one_range_of_the_file
     # Read whole, it is right whatever it says.
     assert misread(ranges, [edges(100, 0, 100, by_stream=True), edges(100, 100, 100, records=0)]) == {}
     assert misread(ranges, [edges(100, 0, 100, by_stream=True), edges(100, 75, 100)]) == {
-        1: Range(60, 100, 100, 100, "warc")
+        1: FileRange(60, 100, 100, 100, "warc")
     }

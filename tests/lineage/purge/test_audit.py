@@ -16,8 +16,8 @@ import pytest
 from quern import storage
 from quern.errors import InputError, QuernError
 from quern.lineage.purge.record import audit
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
-from quern.lineage.purge.tables.files import Change, changes_since, note_before, version_changes
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
+from quern.lineage.purge.tables.files import FileChange, changes_since, note_before, version_changes
 from support.purge import purge_case as P
 
 ROWS: list[dict[str, Any]] = [
@@ -27,8 +27,8 @@ ROWS: list[dict[str, Any]] = [
     }
     for n, why in ((3, "text"), (1, "selected"), (2, "duplicate"), (4, "selected"))
 ]  # fmt: skip
-CONDEMNED = pa.Table.from_pylist(ROWS, CONDEMNED_SCHEMA)
-CHANGES = [Change("tokens/web/b", "1" * 64, None), Change("documents/a", "2" * 64, "3" * 64)]
+CONDEMNED = pa.Table.from_pylist(ROWS, DELETION_SET_SCHEMA)
+CHANGES = [FileChange("tokens/web/b", "1" * 64, None), FileChange("documents/a", "2" * 64, "3" * 64)]
 
 
 def sha256(data: bytes) -> str:
@@ -106,7 +106,7 @@ def test_other_columns_stay_out(tmp_path: Path) -> None:
     """What is condemned may come with more columns; none of them gets into the log."""
     with_text = CONDEMNED.append_column("text", pa.array(["the secret text"] * 4))
     audit.append(str(tmp_path), P.told(), with_text, ())
-    assert pq.read_schema(tmp_path / "audit/00001.parquet").names == CONDEMNED_SCHEMA.names
+    assert pq.read_schema(tmp_path / "audit/00001.parquet").names == DELETION_SET_SCHEMA.names
     assert not any(b"the secret text" in path.read_bytes() for path in (tmp_path / "audit").iterdir())
 
 
@@ -134,8 +134,8 @@ def test_what_was_there_before_is_noted_once(tmp_path: Path) -> None:
     (tmp_path / "b").unlink()
     assert note_before(run, "p", "cleaned", lambda: pytest.fail("asked again")) == before
     assert list(changes_since(run, before)) == [
-        Change("a", sha256(b"1"), sha256(b"3")),
-        Change("b", sha256(b"2"), None),
+        FileChange("a", sha256(b"1"), sha256(b"3")),
+        FileChange("b", sha256(b"2"), None),
     ]
     assert note_before(run, "another", "cleaned", lambda: ["a"]) == {"a": sha256(b"3")}
 
@@ -148,9 +148,9 @@ def test_two_versions_are_compared(tmp_path: Path) -> None:
         return {"sources": {"web": {"manifest": f"web/m{number}", "sha256": f"m{number}", "shards": listed}}}
 
     assert version_changes(version(1, ["x", "y"]), version(2, ["x", "z"])) == [
-        Change("tokens/web/m1", "m1", None), Change("tokens/web/m2", None, "m2"),
-        Change("tokens/web/y.bin", "y", None), Change("tokens/web/y.s", "y", None),
-        Change("tokens/web/z.bin", None, "z"), Change("tokens/web/z.s", None, "z"),
+        FileChange("tokens/web/m1", "m1", None), FileChange("tokens/web/m2", None, "m2"),
+        FileChange("tokens/web/y.bin", "y", None), FileChange("tokens/web/y.s", "y", None),
+        FileChange("tokens/web/z.bin", None, "z"), FileChange("tokens/web/z.s", None, "z"),
     ]  # fmt: skip
 
 

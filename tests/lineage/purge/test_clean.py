@@ -53,7 +53,7 @@ def rows_of(run: Path, folder: str) -> dict[str, list[dict[str, Any]]]:
 def expected_documents(case: P.Case, before: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     gone = dict.fromkeys(("text", "extracted", "kept"))
     return {
-        name: [{**row, **gone} if row["doc_id"] in case.condemned else row for row in rows]
+        name: [{**row, **gone} if row["doc_id"] in case.deletion_set else row for row in rows]
         for name, rows in before.items()
     }
 
@@ -70,9 +70,9 @@ def test_texts_and_signatures_go_and_nothing_else(case: P.Case) -> None:
     found = clean(str(case.run), case.table(), P.PURGE)
     assert rows_of(case.run, "documents") == expected_documents(case, documents)
     assert rows_of(case.run, "signatures") == {
-        name: [row for row in rows if row["doc_id"] not in case.condemned] for name, rows in signatures.items()
+        name: [row for row in rows if row["doc_id"] not in case.deletion_set] for name, rows in signatures.items()
     }
-    assert found.texts == sum(row["doc_id"] in case.condemned for rows in documents.values() for row in rows) > 20
+    assert found.texts == sum(row["doc_id"] in case.deletion_set for rows in documents.values() for row in rows) > 20
     assert found.notes == ()
     after = files(case.run)
     changed = {name for name in after if before.get(name) != after[name] and not name.startswith(".purge")}
@@ -95,7 +95,7 @@ def test_what_is_committed_still_verifies(case: P.Case) -> None:
 
 def test_tables_keep_their_form(case: P.Case) -> None:
     """Row groups, types, compression, and who is not condemned bit for bit; texts may be null now."""
-    gone = case.condemned[:5]
+    gone = case.deletion_set[:5]
     old = {name: pq.ParquetFile(case.run / name) for name in tables(case.run, "documents")}
     forms = {name: (file.schema_arrow, _groups(file)) for name, file in old.items()}
     assert min(len(groups) for _, groups in forms.values()) > 3
@@ -143,8 +143,8 @@ def test_again_changes_nothing_and_tells_the_same(case: P.Case) -> None:
 
 def test_a_second_purge_takes_more(case: P.Case) -> None:
     documents = rows_of(case.run, "documents")
-    clean(str(case.run), case.table(case.condemned[::2]), "first")
-    clean(str(case.run), case.table(case.condemned[1::2]), "second")
+    clean(str(case.run), case.table(case.deletion_set[::2]), "first")
+    clean(str(case.run), case.table(case.deletion_set[1::2]), "second")
     assert rows_of(case.run, "documents") == expected_documents(case, documents)
 
 
@@ -181,7 +181,7 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def at(name: str) -> P.Case:
         monkeypatch.chdir(whole.at(tmp_path / name).run.parent)  # a report says where its run is
-        return P.Case(Path("run"), whole.listing, whole.condemned)
+        return P.Case(Path("run"), whole.listing, whole.deletion_set)
 
     case = at("undisturbed")
     expected = clean("run", case.table(), P.PURGE)
@@ -189,10 +189,10 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     num_files = len(expected.changes) + len(case.listing.verdicts) + 1  # with the commits, and the note of it all
     for kill in range(num_files + 1):
         at(str(kill))
-    condemned = tmp_path / "condemned.parquet"
-    pq.write_table(whole.table(), condemned)
+    deletion_set = tmp_path / "condemned.parquet"
+    pq.write_table(whole.table(), deletion_set)
     monkeypatch.chdir(tmp_path)
-    arguments = [python(), "-c", KILLED, str(condemned), str(num_files + 1)]
+    arguments = [python(), "-c", KILLED, str(deletion_set), str(num_files + 1)]
     subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     for kill in range(num_files + 1):
         monkeypatch.chdir(tmp_path / str(kill))
@@ -214,18 +214,18 @@ class Page(HTMLParser):
 
 def test_the_report_shows_no_purged_text(case: P.Case) -> None:
     page = (case.run / "report.html").read_text()
-    shown = {doc_id for doc_id in case.condemned if _long(case, doc_id) and _beginning(case, doc_id) in page}
+    shown = {doc_id for doc_id in case.deletion_set if _long(case, doc_id) and _beginning(case, doc_id) in page}
     assert len(shown) >= 3
-    left = {doc_id for doc_id in case.listing.texts if doc_id not in case.condemned and _long(case, doc_id)}
+    left = {doc_id for doc_id in case.listing.texts if doc_id not in case.deletion_set and _long(case, doc_id)}
     others = {doc_id for doc_id in left if _beginning(case, doc_id) in page}
     assert others
     clean(str(case.run), case.table(), P.PURGE)
     page = (case.run / "report.html").read_text()
-    assert not [doc_id for doc_id in case.condemned if _long(case, doc_id) and _beginning(case, doc_id) in page]
+    assert not [doc_id for doc_id in case.deletion_set if _long(case, doc_id) and _beginning(case, doc_id) in page]
     assert {doc_id for doc_id in left if _beginning(case, doc_id) in page} == others
     assert "Its text was purged." in Page(page).text
     assert report.shown_documents(page) is not None
-    assert not report.shown_documents(page) & set(case.condemned)
+    assert not report.shown_documents(page) & set(case.deletion_set)
 
 
 def _long(case: P.Case, doc_id: bytes) -> bool:
@@ -250,7 +250,7 @@ def test_a_report_that_does_not_say_whose_texts_it_shows_is_made_anew(case: P.Ca
     path = case.run / "report.html"
     path.write_text(re.sub(r' data-doc="[0-9a-f ]+"', "", path.read_text()))
     assert report.shown_documents(path.read_text()) is None
-    found = clean(str(case.run), case.table(case.condemned[:1]), P.PURGE)
+    found = clean(str(case.run), case.table(case.deletion_set[:1]), P.PURGE)
     assert report.shown_documents(path.read_text()) is not None
     assert "report.html" in {change.path for change in found.changes}
 
@@ -298,7 +298,7 @@ def test_a_table_without_its_columns_is_refused(case: P.Case) -> None:
 def test_lineage_answers_without_their_texts(case: P.Case) -> None:
     """``show`` and ``sql`` after all of a purge; the index that stood before is made anew."""
     before = Lineage(str(case.run))
-    texts = {doc_id: case.listing.texts[doc_id] for doc_id in case.condemned if doc_id in case.listing.texts}
+    texts = {doc_id: case.listing.texts[doc_id] for doc_id in case.deletion_set if doc_id in case.listing.texts}
     assert trace(before, find_document(before, case.placed[0].hex()))["text"]["text"] == texts[case.placed[0]]
     P.purge(case)
     lineage = Lineage(str(case.run))
@@ -309,7 +309,7 @@ def test_lineage_answers_without_their_texts(case: P.Case) -> None:
         assert life["text"]["why_none"] in ("its tokens were purged", "its text is not stored any more")
         assert not any(own.get("difference") for own in life.get("removed_for") or ())
     rows = query(str(case.run), "SELECT doc_id, text, extracted, kept FROM documents").rows
-    gone = {doc_id.hex() for doc_id in case.condemned}
+    gone = {doc_id.hex() for doc_id in case.deletion_set}
     assert {row[0] for row in rows if row[1] is None} == {doc_id.hex() for doc_id in texts}
     assert all(row[1:] == (None, None, False) for row in rows if row[0] in gone)
     stages = query(str(case.run), "SELECT doc_id, stage, reason FROM verdicts").rows
@@ -321,7 +321,7 @@ def test_lineage_answers_without_their_texts(case: P.Case) -> None:
 def test_pages_of_training_runs_go(case: P.Case, tmp_path: Path) -> None:
     folder = tmp_path / "train" / "forensics"
     folder.mkdir(parents=True)
-    who, other = case.condemned[0].hex(), "ab" * 16
+    who, other = case.deletion_set[0].hex(), "ab" * 16
     new = '<p class="text" data-doc="{}">the text</p>'
     (folder / "step_00000001.html").write_text(new.format(who))
     (folder / "step_00000002.html").write_text(new.format(other) + f'<span class="id">{who}</span>')

@@ -14,7 +14,7 @@ import pytest
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.passes.run import DuplicatesReport, run
 from quern.data_pipeline.execution.commits import publish_commit
-from quern.lineage.purge.selection.condemned import condemn, not_compared
+from quern.lineage.purge.selection.deletion_set import find_deletion_set, not_compared
 from quern.lineage.purge.selection.select import Wanted
 from support.data_pipeline import random_runs
 
@@ -65,8 +65,8 @@ def test_without_the_condemned_duplicate_removal_keeps_what_it_kept(tmp_path: Pa
     assert report.capped_bands == 0
     for turn in range(3):
         selected = {doc.doc_id for doc in draw.sample(docs, draw.choice([1, 3, 20]))}
-        condemned = condemn(str(tmp_path / "run"), Wanted(doc_ids=frozenset(selected))).to_pylist()
-        gone, places, texts = ({row[name] for row in condemned} for name in _REMEMBERED)
+        deletion_set = find_deletion_set(str(tmp_path / "run"), Wanted(doc_ids=frozenset(selected))).to_pylist()
+        gone, places, texts = ({row[name] for row in deletion_set} for name in _REMEMBERED)
         places = {place.partition("://")[2] for place in places - {None}}
         assert selected <= gone
         left = [
@@ -93,6 +93,6 @@ def test_a_band_too_large_to_be_compared_is_the_one_reservation_and_is_told(tmp_
         str(tmp_path / "run"), "duplicates", "all", "decisions", inputs={}, config="", outputs={}, counts=counts
     )
     assert not_compared(str(tmp_path / "run")) == 5
-    gone = condemn(str(tmp_path / "run"), Wanted(doc_ids=frozenset(ids[:1])))["doc_id"].to_pylist()
+    gone = find_deletion_set(str(tmp_path / "run"), Wanted(doc_ids=frozenset(ids[:1])))["doc_id"].to_pylist()
     after, _ = kept(tmp_path / "fresh", docs[1:], config)
     assert (before, gone, after) == (set(ids), ids[:1], {ids[1]})

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from quern.lineage.purge.record.remember import Signatures, purge_list_of, remember, tombstones_name
-from quern.lineage.purge.selection.condemned import condemn, not_compared
+from quern.lineage.purge.selection.deletion_set import find_deletion_set, not_compared
 from quern.lineage.purge.selection.select import select
 from support.purge import crawls
 from support.purge.crawls import Crawled
@@ -18,11 +18,11 @@ from support.purge.crawls import Crawled
 
 def purge(run: Path, given: dict[str, list[str]], *, similar: bool = False) -> tuple[str, pa.Table]:
     """Condemn and remember; the purge list and the condemned."""
-    condemned = condemn(str(run), select(str(run), given))
+    deletion_set = find_deletion_set(str(run), select(str(run), given))
     folder, _ = purge_list_of(str(run))
-    name = tombstones_name("run", 2, condemned, similar=similar)
-    remember(folder, name, condemned, Signatures(str(run)) if similar else None)
-    return folder, condemned
+    name = tombstones_name("run", 2, deletion_set, similar=similar)
+    remember(folder, name, deletion_set, Signatures(str(run)) if similar else None)
+    return folder, deletion_set
 
 
 @pytest.mark.slow
@@ -51,11 +51,11 @@ def test_a_fresh_run_with_the_purge_list_keeps_what_was_kept_without_the_condemn
     assert not_compared(str(run)) == 0
     removed = [row for row in rows if row["removed"] is not None]
     chosen = [draw.choice(removed)["url"] for _ in range(4)] + [draw.choice(rows)["url"] for _ in range(4)]
-    folder, condemned = purge(run, {"url": chosen})
+    folder, deletion_set = purge(run, {"url": chosen})
     purge(run, {"domain": ["www3.example"]})
-    gone = set(condemned["doc_id"].to_pylist())
-    gone |= set(condemn(str(run), select(str(run), {"domain": ["www3.example"]}))["doc_id"].to_pylist())
-    assert {"selected", "url", "text", "duplicate"} >= set(condemned["why"].to_pylist()) > {"selected"}
+    gone = set(deletion_set["doc_id"].to_pylist())
+    gone |= set(find_deletion_set(str(run), select(str(run), {"domain": ["www3.example"]}))["doc_id"].to_pylist())
+    assert {"selected", "url", "text", "duplicate"} >= set(deletion_set["why"].to_pylist()) > {"selected"}
     fresh = crawls.run(tmp_path / "fresh", warcs, purge_list=folder, **changes)
     after = {pair for pair in before if pair[0] not in gone}
     assert after < before
@@ -79,8 +79,8 @@ def test_what_returns_stays_out_and_what_only_looks_alike_comes_in_unless_asked(
         "https://c.example/new": crawls.prose(draw, 30),
     }
     warc = crawls.write_warc(tmp_path / "in" / "new.warc.gz", [Crawled(*item) for item in again.items()])
-    plain, condemned = purge(run, {"url": ["https://a.example/x"]})
-    assert len(condemned) == 1
+    plain, deletion_set = purge(run, {"url": ["https://a.example/x"]})
+    assert len(deletion_set) == 1
     expected = {
         "https://c.example/copy": "purged.text",
         "http://a.example/x?utm_source=mail": "purged.canonical_url",

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def purge_of(run: Path, doc_ids: list[bytes], mode: Any) -> dict[str, Any]:
-    return purge(Request(str(run), mode, lambda path: C.condemned_table(run, doc_ids), {}))
+    return purge(Request(str(run), mode, lambda path: C.deletion_set_table(run, doc_ids), {}))
 
 
 def documents(run: Path) -> list[bytes]:

@@ -20,7 +20,7 @@ from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA, read_purge_list
 from quern.errors import InputError
 from quern.lineage.purge.record.remember import Signatures, purge_list_of, remember, tombstones_name
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, condemn
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from support.lineage import runs
 
@@ -50,7 +50,7 @@ def sketch(doc_id: bytes) -> dict[str, Any]:
 def some(run: Path, seed: int = 0) -> pa.Table:
     draw = random.Random(seed)
     ids = [row["doc_id"] for row in draw.sample(runs.listing(seed=4, documents=240, files=6).rows, 40)]
-    return condemn(str(run), Wanted(doc_ids=frozenset(ids)))
+    return find_deletion_set(str(run), Wanted(doc_ids=frozenset(ids)))
 
 
 def listed(path: str) -> list[dict[str, Any]]:
@@ -58,20 +58,20 @@ def listed(path: str) -> list[dict[str, Any]]:
 
 
 def test_the_condemned_are_listed_by_id_url_and_text(run: Path, tmp_path: Path) -> None:
-    condemned = some(run)
-    path = remember(str(tmp_path / "list"), tombstones_name("r", 2, condemned), condemned)
+    deletion_set = some(run)
+    path = remember(str(tmp_path / "list"), tombstones_name("r", 2, deletion_set), deletion_set)
     assert Path(path).parent == tmp_path / "list"
     assert pq.read_schema(path).names == PURGE_SCHEMA.names
-    assert listed(path) == condemned.select(PURGE_SCHEMA.names).to_pylist()
+    assert listed(path) == deletion_set.select(PURGE_SCHEMA.names).to_pylist()
     found = read_purge_list(str(tmp_path / "list"))
-    assert len(found.doc_ids) == len(condemned)
+    assert len(found.doc_ids) == len(deletion_set)
     assert found.sketches == ()
 
 
 def test_signatures_are_listed_of_those_that_have_one(run: Path, tmp_path: Path) -> None:
-    condemned = some(run)
-    path = remember(str(tmp_path / "list"), "r.v2.parquet", condemned, Signatures(str(run)))
-    rows = condemned.to_pylist()
+    deletion_set = some(run)
+    path = remember(str(tmp_path / "list"), "r.v2.parquet", deletion_set, Signatures(str(run)))
+    rows = deletion_set.to_pylist()
     expected = []
     for row in rows:
         own = sketch(row["doc_id"]) if row["stage"] is None else {"signature": None, "shingles": None}
@@ -93,25 +93,25 @@ def test_the_same_purge_that_is_finished_again_leaves_the_file_as_it_is(
     run: Path, tmp_path: Path, similar: bool
 ) -> None:
     """Also when the signatures are gone by then."""
-    condemned = some(run)
-    name = tombstones_name("r", 2, condemned, similar=similar)
+    deletion_set = some(run)
+    name = tombstones_name("r", 2, deletion_set, similar=similar)
     given = Signatures(str(run)) if similar else None
-    path = remember(str(tmp_path / "list"), name, condemned, given)
+    path = remember(str(tmp_path / "list"), name, deletion_set, given)
     before = Path(path).read_bytes(), Path(path).stat().st_mtime_ns
     shutil.rmtree(run / "signatures")
-    assert remember(str(tmp_path / "list"), name, condemned, given) == path
+    assert remember(str(tmp_path / "list"), name, deletion_set, given) == path
     assert (Path(path).read_bytes(), Path(path).stat().st_mtime_ns) == before
-    other = remember(str(tmp_path / "again"), name, condemned.take(list(range(len(condemned)))[::-1]))
+    other = remember(str(tmp_path / "again"), name, deletion_set.take(list(range(len(deletion_set)))[::-1]))
     assert Path(other).name.startswith(Path(path).stem)
     assert [row["doc_id"] for row in listed(other)] == [row["doc_id"] for row in listed(path)]
 
 
 def test_a_purge_that_was_cut_off_while_it_wrote_leaves_nothing(run: Path, tmp_path: Path) -> None:
-    condemned = some(run)
+    deletion_set = some(run)
     for damaged in (run / "signatures").rglob("*.parquet"):
         damaged.write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"part-.*cannot be read"):
-        remember(str(tmp_path / "list"), "r.v2.parquet", condemned, Signatures(str(run)))
+        remember(str(tmp_path / "list"), "r.v2.parquet", deletion_set, Signatures(str(run)))
     assert list((tmp_path / "list").iterdir()) == []
 
 
@@ -140,15 +140,15 @@ def test_other_purges_never_take_the_same_name(run: Path, tmp_path: Path) -> Non
 
 def test_a_list_on_a_store(run: Path) -> None:
     folder = f"memory:///{uuid.uuid4().hex}/list"
-    condemned = some(run)
-    path = remember(folder, tombstones_name("r", 2, condemned), condemned)
-    assert remember(folder, tombstones_name("r", 2, condemned), condemned) == path
+    deletion_set = some(run)
+    path = remember(folder, tombstones_name("r", 2, deletion_set), deletion_set)
+    assert remember(folder, tombstones_name("r", 2, deletion_set), deletion_set) == path
     assert storage.list_files(folder) == [path]
-    assert len(read_purge_list(folder).doc_ids) == len(condemned)
+    assert len(read_purge_list(folder).doc_ids) == len(deletion_set)
 
 
 def test_nothing_condemned_is_an_empty_list(tmp_path: Path) -> None:
-    path = remember(str(tmp_path / "list"), "r.v1.parquet", CONDEMNED_SCHEMA.empty_table())
+    path = remember(str(tmp_path / "list"), "r.v1.parquet", DELETION_SET_SCHEMA.empty_table())
     assert pq.read_metadata(path).num_rows == 0
     assert len(read_purge_list(str(tmp_path / "list")).doc_ids) == 0
 

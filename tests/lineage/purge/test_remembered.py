@@ -10,7 +10,7 @@ import pytest
 
 from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA
 from quern.lineage.purge.apply.finish import is_remembered
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
 
 DOC, TEXT = b"d" * 15 + b"\0", b"t" * 16
 
@@ -30,12 +30,12 @@ def test_a_list_remembers_a_document_that_it_has_all_of(
 ) -> None:
     row = {"doc_id": doc_id, "canonical_url": url, "post_filter_hash": text}
     pq.write_table(pa.Table.from_pylist([row], PURGE_SCHEMA), tmp_path / "list.parquet")
-    condemned = {
+    deletion_set = {
         "doc_id": DOC, "source": "s", "partition": "p", "canonical_url": "https://site.example/a",
         "post_filter_hash": TEXT, "why": "selected", "through": None, "stage": None, "removed_as": None,
     }  # fmt: skip
-    assert is_remembered(str(tmp_path), pa.Table.from_pylist([condemned], CONDEMNED_SCHEMA)) == remembered
+    assert is_remembered(str(tmp_path), pa.Table.from_pylist([deletion_set], DELETION_SET_SCHEMA)) == remembered
 
 
 def test_no_list_remembers_nothing(tmp_path: Path) -> None:
-    assert not is_remembered(str(tmp_path / "none"), CONDEMNED_SCHEMA.empty_table())
+    assert not is_remembered(str(tmp_path / "none"), DELETION_SET_SCHEMA.empty_table())

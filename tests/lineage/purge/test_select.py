@@ -17,7 +17,7 @@ from quern import storage
 from quern.data_pipeline.page import url as urls
 from quern.errors import InputError
 from quern.lineage.match import match
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted, select
 from quern.lineage.store import Lineage
 from support.lineage import runs
@@ -35,7 +35,7 @@ def found() -> runs.Listing:
 
 def selected(run: str, wanted: Wanted, **options: Any) -> set[bytes]:
     """Those that are condemned for their own sake."""
-    rows = condemn(run, wanted, **options).to_pylist()
+    rows = find_deletion_set(run, wanted, **options).to_pylist()
     return {row["doc_id"] for row in rows if row["why"] == "selected"}
 
 
@@ -97,7 +97,7 @@ def test_options_of_a_kind_repeat_and_held_out_documents_count(run: str, found: 
 )
 def test_what_is_not_there_is_named(run: str, given: dict[str, list[str]], says: str) -> None:
     with pytest.raises(InputError, match=says) as raised:
-        condemn(run, select(run, given))
+        find_deletion_set(run, select(run, given))
     assert "\n" not in str(raised.value)
 
 
@@ -144,7 +144,7 @@ def test_a_file_of_urls(run: str, found: runs.Listing, tmp_path: Path, monkeypat
     assert select(run, {"urls-file": [str(tmp_path / "urls")]}) == wanted
     (tmp_path / "urls").write_text("https://gone.example/1\n")
     with pytest.raises(InputError, match="has no document of URL: https://gone"):
-        condemn(run, select(run, {"urls-file": [str(tmp_path / "urls")]}))
+        find_deletion_set(run, select(run, {"urls-file": [str(tmp_path / "urls")]}))
 
 
 def test_bad_lines_of_a_file_are_numbered(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_on_a_store_the_same_is_condemned_and_what_needs_an_index_is_refused(run
         if "/verdicts/" in path or "/duplicates/" in path:
             storage.publish_bytes(storage.join(away, path.removeprefix(f"{run}/")), storage.read_bytes(path))
     given = {"url": [next(row["url"] for row in found.rows if row["canonical_url"])]}
-    here = condemn(run, select(run, given))
+    here = find_deletion_set(run, select(run, given))
     assert (
-        condemn(away, select(away, given), rows_at_once=10)
+        find_deletion_set(away, select(away, given), rows_at_once=10)
         .drop(["why", "through"])
         .equals(here.drop(["why", "through"]))
     )

@@ -112,6 +112,6 @@ def test_the_proof(server: s3_server.Server, made: P.Case, tmp_path: Path) -> No
     assert [found.doc_id for found in failed["tokens"].findings] == [span["doc_id"].hex()]
     rows = pq.read_table(io.BytesIO((made.run / name).read_bytes())).to_pylist()
     assert {found.row for found in failed["documents"].findings} == {
-        at for at, row in enumerate(rows) if row["doc_id"] in case.condemned
+        at for at, row in enumerate(rows) if row["doc_id"] in case.deletion_set
     }
     assert [found.file for found in failed["left over"].findings] == [f"tokens/web/{old.name}"]

@@ -240,5 +240,5 @@ def test_the_verdict_names_them(case: P.Case) -> None:
     assert "nothing of them is found, but not everything could be looked at" in line
     assert line.endswith("; 1 file that quern did not place was not read, or not to the end: a.npy")
     copy = case.run / "audit/00002.parquet"
-    line = told(lambda: pq.write_table(pa.table({"id": [case.condemned[0]]}), copy), 1)
+    line = told(lambda: pq.write_table(pa.table({"id": [case.deletion_set[0]]}), copy), 1)
     assert "1 finding;" in line

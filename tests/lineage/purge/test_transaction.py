@@ -49,10 +49,10 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 
 def request(run: Path, doc_ids: Sequence[bytes], mode: Any = "mask", **more: Any) -> Request:
-    def condemn(path: str) -> pa.Table:
-        return C.condemned_table(run, doc_ids)
+    def find_deletion_set(path: str) -> pa.Table:
+        return C.deletion_set_table(run, doc_ids)
 
-    return Request(str(run), mode, condemn, {"doc": [own.hex() for own in doc_ids]}, **more)
+    return Request(str(run), mode, find_deletion_set, {"doc": [own.hex() for own in doc_ids]}, **more)
 
 
 def some(run: Path, *, share: int = 9, stream: str | None = None) -> list[bytes]:
@@ -142,7 +142,7 @@ def test_what_is_restored_stands_by_its_place_key(run: Path, monkeypatch: pytest
     displaced = [piece.doc_id for piece in pieces[3::40] if piece.doc_id not in gone]
     texts = runs.listing(seed=SEED, documents=160, shard_tokens=3000).texts
     seed, bounds = runs.PLACE_SEED, last_keys(run)
-    removed = [own for own in C.condemned_table(run, all_ids(run)).to_pylist() if own["removed_as"]]
+    removed = [own for own in C.deletion_set_table(run, all_ids(run)).to_pylist() if own["removed_as"]]
     arriving: dict[str, list[C.Piece]] = {}
     rows = []
     for number, row in enumerate(removed):
@@ -151,9 +151,9 @@ def test_what_is_restored_stands_by_its_place_key(run: Path, monkeypatch: pytest
         arriving.setdefault(stream, []).append(C.Piece(row["doc_id"], ids, False))
         rows.append({**row, "stream": stream, "place_key": C.place_key(seed, row["doc_id"])})
     rows.sort(key=lambda row: (row["stream"], row["place_key"]))
-    other = [{**row, "stream": "web", "place_key": 0} for row in C.condemned_table(run, displaced).to_pylist()]
+    other = [{**row, "stream": "web", "place_key": 0} for row in C.deletion_set_table(run, displaced).to_pylist()]
 
-    def decided(path: str, condemned: pa.Table) -> SimpleNamespace:
+    def decided(path: str, deletion_set: pa.Table) -> SimpleNamespace:
         names = MOVED_SCHEMA.names
         tables = [
             pa.Table.from_pylist([{name: row.get(name) for name in names} for row in own], MOVED_SCHEMA)
@@ -288,7 +288,7 @@ def test_a_purge_list_is_found_from_any_folder(run: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize("lacks", [None, "canonical_url", "post_filter_hash"])
 def test_a_list_holds_a_document_with_all_by_which_it_may_return(run: Path, tmp_path: Path, lacks: str | None) -> None:
     gone = some(run)
-    table = C.condemned_table(run, gone).select(["doc_id", "canonical_url", "post_filter_hash"])
+    table = C.deletion_set_table(run, gone).select(["doc_id", "canonical_url", "post_filter_hash"])
     if lacks is not None:
         at = table.schema.names.index(lacks)
         table = table.set_column(at, lacks, pa.nulls(len(table), table.schema.field(lacks).type))

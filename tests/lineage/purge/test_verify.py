@@ -33,14 +33,14 @@ def test_a_purged_run_holds(case: P.Case) -> None:
             "purge list", "pages",
         )
     ]  # fmt: skip
-    assert (found.version, found.purges, found.documents, found.holds) == (2, 1, len(case.condemned), True)
+    assert (found.version, found.purges, found.documents, found.holds) == (2, 1, len(case.deletion_set), True)
     tokens, documents = found.checks[1].counts, found.checks[3].counts
     spans = [row for rows in case.listing.spans.values() for row in rows]
     assert tokens["spans"] == len(spans)
     assert tokens["tokens"] == sum(row["length"] for row in spans)
     assert tokens["purged spans"] == len(case.placed) > 10
     assert tokens["texts compared"] == len(spans) - len(case.placed)
-    assert documents["purged rows"] == sum(doc_id in case.listing.texts for doc_id in case.condemned)
+    assert documents["purged rows"] == sum(doc_id in case.listing.texts for doc_id in case.deletion_set)
 
 
 def test_files_are_read_by_threads_of_python_alone(case: P.Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_what_was_not_done_is_found(made: P.Case, tmp_path: Path) -> None:
     audit.append(str(case.run), P.told(purge_list=listed), case.table(), ())
     found = verify(str(case.run))
     counts = {check.name: check.num_findings for check in found.checks if check.num_findings}
-    rows = [row for own in case.listing.documents.values() for row in own if row["doc_id"] in case.condemned]
+    rows = [row for own in case.listing.documents.values() for row in own if row["doc_id"] in case.deletion_set]
     assert counts["tokens"] == len(case.placed)
     assert counts["documents"] == len(rows) + sum(row["extracted"] is not None for row in rows)
     assert counts["signatures"] == sum(row["kept"] for row in rows)
@@ -160,7 +160,7 @@ def test_the_text_under_another_name(case: P.Case, monkeypatch: pytest.MonkeyPat
 
 def test_a_document_with_a_purged_text_that_was_not_condemned(case: P.Case) -> None:
     """By its verdict, without a look at texts; its tokens and its stored text are named."""
-    gone, own = case.condemned[0], kept(case)[5]
+    gone, own = case.deletion_set[0], kept(case)[5]
     assert case.row_of[gone]["post_filter_hash"]
     name = case.row_of[own]["file"]
     path = case.run / "verdicts" / name
@@ -172,7 +172,7 @@ def test_a_document_with_a_purged_text_that_was_not_condemned(case: P.Case) -> N
 
 
 def test_a_document_under_a_purged_url_that_was_not_condemned(case: P.Case) -> None:
-    gone = next(doc_id for doc_id in case.condemned if case.row_of[doc_id]["canonical_url"])
+    gone = next(doc_id for doc_id in case.deletion_set if case.row_of[doc_id]["canonical_url"])
     own = kept(case)[7]
     path = case.run / "verdicts" / case.row_of[own]["file"]
     scheme, _, rest = case.row_of[gone]["canonical_url"].partition("://")
@@ -216,7 +216,7 @@ def test_spans_with_a_gap(case: P.Case) -> None:
 
 @pytest.mark.parametrize("column", ["text", "extracted"])
 def test_a_text_put_back(case: P.Case, column: str) -> None:
-    doc_id = next(own for own in case.condemned if own in case.listing.texts)
+    doc_id = next(own for own in case.deletion_set if own in case.listing.texts)
     name = case.row_of[doc_id]["file"]
     path = case.run / "documents" / name
     number = row_of(path, doc_id)
@@ -227,7 +227,7 @@ def test_a_text_put_back(case: P.Case, column: str) -> None:
 
 
 def test_the_text_in_another_row(case: P.Case) -> None:
-    gone = next(own for own in case.condemned if own in case.listing.texts)
+    gone = next(own for own in case.deletion_set if own in case.listing.texts)
     own = next(doc_id for doc_id in kept(case))
     name = case.row_of[own]["file"]
     path = case.run / "documents" / name
@@ -243,7 +243,7 @@ def test_a_signature_put_back(case: P.Case, made: P.Case) -> None:
         for path in (made.run / "signatures").rglob("*.parquet")
         for row in pq.read_table(path, columns=["doc_id"]).to_pylist()
     }
-    doc_id = next(own for own in case.condemned if own in signed)
+    doc_id = next(own for own in case.deletion_set if own in signed)
     path = case.run / signed[doc_id].relative_to(made.run)
     old = pq.read_table(signed[doc_id])
     left = pq.read_table(path)

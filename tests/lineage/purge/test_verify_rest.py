@@ -24,7 +24,7 @@ from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
 from quern.lineage.purge.proof.verify import verify
 from quern.lineage.purge.record import audit
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, prove, spot
@@ -86,7 +86,9 @@ def test_the_last_entry_is_anchored(made: P.Case, tmp_path: Path) -> None:
 
     def request(doc_id: bytes) -> Request:
         wanted = Wanted(doc_ids=frozenset({doc_id}))
-        return Request(str(case.run), "mask", lambda run: condemn(run, wanted), {"doc": ["…"]}, reason="asked for")
+        return Request(
+            str(case.run), "mask", lambda run: find_deletion_set(run, wanted), {"doc": ["…"]}, reason="asked for"
+        )
 
     for doc_id in (case.placed[0], case.placed[5]):
         purge(request(doc_id))
@@ -229,7 +231,7 @@ def test_a_report_that_shows_a_purged_text(case: P.Case, made: P.Case) -> None:
     found = failed(case)
     assert found.keys() == {"pages"}
     assert {file for file, _, _ in found["pages"]} == {"report.html"}
-    assert {who for _, _, who in found["pages"]} <= {doc_id.hex() for doc_id in case.condemned}
+    assert {who for _, _, who in found["pages"]} <= {doc_id.hex() for doc_id in case.deletion_set}
 
 
 def test_a_report_that_does_not_say_whose_texts_it_shows(case: P.Case) -> None:
@@ -242,7 +244,7 @@ def test_a_report_that_does_not_say_whose_texts_it_shows(case: P.Case) -> None:
 
 def test_a_page_of_a_training_run(case: P.Case) -> None:
     """Of one that the audit log names, one that is given, one that is registered."""
-    who = case.condemned[0].hex()
+    who = case.deletion_set[0].hex()
     registered = case.run.with_name("registered")
     line = {"time": "t", "train_run": str(registered), "order": "o", "identities": []}
     (case.run / "consumers.jsonl").write_text(json.dumps(line) + "\n")
@@ -286,7 +288,9 @@ def test_a_purge_as_it_is_made(made: P.Case, tmp_path: Path, modes: tuple[Any, A
     case = made.at(tmp_path)
     for number, (mode, doc_ids) in enumerate(zip(modes, (case.placed[:4], case.placed[4:9]), strict=True), 1):
         wanted = Wanted(doc_ids=frozenset(doc_ids))
-        report = purge(Request(str(case.run), mode, lambda run, own=wanted: condemn(run, own), {"doc": ["…"]}))
+        report = purge(
+            Request(str(case.run), mode, lambda run, own=wanted: find_deletion_set(run, own), {"doc": ["…"]})
+        )
         assert report["documents_purged"] >= len(doc_ids) - 1
         found = verify(str(case.run), deep=True)
         assert [(check.name, check.findings, check.unknown) for check in found.checks if check.status != "pass"] == []
@@ -302,7 +306,7 @@ def test_the_command_finishes_a_purge_that_was_cut_off(
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    request = Request(str(case.run), "mask", lambda run: condemn(run, wanted), {"doc": ["…"]})
+    request = Request(str(case.run), "mask", lambda run: find_deletion_set(run, wanted), {"doc": ["…"]})
     with monkeypatch.context() as patched:
         patched.setattr(finish, "clean", fails)
         with pytest.raises(QuernError, match="the purge is not at its end"):
@@ -336,7 +340,7 @@ def test_the_command(case: P.Case) -> None:
     done = CliRunner().invoke(app, [*arguments, "--train-run", "nowhere"])
     assert done.exit_code == 0, done.output
     assert "nothing of them is found, but not everything could be looked at" in done.stdout
-    doc_id = next(own for own in case.condemned if own in case.listing.texts)
+    doc_id = next(own for own in case.deletion_set if own in case.listing.texts)
     path = case.run / "documents" / case.row_of[doc_id]["file"]
     table = pq.read_table(path)
     rows = table.to_pylist()

@@ -10,7 +10,7 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from quern.data_pipeline.page.document import Page
-from quern.data_pipeline.sources import Partition, Range, ReadLog, SourceConfig, misread, plan, read
+from quern.data_pipeline.sources import FileRange, Partition, ReadLog, SourceConfig, misread, plan, read
 from quern.data_pipeline.sources.containers.ranges import cut
 
 HTML = b"<!doctype html><html><head><title>t</title></head><body><p>Some words on a page.</p></body></html>"
@@ -84,7 +84,7 @@ def in_ranges(path: Path, split_bytes: int, log: ReadLog | None = None, **settin
     (whole,) = plan(source)
     ranges = cut(path.stat().st_size, split_bytes)
 
-    def one(part: Range) -> tuple[list[Page], ReadLog]:
+    def one(part: FileRange) -> tuple[list[Page], ReadLog]:
         own = ReadLog()
         return list(read(source, Partition("crawl", "x", whole.files, part), own)), own
 

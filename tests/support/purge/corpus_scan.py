@@ -118,7 +118,7 @@ def tree(run: Path, below: str = "") -> dict[str, str]:
     }
 
 
-def condemned_table(run: Path, doc_ids: Iterable[bytes]) -> pa.Table:
+def deletion_set_table(run: Path, doc_ids: Iterable[bytes]) -> pa.Table:
     """A table of condemned documents, as read from the verdicts of a run."""
     wanted, rows = set(doc_ids), []
     removed = {row["doc_id"]: row["kind"] for row in pq.read_table(run / "duplicates/decisions.parquet").to_pylist()}
@@ -130,9 +130,9 @@ def condemned_table(run: Path, doc_ids: Iterable[bytes]) -> pa.Table:
                     {**row, "partition": path.stem, "why": "selected", "through": None}
                     | {"removed_as": removed.get(row["doc_id"])}
                 )
-    from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
+    from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
 
-    return pa.Table.from_pylist(rows, CONDEMNED_SCHEMA).sort_by("doc_id")
+    return pa.Table.from_pylist(rows, DELETION_SET_SCHEMA).sort_by("doc_id")
 
 
 def sha256(path: Path) -> str:

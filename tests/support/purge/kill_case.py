@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from quern import storage
 from quern.lineage.purge.apply import transaction
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 
 Change = tuple[str, str]
@@ -90,12 +90,12 @@ def place(case: dict[str, Any], name: str) -> str:
 
 
 def purge(case: dict[str, Any], run: str) -> None:
-    def condemned(path: str) -> Any:
-        return condemn(path, Wanted(domains=(case["domain"],)), case["duplicates"])
+    def deletion_set(path: str) -> Any:
+        return find_deletion_set(path, Wanted(domains=(case["domain"],)), case["duplicates"])
 
     transaction.purge(
         transaction.Request(
-            run, case["mode"], condemned, {"domain": [case["domain"]]}, duplicates=case["duplicates"],
+            run, case["mode"], deletion_set, {"domain": [case["domain"]]}, duplicates=case["duplicates"],
             workers=case.get("workers", 1),
             purge_list=f"{run}.purge-list",
         )

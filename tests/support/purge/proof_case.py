@@ -45,7 +45,7 @@ def below(case: P.Case, path: Path) -> str:
 def kept(case: P.Case) -> list[bytes]:
     """Documents that still have tokens."""
     placed = {row["doc_id"] for rows in case.listing.spans.values() for row in rows}
-    return sorted(placed - set(case.condemned))
+    return sorted(placed - set(case.deletion_set))
 
 
 def relist(case: P.Case) -> None:

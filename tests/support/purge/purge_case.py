@@ -24,8 +24,8 @@ from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA
 from quern.lineage.purge.apply.clean import clean
 from quern.lineage.purge.record import audit
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
-from quern.lineage.purge.tables.files import Change, version_changes
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
+from quern.lineage.purge.tables.files import FileChange, version_changes
 from support.lineage import runs, versions
 
 SEED, DOCUMENTS = 5, 240
@@ -39,7 +39,7 @@ class Case:
 
     run: Path
     listing: runs.Listing
-    condemned: tuple[bytes, ...]
+    deletion_set: tuple[bytes, ...]
 
     @property
     def purge_list(self) -> Path:
@@ -49,7 +49,7 @@ class Case:
     def placed(self) -> list[bytes]:
         """The condemned that have tokens."""
         there = {row["doc_id"] for rows in self.listing.spans.values() for row in rows}
-        return [doc_id for doc_id in self.condemned if doc_id in there]
+        return [doc_id for doc_id in self.deletion_set if doc_id in there]
 
     @property
     def row_of(self) -> dict[bytes, dict[str, Any]]:
@@ -58,13 +58,13 @@ class Case:
     def at(self, folder: Path) -> Case:
         """A copy of it all below ``folder``."""
         shutil.copytree(self.run.parent, folder, dirs_exist_ok=True)
-        return Case(folder / self.run.name, self.listing, self.condemned)
+        return Case(folder / self.run.name, self.listing, self.deletion_set)
 
     def table(self, doc_ids: Iterable[bytes] | None = None) -> pa.Table:
-        """Of :data:`CONDEMNED_SCHEMA`."""
+        """Of :data:`DELETION_SET_SCHEMA`."""
         kinds = {row["doc_id"]: row["kind"] for row in self.listing.decisions}
         rows = []
-        for doc_id in sorted(self.condemned if doc_ids is None else doc_ids):
+        for doc_id in sorted(self.deletion_set if doc_ids is None else doc_ids):
             own = self.row_of[doc_id]
             source, name = own["file"].removesuffix(".parquet").split("/")
             told = {key: own[key] for key in ("doc_id", "source", "canonical_url", "post_filter_hash", "stage")}
@@ -72,7 +72,7 @@ class Case:
                 {**told, "partition": name, "why": "selected", "through": None, "removed_as": kinds.get(doc_id)}
             )
             assert source == own["source"]
-        return pa.Table.from_pylist(rows, CONDEMNED_SCHEMA)
+        return pa.Table.from_pylist(rows, DELETION_SET_SCHEMA)
 
 
 def make(folder: Path, *, share: int = 9, documents: int = DOCUMENTS, files: int = 2, shard_tokens: int = 2500) -> Case:
@@ -159,7 +159,7 @@ def closure(found: runs.Listing, chosen: set[bytes]) -> set[bytes]:
     return gone
 
 
-def mask(case: Case) -> list[Change]:
+def mask(case: Case) -> list[FileChange]:
     """A new version without their tokens, by hand; the old files are removed. What changed."""
     root = case.run / "tokens"
     before = json.loads((root / "VERSION.json").read_text())
@@ -170,7 +170,7 @@ def mask(case: Case) -> list[Change]:
         if change.after is None:
             (case.run / change.path).unlink()
     name = f"tokens/changes.v{version}.parquet"
-    return [*changes, Change(name, None, versions.sha256(case.run / name))]
+    return [*changes, FileChange(name, None, versions.sha256(case.run / name))]
 
 
 def write_purge_list(case: Case) -> dict[str, str]:

@@ -12,7 +12,7 @@ from quern.data_pipeline import report
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.run_directory import open_run
 from quern.data_pipeline.execution.tasks import InProcess
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_run.config import DataRun
 from quern.tokenize.writing import run as tokens
 
@@ -63,7 +63,7 @@ def make(config: DataRun) -> None:
     partitions = pages.plan_sources(config)
     inputs = pages.inputs_identity(partitions)
     with open_run(config.run_dir, config.model_dump(mode="json"), inputs) as directory:
-        with Progress(background=False) as progress:
+        with RunProgress(background=False) as progress:
             result = pages.run(config, partitions, InProcess(), progress)
         scratch = storage.join(directory.scratch, "tokens")
         made = tokens.run(config.run_dir, result.partitions, config.tokenize, config.seed, InProcess(), scratch)

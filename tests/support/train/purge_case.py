@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from quern.config import load_config
 from quern.lineage.purge.apply import transaction as request
-from quern.lineage.purge.selection.condemned import condemn
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import select
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
@@ -58,14 +58,14 @@ def first_reads(spans: Spans, streams: list[str], samples: Mapping[int, list[Any
     return found
 
 
-def condemned(run: Path, doc_ids: Collection[bytes]) -> pa.Table:
+def deletion_set(run: Path, doc_ids: Collection[bytes]) -> pa.Table:
     """All that goes with the documents."""
-    return condemn(str(run), select(str(run), {"doc": [doc_id.hex() for doc_id in doc_ids]}))
+    return find_deletion_set(str(run), select(str(run), {"doc": [doc_id.hex() for doc_id in doc_ids]}))
 
 
 def with_tokens(run: Path, doc_ids: Collection[bytes]) -> list[bytes]:
     """What a purge of the documents would take out of the tokens; sorted."""
-    rows = set(condemned(run, doc_ids)["doc_id"].to_pylist())
+    rows = set(deletion_set(run, doc_ids)["doc_id"].to_pylist())
     record = json.loads((run / "tokens" / "VERSION.json").read_text())
     files = [shard["spans"] for listed in record["sources"].values() for shard in listed["shards"]]
     spans = [row for name in files for row in pq.read_table(run / "tokens" / name).to_pylist()]
@@ -75,7 +75,7 @@ def with_tokens(run: Path, doc_ids: Collection[bytes]) -> list[bytes]:
 def purge(run: Path, doc_ids: Collection[bytes], mode: str = "mask") -> dict[str, Any]:
     """Purge documents, which must be all that goes out of the tokens: the real purge, as the command line calls it."""
     given = {"doc": [doc_id.hex() for doc_id in doc_ids]}
-    told = request.Request(str(run), mode, lambda path: condemned(run, doc_ids), given)
+    told = request.Request(str(run), mode, lambda path: deletion_set(run, doc_ids), given)
     report = request.purge(told)
     changes = pq.read_table(run / "tokens" / f"changes.v{report['version']['after']}.parquet")
     assert changes["doc_id"].to_pylist() == sorted(doc_ids)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from quern.data_pipeline.dedup.exchange import Slice, bucket_of_rank
-from quern.data_pipeline.dedup.work import Done, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done
 
 __all__ = ["EDGE", "both_ways", "components", "join_at_once", "large_star", "small_star", "star_edges"]
 
@@ -54,7 +54,7 @@ def star_edges(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return both_ways(nodes[leaf], labels[leaf])
 
 
-def join_at_once(work: Work, parts: Sequence[Slice]) -> Done:
+def join_at_once(work: DedupInputs, parts: Sequence[Slice]) -> Done:
     """Task: all edges → stars. For as many edges as a task can hold."""
     edges = np.concatenate([part.read(EDGE) for part in parts])
     forward = edges[edges["node"] < edges["other"]]
@@ -65,7 +65,7 @@ def join_at_once(work: Work, parts: Sequence[Slice]) -> Done:
     return Done((0,), {"stars": writer.close()})
 
 
-def large_star(work: Work, index: int, into: str, parts: Sequence[Slice]) -> Done:
+def large_star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice]) -> Done:
     """Task: the edges of one range of nodes, in both directions → one direction, from the larger end.
 
     Gives back how many edges changed.
@@ -73,12 +73,12 @@ def large_star(work: Work, index: int, into: str, parts: Sequence[Slice]) -> Don
     return _star(work, index, into, parts, larger=True)
 
 
-def small_star(work: Work, index: int, into: str, parts: Sequence[Slice]) -> Done:
+def small_star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice]) -> Done:
     """Task: the edges of one range of nodes, from the larger end → both directions. Gives back how many changed."""
     return _star(work, index, into, parts, larger=False)
 
 
-def _star(work: Work, index: int, into: str, parts: Sequence[Slice], *, larger: bool) -> Done:
+def _star(work: DedupInputs, index: int, into: str, parts: Sequence[Slice], *, larger: bool) -> Done:
     """Of a range with more edges than a task can hold, the smallest neighbours are found in a first reading.
 
     Memory is for the different nodes of the range and one block.

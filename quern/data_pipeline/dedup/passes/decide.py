@@ -16,7 +16,7 @@ from quern.data_pipeline.dedup.passes.near import LENGTH, SHINGLE, plans
 from quern.data_pipeline.dedup.passes.order import read_documents
 from quern.data_pipeline.dedup.records import REMOVED, kind_code
 from quern.data_pipeline.dedup.verify import VERIFIED, Removed, survivors, survivors_after, verify
-from quern.data_pipeline.dedup.work import Done, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done
 
 __all__ = [
     "CLUSTER",
@@ -53,7 +53,7 @@ _RECORDS_PER_VERIFIED, _RECORDS_PER_NAMED = 2, 3
 
 
 def verify_group(
-    work: Work, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], buckets: int
+    work: DedupInputs, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], buckets: int
 ) -> Done:
     """Task: one group's pairs (``first`` … ``last`` of a plan) → those similar enough, and the edges between them.
 
@@ -68,7 +68,7 @@ def verify_group(
 
 
 def verified_pairs(
-    work: Work, kind: str, plan: int, first: int, last: int, parts: tuple[Slice, Slice], threshold: float
+    work: DedupInputs, kind: str, plan: int, first: int, last: int, parts: tuple[Slice, Slice], threshold: float
 ) -> np.ndarray:
     """Pairs ``first`` … ``last`` of a pass's plan that are similar enough (``VERIFIED``)."""
     pairs = read_records(work.file(plans(kind), plan), PAIR, first, last)
@@ -78,7 +78,7 @@ def verified_pairs(
     return verify(pairs, lengths["rank"][order], starts[order], lengths["size"][order], shingles, threshold)
 
 
-def label_pairs(work: Work, index: int, stars: Slice, verified: Slice | None, buckets: int) -> Done:
+def label_pairs(work: DedupInputs, index: int, stars: Slice, verified: Slice | None, buckets: int) -> Done:
     """Task: one range of nodes → the members of clusters by range of ranks, and the verified pairs by cluster."""
     members = work.writer("members", index, work.ranges, _MEMBER)
     pieces = [np.empty(0, dtype=EDGE)]
@@ -100,7 +100,7 @@ def label_pairs(work: Work, index: int, stars: Slice, verified: Slice | None, bu
     return Done((), {"members": members.close(), "components": components.close()})
 
 
-def find_survivors(work: Work, index: int, part: Slice) -> Done:
+def find_survivors(work: DedupInputs, index: int, part: Slice) -> Done:
     """Task: the verified pairs of some clusters → which document is removed in favour of which.
 
     Clusters with more pairs than a task can hold are sorted by way of files and decided from the first document on,
@@ -115,7 +115,7 @@ def find_survivors(work: Work, index: int, part: Slice) -> Done:
     return Done((), {"near-removed": writer.close()})
 
 
-def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
+def _survivors(work: DedupInputs, index: int, part: Slice) -> Iterator[np.ndarray]:
     most = max(work.max_records // _RECORDS_PER_VERIFIED, 1)
     if part.records <= most:
         yield survivors(part.read(VERIFIED))
@@ -138,7 +138,7 @@ def _survivors(work: Work, index: int, part: Slice) -> Iterator[np.ndarray]:
     storage.remove_tree(work.folder(folder))
 
 
-def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:
+def identify_originals(work: DedupInputs, index: int, parts: Sequence[Slice]) -> Done:
     """Task: removals in favour of one range of ranks → with the ids of those, by range of the removed documents."""
     documents = read_documents(work, index, "id", "source")
     writer = work.writer("halves", index, work.ranges, _HALF)
@@ -154,7 +154,7 @@ def identify_originals(work: Work, index: int, parts: Sequence[Slice]) -> Done:
     return Done((), {"halves": writer.close()})
 
 
-def identify_members(work: Work, index: int, removed: Slice, members: Slice, nodes: int, buckets: int) -> Done:
+def identify_members(work: DedupInputs, index: int, removed: Slice, members: Slice, nodes: int, buckets: int) -> Done:
     """Task: one range of ranks → its removed documents by id, and its members of clusters by cluster.
 
     Gives back how many were removed: (source, source of the one that is kept, kind, number) of each combination.
@@ -183,7 +183,7 @@ def identify_members(work: Work, index: int, removed: Slice, members: Slice, nod
     return Done(numbers, {"decisions": decisions.close(), "named": named.close()})
 
 
-def name_clusters(work: Work, index: int, part: Slice, buckets: int) -> Done:
+def name_clusters(work: DedupInputs, index: int, part: Slice, buckets: int) -> Done:
     """Task: the members of some clusters → with the smallest id of each as its name, by id.
 
     Gives back the number of clusters, and of documents in the largest. Of more members than a task can hold, names

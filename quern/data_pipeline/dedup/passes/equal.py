@@ -13,14 +13,14 @@ from quern import storage
 from quern.data_pipeline.dedup.bands import tokens
 from quern.data_pipeline.dedup.config import UNLIKE, URL_BINS
 from quern.data_pipeline.dedup.exact import KEYED, find_equal, firsts, scope_words
-from quern.data_pipeline.dedup.exchange import Slice, Written, bucket_of_key, bucket_of_rank
+from quern.data_pipeline.dedup.exchange import Slice, WrittenFiles, bucket_of_key, bucket_of_rank
 from quern.data_pipeline.dedup.passes.clusters import EDGE, both_ways
 from quern.data_pipeline.dedup.passes.decide import verified_pairs
 from quern.data_pipeline.dedup.passes.facts import UNKNOWN_TIME, read_rows
 from quern.data_pipeline.dedup.passes.near import ANCHORED, NEED, NEEDED
 from quern.data_pipeline.dedup.passes.order import document_blocks, gone_mask
 from quern.data_pipeline.dedup.records import REMOVED, kind_code
-from quern.data_pipeline.dedup.work import Done, Shard, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup
 from quern.data_pipeline.page.url import host
 
 __all__ = [
@@ -38,7 +38,7 @@ HOSTS = "url-hosts"
 _MOST_HOSTS = 10_000
 
 
-def write_keys(work: Work, index: int, kind: str, gone: Sequence[Slice], buckets: int) -> Done:
+def write_keys(work: DedupInputs, index: int, kind: str, gone: Sequence[Slice], buckets: int) -> Done:
     """Task: the keys of one range's remaining documents.
 
     ``kind`` is "exact" or "url"; documents without a URL have no key of that kind. Where pairs of a URL are to be
@@ -67,7 +67,7 @@ def write_keys(work: Work, index: int, kind: str, gone: Sequence[Slice], buckets
     return Done((), {name: writer.close()})
 
 
-def find_removals(work: Work, index: int, kind: str, part: Slice, nodes: int) -> Done:
+def find_removals(work: DedupInputs, index: int, kind: str, part: Slice, nodes: int) -> Done:
     """Task: one key range → the removed documents, by range of ranks, and the resulting edges."""
     removals = _Removals(work, index, kind, nodes)
     for found in _equal(work, part):
@@ -75,7 +75,7 @@ def find_removals(work: Work, index: int, kind: str, part: Slice, nodes: int) ->
     return Done((), removals.close())
 
 
-def _equal(work: Work, part: Slice) -> Iterator[np.ndarray]:
+def _equal(work: DedupInputs, part: Slice) -> Iterator[np.ndarray]:
     """What is equal to a document before it (``exact.REMOVAL``) in one key range, a bounded number at a time.
 
     Of a range with more documents than a task can hold, the first of each key are found in one reading and the others
@@ -93,7 +93,7 @@ def _equal(work: Work, part: Slice) -> Iterator[np.ndarray]:
 class _Removals:
     """Writes which documents one task of a pass removes, for which others."""
 
-    def __init__(self, work: Work, index: int, kind: str, nodes: int) -> None:
+    def __init__(self, work: DedupInputs, index: int, kind: str, nodes: int) -> None:
         self._work, self._kind, self._nodes = work, kind, nodes
         self._writers = {
             f"{kind}-gone": work.writer(f"{kind}-gone", index, work.ranges, np.dtype("<i8")),
@@ -111,11 +111,11 @@ class _Removals:
         joined = both_ways(ranks, by)
         edges.add(joined, bucket_of_rank(joined["node"], self._nodes))
 
-    def close(self) -> dict[str, Written]:
+    def close(self) -> dict[str, WrittenFiles]:
         return {name: writer.close() for name, writer in self._writers.items()}
 
 
-def find_url_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
+def find_url_pairs(work: DedupInputs, index: int, part: Slice, buckets: int) -> Done:
     """Task: one range of URLs → pairs of each document and the first of its URL, to be compared, by that first one."""
     writer = work.writer("url-pairs", index, buckets, ANCHORED)
     for found in _equal(work, part):
@@ -127,7 +127,7 @@ def find_url_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
 
 
 def measure_urls(
-    work: Work, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], nodes: int
+    work: DedupInputs, group: int, plan: int, first: int, last: int, parts: tuple[Slice, Slice], nodes: int
 ) -> Done:
     """Task: one group's pairs of a URL → the removed documents, with their similarity to the kept one.
 
@@ -147,7 +147,7 @@ def measure_urls(
     return Done((*bins, len(found) - len(known), last - first), {**removals.close(), "host-needs": writer.close()})
 
 
-def count_hosts(work: Work, shard: Shard, needed: Slice) -> Done:
+def count_hosts(work: DedupInputs, shard: PartitionGroup, needed: Slice) -> Done:
     """Task: one shard's documents of ``needed`` → a JSON file with the number of documents per host."""
     wanted = np.sort(needed.read(NEEDED)["row"].astype(np.int64))
     counts: Counter[str] = Counter()

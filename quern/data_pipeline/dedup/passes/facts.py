@@ -12,7 +12,7 @@ from quern import storage
 from quern.data_pipeline.dedup.exact import url_keys
 from quern.data_pipeline.dedup.exchange import read_records
 from quern.data_pipeline.dedup.signature import NUM_WORDS
-from quern.data_pipeline.dedup.work import Done, Place, Shard, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup, PartitionPlace
 from quern.errors import QuernError
 from quern.storage.parquet import open_table
 
@@ -60,7 +60,7 @@ def read_rows(path: str, columns: Sequence[str], batch_size: int = 1024) -> Iter
         yield from table.iter_batches(batch_size=max(1, min([batch_size, *fitting])), columns=columns)
 
 
-def read_facts(work: Work, place: Place) -> Done:
+def read_facts(work: DedupInputs, place: PartitionPlace) -> Done:
     """Task: one partition's verdicts → its facts, in their order. Gives back the number of kept documents."""
     path = work.table("verdicts", place)
     count = 0
@@ -72,7 +72,7 @@ def read_facts(work: Work, place: Place) -> Done:
     return Done((count,))
 
 
-def fact_blocks(work: Work, shard: Shard) -> Iterator[tuple[Place, int, np.ndarray]]:
+def fact_blocks(work: DedupInputs, shard: PartitionGroup) -> Iterator[tuple[PartitionPlace, int, np.ndarray]]:
     """``(partition, row in the shard of the first, facts)`` of a shard's documents, a bounded number at a time."""
     before = 0
     for place, documents in zip(shard.places, shard.documents, strict=True):

@@ -26,7 +26,7 @@ from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, buc
 from quern.data_pipeline.dedup.passes.order import NUMBERED, read_documents
 from quern.data_pipeline.dedup.passes.signature_table import signature_batches
 from quern.data_pipeline.dedup.verify import could_match, fitting
-from quern.data_pipeline.dedup.work import Done, Place, Shard, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup, PartitionPlace
 from quern.errors import QuernError
 
 __all__ = [
@@ -63,7 +63,7 @@ def plans(kind: str) -> str:
     return f"{kind}-plans"
 
 
-def _ranks_of_rows(work: Work, shard: Shard, numbered: Slice) -> np.ndarray:
+def _ranks_of_rows(work: DedupInputs, shard: PartitionGroup, numbered: Slice) -> np.ndarray:
     """int64: the rank of each of a shard's documents, −1 for those that are gone."""
     ranks = np.empty(sum(shard.documents), dtype=np.int64)
     for block in numbered.blocks(NUMBERED, work.max_records):
@@ -71,7 +71,7 @@ def _ranks_of_rows(work: Work, shard: Shard, numbered: Slice) -> np.ndarray:
     return ranks
 
 
-def write_bands(work: Work, shard: Shard, numbered: Slice, buckets: int) -> Done:
+def write_bands(work: DedupInputs, shard: PartitionGroup, numbered: Slice, buckets: int) -> Done:
     """Task: one shard's signatures → the band keys of its remaining documents, by key range.
 
     Raises:
@@ -104,7 +104,9 @@ def write_bands(work: Work, shard: Shard, numbered: Slice, buckets: int) -> Done
     return Done((), {"bands": writer.close()})
 
 
-def _members(work: Work, place: Place, column: pa.ListArray, docs: np.ndarray, scope: np.uint64) -> np.ndarray:
+def _members(
+    work: DedupInputs, place: PartitionPlace, column: pa.ListArray, docs: np.ndarray, scope: np.uint64
+) -> np.ndarray:
     config = work.config
     if (column.value_lengths().to_numpy(zero_copy_only=False) != config.num_perm).any():
         raise QuernError(
@@ -120,7 +122,7 @@ def _members(work: Work, place: Place, column: pa.ListArray, docs: np.ndarray, s
     return members
 
 
-def propose_pairs(work: Work, index: int, part: Slice, buckets: int) -> Done:
+def propose_pairs(work: DedupInputs, index: int, part: Slice, buckets: int) -> Done:
     """Task: one key range of all bands → the pairs they propose, by their later document.
 
     Gives back :class:`BandStats`' numbers. Of a range with more rows than a task can hold, the first of each key are
@@ -147,7 +149,7 @@ def _drain(proposals: Generator[np.ndarray, None, BandStats], writer: Writer, bu
         writer.add(pairs, bucket_of_rank(pairs["high"], buckets))
 
 
-def select_candidates(work: Work, index: int, part: Slice, buckets: int) -> Done:
+def select_candidates(work: DedupInputs, index: int, part: Slice, buckets: int) -> Done:
     """Task: the proposals of one range of later documents → different pairs that sizes do not rule out, by anchor.
 
     Gives back the number of different pairs. Similar documents have the same anchor, mostly, so that their shingles
@@ -172,7 +174,7 @@ def select_candidates(work: Work, index: int, part: Slice, buckets: int) -> Done
     return Done((different,), {"candidates": writer.close()})
 
 
-def _by_later(work: Work, part: Slice) -> Iterator[np.ndarray]:
+def _by_later(work: DedupInputs, part: Slice) -> Iterator[np.ndarray]:
     """The pairs of a range, all of one later document at once."""
     times = max(1, -(-part.records // work.max_records))
     if times == 1:
@@ -185,7 +187,7 @@ def _by_later(work: Work, part: Slice) -> Iterator[np.ndarray]:
         yield np.concatenate(pieces)
 
 
-def plan_verification(work: Work, index: int, kind: str, part: Slice) -> Done:
+def plan_verification(work: DedupInputs, index: int, kind: str, part: Slice) -> Done:
     """Task: one range of anchors' candidates → groups whose shingles fit a task, and the documents that each needs.
 
     Gives back the number of pairs of each group. A set of similar documents too large for one group is cut, and the
@@ -209,7 +211,9 @@ def plan_verification(work: Work, index: int, kind: str, part: Slice) -> Done:
     return Done(tuple(groups), {f"{kind}-needs": writer.close()})
 
 
-def locate_documents(work: Work, index: int, kind: str, part: Slice, first_groups: Sequence[int], shards: int) -> Done:
+def locate_documents(
+    work: DedupInputs, index: int, kind: str, part: Slice, first_groups: Sequence[int], shards: int
+) -> Done:
     """Task: the documents of one range of ranks that groups need → by their shard. ``first_groups`` is of each plan."""
     documents = read_documents(work, index, "shard", "row")
     writer = work.writer(f"{kind}-needed", index, shards, NEEDED)
@@ -223,7 +227,7 @@ def locate_documents(work: Work, index: int, kind: str, part: Slice, first_group
     return Done((), {f"{kind}-needed": writer.close()})
 
 
-def write_shingles(work: Work, shard: Shard, kind: str, needed: Slice, groups: int) -> Done:
+def write_shingles(work: DedupInputs, shard: PartitionGroup, kind: str, needed: Slice, groups: int) -> Done:
     """Task: one shard's shingles of the documents to verify, by verification group."""
     needs = needed.read(NEEDED)
     needs = needs[np.lexsort((needs["group"], needs["row"]))]

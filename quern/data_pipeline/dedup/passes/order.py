@@ -17,7 +17,7 @@ import numpy as np
 from quern import storage
 from quern.data_pipeline.dedup.exchange import Slice, Writer, bucket_of_key, read_records
 from quern.data_pipeline.dedup.passes.facts import FACTS, fact_blocks
-from quern.data_pipeline.dedup.work import Done, Shard, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done, PartitionGroup
 from quern.errors import QuernError
 
 __all__ = [
@@ -56,7 +56,7 @@ def num_ranges(documents: int, max_records: int) -> int:
     return max(1, -(-documents * _RECORDS_PER_DOCUMENT // max_records))
 
 
-def _survivor_keys(work: Work, source: int, facts: np.ndarray) -> np.ndarray:
+def _survivor_keys(work: DedupInputs, source: int, facts: np.ndarray) -> np.ndarray:
     """int64[5, documents]: what survivor order compares, the most significant first; ids keep their order as int64."""
     sign = np.uint64(1 << 63)
     ids = (facts["id"] ^ sign).view(np.int64)
@@ -64,7 +64,7 @@ def _survivor_keys(work: Work, source: int, facts: np.ndarray) -> np.ndarray:
     return np.stack([priority, -facts["words"], facts["fetched"], ids[:, 0], ids[:, 1]])
 
 
-def sample_order(work: Work, shard: Shard, documents: int, ranges: int) -> Done:
+def sample_order(work: DedupInputs, shard: PartitionGroup, documents: int, ranges: int) -> Done:
     """Task: the keys of a sample of one shard's documents, chosen by id: about 64 a range over the run."""
     share = min(1.0, _SAMPLES_PER_RANGE * ranges / documents)
     below = np.uint64(share * (2**64 - 2**11))
@@ -77,7 +77,7 @@ def sample_order(work: Work, shard: Shard, documents: int, ranges: int) -> Done:
     return Done((keys.shape[1],))
 
 
-def choose_cuts(work: Work, sizes: Sequence[int], ranges: int) -> Done:
+def choose_cuts(work: DedupInputs, sizes: Sequence[int], ranges: int) -> Done:
     """Task: all shards' samples → the keys between the ranges."""
     row = _KEY_FIELDS * _KEY.itemsize
     data = b"".join(storage.read_range(work.file("sample", index), 0, size * row) for index, size in enumerate(sizes))
@@ -88,7 +88,7 @@ def choose_cuts(work: Work, sizes: Sequence[int], ranges: int) -> Done:
     return Done((len(at),))
 
 
-def split_documents(work: Work, shard: Shard, num_cuts: int, buckets: int) -> Done:
+def split_documents(work: DedupInputs, shard: PartitionGroup, num_cuts: int, buckets: int) -> Done:
     """Task: one shard's documents by the range they belong to, and their ids by range of ids."""
     cuts = np.empty((_KEY_FIELDS, 0), dtype=_KEY)
     if num_cuts:
@@ -121,7 +121,7 @@ def _range_of_keys(keys: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     return found[num_cuts:]
 
 
-def check_ids(work: Work, part: Slice) -> Done:
+def check_ids(work: DedupInputs, part: Slice) -> Done:
     """Task: checks one range of ids for duplicates.
 
     Raises:
@@ -136,7 +136,7 @@ def check_ids(work: Work, part: Slice) -> Done:
     return Done()
 
 
-def sort_range(work: Work, index: int, part: Slice) -> Done:
+def sort_range(work: DedupInputs, index: int, part: Slice) -> Done:
     """Task: one range's documents in order. Gives back their number."""
     documents = part.read(DOCUMENT)
     priority = -np.array(work.priorities, dtype=np.int64)[documents["source"]]
@@ -148,7 +148,7 @@ def sort_range(work: Work, index: int, part: Slice) -> Done:
     return Done((len(documents),))
 
 
-def document_blocks(work: Work, index: int) -> Iterator[tuple[int, np.ndarray]]:
+def document_blocks(work: DedupInputs, index: int) -> Iterator[tuple[int, np.ndarray]]:
     """``(rank of the first, documents)`` of one range, a bounded number at a time."""
     first, last = work.first_ranks[index : index + 2]
     for start in range(first, last, _BLOCK):
@@ -156,7 +156,7 @@ def document_blocks(work: Work, index: int) -> Iterator[tuple[int, np.ndarray]]:
         yield start, read_records(work.file(DOCUMENTS, index), DOCUMENT, start - first, end - first)
 
 
-def read_documents(work: Work, index: int, *fields: str) -> dict[str, np.ndarray]:
+def read_documents(work: DedupInputs, index: int, *fields: str) -> dict[str, np.ndarray]:
     """Some fields of all documents of one range, by name."""
     pieces: dict[str, list[np.ndarray]] = {field: [] for field in fields}
     for _, documents in document_blocks(work, index):
@@ -166,7 +166,7 @@ def read_documents(work: Work, index: int, *fields: str) -> dict[str, np.ndarray
     return {field: np.concatenate([empty[field], *pieces[field]]) for field in fields}
 
 
-def gone_mask(work: Work, index: int, gone: Sequence[Slice]) -> np.ndarray:
+def gone_mask(work: DedupInputs, index: int, gone: Sequence[Slice]) -> np.ndarray:
     """bool for each document of one range: whether an earlier pass removed it."""
     first, last = work.first_ranks[index : index + 2]
     mask = np.zeros(last - first, dtype=bool)
@@ -176,7 +176,7 @@ def gone_mask(work: Work, index: int, gone: Sequence[Slice]) -> np.ndarray:
     return mask
 
 
-def number_documents(work: Work, index: int, gone: Sequence[Slice], shards: int) -> Done:
+def number_documents(work: DedupInputs, index: int, gone: Sequence[Slice], shards: int) -> Done:
     """Task: sends the ranks of one range's documents back to the shards that they came from."""
     mask = gone_mask(work, index, gone)
     writer: Writer = work.writer("numbered", index, shards, NUMBERED)

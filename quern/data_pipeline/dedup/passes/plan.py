@@ -50,13 +50,13 @@ from quern.data_pipeline.dedup.passes.order import (
     sort_range,
     split_documents,
 )
-from quern.data_pipeline.dedup.passes.stages import Stage, Stages
+from quern.data_pipeline.dedup.passes.stages import DedupStage, Stages
 from quern.data_pipeline.dedup.passes.tables import sort_rows, write_tables
-from quern.data_pipeline.dedup.work import Shard, Work
+from quern.data_pipeline.dedup.work import DedupInputs, PartitionGroup
 
 __all__ = [
     "MOST_HOSTS",
-    "Found",
+    "PassResults",
     "UrlPairs",
     "cluster",
     "join_edges",
@@ -85,7 +85,7 @@ class UrlPairs:
 
 
 @dataclass
-class Found:
+class PassResults:
     """The results of the passes so far."""
 
     gone: list[Exchange] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Found:
     verified_pairs: int = 0
 
 
-def order_documents(stages: Stages, work: Work, shards: Sequence[Shard], documents: int) -> Work:
+def order_documents(stages: Stages, work: DedupInputs, shards: Sequence[PartitionGroup], documents: int) -> DedupInputs:
     """Sort all documents in survivor order, in ranges; return the work with these ranges."""
     ranges, num_cuts = num_ranges(documents, work.max_records), 0
     if ranges > 1:
@@ -118,7 +118,9 @@ def order_documents(stages: Stages, work: Work, shards: Sequence[Shard], documen
     return replace(work, first_ranks=(0, *np.cumsum(sizes).tolist()))
 
 
-def remove_equal(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, found: Found) -> None:
+def remove_equal(
+    stages: Stages, work: DedupInputs, shards: Sequence[PartitionGroup], kind: str, found: PassResults
+) -> None:
     """Run the exact or the URL pass."""
     documents = work.first_ranks[-1]
     keys, nodes = f"{kind}-keys", _nodes(work)
@@ -126,7 +128,7 @@ def remove_equal(stages: Stages, work: Work, shards: Sequence[Shard], kind: str,
     tasks = [(work, index, kind, _at(found.gone, index), buckets) for index in range(work.ranges)]
     written = stages.run(write_keys, tasks, f"{kind} keys")[keys]
     parts = written.slices(work.max_records // 2 + 1)
-    stage: Stage | None
+    stage: DedupStage | None
     if kind == "url" and work.config.near:
         pair_tasks = [(work, i, part, buckets) for i, part in enumerate(parts)]
         pairs = stages.run(find_url_pairs, pair_tasks, "url pairs", written)
@@ -143,7 +145,9 @@ def remove_equal(stages: Stages, work: Work, shards: Sequence[Shard], kind: str,
         found.edges.append(stage[f"{kind}-edges"])
 
 
-def _count_hosts(stages: Stages, work: Work, shards: Sequence[Shard], measured: Stage) -> dict[str, int]:
+def _count_hosts(
+    stages: Stages, work: DedupInputs, shards: Sequence[PartitionGroup], measured: DedupStage
+) -> dict[str, int]:
     """Host → documents that were removed for a URL which serves different texts; those with most of them."""
     needs = measured["host-needs"]
     if not needs.records:
@@ -158,7 +162,7 @@ def _count_hosts(stages: Stages, work: Work, shards: Sequence[Shard], measured: 
     return dict(sorted(hosts.items(), key=lambda item: (-item[1], item[0]))[:MOST_HOSTS])
 
 
-def near(stages: Stages, work: Work, shards: Sequence[Shard], found: Found) -> None:
+def near(stages: Stages, work: DedupInputs, shards: Sequence[PartitionGroup], found: PassResults) -> None:
     """Run the near pass, up to its verified pairs."""
     documents, most = work.first_ranks[-1], work.max_records
     tasks = [(work, index, _at(found.gone, index), len(shards)) for index in range(work.ranges)]
@@ -187,7 +191,9 @@ def near(stages: Stages, work: Work, shards: Sequence[Shard], found: Found) -> N
         found.edges.append(stage_or_none["near-edges"])
 
 
-def _verify(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, candidates: Exchange) -> Stage | None:
+def _verify(
+    stages: Stages, work: DedupInputs, shards: Sequence[PartitionGroup], kind: str, candidates: Exchange
+) -> DedupStage | None:
     """The candidates of a pass, compared; None without any."""
     parts = candidates.slices(max(work.max_records // 3, 1))
     if not parts:
@@ -214,7 +220,7 @@ def _verify(stages: Stages, work: Work, shards: Sequence[Shard], kind: str, cand
     return stages.run(task, group_tasks, f"verify{suffix}", lengths, shingles)
 
 
-def cluster(stages: Stages, work: Work, found: Found) -> Exchange | None:
+def cluster(stages: Stages, work: DedupInputs, found: PassResults) -> Exchange | None:
     """Find clusters and their survivors; return the members of clusters by range of ranks."""
     stars = join_edges(stages, work, found.edges)
     if stars is None:
@@ -235,7 +241,7 @@ def cluster(stages: Stages, work: Work, found: Found) -> Exchange | None:
     return labelled["members"]
 
 
-def join_edges(stages: Stages, work: Work, edges: Sequence[Exchange]) -> Exchange | None:
+def join_edges(stages: Stages, work: DedupInputs, edges: Sequence[Exchange]) -> Exchange | None:
     """Edges in both directions, by node → stars around the smallest node of each component; None without edges."""
     records = sum(exchange.records for exchange in edges)
     if not records:
@@ -255,13 +261,17 @@ def join_edges(stages: Stages, work: Work, edges: Sequence[Exchange]) -> Exchang
         edges = [smaller[into]]
 
 
-def _star_tasks(work: Work, into: str, edges: Sequence[Exchange]) -> list[tuple[Work, int, str, list[Slice]]]:
+def _star_tasks(
+    work: DedupInputs, into: str, edges: Sequence[Exchange]
+) -> list[tuple[DedupInputs, int, str, list[Slice]]]:
     counts = np.sum([exchange.counts for exchange in edges], axis=0)
     ranges = cuts(counts, work.max_records)
     return [(work, i, into, [exchange.slice(*ends) for exchange in edges]) for i, ends in enumerate(ranges)]
 
 
-def write_rows(stages: Stages, work: Work, members: Exchange | None, found: Found) -> tuple[np.ndarray, int, int]:
+def write_rows(
+    stages: Stages, work: DedupInputs, members: Exchange | None, found: PassResults
+) -> tuple[np.ndarray, int, int]:
     """Write both tables; return the numbers of removed documents, of clusters, and of documents in the largest.
 
     Of the removed int64[combinations, 4]: source, source of the document that is kept, kind, number.
@@ -299,7 +309,7 @@ def write_rows(stages: Stages, work: Work, members: Exchange | None, found: Foun
     return removed, int(counts[:, 0].sum()), int(counts[:, 1].max())
 
 
-def _nodes(work: Work) -> int:
+def _nodes(work: DedupInputs) -> int:
     """Buckets of exchanges by node or by cluster."""
     return num_buckets(2 * work.first_ranks[-1], work.max_records)
 

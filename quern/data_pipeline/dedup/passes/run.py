@@ -17,7 +17,7 @@ from quern.data_pipeline.dedup.exchange import cuts
 from quern.data_pipeline.dedup.passes.facts import read_facts
 from quern.data_pipeline.dedup.passes.plan import (
     MOST_HOSTS,
-    Found,
+    PassResults,
     UrlPairs,
     cluster,
     near,
@@ -27,7 +27,7 @@ from quern.data_pipeline.dedup.passes.plan import (
 )
 from quern.data_pipeline.dedup.passes.stages import Stages
 from quern.data_pipeline.dedup.records import KINDS
-from quern.data_pipeline.dedup.work import RECORD_BYTES, Place, Shard, Work
+from quern.data_pipeline.dedup.work import RECORD_BYTES, DedupInputs, PartitionGroup, PartitionPlace
 from quern.data_pipeline.execution.engine import Engine
 from quern.errors import QuernError
 
@@ -101,7 +101,9 @@ def run(
         QuernError: a partition is given twice, two documents have the same id, a table lacks what is needed.
     """
     sources, places = _places(partitions)
-    work = Work(run_dir, scratch, config, sources, tuple(priorities.get(name, 0) for name in sources), records_per_task)
+    work = DedupInputs(
+        run_dir, scratch, config, sources, tuple(priorities.get(name, 0) for name in sources), records_per_task
+    )
     key = None
     if inputs is not None:
         settings = config.model_dump(mode="json")
@@ -109,7 +111,7 @@ def run(
     stages = Stages(engine, scratch, key)
     counts = [count for (count,) in stages.run(read_facts, [(work, place) for place in places], "read").numbers]
     documents = sum(counts)
-    found = Found()
+    found = PassResults()
     removed, clusters, largest = np.empty((0, 4), dtype=np.int64), 0, 0
     if documents:
         band_rows = records_per_task * RECORD_BYTES // MEMBER.itemsize  # a file of them
@@ -148,20 +150,20 @@ def run(
     )
 
 
-def _places(partitions: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], list[Place]]:
+def _places(partitions: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], list[PartitionPlace]]:
     ordered = sorted(partitions)
     for first, second in pairwise(ordered):
         if first == second:
             raise QuernError(f"the partition {first[0]}/{first[1]} is given twice")
     sources = tuple(sorted({source for source, _ in ordered}))
     number = {source: i for i, source in enumerate(sources)}
-    return sources, [Place(index, number[source], name) for index, (source, name) in enumerate(ordered)]
+    return sources, [PartitionPlace(index, number[source], name) for index, (source, name) in enumerate(ordered)]
 
 
-def _shards(places: Sequence[Place], counts: Sequence[int], most: int) -> list[Shard]:
+def _shards(places: Sequence[PartitionPlace], counts: Sequence[int], most: int) -> list[PartitionGroup]:
     """Consecutive partitions with at most ``most`` documents together, or one."""
     ranges = enumerate(cuts(np.array(counts), most))
-    return [Shard(n, tuple(places[first:last]), tuple(counts[first:last])) for n, (first, last) in ranges]
+    return [PartitionGroup(n, tuple(places[first:last]), tuple(counts[first:last])) for n, (first, last) in ranges]
 
 
 def _removed_by_source(sources: Sequence[str], removed: np.ndarray) -> dict[str, dict[str, int]]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from quern.data_pipeline.dedup.exchange import read_records
 from quern.data_pipeline.dedup.passes.facts import FACTS, Ids, id_words, read_rows
-from quern.data_pipeline.dedup.work import Place, Work
+from quern.data_pipeline.dedup.work import DedupInputs, PartitionPlace
 
 __all__ = ["signature_batches"]
 
@@ -17,7 +17,7 @@ _BLOCK = 1 << 16
 
 
 def signature_batches(
-    work: Work, place: Place, documents: int, columns: Sequence[str]
+    work: DedupInputs, place: PartitionPlace, documents: int, columns: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
     """``(row among the partition's documents of each row or −1, rows)``, a bounded number at a time.
 
@@ -41,11 +41,11 @@ def signature_batches(
         yield index.rows(ids), batch
 
 
-def _ids(work: Work, place: Place, start: int, end: int) -> np.ndarray:
+def _ids(work: DedupInputs, place: PartitionPlace, start: int, end: int) -> np.ndarray:
     return read_records(work.file("facts", place.index), FACTS, start, end)["id"]
 
 
-def _all_ids(work: Work, place: Place, documents: int) -> np.ndarray:
+def _all_ids(work: DedupInputs, place: PartitionPlace, documents: int) -> np.ndarray:
     ids = np.empty((documents, 2), dtype=np.uint64)
     for start in range(0, documents, _BLOCK):
         end = min(start + _BLOCK, documents)

@@ -16,10 +16,10 @@ from quern.data_pipeline.dedup.exchange import Exchange
 from quern.data_pipeline.dedup.work import Done
 from quern.data_pipeline.execution.engine import Engine
 
-__all__ = ["Stage", "Stages"]
+__all__ = ["DedupStage", "Stages"]
 
 
-class Stage:
+class DedupStage:
     """The results of one stage."""
 
     def __init__(self, numbers: list[list[int]], exchanges: dict[str, Exchange]) -> None:
@@ -50,7 +50,7 @@ class Stages:
 
     def run(
         self, function: Callable[..., Done], tasks: Sequence[tuple[Any, ...]], label: str, *used: Exchange
-    ) -> Stage:
+    ) -> DedupStage:
         """Run ``function`` over ``tasks`` unless committed already; then the exchanges ``used`` may be removed."""
         self.number += 1
         name = f"{self.number:03d}-{label.replace(' ', '-')}.json"
@@ -65,7 +65,7 @@ class Stages:
             storage.remove_tree(exchange.folder)
         return stage
 
-    def _collect(self, function: Callable[..., Done], tasks: Sequence[tuple[Any, ...]], label: str) -> Stage:
+    def _collect(self, function: Callable[..., Done], tasks: Sequence[tuple[Any, ...]], label: str) -> DedupStage:
         numbers: list[list[int]] = [[] for _ in tasks]
         files: dict[str, list[int]] = {}
         counts: dict[str, np.ndarray] = {}
@@ -74,13 +74,13 @@ class Stages:
             for name, written in done.written.items():
                 files.setdefault(name, [0] * len(tasks))[index] = written.files
                 counts[name] = counts[name] + written.counts if name in counts else written.counts
-        return Stage(numbers, {name: self._exchange(name, files[name], counts[name]) for name in files})
+        return DedupStage(numbers, {name: self._exchange(name, files[name], counts[name]) for name in files})
 
     def _exchange(self, name: str, files: Sequence[int], counts: np.ndarray) -> Exchange:
         return Exchange(storage.join(self._scratch, name), tuple(files), counts)
 
 
-def _dump(stage: Stage) -> dict[str, Any]:
+def _dump(stage: DedupStage) -> dict[str, Any]:
     exchanges = {
         name: {"files": list(exchange.files), "counts": exchange.counts.tolist()}
         for name, exchange in stage.exchanges.items()
@@ -88,9 +88,9 @@ def _dump(stage: Stage) -> dict[str, Any]:
     return {"numbers": stage.numbers, "exchanges": exchanges}
 
 
-def _load(stored: dict[str, Any], scratch: str) -> Stage:
+def _load(stored: dict[str, Any], scratch: str) -> DedupStage:
     exchanges = {
         name: Exchange(storage.join(scratch, name), tuple(kept["files"]), np.array(kept["counts"], dtype=np.int64))
         for name, kept in stored["exchanges"].items()
     }
-    return Stage(stored["numbers"], exchanges)
+    return DedupStage(stored["numbers"], exchanges)

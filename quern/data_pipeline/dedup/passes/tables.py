@@ -13,7 +13,7 @@ from quern.data_pipeline.dedup.exchange import Slice, read_records
 from quern.data_pipeline.dedup.passes.decide import CLUSTER, DECISION
 from quern.data_pipeline.dedup.records import KINDS
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, CLUSTERS, DECISION_SCHEMA, DECISIONS
-from quern.data_pipeline.dedup.work import Done, Work
+from quern.data_pipeline.dedup.work import DedupInputs, Done
 from quern.data_pipeline.page.document import HASH
 
 __all__ = ["sort_rows", "write_tables"]
@@ -22,7 +22,7 @@ _DECIDED = np.dtype([*DECISION.descr, ("name_high", "<u8"), ("name_low", "<u8")]
 _ROW_GROUP = 1 << 17
 
 
-def sort_rows(work: Work, index: int, decisions: Slice, clusters: Slice) -> Done:
+def sort_rows(work: DedupInputs, index: int, decisions: Slice, clusters: Slice) -> Done:
     """Task: one range of ids → the rows of both tables in their order. Gives back their numbers."""
     members = clusters.read(CLUSTER)
     members = members[np.lexsort((members["low"], members["high"]))]
@@ -42,7 +42,7 @@ def sort_rows(work: Work, index: int, decisions: Slice, clusters: Slice) -> Done
     return Done((len(rows), len(members)))
 
 
-def write_tables(work: Work, counts: Sequence[tuple[int, int]]) -> Done:
+def write_tables(work: DedupInputs, counts: Sequence[tuple[int, int]]) -> Done:
     """Task: publish both tables. ``counts`` are the rows of each range of ids; memory is for one row group."""
     for number, (kind, dtype, table, schema, columns) in enumerate(
         (

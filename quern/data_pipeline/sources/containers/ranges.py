@@ -16,11 +16,11 @@ from typing import Any
 from quern.data_pipeline.sources.containers.gzip_members import REREAD_BYTES
 from quern.data_pipeline.sources.containers.record_signs import Kind
 
-__all__ = ["Edges", "Range", "cut", "misread"]
+__all__ = ["Edges", "FileRange", "cut", "misread"]
 
 
 @dataclass(frozen=True)
-class Range:
+class FileRange:
     """Records that begin in [``start``, ``end``) of a file of ``size`` bytes as stored."""
 
     start: int
@@ -63,12 +63,12 @@ class Edges:
         return asdict(self)
 
 
-def cut(size: int, split_bytes: int) -> list[Range]:
+def cut(size: int, split_bytes: int) -> list[FileRange]:
     """The ranges of a file of ``size`` bytes, each of ``split_bytes`` but the last."""
-    return [Range(start, min(start + split_bytes, size), size) for start in range(0, size, split_bytes)]
+    return [FileRange(start, min(start + split_bytes, size), size) for start in range(0, size, split_bytes)]
 
 
-def misread(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]:
+def misread(ranges: Sequence[FileRange], edges: Sequence[Edges]) -> dict[int, FileRange]:
     """The ranges of a file (all are given) that must be read again, and how; empty if together they are the file.
 
     Behind a range that was misread the others are judged by where it stopped all the same: it will stop there again if
@@ -78,7 +78,7 @@ def misread(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]
     if edges[0].end >= size and not any(one.records for one in edges[1:]):
         return _without_others(ranges, edges)
     place, kind = edges[0].stop, edges[0].stop_kind
-    again: dict[int, Range] = {}
+    again: dict[int, FileRange] = {}
     used = [edges[0]] if edges[0].records else []
     for index in range(1, len(ranges)):
         part, seen = ranges[index], edges[index]
@@ -101,7 +101,7 @@ def misread(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]
     return again
 
 
-def _without_others(ranges: Sequence[Range], edges: Sequence[Edges]) -> dict[int, Range]:
+def _without_others(ranges: Sequence[FileRange], edges: Sequence[Edges]) -> dict[int, FileRange]:
     """Every range but the first, to be read as nothing where it is something."""
     return {
         index: replace(ranges[index], first=ranges[index].size)

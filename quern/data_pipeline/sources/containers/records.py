@@ -25,7 +25,7 @@ from warcio.statusandheaders import StatusAndHeadersParser, StatusAndHeadersPars
 
 from quern.data_pipeline.sources.containers.gzip_members import Note
 from quern.data_pipeline.sources.containers.gzip_search import find_member
-from quern.data_pipeline.sources.containers.ranges import Edges, Range
+from quern.data_pipeline.sources.containers.ranges import Edges, FileRange
 from quern.data_pipeline.sources.containers.record_signs import (
     ARC_FIRST,
     ARC_LINE,
@@ -38,7 +38,7 @@ from quern.data_pipeline.sources.containers.record_signs import (
 )
 from quern.data_pipeline.sources.containers.window import Packing, Window, packing_of
 
-__all__ = ["PAGE_TYPES", "Record", "Records"]
+__all__ = ["PAGE_TYPES", "Records", "WarcRecord"]
 
 #: WARC-Type of records that carry a page. ARC documents are given as ``response``.
 PAGE_TYPES = frozenset({"response", "resource", "conversion"})
@@ -51,7 +51,7 @@ _WARC = StatusAndHeadersParser(ArcWarcRecordLoader.WARC_TYPES)
 
 
 @dataclass(slots=True)
-class Record:
+class WarcRecord:
     """One record. ``headers`` has lower-case names, the first value of each; ``block`` is its content as stored."""
 
     type: str
@@ -82,7 +82,7 @@ class Records:
         note: Note,
         max_bytes: int,
         *,
-        part: Range | None = None,
+        part: FileRange | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.edges: Edges | None = None
@@ -100,7 +100,7 @@ class Records:
         self._member_offsets = array("Q")
         self._stream_offsets: set[int] = set()
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[WarcRecord]:
         packing = packing_of(self._file, self._name, SIGNS, self._tick)
         part, begin = self._part, 0
         if part is not None:
@@ -124,7 +124,7 @@ class Records:
         if not records and (part is None or (part.end >= part.size and not begin)):
             self._note(0, "no WARC or ARC record found")
 
-    def _walk(self, end: int | None) -> Iterator[Record | int]:
+    def _walk(self, end: int | None) -> Iterator[WarcRecord | int]:
         """The records; last, where there is one, the place at or behind ``end`` at which the next would begin."""
         window = self._window
         while window.next_segment():
@@ -144,7 +144,7 @@ class Records:
                 if record is not None:
                     yield record
 
-    def _first(self, part: Range, packing: Packing) -> int | None:
+    def _first(self, part: FileRange, packing: Packing) -> int | None:
         """Where a record seems to begin first in a range, by the signs a search goes by."""
         if part.start == 0:
             return 0
@@ -165,7 +165,7 @@ class Records:
             window.skip(window.available - _OVERLAP_BYTES)
         return None
 
-    def _edges(self, part: Range, first: int | None, stop: int, records: int) -> Edges:
+    def _edges(self, part: FileRange, first: int | None, stop: int, records: int) -> Edges:
         window = getattr(self, "_window", None)
         return Edges(
             end=part.end,
@@ -183,7 +183,7 @@ class Records:
         """Note damage at the record in work: its member, or (in a file that is not gzip) its own beginning."""
         self._note(self._place, why)
 
-    def _record(self, first: bool) -> Record | None:
+    def _record(self, first: bool) -> WarcRecord | None:
         """The record at the cursor, or None behind damage (the cursor then stands at the next record)."""
         window, start = self._window, self._window.position
         self._place = window.member_start if window.in_member else start
@@ -206,7 +206,7 @@ class Records:
         self._skip_newlines()
         self._skip_junk()
         alone = first and joins == window.joins and not window.fill(1)
-        record = Record(kind, headers, start, length, block, is_arc, too_large=not keep and kind in PAGE_TYPES)
+        record = WarcRecord(kind, headers, start, length, block, is_arc, too_large=not keep and kind in PAGE_TYPES)
         if alone:
             record.offset, record.length = window.member_start, window.member_end - window.member_start
         if (alone or not complete) and window.broken in ("data", "checksum"):
@@ -357,7 +357,7 @@ class Records:
             if newlines < len(ahead):
                 break
 
-    def _make_unique(self, record: Record, alone: bool) -> None:
+    def _make_unique(self, record: WarcRecord, alone: bool) -> None:
         """A file may mix members of one record and members of many: a place in it and one in its stream may meet."""
         if alone and not self._stream_offsets:
             self._member_offsets.append(record.offset)

@@ -1,4 +1,4 @@
-"""Removes the texts of condemned documents from a run's tables of texts and signatures, and from its report.
+"""Removes the texts of documents of the deletion set from a run's tables of texts and signatures, and from its report.
 
 What stays of a document is its verdict, without text. Files are replaced whole, one after the other, and each step
 looks at what there is: a purge that was killed does the rest.
@@ -25,7 +25,7 @@ from quern.data_pipeline.execution.run_directory import remove_torn
 from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import QuernError, one_line
 from quern.lineage.index.build import FOLDER as INDEX_FOLDER
-from quern.lineage.purge.tables.files import Change, changes_since, note_before
+from quern.lineage.purge.tables.files import FileChange, changes_since, note_before
 from quern.lineage.purge.tables.row_groups import opened
 
 __all__ = ["REPORT", "TEXT_COLUMNS", "Cleaned", "clean"]
@@ -40,8 +40,8 @@ class Cleaned:
     """Counts of what a purge removed from files with texts."""
 
     texts: int
-    """Condemned documents that have a row in ``documents/``, now without a text."""
-    changes: tuple[Change, ...]
+    """Documents of the deletion set that have a row in ``documents/``, now without a text."""
+    changes: tuple[FileChange, ...]
     """By path."""
     notes: tuple[str, ...]
     """What a person should know: a file that was not as its commit said, a report that could not be made anew."""
@@ -49,7 +49,7 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class _Partition:
-    """The condemned documents of a partition that came as far as to have a text: their sorted ids."""
+    """The documents of the deletion set of a partition that came as far as to have a text: their sorted ids."""
 
     source: str
     name: str
@@ -64,8 +64,8 @@ class _Partition:
         return f"signatures/{self.source}/{self.name}.parquet"
 
 
-def clean(run: str, condemned: pa.Table, purge: str) -> Cleaned:
-    """Remove the texts and signatures of the documents in ``condemned`` from the run, on any store.
+def clean(run: str, deletion_set: pa.Table, purge: str) -> Cleaned:
+    """Remove the texts and signatures of the documents in ``deletion_set`` from the run, on any store.
 
     Of every touched partition ``documents/`` is written anew with :data:`TEXT_COLUMNS` null for them, ``signatures/``
     without their rows, and the commit with the new checksums; the report is made anew where it shows one of them.
@@ -75,14 +75,14 @@ def clean(run: str, condemned: pa.Table, purge: str) -> Cleaned:
 
     Args:
         run: the run, complete.
-        condemned: rows of :data:`quern.lineage.purge.selection.condemned.CONDEMNED_SCHEMA`.
+        condemned: rows of :data:`quern.lineage.purge.selection.deletion_set.DELETION_SET_SCHEMA`.
         purge: a name of this purge and of no other; by it a purge that goes on knows what was there before.
 
     Raises:
         InputError: a table cannot be read, or has not the columns of its kind.
     """
     _remove_scratch(run)
-    partitions = _partitions(condemned)
+    partitions = _partitions(deletion_set)
     before = note_before(
         run,
         purge,
@@ -90,7 +90,7 @@ def clean(run: str, condemned: pa.Table, purge: str) -> Cleaned:
         lambda: [REPORT, *(path for own in partitions for path in (own.documents, own.signatures))],
     )
     texts = sum(storage.each(lambda own: _clean_partition(run, own, before), partitions, run))
-    ids = key_set([keys_of(condemned["doc_id"])])
+    ids = key_set([keys_of(deletion_set["doc_id"])])
     notes = _clean_report(run, ids)
     changes = {change.path: change for change in changes_since(run, before)}
     for own in partitions:
@@ -112,9 +112,9 @@ def _remove_scratch(run: str) -> None:
             remove_torn(os.path.join(inner, name))
 
 
-def _partitions(condemned: pa.Table) -> list[_Partition]:
+def _partitions(deletion_set: pa.Table) -> list[_Partition]:
     """By source and name; a document without a post_filter_hash never had a text."""
-    rows = condemned.filter(pc.is_valid(condemned["post_filter_hash"])).select(["source", "partition", "doc_id"])
+    rows = deletion_set.filter(pc.is_valid(deletion_set["post_filter_hash"])).select(["source", "partition", "doc_id"])
     rows = rows.sort_by([("source", "ascending"), ("partition", "ascending")]).combine_chunks()
     names = list(zip(rows["source"].to_pylist(), rows["partition"].to_pylist(), strict=True))
     found, start = [], 0
@@ -199,7 +199,7 @@ def _without_rows(rows: pa.Table, mask: Rows) -> pa.Table:
 # ---- what is committed
 
 
-def _commit(run: str, own: _Partition, before: Mapping[str, str], changes: Mapping[str, Change]) -> Iterator[str]:
+def _commit(run: str, own: _Partition, before: Mapping[str, str], changes: Mapping[str, FileChange]) -> Iterator[str]:
     """Put the new checksums into the partition's commit; say which files were not as it told before."""
     path = commit_path(run, "pages", own.source, own.name)
     if not storage.is_file(path):

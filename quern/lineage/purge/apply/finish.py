@@ -24,15 +24,15 @@ from quern.lineage.purge.apply.superseded import sweep
 from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.record.journal import Intent
 from quern.lineage.purge.record.remember import Signatures, remember
-from quern.lineage.purge.tables.files import Change, version_changes
+from quern.lineage.purge.tables.files import FileChange, version_changes
 from quern.tokenize.corpus_version import read_version
 
-__all__ = ["TAINT", "VERSION_BEFORE", "Clock", "clear", "finish", "holds_sketches", "is_remembered"]
+__all__ = ["TRAINING_IMPACT", "VERSION_BEFORE", "Clock", "clear", "finish", "holds_sketches", "is_remembered"]
 
 #: The note of ``VERSION.json`` as it was.
 VERSION_BEFORE = "version_before"
 #: The note of who had read the documents.
-TAINT = "taint"
+TRAINING_IMPACT = "taint"
 
 
 class Clock:
@@ -49,7 +49,7 @@ class Clock:
         self._at = now
 
 
-def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = None) -> dict[str, Any]:
+def finish(run: str, intent: Intent, deletion_set: pa.Table, clock: Clock | None = None) -> dict[str, Any]:
     """Complete a purge whose version is published; return what was done as plain data.
 
     Raises:
@@ -57,10 +57,10 @@ def finish(run: str, intent: Intent, condemned: pa.Table, clock: Clock | None = 
     """
     report: dict[str, Any] = {}
     steps: dict[str, Callable[[], Any]] = {
-        "tombstones": lambda: _remember(run, intent, condemned),
-        "texts": lambda: clean(run, condemned, intent.id),
-        "pages": lambda: clean_forensics(run, intent.train_runs, condemned, intent.id),
-        "audit": lambda: _audit(run, intent, condemned, report),
+        "tombstones": lambda: _remember(run, intent, deletion_set),
+        "texts": lambda: clean(run, deletion_set, intent.id),
+        "pages": lambda: clean_forensics(run, intent.train_runs, deletion_set, intent.id),
+        "audit": lambda: _audit(run, intent, deletion_set, report),
         "anchor": lambda: audit.anchor(run),
         "superseded": lambda: _sweep(run),
         "record": lambda: journal.discard(run, report["superseded"]["held"]),
@@ -90,23 +90,23 @@ def holds_sketches(purge_list: str) -> bool:
     return bool(storage.list_files(purge_list)) and bool(read_purge_list(purge_list).sketches)
 
 
-def is_remembered(purge_list: str, condemned: pa.Table) -> bool:
+def is_remembered(purge_list: str, deletion_set: pa.Table) -> bool:
     """Whether the purge list already has every document's id, URL and text hash."""
     if not storage.list_files(purge_list):
         return False
     known = read_purge_list(purge_list)
-    urls = np.array([url_key(url) for url in condemned["canonical_url"].drop_null().to_pylist()], "S16")
-    ids, texts = (keys_of(condemned[name].drop_null()) for name in ("doc_id", "post_filter_hash"))
+    urls = np.array([url_key(url) for url in deletion_set["canonical_url"].drop_null().to_pylist()], "S16")
+    ids, texts = (keys_of(deletion_set[name].drop_null()) for name in ("doc_id", "post_filter_hash"))
     pairs = ((ids, known.doc_ids), (urls, known.urls), (texts, known.texts))
     return all(bool(np.isin(wanted, keys).all()) for wanted, keys in pairs)
 
 
-def _remember(run: str, intent: Intent, condemned: pa.Table) -> str | None:
+def _remember(run: str, intent: Intent, deletion_set: pa.Table) -> str | None:
     """The file of tombstones; None where the list held them all."""
     if not intent.remembers:
         return None
     signatures = Signatures(run) if intent.similar else None
-    path = remember(intent.purge_list, intent.purge_list_name, condemned, signatures)
+    path = remember(intent.purge_list, intent.purge_list_name, deletion_set, signatures)
     _remove_torn_tombstones(intent)
     return path
 
@@ -122,7 +122,7 @@ def _remove_torn_tombstones(intent: Intent) -> None:
             storage.remove(os.path.join(folder, name))
 
 
-def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]) -> str | None:
+def _audit(run: str, intent: Intent, deletion_set: pa.Table, report: dict[str, Any]) -> str | None:
     """The path of the entry; None where nothing was done, and so there is nothing to tell."""
     tombstones: str | None = report["tombstones"]
     texts: Cleaned = report["texts"]
@@ -133,7 +133,7 @@ def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]
         changes += version_changes(before, now)
         for name in (f"tokens/{changes_file(intent.after)}", f"tokens/{decisions_file(intent.after)}"):
             if storage.is_file(storage.join(run, name)):
-                changes.append(Change(name, None, storage.sha256(storage.join(run, name))))
+                changes.append(FileChange(name, None, storage.sha256(storage.join(run, name))))
     if not changes and tombstones is None:
         return None
     entry = audit.append(
@@ -150,10 +150,10 @@ def _audit(run: str, intent: Intent, condemned: pa.Table, report: dict[str, Any]
             purge_list=_listed(intent, tombstones),
             train_runs=intent.train_runs,
             restored=intent.counts.get("documents_restored", 0),
-            taint=journal.read_note(run, TAINT),
+            training_impact=journal.read_note(run, TRAINING_IMPACT),
             notes=[*texts.notes, *pages.notes],
         ),
-        condemned,
+        deletion_set,
         changes,
     )
     return audit.path_of(run, entry.number)

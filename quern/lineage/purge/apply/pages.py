@@ -1,7 +1,7 @@
 """Removes purged texts from the HTML pages that ``quern lineage forensics`` wrote in training runs.
 
 The JSON beside them has figures and numbers of windows, and no text. A page can be made anew at any time, from what is
-in the corpus then; so one that shows the text of a condemned document goes whole.
+in the corpus then; so one that shows the text of a document of the deletion set goes whole.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def shown_in(page: bytes) -> np.ndarray:
     return key_set([np.array(sorted(shown), KEY)])
 
 
-def clean_forensics(run: str, train_runs: Sequence[str], condemned: pa.Table, purge: str) -> Cleaned:
-    """Remove the pages in ``forensics/`` of the training runs that show the text of a condemned document.
+def clean_forensics(run: str, train_runs: Sequence[str], deletion_set: pa.Table, purge: str) -> Cleaned:
+    """Remove the pages in ``forensics/`` of the training runs that show the text of a document of the deletion set.
 
     Doing it again does nothing; ``purge`` as in :func:`quern.lineage.purge.apply.clean.clean`. A page that was written
     elsewhere (``--html FILE``) is not known, and stays.
 
     Returns their changes, by path; ``notes`` say how each page is made anew, and which training run is not there.
     """
-    ids = key_set([keys_of(condemned["doc_id"])])
+    ids = key_set([keys_of(deletion_set["doc_id"])])
     before = note_before(run, purge, "pages", lambda: _showing(train_runs, ids))
     there = {_named(path) for train_run in train_runs for path in pages(train_run)}
     for path in sorted(before.keys() & there):  # whatever else the note names is no page

@@ -23,7 +23,7 @@ from quern.storage.parquet import table_in
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import SPANS_SCHEMA, ShardInfo, shard_name, spans_file
 
-__all__ = ["Change", "SpanTable", "read_spans", "write_generation"]
+__all__ = ["ShardChange", "SpanTable", "read_spans", "write_generation"]
 
 BLOCK_BYTES = 16 << 20
 """Copied at once."""
@@ -52,7 +52,7 @@ class SpanTable:
 
 
 @dataclass(frozen=True)
-class Change:
+class ShardChange:
     """One shard to rewrite, or (``info`` None) to create."""
 
     stream: str
@@ -92,7 +92,7 @@ def read_spans(folder: str, info: ShardInfo) -> SpanTable:
 
 
 def write_generation(
-    folder: str, change: Change, arrivals: Sequence[Tokens], *, mode: str, version: int, dtype: str, eot_id: int,
+    folder: str, change: ShardChange, arrivals: Sequence[Tokens], *, mode: str, version: int, dtype: str, eot_id: int,
     seed: int,
 ) -> ShardInfo:  # fmt: skip
     """Write the shard's files of ``version`` beside the old ones, whole or not at all; the new manifest entry.

@@ -25,16 +25,24 @@ from quern.data_pipeline.execution.run_directory import BusyError, is_complete, 
 from quern.errors import InputError, QuernError, one_line
 from quern.lineage.index.changes import Purges
 from quern.lineage.purge.apply import version
-from quern.lineage.purge.apply.finish import TAINT, VERSION_BEFORE, Clock, clear, finish, holds_sketches, is_remembered
-from quern.lineage.purge.apply.version import Corpus, Plan
-from quern.lineage.purge.impact.resume import Change
-from quern.lineage.purge.impact.taint import taint
+from quern.lineage.purge.apply.finish import (
+    TRAINING_IMPACT,
+    VERSION_BEFORE,
+    Clock,
+    clear,
+    finish,
+    holds_sketches,
+    is_remembered,
+)
+from quern.lineage.purge.apply.version import OpenCorpus, PurgePlan
+from quern.lineage.purge.impact.resume import VersionChange
+from quern.lineage.purge.impact.training_impact import training_impact
 from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.record.journal import Intent
 from quern.lineage.purge.record.remember import Signatures, purge_list_of, tombstones_name
 from quern.lineage.purge.restoration.restore import Restored, reconsider
 from quern.lineage.purge.restoration.restored_tokens import write_tokens
-from quern.lineage.purge.selection.condemned import WHY, not_compared
+from quern.lineage.purge.selection.deletion_set import WHY, not_compared
 from quern.lineage.purge.selection.kept_copies import kept_copies, told
 from quern.lineage.purge.tables.whole import without_texts
 from quern.tokenize.corpus_version import read_version
@@ -51,8 +59,8 @@ class Request:
 
     run: str
     mode: Mode
-    condemn: Callable[[str], pa.Table]
-    """The condemned of a run (``CONDEMNED_SCHEMA``)."""
+    find_deletion_set: Callable[[str], pa.Table]
+    """The deletion set of a run (``DELETION_SET_SCHEMA``)."""
     selection: Mapping[str, Any]
     """As given."""
     duplicates: Literal["purge", "restore"] = "purge"
@@ -95,36 +103,36 @@ def purge(request: Request, *, dry_run: bool = False) -> dict[str, Any]:
         corpus = version.open_corpus(run)
         if (fault := audit.check_anchor(corpus.record, audit.last_entry(run))) is not None:
             raise InputError(f"{storage.join(corpus.tokens, VERSION_FILE)}: {fault}; nothing is purged")
-        condemned = request.condemn(run)
+        deletion_set = request.find_deletion_set(run)
         clock.lap("select")
-        if not len(condemned):
+        if not len(deletion_set):
             raise InputError(f"{run}: no document is selected; nothing to purge")
-        moved = reconsider(run, condemned) if request.duplicates == "restore" else None
+        moved = reconsider(run, deletion_set) if request.duplicates == "restore" else None
         clock.lap("restore")
-        plan = version.make_plan(corpus, condemned, moved, workers=request.workers)
+        plan = version.make_plan(corpus, deletion_set, moved, workers=request.workers)
         clock.lap("plan")
-        intent = _intent(request, purge_list, corpus, condemned, plan)
-        tainted = _taint(request, intent, condemned)
-        intent = replace(intent, train_runs=_readers(tainted))
+        intent = _intent(request, purge_list, corpus, deletion_set, plan)
+        impact = _training_impact(request, intent, deletion_set)
+        intent = replace(intent, train_runs=_readers(impact))
         clock.lap("taint")
-        copies = kept_copies(run, condemned, Purges(corpus.tokens, corpus.version))
+        copies = kept_copies(run, deletion_set, Purges(corpus.tokens, corpus.version))
         report = {
             "run": run, "dry_run": dry_run, "recovered": recovered, **_told(intent), "purge_list_why": why,
             "near_copies_kept": copies,
-            "warnings": [*_warnings(run, request), *without_texts(run, condemned), *told(run, request.mode, copies)],
-            "taint": tainted, "seconds": clock.seconds,
+            "warnings": [*_warnings(run, request), *without_texts(run, deletion_set), *told(run, request.mode, copies)],
+            "taint": impact, "seconds": clock.seconds,
         }  # fmt: skip
         if dry_run:
             return report
-        _carry_out(run, corpus, plan, intent, condemned, moved, tainted, request.workers)
+        _carry_out(run, corpus, plan, intent, deletion_set, moved, impact, request.workers)
         clock.lap("shards")
         if moved is not None:
             report["tokens_restored"] = journal.read_note(run, "restored_tokens")
-        return {**report, **finish(run, intent, condemned, clock)}
+        return {**report, **finish(run, intent, deletion_set, clock)}
 
 
-def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Table, plan: Plan) -> Intent:
-    whys = {row["values"]: row["counts"] for row in pc.value_counts(condemned["why"]).to_pylist()}
+def _intent(request: Request, purge_list: str, corpus: OpenCorpus, deletion_set: pa.Table, plan: PurgePlan) -> Intent:
+    whys = {row["values"]: row["counts"] for row in pc.value_counts(deletion_set["why"]).to_pylist()}
     after = corpus.version + 1 if plan.changes else corpus.version
     record = storage.read_json(storage.join(request.run, "run.json"))
     return Intent(
@@ -137,12 +145,12 @@ def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Tab
         reason=request.reason,
         at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         purge_list=purge_list,
-        purge_list_name=tombstones_name(record["id"], after, condemned, similar=request.similar),
+        purge_list_name=tombstones_name(record["id"], after, deletion_set, similar=request.similar),
         similar=request.similar,
-        remembers=request.similar or not is_remembered(purge_list, condemned),
+        remembers=request.similar or not is_remembered(purge_list, deletion_set),
         touched=plan.touched,
         counts={
-            "condemned": len(condemned),
+            "condemned": len(deletion_set),
             **{f"condemned_{why}": whys.get(why, 0) for why in WHY},
             "documents_purged": len(plan.purged),
             "tokens_purged": plan.tokens_purged,
@@ -155,17 +163,17 @@ def _intent(request: Request, purge_list: str, corpus: Corpus, condemned: pa.Tab
     )
 
 
-def _taint(request: Request, intent: Intent, condemned: pa.Table) -> dict[str, Any]:
+def _training_impact(request: Request, intent: Intent, deletion_set: pa.Table) -> dict[str, Any]:
     """Compute the exposure, before anything is changed, since a rewrite makes it unknown."""
     change = None
     if intent.makes_version:
-        change = Change(intent.after, request.mode, frozenset(intent.touched))
-    return taint(request.run, condemned["doc_id"].to_pylist(), request.train_runs, change=change)
+        change = VersionChange(intent.after, request.mode, frozenset(intent.touched))
+    return training_impact(request.run, deletion_set["doc_id"].to_pylist(), request.train_runs, change=change)
 
 
-def _readers(tainted: Mapping[str, Any]) -> tuple[str, ...]:
+def _readers(impact: Mapping[str, Any]) -> tuple[str, ...]:
     """The training runs that were given or are registered."""
-    rows = [*tainted["train_runs"], *tainted["not_judged"]]
+    rows = [*impact["train_runs"], *impact["not_judged"]]
     return tuple(dict.fromkeys(row["path"] for row in rows if row["given"] or row["registered"]))
 
 
@@ -195,18 +203,18 @@ def _told(intent: Intent) -> dict[str, Any]:
 
 def _carry_out(
     run: str,
-    corpus: Corpus,
-    plan: Plan,
+    corpus: OpenCorpus,
+    plan: PurgePlan,
     intent: Intent,
-    condemned: pa.Table,
+    deletion_set: pa.Table,
     moved: Restored | None,
-    tainted: Mapping[str, Any],
+    impact: Mapping[str, Any],
     workers: int,
 ) -> None:
     """Up to the moment of the purge; an error before it leaves the run as it was."""
     restored_tokens = journal.path_of(run, journal.RESTORED_TOKENS)
-    tables = {"condemned": condemned}
-    notes: dict[str, Any] = {VERSION_BEFORE: corpus.record, TAINT: tainted}
+    tables = {"condemned": deletion_set}
+    notes: dict[str, Any] = {VERSION_BEFORE: corpus.record, TRAINING_IMPACT: impact}
     try:
         if moved is not None:
             tables |= {"restored": moved.restored, "displaced": moved.displaced}
@@ -261,7 +269,7 @@ def recover_held(run: str) -> str | None:
         return None
     now = read_version(storage.join(run, "tokens"))["version"]
     if now == intent.after:
-        finish(run, intent, journal.read_condemned(run))
+        finish(run, intent, journal.read_deletion_set(run))
         return f"the purge of {intent.at} had been cut off; it is finished: corpus version {intent.after}"
     if now == intent.before:
         _undo(run, intent)

@@ -18,14 +18,14 @@ from quern.data_pipeline.page.document import HASH
 from quern.errors import InputError
 from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, RESTORED, Purges, changes_file
 from quern.lineage.index.decided import decisions_file
-from quern.lineage.purge.apply.shards import Change, read_spans, write_generation
+from quern.lineage.purge.apply.shards import ShardChange, read_spans, write_generation
 from quern.lineage.purge.restoration.restore import Restored
 from quern.lineage.purge.restoration.restored_tokens import Tokens, read_tokens
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, version_entry
 
-__all__ = ["Corpus", "Plan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
+__all__ = ["OpenCorpus", "PurgePlan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,7 +35,7 @@ _CHANGES = re.compile(r"(?:changes|decisions)\.v([0-9]+)\.parquet")
 
 
 @dataclass(frozen=True)
-class Corpus:
+class OpenCorpus:
     """A corpus version opened for a purge."""
 
     tokens: str
@@ -56,10 +56,10 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PurgePlan:
     """The changes of a purge to the tokens."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[ShardChange, ...]
     purged: pa.Array
     """Documents (16 bytes each, sorted) that have tokens and lose them."""
     restored: pa.Array
@@ -68,7 +68,7 @@ class Plan:
     bytes_read: int
     """Of the touched shards."""
     already: int
-    """Condemned documents whose tokens an earlier version purged, where they stand."""
+    """Documents of the deletion set whose tokens an earlier version purged, where they stand."""
     touched: Mapping[str, list[int]]
     """Stream → numbers of its touched shards, in the manifest's list."""
     displaced: int = 0
@@ -77,7 +77,7 @@ class Plan:
     """What is decided anew about duplicates (``DECISION_SCHEMA``)."""
 
 
-def open_corpus(run: str) -> Corpus:
+def open_corpus(run: str) -> OpenCorpus:
     """The present version of a run's corpus, with every manifest.
 
     Raises:
@@ -86,28 +86,30 @@ def open_corpus(run: str) -> Corpus:
     tokens = storage.join(run, "tokens")
     record = read_version(tokens)
     listed = storage.each(lambda stream: read_listed(tokens, record, stream), sorted(record["sources"]), tokens)
-    return Corpus(tokens, record, tuple(listed))
+    return OpenCorpus(tokens, record, tuple(listed))
 
 
-def make_plan(corpus: Corpus, condemned: pa.Table, moved: Restored | None = None, *, workers: int = 4) -> Plan:
+def make_plan(
+    corpus: OpenCorpus, deletion_set: pa.Table, moved: Restored | None = None, *, workers: int = 4
+) -> PurgePlan:
     """Which shards a purge touches. Reads the spans of those only whose range of place keys holds a document that may
     have tokens.
 
     Args:
-        condemned: doc_id, source, stage and removed_as (as in ``CONDEMNED_SCHEMA``).
+        condemned: doc_id, source, stage and removed_as (as in ``DELETION_SET_SCHEMA``).
         moved: what comes back, and what goes for its sake.
 
     Raises:
         InputError: a file is damaged; or a restored document goes to a stream that is not there.
     """
-    going = _with_tokens(corpus, condemned)
+    going = _with_tokens(corpus, deletion_set)
     restored = None
     if moved is not None:
         going = pa.concat_tables([going, moved.displaced.select(["doc_id", "source"])])
         restored = moved.restored
         for stream in set(restored["stream"].to_pylist()) - {listed.source for listed in corpus.streams}:
             raise InputError(f"{corpus.tokens}: has no stream {stream!r} to restore a document to")
-    changes: list[Change] = []
+    changes: list[ShardChange] = []
     gone = [b""]
     tokens_purged = already = 0
     for listed in corpus.streams:
@@ -117,17 +119,17 @@ def make_plan(corpus: Corpus, condemned: pa.Table, moved: Restored | None = None
             already += found.already
             if len(found.rows) or position in arriving:
                 info = listed.shards[position]
-                changes.append(Change(listed.source, position, info, found.rows, arriving.get(position)))
+                changes.append(ShardChange(listed.source, position, info, found.rows, arriving.get(position)))
                 gone.append(found.doc_ids)
                 tokens_purged += found.tokens
         if not listed.shards and arriving:
-            changes.append(Change(listed.source, 0, None, np.empty(0, np.int64), arriving[0]))
+            changes.append(ShardChange(listed.source, 0, None, np.empty(0, np.int64), arriving[0]))
     touched: dict[str, list[int]] = {}
     for change in changes:
         touched.setdefault(change.stream, []).append(change.position)
     width = {listed.source: np.dtype(listed.manifest["dtype"]).itemsize for listed in corpus.streams}
     back = restored["doc_id"].combine_chunks().sort() if restored is not None else pa.array([], HASH)
-    return Plan(
+    return PurgePlan(
         changes=tuple(changes),
         purged=_ids(np.sort(np.frombuffer(b"".join(gone), "S16"))),
         restored=back,
@@ -144,14 +146,15 @@ def _ids(keys: np.ndarray) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(HASH, len(keys), [None, pa.py_buffer(keys.tobytes())])
 
 
-def _with_tokens(corpus: Corpus, condemned: pa.Table) -> pa.Table:
-    """doc_id and source of the condemned that may have tokens: neither dropped, nor removed and not restored since."""
+def _with_tokens(corpus: OpenCorpus, deletion_set: pa.Table) -> pa.Table:
+    """doc_id and source of the deletion set that may have tokens: neither dropped, nor removed and not restored
+    since."""
     restored = _ids(Purges(corpus.tokens, corpus.version).restored_ids())
     removed = pc.and_(
-        pc.is_valid(condemned["removed_as"]), pc.invert(pc.is_in(condemned["doc_id"], value_set=restored))
+        pc.is_valid(deletion_set["removed_as"]), pc.invert(pc.is_in(deletion_set["doc_id"], value_set=restored))
     )
-    out = pc.or_(pc.is_valid(condemned["stage"]), removed)
-    return condemned.filter(pc.invert(out)).select(["doc_id", "source"])
+    out = pc.or_(pc.is_valid(deletion_set["stage"]), removed)
+    return deletion_set.filter(pc.invert(out)).select(["doc_id", "source"])
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class _Found:
 
 
 def _look(
-    corpus: Corpus, listed: Listed, ids: Sequence[bytes], arriving: Iterable[int], workers: int
+    corpus: OpenCorpus, listed: Listed, ids: Sequence[bytes], arriving: Iterable[int], workers: int
 ) -> Iterator[tuple[int, _Found]]:
     """Position of each shard that may be touched, and what stands there."""
     folder = storage.join(corpus.tokens, listed.source)
@@ -213,7 +216,7 @@ def _arriving(listed: Listed, restored: pa.Table | None) -> dict[int, tuple[int,
 
 
 def write_shards(
-    corpus: Corpus, plan: Plan, mode: str, restored_tokens: str | None = None, *, workers: int = 4
+    corpus: OpenCorpus, plan: PurgePlan, mode: str, restored_tokens: str | None = None, *, workers: int = 4
 ) -> dict[str, dict[int, ShardInfo]]:
     """Write every touched shard's new generation; stream → position → the new manifest entry. Nothing is listed yet.
 
@@ -221,7 +224,7 @@ def write_shards(
     """
     manifests = {listed.source: listed.manifest for listed in corpus.streams}
 
-    def write(change: Change) -> ShardInfo:
+    def write(change: ShardChange) -> ShardInfo:
         manifest = manifests[change.stream]
         arrivals: list[Tokens] = []
         if change.arriving is not None and restored_tokens is not None:
@@ -237,7 +240,7 @@ def write_shards(
     return written
 
 
-def publish(corpus: Corpus, plan: Plan, mode: str, written: Mapping[str, Mapping[int, ShardInfo]]) -> None:
+def publish(corpus: OpenCorpus, plan: PurgePlan, mode: str, written: Mapping[str, Mapping[int, ShardInfo]]) -> None:
     """Write the changes and the new manifests, and last ``VERSION.json``: from that moment on the version holds."""
     version = corpus.version + 1
     _write_changes(corpus, plan, version)
@@ -264,7 +267,7 @@ def publish(corpus: Corpus, plan: Plan, mode: str, written: Mapping[str, Mapping
     storage.write_json(storage.join(corpus.tokens, VERSION_FILE), record)
 
 
-def _write_changes(corpus: Corpus, plan: Plan, version: int) -> None:
+def _write_changes(corpus: OpenCorpus, plan: PurgePlan, version: int) -> None:
     actions = [PURGED] * len(plan.purged) + [RESTORED] * len(plan.restored)
     table = pa.table([pa.concat_arrays([plan.purged, plan.restored]), actions], schema=CHANGES_SCHEMA)
     with storage.publish(storage.join(corpus.tokens, changes_file(version))) as file:

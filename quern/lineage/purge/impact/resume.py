@@ -17,16 +17,16 @@ from quern.config import parse_overrides
 from quern.errors import InputError, QuernError
 from quern.lineage.exposure import Clean, select
 from quern.lineage.store import Lineage
-from quern.lineage.training import Seen, TrainingRun
+from quern.lineage.training import SeenCheckpoint, TrainingRun
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, read_manifest
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import MOVES, data_step, surviving
 
-__all__ = ["Change", "resume"]
+__all__ = ["VersionChange", "resume"]
 
 
 @dataclass(frozen=True)
-class Change:
+class VersionChange:
     """What a trainer must know of the corpus version that a purge makes."""
 
     version: int
@@ -36,7 +36,7 @@ class Change:
 
 
 def resume(
-    run: TrainingRun, lineages: Sequence[Lineage], verdict: Clean, tainted: bool, change: Change | None,
+    run: TrainingRun, lineages: Sequence[Lineage], verdict: Clean, tainted: bool, change: VersionChange | None,
     data_run: str, doc_ids: bytes,
 ) -> dict[str, Any]:  # fmt: skip
     """``command`` (None: ``why_not`` says why), its ``arguments``, ``step`` (of the checkpoint it goes back to; None:
@@ -67,7 +67,7 @@ def resume(
 
 def _arguments(
     run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], verdict: Clean, tainted: bool,
-    change: Change | None, answer: dict[str, Any],
+    change: VersionChange | None, answer: dict[str, Any],
 ) -> list[str]:  # fmt: skip
     found, last = [], verdict.last
     if tainted and last is None and verdict.unknown:
@@ -129,7 +129,7 @@ def _forgotten(config: TrainConfig) -> list[str]:
 
 
 def _back(
-    run: TrainingRun, config: TrainConfig, last: Seen, change: Change | None, answer: dict[str, Any]
+    run: TrainingRun, config: TrainConfig, last: SeenCheckpoint, change: VersionChange | None, answer: dict[str, Any]
 ) -> list[str]:
     skip = (
         data_step(run.entries, last.step) - _manifest(run, last).data_step
@@ -152,7 +152,7 @@ def _back(
     return found
 
 
-def _manifest(run: TrainingRun, seen: Seen) -> Manifest:
+def _manifest(run: TrainingRun, seen: SeenCheckpoint) -> Manifest:
     if os.path.isdir(seen.path):
         return read_manifest(seen.path)
     from quern.train.checkpoint.store.stored import store_of
@@ -160,7 +160,9 @@ def _manifest(run: TrainingRun, seen: Seen) -> Manifest:
     return store_of(run.path).manifest(seen.step)
 
 
-def _accepted(run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], change: Change | None) -> list[str]:
+def _accepted(
+    run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], change: VersionChange | None
+) -> list[str]:
     """``data.I.accept_version=V`` for every source that is another than the run has read last."""
     found = []
     for index, given in enumerate(config.data):

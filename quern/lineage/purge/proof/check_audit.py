@@ -22,7 +22,7 @@ from quern.lineage.index.changes import CHANGES_SCHEMA, PURGED, changes_file
 from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import audit
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, WHY
 from quern.lineage.purge.tables.row_groups import tables_in
 from quern.storage.parquet import table_in
 
@@ -119,7 +119,7 @@ def _table(run: str, number: int, end: str, sha256: str, schema: pa.Schema, chec
 
 def _documents(run: str, number: int, record: Mapping[str, Any], check: Check) -> pa.Table | None:
     told = record["documents"]
-    table = _table(run, number, ".parquet", told["sha256"], CONDEMNED_SCHEMA, check)
+    table = _table(run, number, ".parquet", told["sha256"], DELETION_SET_SCHEMA, check)
     if table is None:
         return None
     name = f"{audit.FOLDER}/{number:05d}.parquet"
@@ -165,7 +165,8 @@ def _check_versions(run: str, version: Mapping[str, Any], purged: Purged, check:
 
 
 def _displaced(run: str, version: int) -> np.ndarray:
-    """Documents (S16, sorted) that a version removed as duplicates of restored ones, and that are not condemned."""
+    """Documents (S16, sorted) that a version removed as duplicates of restored ones, and that are not in the deletion
+    set."""
     path = storage.join(run, "tokens", decisions_file(version))
     if not storage.exists(path):
         return key_set([])

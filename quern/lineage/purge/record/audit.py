@@ -1,9 +1,9 @@
 """The append-only audit log of a data run: what was purged, when, why, and from which files.
 
-``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the condemned documents, and
-``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256 of both,
-and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of the last,
-and ``<n>.sig`` its HMAC with a key that is not in the run, if somebody has signed it.
+``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the documents of the deletion
+set, and ``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256
+of both, and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of
+the last, and ``<n>.sig`` its HMAC with a key that is not in the run, if somebody has signed it.
 
 No text of a page is in it. It names documents by doc_id, canonical URL and text hash, as the verdicts do for as long as
 the run stands. ``selection`` and ``reason`` are what the person gave, as given.
@@ -28,8 +28,8 @@ import pyarrow.parquet as pq
 from quern import __version__, storage
 from quern.data_pipeline.page.keys import key_set, keys_of
 from quern.errors import InputError, QuernError
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY
-from quern.lineage.purge.tables.files import Change
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, WHY
+from quern.lineage.purge.tables.files import FileChange
 from quern.tokenize.shard_format import VERSION_FILE
 
 __all__ = [
@@ -76,16 +76,16 @@ class Purge:
     duplicates: str
     version_before: int
     version_after: int
-    """The same where nothing condemned had tokens."""
+    """The same where nothing of the deletion set had tokens."""
     purge_list: Mapping[str, str] | None
     """``list`` (where it is); ``file`` (below it, or its path) and ``sha256`` of what was added, if anything was."""
     train_runs: Sequence[str] = ()
     """Told of it: those given and those registered."""
     restored: int = 0
-    """Documents that took the place of condemned ones."""
-    taint: Mapping[str, Any] | None = None
+    """Documents that took the place of documents of the deletion set."""
+    training_impact: Mapping[str, Any] | None = None
     """What was known, before anything changed, of who had read the documents
-    (:func:`quern.lineage.purge.impact.taint.taint`)."""
+    (:func:`quern.lineage.purge.impact.training_impact.training_impact`)."""
     notes: Sequence[str] = ()
 
 
@@ -135,7 +135,7 @@ def last_entry(run: str) -> Entry | None:
     return read_entry(run, found[-1]) if found else None
 
 
-def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change]) -> Entry:
+def append(run: str, purge: Purge, deletion_set: pa.Table, changes: Iterable[FileChange]) -> Entry:
     """Add the entry of a purge, and return it; if the last entry is of this very purge, that one.
 
     Tables first, the entry last: it appears whole, under a number that was free. The caller holds the run's lock.
@@ -147,7 +147,7 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
     if last is not None and last.record["id"] == purge.id:
         return last
     number = last.number + 1 if last is not None else 1
-    documents = condemned.select(CONDEMNED_SCHEMA.names).cast(CONDEMNED_SCHEMA).sort_by("doc_id")
+    documents = deletion_set.select(DELETION_SET_SCHEMA.names).cast(DELETION_SET_SCHEMA).sort_by("doc_id")
     files = pa.Table.from_pylist([vars(change) for change in sorted(changes)], CHANGE_SCHEMA)
     tables = {".parquet": documents, ".files.parquet": files}
     sums = {end: _publish_table(path_of(run, number, end), table) for end, table in tables.items()}
@@ -176,7 +176,7 @@ def append(run: str, purge: Purge, condemned: pa.Table, changes: Iterable[Change
         "files": {"count": len(files), "sha256": sums[".files.parquet"]},
         "purge_list": _from_anywhere(purge.purge_list) if purge.purge_list is not None else None,
         "train_runs": list(purge.train_runs),
-        "taint": dict(purge.taint) if purge.taint is not None else None,
+        "taint": dict(purge.training_impact) if purge.training_impact is not None else None,
         "notes": list(purge.notes),
     }
     data = (json.dumps(record, sort_keys=True, indent=2, ensure_ascii=False) + "\n").encode()

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
 from quern.storage.parquet import read_table
 from quern.tokenize.corpus_version import inside
 
@@ -29,7 +29,7 @@ __all__ = [
     "is_there",
     "is_under_way",
     "path_of",
-    "read_condemned",
+    "read_deletion_set",
     "read_intent",
     "read_note",
     "write_intent",
@@ -50,7 +50,7 @@ class Intent:
     before: int
     """The corpus version it begins with."""
     after: int
-    """The one it makes; ``before`` where nothing condemned has tokens."""
+    """The one it makes; ``before`` where nothing of the deletion set has tokens."""
     mode: str
     duplicates: str
     selection: Mapping[str, Any]
@@ -136,15 +136,15 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def read_condemned(run: str) -> pa.Table:
-    """The documents of the purge under way: ``CONDEMNED_SCHEMA``.
+def read_deletion_set(run: str) -> pa.Table:
+    """The documents of the purge under way: ``DELETION_SET_SCHEMA``.
 
     Raises:
         InputError: it is missing, cannot be read, or is no such table.
     """
     path = path_of(run, "condemned.parquet")
     table = read_table(path, missing="is missing")
-    if table.schema != CONDEMNED_SCHEMA:
+    if table.schema != DELETION_SET_SCHEMA:
         raise InputError(f"{path}: is not of a purge: its columns are {', '.join(table.schema.names)[:200]}")
     for name in ("source", "partition"):  # files of these names are written anew
         for value in pc.unique(table[name]).to_pylist():

@@ -108,30 +108,30 @@ def _absolute(path: str) -> str:
     return os.path.realpath(storage.split(path)[1]) if storage.is_local(path) else path
 
 
-def tombstones_name(run_id: str, version: int, condemned: pa.Table, *, similar: bool = False) -> str:
+def tombstones_name(run_id: str, version: int, deletion_set: pa.Table, *, similar: bool = False) -> str:
     """The file of a purge's tombstones: of another run, version or set of documents it is another one, and the same
     purge that is done again writes the same."""
-    return inside("run.json", "id", f"{run_id}.v{version}.{_digest(condemned, similar)}.parquet", folders=False)
+    return inside("run.json", "id", f"{run_id}.v{version}.{_digest(deletion_set, similar)}.parquet", folders=False)
 
 
-def _digest(condemned: pa.Table, similar: bool) -> str:
+def _digest(deletion_set: pa.Table, similar: bool) -> str:
     state = blake2b(b"similar" if similar else b"", digest_size=8)
-    for doc_id in sorted(condemned["doc_id"].to_pylist()):
+    for doc_id in sorted(deletion_set["doc_id"].to_pylist()):
         state.update(doc_id)
     return state.hexdigest()
 
 
-def remember(purge_list: str, name: str, condemned: pa.Table, signatures: Signatures | None = None) -> str:
-    """Publish the tombstones of ``condemned`` as ``name`` in the folder ``purge_list``; the path of the file.
+def remember(purge_list: str, name: str, deletion_set: pa.Table, signatures: Signatures | None = None) -> str:
+    """Publish the tombstones of ``deletion_set`` as ``name`` in the folder ``purge_list``; the path of the file.
 
     Where the same purge has written its file before, that stays as it is: the signatures may be gone by now. Where the
-    name is another purge's, the file is given one more part. Memory is for the condemned and the signatures of some
+    name is another purge's, the file is given one more part. Memory is for the deletion set and the signatures of some
     documents.
 
     Raises:
         InputError: the list cannot be written, or a table of signatures is missing or damaged.
     """
-    digest = _digest(condemned, signatures is not None)
+    digest = _digest(deletion_set, signatures is not None)
     stem = name.removesuffix(".parquet")
     path = storage.join(purge_list, f"{stem}.parquet")
     if storage.exists(path) and _of(path) != digest:
@@ -148,7 +148,7 @@ def remember(purge_list: str, name: str, condemned: pa.Table, signatures: Signat
     schema = schema.with_metadata(metadata)
     try:
         with storage.publish(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            for table in _rows(condemned, signatures):
+            for table in _rows(deletion_set, signatures):
                 writer.write_table(table.cast(schema))
     except (FileExistsError, NotADirectoryError):
         raise InputError(f"{purge_list}: expected a folder of purge lists, got a file") from None
@@ -167,9 +167,9 @@ def _of(path: str) -> str | None:
     return None if found is None else str(found, "ascii", "replace")
 
 
-def _rows(condemned: pa.Table, signatures: Signatures | None) -> Iterator[pa.Table]:
+def _rows(deletion_set: pa.Table, signatures: Signatures | None) -> Iterator[pa.Table]:
     """The tombstones: those with a signature by partition, then the others at once."""
-    rows = condemned.select([*PURGE_SCHEMA.names, "source", "partition", "stage"]).combine_chunks()
+    rows = deletion_set.select([*PURGE_SCHEMA.names, "source", "partition", "stage"]).combine_chunks()
     if signatures is None:
         yield rows.select(PURGE_SCHEMA.names)
         return

@@ -1,13 +1,13 @@
 """Finds the documents whose duplicates must be decided again after a purge.
 
 A decision depends only on the documents of its component (``duplicates/clusters.parquet``), since all similar pairs lie
-inside it. So the components with a condemned document are decided again. There is one exception: a band that more
-documents share than ``duplicates.max_band_members`` proposes each of them against the first ones only, and which are
-first changes with every removed document. Where a condemned document or one of its components has such a band, the
-whole corpus is decided again.
+inside it. So the components with a document of the deletion set are decided again. There is one exception: a band that
+more documents share than ``duplicates.max_band_members`` proposes each of them against the first ones only, and which
+are first changes with every removed document. Where a document of the deletion set or one of its components has such a
+band, the whole corpus is decided again.
 
-Both hold because equal texts and equal URLs are condemned together: then no decision of the exact and the URL pass
-changes, and what takes part in the near pass is what took part, without the condemned.
+Both hold because equal texts and equal URLs are in the deletion set together: then no decision of the exact and the URL
+pass changes, and what takes part in the near pass is what took part, without the deletion set.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def partitions_of(run: str) -> list[tuple[str, str]]:
     return sorted((path.split("/")[-2], path.split("/")[-1].removesuffix(".parquet")) for path in paths)
 
 
-def check_closed(run: str, condemned: np.ndarray) -> None:
-    """Refuse condemned documents (S16, sorted) whose equal texts or URLs are not condemned with them.
+def check_closed(run: str, deletion_set: np.ndarray) -> None:
+    """Refuse documents of the deletion set (S16, sorted) whose equal texts or URLs are not in the deletion set with
+    them.
 
     Raises:
         QuernError: one is not; it is named.
@@ -52,33 +53,33 @@ def check_closed(run: str, condemned: np.ndarray) -> None:
     for batch in batches(storage.join(run, DECISIONS), ["doc_id", "kind", "duplicate_of"]):
         equal = batch.filter(pc.is_in(batch.column("kind"), pa.array(["exact", "url"])))
         removed, survivors = keys_of(equal.column("doc_id")), keys_of(equal.column("duplicate_of"))
-        left = np.flatnonzero(contains(condemned, survivors) & ~contains(condemned, removed))
+        left = np.flatnonzero(contains(deletion_set, survivors) & ~contains(deletion_set, removed))
         for row in left[:1].tolist():
             doc_id, by = (equal.column(name)[row].as_py().hex() for name in ("doc_id", "duplicate_of"))
             kind = {"exact": "text", "url": "URL"}[equal.column("kind")[row].as_py()]
             raise QuernError(f"{run}: document {by} is condemned and {doc_id}, which has the same {kind}, is not")
 
 
-def affected(run: str, condemned: np.ndarray, config: DuplicatesConfig, purged_before: bool) -> np.ndarray | None:
-    """S16: the documents to decide again, sorted, without the condemned (S16, sorted); None for the whole corpus.
+def affected(run: str, deletion_set: np.ndarray, config: DuplicatesConfig, purged_before: bool) -> np.ndarray | None:
+    """S16: the documents to decide again, sorted, without the deletion set (S16, sorted); None for the whole corpus.
 
     ``purged_before``: other documents of the run have been purged. Memory: 16 bytes a document of the components, and
     8 for each of its bands.
     """
-    members = _components(run, condemned)
-    left = members[~contains(condemned, members)]
+    members = _components(run, deletion_set)
+    left = members[~contains(deletion_set, members)]
     if not config.near or _capped_bands(run) == 0:
         return left
     if purged_before:  # may have made pairs that no component of the run holds
         return None
-    return None if _share_full_band(run, key_set([members, condemned]), config) else left
+    return None if _share_full_band(run, key_set([members, deletion_set]), config) else left
 
 
-def _components(run: str, condemned: np.ndarray) -> np.ndarray:
-    """S16, sorted: every member of the components that have a condemned document."""
+def _components(run: str, deletion_set: np.ndarray) -> np.ndarray:
+    """S16, sorted: every member of the components that have a document of the deletion set."""
     path = storage.join(run, CLUSTERS)
     named = [
-        keys_of(batch.column("cluster_id"))[contains(condemned, keys_of(batch.column("doc_id")))]
+        keys_of(batch.column("cluster_id"))[contains(deletion_set, keys_of(batch.column("doc_id")))]
         for batch in batches(path, ["doc_id", "cluster_id"])
     ]
     names = key_set(named)

@@ -1,11 +1,12 @@
-"""``--duplicates restore``: decides again about duplicates that were removed in favour of condemned documents.
+"""``--duplicates restore``: decides again about duplicates that were removed in favour of documents of the deletion
+set.
 
 Decided by duplicate removal itself (:func:`quern.data_pipeline.dedup.passes.run.run`) over the tables of the documents
-whose decisions can change (:mod:`quern.lineage.purge.restoration.affected`), without the condemned: so the outcome is a
-fresh run's. It has two sides. Documents that were removed are kept now: they are *restored*. And of a chain C ~ B ~ A
-with A and C different, of which C and A were kept, B comes back when C goes, and a fresh run removes A, which is
-similar to B: such documents are *displaced*. They leave the corpus, but nothing of them is condemned: their texts stay
-in ``documents/``, no purge list gets them, and a later purge can restore them.
+whose decisions can change (:mod:`quern.lineage.purge.restoration.affected`), without the deletion set: so the outcome
+is a fresh run's. It has two sides. Documents that were removed are kept now: they are *restored*. And of a chain C ~ B
+~ A with A and C different, of which C and A were kept, B comes back when C goes, and a fresh run removes A, which is
+similar to B: such documents are *displaced*. They leave the corpus, but nothing of them is in the deletion set: their
+texts stay in ``documents/``, no purge list gets them, and a later purge can restore them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _ADVICE = "; --duplicates restore needs it, --duplicates purge does not"
 
 @dataclass(frozen=True)
 class Restored:
-    """The changes of a restore besides the condemned documents."""
+    """The changes of a restore besides the documents of the deletion set."""
 
     run: str
     restored: pa.Table
@@ -78,25 +79,26 @@ class Restored:
     """Those are all of the corpus, since a band of theirs was full."""
 
 
-def reconsider(run: str, condemned: pa.Table, *, scratch: str | None = None) -> Restored:
-    """What a fresh run without the ``condemned`` (a table with ``doc_id``) would keep that this corpus does not hold,
-    and the other way round. Documents that earlier purges have taken stay out, and what they restored counts as kept.
+def reconsider(run: str, deletion_set: pa.Table, *, scratch: str | None = None) -> Restored:
+    """What a fresh run without the ``deletion_set`` (a table with ``doc_id``) would keep that this corpus does not
+    hold, and the other way round. Documents that earlier purges have taken stay out, and what they restored counts as
+    kept.
 
     Nothing of the run is written. ``scratch`` (None: a temporary folder) takes the tables of the documents to decide,
-    removed in the end. Memory: about 100 bytes a document of the components that have a condemned one, and what a task
-    of duplicate removal takes (300 MB).
+    removed in the end. Memory: about 100 bytes a document of the components that have a document of the deletion set,
+    and what a task of duplicate removal takes (300 MB).
 
     Raises:
         InputError: a table of decisions, signatures, texts or verdicts is missing or damaged.
-        QuernError: the condemned are not closed under equal texts and URLs.
+        QuernError: the deletion set is not closed under equal texts and URLs.
     """
     with tempfile.TemporaryDirectory(prefix="quern-restore-", dir=scratch) as folder:
-        return _Reconsidered(run, key_set([keys_of(condemned["doc_id"])]), folder).outcome()
+        return _Reconsidered(run, key_set([keys_of(deletion_set["doc_id"])]), folder).outcome()
 
 
 class _Reconsidered:
-    def __init__(self, run: str, condemned: np.ndarray, folder: str) -> None:
-        self.run, self.condemned, self.folder = run, condemned, folder
+    def __init__(self, run: str, deletion_set: np.ndarray, folder: str) -> None:
+        self.run, self.deletion_set, self.folder = run, deletion_set, folder
         config = _mapping(storage.read_json(storage.join(run, "run.json")), "config", run)
         self.duplicates = DuplicatesConfig.model_validate(config.get("duplicates", {}))
         self.priorities = {str(own["name"]): int(own.get("priority", 0)) for own in config["sources"]}
@@ -111,13 +113,13 @@ class _Reconsidered:
         for name in (DECISIONS, CLUSTERS):
             if not storage.is_file(storage.join(self.run, name)):
                 raise InputError(f"{storage.join(self.run, name)}: is missing{_ADVICE}")
-        check_closed(self.run, self.condemned)
+        check_closed(self.run, self.deletion_set)
         purged_before = self.version > 1 or bool(storage.list_files(storage.join(self.run, "audit")))
-        doc_ids = affected(self.run, self.condemned, self.duplicates, purged_before)
+        doc_ids = affected(self.run, self.deletion_set, self.duplicates, purged_before)
 
         def wanted(ids: np.ndarray) -> np.ndarray:
             return (np.ones(len(ids), bool) if doc_ids is None else contains(doc_ids, ids)) & ~contains(
-                self.condemned, ids
+                self.deletion_set, ids
             )
 
         partitions, decided = self._copy(wanted)

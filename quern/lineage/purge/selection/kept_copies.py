@@ -12,7 +12,7 @@ from quern import storage
 from quern.data_pipeline.page.document import HASH
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.decided import redecided
-from quern.lineage.purge.selection.condemned import standing_decisions
+from quern.lineage.purge.selection.deletion_set import standing_decisions
 from quern.lineage.purge.tables.verdict_rows import read_verdicts, rows_of
 
 __all__ = ["kept_copies", "told"]
@@ -21,14 +21,14 @@ _SHOWN = 5
 _NEVER = 1 << 31
 
 
-def kept_copies(run: str, condemned: pa.Table, purges: Purges) -> list[dict[str, Any]]:
-    """``doc_id``, ``url`` and ``similarity`` of each document that stays and in whose favour a condemned one was
-    removed as a near duplicate, with that one's ``removed_doc_id`` and ``removed_url``; by both ids."""
-    removed = condemned.filter(pc.equal(condemned["removed_as"], "near"))
+def kept_copies(run: str, deletion_set: pa.Table, purges: Purges) -> list[dict[str, Any]]:
+    """``doc_id``, ``url`` and ``similarity`` of each document that stays and in whose favour a document of the deletion
+    set was removed as a near duplicate, with that one's ``removed_doc_id`` and ``removed_url``; by both ids."""
+    removed = deletion_set.filter(pc.equal(deletion_set["removed_as"], "near"))
     if not len(removed):
         return []
     own = dict(zip(removed["doc_id"].to_pylist(), removed["canonical_url"].to_pylist(), strict=True))
-    going = set(condemned["doc_id"].to_pylist())
+    going = set(deletion_set["doc_id"].to_pylist())
     found = []
     for batch in standing_decisions(run, redecided(run), ["doc_id", "duplicate_of", "similarity"]):
         hit = batch.filter(pc.is_in(batch["doc_id"], value_set=pa.array(list(own), HASH)))

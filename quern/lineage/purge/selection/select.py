@@ -42,8 +42,8 @@ class Wanted:
 def select(run: str, given: Mapping[str, Sequence[str]], *, note: Note = lambda line: None) -> Wanted:
     """Resolve options of one kind in a run. ``given``: the values of each of :data:`KINDS`.
 
-    Whether the run has what is named shows in :func:`quern.lineage.purge.selection.condemned.condemn`. ``note`` takes
-    lines for the person.
+    Whether the run has what is named shows in :func:`quern.lineage.purge.selection.deletion_set.find_deletion_set`.
+    ``note`` takes lines for the person.
 
     Raises:
         InputError: not exactly one kind is given, a value is no URL, host, doc_id or file of its kind, a benchmark or

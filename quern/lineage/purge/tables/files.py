@@ -8,14 +8,14 @@ from typing import Any
 
 from quern import storage
 
-__all__ = ["PURGE_FOLDER", "Change", "changes_since", "note_before", "version_changes"]
+__all__ = ["PURGE_FOLDER", "FileChange", "changes_since", "note_before", "version_changes"]
 
 #: Of a run directory: what an unfinished purge has to know.
 PURGE_FOLDER = ".purge"
 
 
 @dataclass(frozen=True, order=True)
-class Change:
+class FileChange:
     """A file that was rewritten, created or removed."""
 
     path: str
@@ -49,22 +49,24 @@ def _checksum(run: str, path: str) -> str | None:
     return storage.sha256(where) if storage.is_file(where) else None
 
 
-def changes_since(run: str, before: Mapping[str, str]) -> Iterator[Change]:
+def changes_since(run: str, before: Mapping[str, str]) -> Iterator[FileChange]:
     """The changes of those files, by path; unchanged ones are left out."""
     paths = sorted(before)
     now = storage.each(lambda path: _checksum(run, path), paths, run)
     for path, after in zip(paths, now, strict=True):
         if after != before[path]:
-            yield Change(path, before[path], after)
+            yield FileChange(path, before[path], after)
 
 
-def version_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def version_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FileChange]:
     """What a new corpus version put in the place of what: the files that two ``VERSION.json`` list, as plain data.
 
     ``VERSION.json`` itself is not among them.
     """
     old, new = _listed(before), _listed(after)
-    return sorted(Change(path, old.get(path), new.get(path)) for path in {*old, *new} if old.get(path) != new.get(path))
+    return sorted(
+        FileChange(path, old.get(path), new.get(path)) for path in {*old, *new} if old.get(path) != new.get(path)
+    )
 
 
 def _listed(version: Mapping[str, Any]) -> dict[str, str]:

@@ -13,14 +13,14 @@ from quern.data_pipeline.page.url import canonicalize, host
 from quern.lineage.purge.tables.row_groups import GONE
 from quern.storage.parquet import null_count, open_table
 
-__all__ = ["Rows", "below", "joined", "read_verdicts", "rows_of"]
+__all__ = ["VerdictRows", "below", "joined", "read_verdicts", "rows_of"]
 
 _COLUMNS = ("doc_id", "url", "canonical_url", "post_filter_hash", "stage")
 _BATCH = 1 << 16
 
 
 @dataclass
-class Rows:
+class VerdictRows:
     """Rows of verdict tables: columns, and the place of each one's file among the names."""
 
     doc_ids: pa.Array
@@ -41,7 +41,7 @@ def read_verdicts(path: str) -> Iterator[pa.Table]:
             yield pa.Table.from_batches([batch])
 
 
-def rows_of(table: pa.Table, place: int) -> Rows:
+def rows_of(table: pa.Table, place: int) -> VerdictRows:
     """What :func:`read_verdicts` gives, of the file in ``place``."""
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     urls, spelled = columns["canonical_url"], []
@@ -58,13 +58,13 @@ def rows_of(table: pa.Table, place: int) -> Rows:
         urls = pc.replace_with_mask(urls, pa.array(mask), pa.array(made, pa.string()))
         spelled = [(row, url) for row, url, own in zip(bare.tolist(), texts, made, strict=True) if own is None]
     files = np.full(table.num_rows, place, np.int32)
-    return Rows(columns["doc_id"], urls, spelled, columns["post_filter_hash"], columns["stage"], files)
+    return VerdictRows(columns["doc_id"], urls, spelled, columns["post_filter_hash"], columns["stage"], files)
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[VerdictRows]) -> VerdictRows:
     """One after the other."""
     starts = np.cumsum([0, *(len(part.doc_ids) for part in parts)]).tolist()
-    return Rows(
+    return VerdictRows(
         pa.concat_arrays([part.doc_ids for part in parts]),
         pa.concat_arrays([part.urls for part in parts]),
         [(start + row, url) for start, part in zip(starts, parts, strict=False) for row, url in part.spelled],

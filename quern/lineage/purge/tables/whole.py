@@ -43,10 +43,10 @@ def require_verdicts(run: str) -> None:
             raise InputError(f"{storage.join(run, path)}: its SHA-256 is not the committed one; {_WAY_ON}")
 
 
-def without_texts(run: str, condemned: pa.Table) -> list[str]:
-    """A line if tables are missing that should hold texts or signatures of ``condemned``: nothing can be taken out of
-    them, and nothing has to be until somebody puts them back."""
-    had = condemned.filter(pc.is_valid(condemned["post_filter_hash"]))
+def without_texts(run: str, deletion_set: pa.Table) -> list[str]:
+    """A line if tables are missing that should hold texts or signatures of ``deletion_set``: nothing can be taken out
+    of them, and nothing has to be until somebody puts them back."""
+    had = deletion_set.filter(pc.is_valid(deletion_set["post_filter_hash"]))
     own = set(zip(had["source"].to_pylist(), had["partition"].to_pylist(), strict=True))
     missing = [
         path

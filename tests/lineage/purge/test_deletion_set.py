@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from quern.data_pipeline.page import url as urls
-from quern.lineage.purge.selection.condemned import CONDEMNED_SCHEMA, WHY, condemn
+from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, WHY, find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from support.lineage import runs
 
@@ -31,23 +31,23 @@ def bare(url: str | None) -> str | None:
 def fixpoint(found: runs.Listing, selected: set[bytes], *, duplicates: bool) -> set[bytes]:
     """By the words of the policy, a round at a time."""
     rows = found.rows
-    condemned = set(selected)
+    deletion_set = set(selected)
     while True:
-        known = [row for row in rows if row["doc_id"] in condemned]
+        known = [row for row in rows if row["doc_id"] in deletion_set]
         # a page that was dropped and has a condemned text brings no address of its own
         places = {bare(own_url(row)) for row in known if row["doc_id"] in selected or row["stage"] is None} - {None}
-        texts = {row["post_filter_hash"] for row in rows if row["doc_id"] in condemned} - {None}
+        texts = {row["post_filter_hash"] for row in rows if row["doc_id"] in deletion_set} - {None}
         more = {row["doc_id"] for row in rows if bare(own_url(row)) in places or row["post_filter_hash"] in texts}
         if duplicates:
-            more |= {row["doc_id"] for row in found.decisions if row["duplicate_of"] in condemned}
-        if more <= condemned:
-            return condemned
-        condemned |= more
+            more |= {row["doc_id"] for row in found.decisions if row["duplicate_of"] in deletion_set}
+        if more <= deletion_set:
+            return deletion_set
+        deletion_set |= more
 
 
 def check(found: runs.Listing, table: pa.Table, selected: set[bytes], *, duplicates: bool) -> None:
     """All of the condemned, with what is known of each and a true reason for it."""
-    assert table.schema == CONDEMNED_SCHEMA
+    assert table.schema == DELETION_SET_SCHEMA
     table.validate(full=True)
     rows = {row["doc_id"]: row for row in found.rows}
     kinds = {row["doc_id"]: row for row in found.decisions}
@@ -88,7 +88,9 @@ def test_the_closure_is_the_least_fixpoint(tmp_path: Path, seed: int) -> None:
         selected = {row["doc_id"] for row in chosen}
         for duplicates in ("purge", "restore"):
             at_once = draw.choice([1, 10, 100, 10_000])
-            table = condemn(str(folder), Wanted(doc_ids=frozenset(selected)), duplicates, rows_at_once=at_once)
+            table = find_deletion_set(
+                str(folder), Wanted(doc_ids=frozenset(selected)), duplicates, rows_at_once=at_once
+            )
             check(found, table, selected, duplicates=duplicates == "purge")
         url = draw.choice([row["url"] for row in all_rows if row["url"] is not None])
         canonical = urls.canonicalize(url)
@@ -97,7 +99,7 @@ def test_the_closure_is_the_least_fixpoint(tmp_path: Path, seed: int) -> None:
             for row in all_rows
             if (bare(own_url(row)) == bare(canonical) if canonical else row["url"] == url)
         }
-        table = condemn(str(folder), Wanted(urls=(canonical or url,)), rows_at_once=draw.choice([1, 10_000]))
+        table = find_deletion_set(str(folder), Wanted(urls=(canonical or url,)), rows_at_once=draw.choice([1, 10_000]))
         check(found, table, selected, duplicates=True)
 
 
@@ -111,4 +113,4 @@ def test_a_domain_is_its_host_and_all_below(pristine: Path, tmp_path: Path, doma
         if name == domain or name.endswith(f".{domain}"):
             selected.add(row["doc_id"])
     assert selected
-    check(found, condemn(str(pristine), Wanted(domains=(domain,))), selected, duplicates=True)
+    check(found, find_deletion_set(str(pristine), Wanted(domains=(domain,))), selected, duplicates=True)

@@ -19,12 +19,12 @@ from quern import storage
 from quern.errors import InputError, QuernError
 from quern.lineage.exposure import Clean, Selection, Tally, clean, select, walk
 from quern.lineage.purge.impact.earlier import settle
-from quern.lineage.purge.impact.resume import Change, resume
+from quern.lineage.purge.impact.resume import VersionChange, resume
 from quern.lineage.store import Lineage
-from quern.lineage.training import Seen, TrainingRun
+from quern.lineage.training import SeenCheckpoint, TrainingRun
 from quern.train.history.consumers import CONSUMERS_FILE, read_consumers
 
-__all__ = ["OTHERS", "Change", "Row", "init_from", "not_proven", "taint"]
+__all__ = ["OTHERS", "Row", "VersionChange", "init_from", "not_proven", "training_impact"]
 
 Row = dict[str, Any]
 
@@ -37,13 +37,13 @@ OTHERS = (
 )
 
 
-def taint(
-    run: str, doc_ids: Iterable[bytes], train_runs: Sequence[str] = (), *, change: Change | None = None,
+def training_impact(
+    run: str, doc_ids: Iterable[bytes], train_runs: Sequence[str] = (), *, change: VersionChange | None = None,
     store: bool = False,
 ) -> Row:  # fmt: skip
     """The known readers of documents of the data run ``run`` (local or on a store), as plain JSON data.
 
-    ``doc_ids``: of the condemned. ``train_runs``: folders, beside those that are registered. ``change``: the version
+    ``doc_ids``: of the deletion set. ``train_runs``: folders, beside those that are registered. ``change``: the version
     that the purge makes or has made; None: it makes none. ``store``: also checkpoints that only a run's store has.
 
     A training run that cannot be judged is in ``not_judged`` with the reason; nothing is raised for it. ``registered``
@@ -95,7 +95,7 @@ def _why(path: str, error: Exception) -> str:
     return str(error) if isinstance(error, QuernError) else f"cannot be read ({error})"
 
 
-def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: Change | None, store: bool) -> Row:
+def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChange | None, store: bool) -> Row:
     train = TrainingRun(path, {run_id: os.path.abspath(storage.split(run)[1])} if storage.is_local(run) else None)
     own = dict.fromkeys(
         identity
@@ -176,7 +176,7 @@ def _is_tainted(train: TrainingRun, tally: Tally, verdict: Clean) -> bool:
     return may_have or any(seen.abandoned is None for seen in (*dict(verdict.seen), *verdict.unknown))
 
 
-def _checkpoint(seen: Seen, first: int | None = None) -> Row:
+def _checkpoint(seen: SeenCheckpoint, first: int | None = None) -> Row:
     row = {"step": seen.step, "path": seen.path, "abandoned": seen.abandoned}
     return row if first is None else row | {"first_step": first}
 
@@ -190,7 +190,7 @@ def init_from(train: TrainingRun) -> str | None:
 
 
 def _warnings(
-    train: TrainingRun, tally: Tally, unknown: Mapping[str, str], change: Change | None, store: bool
+    train: TrainingRun, tally: Tally, unknown: Mapping[str, str], change: VersionChange | None, store: bool
 ) -> list[str]:
     newest, found = train.attempts[-1], []
     for reason in unknown.values():

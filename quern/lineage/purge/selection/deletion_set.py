@@ -1,6 +1,6 @@
 """Closes a selection of documents: adds the same URLs, the same texts, and duplicates removed in their favour.
 
-The condemned are the least set that holds the selection and, with a document,
+The deletion set is the least set that holds the selection and, with a document,
 
 - every record of the same canonical URL, ``http`` and ``https`` alike;
 - every document of the same text (``post_filter_hash``); one that a filter had dropped brings no URL of its own: a
@@ -8,9 +8,9 @@ The condemned are the least set that holds the selection and, with a document,
 - every document that duplicate removal took out in its favour (not where those are decided anew: ``restore``).
 
 Equal texts and equal URLs go together or not at all, and so does what hangs on a survivor. What is left is therefore
-decided by duplicate removal as before: a run over the same inputs that leaves the condemned out keeps what this run
+decided by duplicate removal as before: a run over the same inputs that leaves the deletion set out keeps what this run
 keeps without them. (One reservation: where more documents share a band value than ``max_band_members``, each was
-compared with the first of them only, and without the condemned others are the first: :func:`not_compared`.)
+compared with the first of them only, and without the deletion set others are the first: :func:`not_compared`.)
 
 The closure is found by streaming a few columns of all verdict tables, in turns, until nothing new is found. Keys that
 a turn finds are looked up in the same turn from there on, so that the turns end where they began; memory is for the
@@ -37,18 +37,18 @@ from quern.lineage.index.decided import redecided
 from quern.lineage.index.hashes import halves
 from quern.lineage.purge.selection.select import Wanted
 from quern.lineage.purge.tables.row_groups import GONE
-from quern.lineage.purge.tables.verdict_rows import Rows, below, joined, read_verdicts, rows_of
+from quern.lineage.purge.tables.verdict_rows import VerdictRows, below, joined, read_verdicts, rows_of
 from quern.lineage.purge.tables.whole import require_verdicts
 from quern.storage.parquet import read_batches
 
-__all__ = ["CONDEMNED_SCHEMA", "WHY", "condemn", "not_compared", "standing_decisions"]
+__all__ = ["DELETION_SET_SCHEMA", "WHY", "find_deletion_set", "not_compared", "standing_decisions"]
 
-#: Why a document is condemned: it was asked for itself, or it has the canonical URL, or the text, of one that is, or
-#: was removed as a duplicate of one that is.
+#: Why a document is in the deletion set: it was asked for itself, or it has the canonical URL, or the text, of one that
+#: is, or was removed as a duplicate of one that is.
 WHY = ("selected", "url", "text", "duplicate")
 
-#: One row a condemned document, sorted by ``doc_id``.
-CONDEMNED_SCHEMA = pa.schema(
+#: One row a document of the deletion set, sorted by ``doc_id``.
+DELETION_SET_SCHEMA = pa.schema(
     [
         pa.field("doc_id", HASH, nullable=False),
         pa.field("source", pa.string(), nullable=False),
@@ -71,7 +71,7 @@ _SCHEMES = ("http://", "https://")
 Note = Callable[[str], None]
 
 
-def condemn(
+def find_deletion_set(
     run: str,
     wanted: Wanted,
     duplicates: Literal["purge", "restore"] = "purge",
@@ -79,10 +79,10 @@ def condemn(
     note: Note = lambda line: None,
     rows_at_once: int = _ROWS,
 ) -> pa.Table:
-    """The closure of ``wanted``: :data:`CONDEMNED_SCHEMA`, sorted by ``doc_id``. ``run``: on any store.
+    """The closure of ``wanted``: :data:`DELETION_SET_SCHEMA`, sorted by ``doc_id``. ``run``: on any store.
 
-    ``duplicates``: whether what was removed in favour of a condemned document is condemned too. ``note`` takes lines
-    for the person: what is wanted and not in the run, where that is no error.
+    ``duplicates``: whether what was removed in favour of a document of the deletion set is in the deletion set too.
+    ``note`` takes lines for the person: what is wanted and not in the run, where that is no error.
 
     Raises:
         InputError: nothing of what is wanted is in the run, or a part of it is not and ``wanted.strict``; a table of
@@ -102,7 +102,7 @@ def condemn(
 
 def not_compared(run: str) -> int:
     """Band values that more documents of the run share than are compared with each other: where there are any, a run
-    without the condemned may compare pairs that were never compared, and decide otherwise."""
+    without the deletion set may compare pairs that were never compared, and decide otherwise."""
     entry = storage.read_json(commit_path(run, "duplicates", "all", "decisions"))
     return int(entry["counts"].get("capped_bands", 0))
 
@@ -231,7 +231,7 @@ class _Closure:
         if missing:
             raise InputError(f"{self.run}: {DECISIONS} names {missing:,} documents that no verdict table has")
 
-    def _close(self, rows: Rows, unit: int) -> None:
+    def _close(self, rows: VerdictRows, unit: int) -> None:
         """Add what the keys draw in, and what the keys of that draw in."""
         while (checked := self.checked[unit]) != self.counts:
             self.checked[unit] = self.counts
@@ -241,14 +241,14 @@ class _Closure:
             self._draw(rows, rows.texts, *self.texts.since(checked[1]), "text")
             self._draw(rows, rows.doc_ids, *self.drawn.since(checked[2]), "duplicate")
 
-    def _draw(self, rows: Rows, column: pa.Array, keys: pa.Array, docs: pa.Array, why: str) -> None:
+    def _draw(self, rows: VerdictRows, column: pa.Array, keys: pa.Array, docs: pa.Array, why: str) -> None:
         if len(keys):
             place = pc.index_in(column, value_set=keys)
             hit = np.flatnonzero(place.is_valid().to_numpy(zero_copy_only=False))
             self._add(rows, hit, why, docs.take(place.take(pa.array(hit))))
 
-    def _add(self, rows: Rows, hit: np.ndarray, why: str, through: pa.Array | None) -> None:
-        """Condemn rows, but those that are."""
+    def _add(self, rows: VerdictRows, hit: np.ndarray, why: str, through: pa.Array | None) -> None:
+        """Add rows to the deletion set, but those that are."""
         if not len(hit):
             return
         doc_ids = rows.doc_ids.take(pa.array(hit))
@@ -271,7 +271,7 @@ class _Closure:
         self.urls.add(pc.replace_substring_regex(urls, "^https?://", ""), doc_ids)
         self.texts.add(texts, doc_ids)
 
-    def _selected(self, rows: Rows) -> np.ndarray:
+    def _selected(self, rows: VerdictRows) -> np.ndarray:
         """The rows that are wanted themselves."""
         hit = np.zeros(len(rows.doc_ids), np.bool_)
         if self.wanted.doc_ids:
@@ -294,8 +294,8 @@ class _Closure:
                 hit |= own
         return np.flatnonzero(hit)
 
-    def _units(self) -> Iterator[Rows]:
-        held: list[Rows] = []
+    def _units(self) -> Iterator[VerdictRows]:
+        held: list[VerdictRows] = []
         rows = 0
         for place, table in self._tables():
             held.append(rows_of(table, place))
@@ -340,9 +340,9 @@ class _Closure:
     # ---- the end
 
     def table(self) -> pa.Table:
-        """The condemned, as :data:`CONDEMNED_SCHEMA` has them."""
+        """The deletion set, as :data:`DELETION_SET_SCHEMA` has them."""
         if not self.parts:
-            return CONDEMNED_SCHEMA.empty_table()
+            return DELETION_SET_SCHEMA.empty_table()
         found = pa.concat_tables(self.parts)
         order = np.lexsort(halves(b"".join(found["doc_id"].to_pylist()))[::-1])
         found = found.take(pa.array(order)).combine_chunks()
@@ -356,4 +356,4 @@ class _Closure:
             "partition": names.take(found["file"].combine_chunks()),
             "removed_as": kinds,
         }
-        return pa.table([columns[name] for name in CONDEMNED_SCHEMA.names], schema=CONDEMNED_SCHEMA)
+        return pa.table([columns[name] for name in DELETION_SET_SCHEMA.names], schema=DELETION_SET_SCHEMA)

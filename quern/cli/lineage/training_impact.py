@@ -1,4 +1,5 @@
-"""Formats the report of :func:`quern.lineage.purge.impact.taint.taint`: which training runs read purged documents."""
+"""Formats the report of :func:`quern.lineage.purge.impact.training_impact.training_impact`: which training runs read
+purged documents."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from quern.words import counted
 
-__all__ = ["taint_lines"]
+__all__ = ["training_impact_lines"]
 
 _SHOWN = 8
 """Checkpoints of a training run that are listed."""
@@ -15,7 +16,7 @@ _SHOWN = 8
 Row = Mapping[str, Any]
 
 
-def taint_lines(report: Row) -> Iterator[str]:
+def training_impact_lines(report: Row) -> Iterator[str]:
     """The report for a person: a part for each training run, then what is not known."""
     for row in report["train_runs"]:
         yield f"training    {row['path']}: {counted(row['steps_complete'], 'step')} complete"
