@@ -31,7 +31,7 @@ $(TESTS): export OMP_NUM_THREADS = 1
 # Rewriting the asserts of all tests is half of what collecting them takes: kept, where the shell says otherwise too.
 $(TESTS): export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test-fast test test-changed durations test-long test-all test-exhaustive fuzz lint format clean
+.PHONY: env demo test-fast test test-changed durations test-long test-all test-exhaustive fuzz docs lint format clean
 
 env: $(VENV)/.ready
 
@@ -71,6 +71,9 @@ durations: env
 # Hostile files, pages and URLs: make fuzz FUZZ_ARGS="--minutes 5 --only reader --seed 7"
 fuzz: env
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.data_pipeline.fuzz $(FUZZ_ARGS)
+
+docs: env
+	$(BIN)/python tests/support/config_page.py
 
 lint: env
 	$(BIN)/ruff format --check .

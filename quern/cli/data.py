@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quern import storage
+from quern.cli.keys import keys_command
 from quern.cli.output import (
     JSON,
     ended_by_signals,
@@ -173,3 +174,6 @@ def _why_no_stats(run_dir: str) -> str:
     return (
         f"this one has not ended, and stats.json is written at the end; quern data status {run_dir} says how far it is"
     )
+
+
+app.command("keys")(keys_command(DataRun))

@@ -11,6 +11,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
+from quern.cli.keys import keys_command
 from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
 from quern.cli.train_fork import fork
 from quern.config import dump_yaml
@@ -80,6 +81,7 @@ def train(
 
 
 app.command("fork")(fork)
+app.command("keys")(keys_command(TrainConfig))
 
 
 def _here(config: TrainConfig) -> int:

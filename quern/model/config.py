@@ -20,9 +20,13 @@ class RopeScaling(Section):
     """Llama-3 frequency scaling (Llama 3.1; ``rope_type: llama3`` in transformers)."""
 
     factor: Annotated[float, Field(ge=1)] = 8.0
+    """Factor by which low frequencies are divided."""
     low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Wavelengths above ``original_max_position`` / this are scaled fully."""
     high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    """Wavelengths below ``original_max_position`` / this are not scaled."""
     original_max_position: Size = 8192
+    """[tokens] Context length before the scaling."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -106,24 +110,32 @@ class ModelConfig(Section):
     """A preset, its sizes overridden one by one, or all sizes without a preset. Null means the preset's value."""
 
     preset: Preset | None = None
+    """A named set of sizes. Example: llama3-8b"""
     num_layers: Layers | None = None
+    """[layers] Transformer blocks. Example: 32"""
     dim: Size | None = None
+    """[values] Width of the hidden states. Example: 4096"""
     num_heads: Size | None = None
+    """[heads] Query heads. Example: 32"""
     num_kv_heads: Size | None = None
-    """Key/value heads (grouped-query attention); null without a preset = ``num_heads``."""
+    """[heads] Key/value heads (grouped-query attention); null without a preset = ``num_heads``. Example: 8"""
     head_dim: Size | None = None
-    """Null = ``dim / num_heads``."""
+    """[values] Width of a head; null = ``dim / num_heads``. Example: 128"""
     ffn_dim: Size | None = None
-    """Width of the SwiGLU; null without a preset = 8/3 · dim rounded up to a multiple of 64."""
+    """[values] Width of the SwiGLU; null without a preset = 8/3 · dim rounded up to a multiple of 64. Example: 14336"""
     vocab_multiple: Size = 128
-    """The embedding's rows are padded to a multiple of this, the same in every layout; never in a checkpoint."""
+    """[ids] The embedding's rows are padded to a multiple of this, the same in every layout; never in a checkpoint."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary frequencies; null without a preset = 10,000. Example: 500000"""
     rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling (Llama 3.1; ``rope_type: llama3`` in transformers); null = none. Example: {factor:
+    8}"""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
     """RMSNorm over each head's queries and keys (as in Qwen 3)."""
     tied_embeddings: bool | None = None
-    """Whether the output projection is the embedding."""
+    """Whether the output projection is the embedding; null = as the preset, else false. Example: true"""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

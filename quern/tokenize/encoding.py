@@ -64,13 +64,15 @@ class TokenizeConfig(Section):
     encoding: str = "gpt2"
     """A tiktoken encoding (``gpt2``, ``cl100k_base``, …), ``trained``, or with ``ranks`` any name."""
     ranks: str | None = None
-    """A tiktoken ranks file: of the encoding tiktoken knows by that name, else of a new one with GPT-2's pattern."""
+    """A tiktoken ranks file: of the encoding that tiktoken knows by that name, else of a new one with GPT-2's pattern.
+    Example: encodings/mine.tiktoken"""
     vocab_size: Annotated[int, Field(ge=257)] | None = None
-    """Ids of a ``trained`` encoding, EOT included; null = 32,768. A small corpus may give fewer."""
+    """[ids] Ids of a ``trained`` encoding, EOT included; null = 32,768. A small corpus may give fewer. Example:
+    32768"""
     shard_tokens: Annotated[int, Field(ge=1)] = 2**30
-    """A shard closes at the first document end at or above this many tokens."""
+    """[tokens] A shard is closed at the first document end at or above this size."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.002
-    """Share of clusters held out for validation; 0 = none."""
+    """[share] Clusters of duplicates that are held out for validation; 0 = none."""
 
     @model_validator(mode="after")
     def _resolvable(self) -> Self:

@@ -30,29 +30,30 @@ class DuplicatesConfig(Section):
     url: bool = True
     """Remove documents whose canonical URL is equal."""
     url_threshold: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Remove a document with the URL of another one only if the Jaccard similarity of their shingle sets is at least
-    this; 0 removes it whatever its text. Above 0, two texts that are too short for a shingle both stay."""
+    """[Jaccard similarity] Remove a document with the URL of another one only if their shingle sets are at least this
+    similar; 0 removes it whatever its text. Above 0, two texts that are too short for a shingle both stay."""
     near: bool = True
     """Remove documents that are similar to one that is kept."""
     ngram: Annotated[int, Field(ge=1, le=64)] = 5
-    """Words in a shingle. A text with fewer words is only compared as a whole."""
+    """[words] Words in a shingle; a text with fewer words is only compared as a whole."""
     num_perm: Annotated[int, Field(ge=1, le=4096)] = 128
-    """Values in a MinHash signature."""
+    """[values] Values in a MinHash signature."""
     bands: Annotated[int, Field(ge=1, le=255)] = 16
+    """[bands] Bands of a signature; ``bands`` × ``rows`` is at most ``num_perm``."""
     rows: Annotated[int, Field(ge=1)] = 8
-    """Signature values in a band: two documents are compared when all rows of at least one band agree."""
+    """[values] Signature values in a band: two documents are compared when all rows of at least one band agree."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Jaccard similarity of the shingle sets from which on two documents are near duplicates."""
+    """[Jaccard similarity] Two documents whose shingle sets are at least this similar are near duplicates."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-    """Of the permutations, as in ``datasketch.MinHash(seed=…)``."""
+    """Seed of the permutations, as in ``datasketch.MinHash(seed=…)``."""
     scope: Literal["run", "source"] = "run"
-    """Compare the documents of the whole run, or only those of the same source with each other."""
+    """Compare the documents of the whole run, or only those of one source with each other."""
     url_keep: Literal["best", "latest"] = "best"
     """Of documents with the same URL keep the first in survivor order, or the one fetched last."""
     max_band_members: Annotated[int, Field(ge=1, le=65536)] = 32
-    """A band that more documents share proposes each of them only against the first of them in survivor order."""
+    """[documents] Where more documents share a band, each is compared only with the first of them in survivor order."""
     alarm_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """A source that loses more than this share of its documents is reported."""
+    """[share] A source that loses more than this share of its documents is reported."""
 
     later: ClassVar[Mapping[str, Any]] = {"url_threshold": 0.0}
 

@@ -34,24 +34,26 @@ class ExtractConfig(Section):
     """Engine, its balance, and what a page may cost. The defaults for bounds pass every page of a real-page corpus."""
 
     engine: Literal["trafilatura", "resiliparse"] = "trafilatura"
+    """The library that extracts a page's main text."""
     favor: Literal["precision", "balanced", "recall"] = "precision"
-    """Precision against recall; trafilatura only."""
+    """Trafilatura only: prefer precision or recall."""
     include_tables: bool = True
-    """Text in tables; trafilatura only."""
+    """Trafilatura only: keep the text of tables."""
     max_html_bytes: int = Field(default=4 << 20, ge=1)
-    """UTF-8 bytes of the decoded page."""
+    """[bytes] UTF-8 bytes of the decoded page; a larger page fails."""
     max_elements: int = Field(default=16_000, ge=1)
-    """Opening tags, comments and declarations."""
+    """[elements] Opening tags, comments and declarations of a page; a page with more fails."""
     max_inline_elements: int = Field(default=5_000, ge=1)
-    """Elements in one run without a block: trafilatura's time grows with its square."""
+    """[elements] Elements in a run without a block element; trafilatura's time grows with the square of this number."""
     max_table_cells: int = Field(default=50_000, ge=1)
-    """Cells a page's tables take once ``colspan`` and ``rowspan`` are spelled out, counted only where they occur."""
+    """[cells] Cells of a page's tables once ``colspan`` and ``rowspan`` are expanded; counted only where they occur."""
     max_attributes: int = Field(default=50_000, ge=1)
-    """Attributes of all elements of a page."""
+    """[attributes] Attributes of all elements of a page."""
     max_element_attributes: int = Field(default=1_000, ge=1)
-    """Attributes of one element: lxml's time grows with their square."""
+    """[attributes] Attributes of one element; lxml's time grows with the square of this number."""
     max_text_bytes: int = Field(default=4 << 20, ge=1)
-    """UTF-8 bytes of a page's text, HTML or not: to be measured it takes up to a hundred times as much memory."""
+    """[bytes] UTF-8 bytes of a page's text, HTML or not; measuring a text takes up to a hundred times as much
+    memory."""
 
     @model_validator(mode="after")
     def _engine_has_what_is_set(self) -> Self:

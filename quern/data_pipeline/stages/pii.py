@@ -39,11 +39,17 @@ class PiiTags(Section):
     """The replacements of personal data. A tag is plain text, never a tokenizer's control token."""
 
     email: str = "|||EMAIL_ADDRESS|||"
+    """What replaces an e-mail address."""
     phone: str = "|||PHONE_NUMBER|||"
+    """What replaces a phone number."""
     credit_card: str = "|||CREDIT_CARD|||"
+    """What replaces a card number."""
     iban: str = "|||IBAN|||"
+    """What replaces an IBAN."""
     ipv4: str = "|||IP_ADDRESS|||"
+    """What replaces an IPv4 address."""
     ipv6: str = "|||IP_ADDRESS|||"
+    """What replaces an IPv6 address."""
 
     @field_validator("*")
     @classmethod
@@ -59,12 +65,16 @@ class PiiConfig(Section):
     """Config of personal data: which types are searched for, and what is done with them."""
 
     types: tuple[PiiType, ...] = TYPES
+    """The kinds of personal data that are looked for."""
     action: Literal["mask", "measure"] = "mask"
+    """``mask`` replaces what is found by the tag of its kind; ``measure`` only counts it."""
     tags: PiiTags = PiiTags()
     phone_regions: tuple[str, ...] = ()
-    """Countries (ISO 3166, two letters) whose national phone numbers are known besides those of the page's language."""
+    """Countries (ISO 3166, two letters) whose national phone numbers are looked for besides those of the page's
+    language. Example: [DE, AT]"""
     max_spans: Annotated[int, Field(ge=0)] | None = None
-    """More finds than this, over all types, fail ``pii.too_many``; null, or ``action: measure``, never fails."""
+    """[finds] A page with more finds, over all types, fails ``pii.too_many``; null, or ``action: measure``, never
+    fails. Example: 100"""
 
     @field_validator("phone_regions")
     @classmethod

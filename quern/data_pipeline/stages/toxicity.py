@@ -39,20 +39,24 @@ class ToxicityConfig(Section):
     """Config of toxicity: how it is measured, and the thresholds."""
 
     action: Literal["drop", "measure"] = "drop"
+    """``measure`` fills the columns and lets every page pass."""
     embedded: bool = True
-    """Use quern's own short list of obscene English terms for ``en`` where no other lexicon is given for it."""
+    """Use quern's own short list of obscene English terms where no other lexicon is given for ``en``."""
     lexicons: dict[str, str] = Field(default_factory=dict)
-    """A file of one term a line, by language code."""
+    """A file of one term per line, by language code. Example: {de: lists/de.txt}"""
     lexicon_folder: str | None = None
-    """A folder with one such file a language, named by its code (LDNOOBW's layout); ``lexicons`` goes before it."""
+    """A folder with one such file per language, named by its code (LDNOOBW's layout); ``lexicons`` has precedence.
+    Example: lists/ldnoobw"""
     max_density: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """A page fails when more than this share of its words (characters in languages without spaces) are hits ..."""
+    """[share] A page fails when more than this share of its words are terms of the lexicon (characters in languages
+    without spaces), and there are ``min_hits``."""
     min_hits: Annotated[int, Field(ge=1)] = 3
-    """... and there are at least so many."""
+    """[terms] Fewest terms of the lexicon in a page that fails."""
     classifier: str | None = None
-    """Path of a fastText model, for example one of Dolma's Jigsaw classifiers."""
+    """A fastText model file, for example one of Dolma's Jigsaw classifiers. Example: models/jigsaw.bin"""
     labels: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
-    """The model's labels to measure, without ``__label__``, and the probability above which each fails (1: never)."""
+    """The model's labels to measure, without ``__label__``, and the probability above which each fails (1: never).
+    Example: {toxic: 0.9}"""
 
     @field_validator("labels")
     @classmethod

@@ -39,20 +39,22 @@ class UrlConfig(Section):
     """Block lists, each a list of files or globs; a file may be gzipped. None is shipped: bring your own (UT1, say)."""
 
     action: Literal["drop", "measure"] = "drop"
+    """``measure`` fills the columns and lets every page pass."""
     domains: tuple[str, ...] = ()
-    """Files of one domain a line; a domain stands for all below it."""
+    """Files of one domain per line; a domain includes all hosts below it. Example: [lists/domains.txt]"""
     urls: tuple[str, ...] = ()
-    """Files of one URL a line, scheme optional; a path stands for all below it."""
+    """Files of one URL per line, scheme optional; a path includes all paths below it. Example: [lists/urls.txt]"""
     words: tuple[str, ...] = ()
-    """Files of one word or phrase a line, looked for among the URL's words."""
+    """Files of one word or phrase per line, looked for among the URL's words. Example: [lists/words.txt]"""
     soft_words: tuple[str, ...] = ()
-    """Files of words that mean something only together."""
+    """Files of words that count only together (``max_soft_words``). Example: [lists/soft_words.txt]"""
     max_words: Annotated[int, Field(ge=0)] = 0
-    """More than this many hits of ``words`` fail."""
+    """[words] A URL with more hits of ``words`` fails."""
     max_soft_words: Annotated[int, Field(ge=0)] = 1
-    """More than this many hits of ``soft_words`` fail (RefinedWeb, appendix G.1: two of them ban)."""
+    """[words] A URL with more hits of ``soft_words`` fails (RefinedWeb, appendix G.1: two of them ban)."""
     cache: str | None = None
-    """Folder on this machine for the lists' hash arrays; null is ``$XDG_CACHE_HOME/quern/blocklists``."""
+    """A folder on this machine for the lists' hash arrays; null = ``$XDG_CACHE_HOME/quern/blocklists``. Example:
+    /tmp/blocklists"""
 
 
 class UrlFilter:

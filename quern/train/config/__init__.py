@@ -28,34 +28,42 @@ class DataConfig(Section):
     """One source of the mixture."""
 
     path: str
-    """``RUN/tokens/<source>`` of a data run."""
+    """``RUN/tokens/<source>`` of a data run. Example: runs/first/tokens/web"""
     weight: Weight = 1.0
-    """Share of tokens, relative to the other weights."""
+    """[relative] Share of tokens, relative to the other sources' weights."""
     max_epochs: Annotated[float, Field(gt=0)] = 4.0
-    """A plan that would read the source more often is refused (Muennighoff et al. 2023: 4 epochs cost little)."""
+    """[epochs] A plan that would read the source more often is refused (Muennighoff et al. 2023: 4 epochs cost
+    little)."""
     accept_version: Count | None = None
-    """The corpus version a resumed run may go on with when it is not the one it began on; opens a phase."""
+    """The corpus version with which a run may be resumed when it is not the one it began with; starts a phase. Example:
+    2"""
 
 
 class PhaseConfig(Section):
     """A change of recipe or batch size at a data step."""
 
     first_step: Count
-    """Data step from which it holds (data steps and model steps differ only by skipped data)."""
+    """[steps] Data step from which the phase holds (data steps and model steps differ only by skipped data). Example:
+    20000"""
     weights: tuple[Weight, ...] | None = None
-    """One for each entry of ``data``; null = unchanged."""
+    """[relative] A weight for each entry of ``data``; null = unchanged. Example: [0.7, 0.3]"""
     global_batch: Count | None = None
-    """Null = unchanged."""
+    """[sequences] Sequences per step; null = unchanged. Example: 1024"""
 
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019); decay on matrices only."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay rate of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay, on matrices only."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null = no clipping."""
 
@@ -64,44 +72,50 @@ class ScheduleConfig(Section):
     """Learning rate by model step: linear warm-up, then ``kind``, down to ``final · lr`` at ``steps``."""
 
     kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
     warmup: NonNegative = 2000
-    """Steps; at most ``steps``."""
+    """[steps] Linear warm-up; at most ``steps``."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of ``lr`` at the end, in the step after the last."""
+    """[share] Learning rate at the end, in the step after the last, as a share of ``lr``."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """``wsd``: share of all steps that decay linearly at the end."""
+    """[share] ``wsd``: share of all steps that decay linearly at the end."""
 
 
 class ParallelConfig(Section):
     """Mesh sizes and how they are used. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
 
     dp_replicate: Count = 1
+    """[ranks] Copies of the model, kept equal by DDP, or by HSDP with ``dp_shard``."""
     dp_shard: Count | None = None
-    """Null = all remaining ranks."""
+    """[ranks] Ranks over which FSDP2 shards weights, gradients and moments; null = all remaining ranks. Example: 8"""
     reshard_after_forward: bool | Count | None = None
     """FSDP2: true = gather again in backward (ZeRO-3), false = keep (ZeRO-2), a number = reshard to that many ranks
-    (without tp and pp). Null = true, and false in a pipeline, which would gather for every micro-batch."""
+    (without tp and pp). Null = true, and false in a pipeline, which would gather for every micro-batch. Example:
+    false"""
     tp: Count = 1
-    """Tensor parallelism: heads, feed-forward width and vocabulary are split over this many ranks, and between them
-    the sequence (Megatron's sequence parallelism)."""
+    """[ranks] Tensor parallelism: heads, feed-forward width and vocabulary are split over this many ranks, and between
+    them the sequence (Megatron's sequence parallelism)."""
     async_tp: bool = False
     """CUDA with ``compile``: gathers and scatters of ``tp`` overlap with the products that need them."""
     nvlink_domain: Count | None = None
-    """GPUs that NVLink joins; null = those of a node, as the launcher says."""
+    """[GPUs] GPUs that NVLink joins; null = those of a node, as the launcher says. Example: 8"""
     tp_across_domains: bool = False
     """Let ``tp`` reach beyond an NVLink domain."""
     pp: Count = 1
-    """Pipeline parallelism: layers are split over this many ranks."""
+    """[ranks] Pipeline parallelism: layers are split over this many ranks."""
     schedule: Schedule | None = None
-    """In which order a pipeline's rank works on micro-batches; null = 1f1b."""
+    """The order in which a rank of a pipeline works on micro-batches; null = 1f1b. Example: interleaved_1f1b"""
     stages_per_rank: Count | None = None
-    """Of interleaved_1f1b, looped_bfs and interleaved_zero_bubble, 2 or more; null = 2. The others fix it: 2 of the
-    V-shaped ones (zbv_zero_bubble, dualpipe_v), else 1."""
+    """[stages] For interleaved_1f1b, looped_bfs and interleaved_zero_bubble, 2 or more; null = 2. The others fix it: 2
+    for the V-shaped ones (zbv_zero_bubble, dualpipe_v), else 1. Example: 2"""
     stage_layers: tuple[Count, ...] | None = None
-    """Layers of every stage in turn; null = by cost, embedding and head counted."""
+    """[layers] Layers of each stage in turn; null = by cost, embedding and head counted. Example: [9, 8, 8, 7]"""
     cp: Count = 1
+    """[ranks] Context parallelism; not available, 1 is the only value."""
     ep: Count = 1
+    """[ranks] Expert parallelism; not available, 1 is the only value."""
     zero: Literal[1, 2, 3] | None = None
+    """Not available; use ``dp_shard`` with ``reshard_after_forward``. Null is the only value."""
 
     @model_validator(mode="after")
     def _available(self) -> Self:
@@ -122,27 +136,31 @@ class CompileConfig(Section):
     """``torch.compile``, block by block."""
 
     enabled: bool = False
+    """Compile each block."""
     backend: str = "inductor"
+    """Backend of ``torch.compile``."""
 
 
 class GuardConfig(Section):
     """The reaction to a step whose loss or gradient norm is abnormal. Decided on device."""
 
     non_finite: Literal["continue", "skip"] = "skip"
+    """What happens to a step whose loss or gradient norm is not finite: apply it or skip it."""
     spike: Literal["continue", "skip"] = "continue"
-    """Spikes are reported in either case."""
+    """What happens to a step that is a spike: apply it or skip it. It is reported in either case."""
     window: Annotated[int, Field(ge=8)] = 128
-    """Healthy steps of history."""
+    """[steps] Healthy steps of history."""
     min_history: Annotated[int, Field(ge=4)] = 32
-    """No spike is called before this many."""
+    """[steps] No spike is reported before this many healthy steps."""
     loss_z: Annotated[float, Field(gt=0)] = 6.0
-    """Robust z-score (median, MAD) above which a loss is a spike."""
+    """[z-score] Robust z-score (median, MAD) above which a loss is a spike."""
     grad_norm_z: Annotated[float, Field(gt=0)] = 10.0
+    """[z-score] The same for the gradient norm."""
     max_skips: Count = 100
-    """The run fails after this many skipped steps in a row: what is skipped does not enter the history, so a lasting
-    change would be skipped for ever."""
+    """[steps] The run fails after this many skipped steps in a row: a skipped step does not enter the history, so a
+    lasting change would be skipped for ever."""
     health_window: Count = 100
-    """Steps after a checkpoint that have to be finite, applied and no spike before it is *good*."""
+    """[steps] Steps after a checkpoint that must be finite, applied and no spike before it is *good*."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -155,11 +173,12 @@ class ForensicsConfig(Section):
     """What is recorded of a step that is a spike or not finite: ``RUN/forensics/``."""
 
     window: NonNegative = 8
-    """Steps whose losses by sequence and gradient norms by layer are kept for it, the step itself included; 0 = off."""
+    """[steps] Steps whose losses by sequence and gradient norms by layer are kept in memory for it, the step itself
+    included; 0 = off."""
     steps: tuple[NonNegative, ...] = ()
-    """Steps of which it is written in any case."""
+    """[steps] Steps that are recorded in any case. Example: [1000]"""
     max_files: Count = 100
-    """Of a run."""
+    """[files] Most steps that a run records."""
 
     @model_validator(mode="after")
     def _on(self) -> Self:
@@ -172,41 +191,42 @@ class CheckpointConfig(Section):
     """When checkpoints are saved and which are kept."""
 
     interval: NonNegative | Literal["auto"] = 1000
-    """Steps between saves; the last step is always saved; 0 = only the last; auto = what wastes least, by what saves
-    cost and how often the run fails."""
+    """[steps] Steps between saves; the last step is always saved; 0 = only the last; auto = the interval that loses
+    least time, from the measured cost of saves and the failure rate of the run."""
     mtbf_hours: Annotated[float, Field(gt=0)] | None = None
-    """Mean time between failures of the whole run, for auto; null = by what the ledger has seen, and Llama 3's."""
+    """[hours] Mean time between failures of the whole run, for auto; null = from the ledger's failures and Llama 3's
+    rate. Example: 24"""
     max_interval_s: Annotated[float, Field(gt=0)] = 3600.0
-    """The longest that auto chooses."""
+    """[seconds] The longest interval that auto chooses."""
     keep_last: Count = 3
-    """Newest checkpoints that stay, of the branch the run is on; more stay where they are needed."""
+    """[checkpoints] Newest checkpoints that are kept, of the current branch; more are kept where they are needed."""
     keep_every: Count | None = None
-    """Steps whose multiples are kept for ever."""
+    """[steps] Checkpoints whose step is a multiple are kept for ever; null = none. Example: 10000"""
     verify: bool = True
     """Compare every file's SHA-256 before a resume."""
     mode: Literal["sync", "thread", "process"] = "thread"
-    """Who writes: the training loop itself, while it stands still; a thread of each rank; a process beside each rank.
-    The last two write from a copy in memory, as large as what a rank saves."""
+    """Who writes: the training loop itself, while it waits; a thread of each rank; a process beside each rank. The last
+    two write from a copy in memory, as large as what a rank saves."""
     overlap: bool = True
-    """Copy beside the next forward and backward instead of before them; not with sync."""
+    """Copy during the next forward and backward pass instead of before them; not with sync."""
     max_failures: Count = 3
-    """The run fails when so many saves in a row have failed, or its last one."""
+    """[saves] The run fails when so many saves in a row have failed, or its last one."""
     local: str | None = None
-    """A folder on each node's own disk for the tensor files, absolute; ``{node}`` is the node's number. Null = they lie
-    in run_dir, which all nodes share. The small files always do."""
+    """A folder on each node's own disk for the tensor files, absolute; ``{node}`` is the node's number. Null = they are
+    in run_dir, which all nodes share. The small files always are. Example: /local/checkpoints/{node}"""
     partner: bool | None = None
-    """Mirror a node's files to the disk of the next node; null = where there is local."""
+    """Mirror a node's files to the disk of the next node; null = where there is ``local``. Example: true"""
     store: str | None = None
-    """Where checkpoints are uploaded behind the training, as s3://bucket/run; any URL that fsspec knows. A store
-    belongs to one run."""
+    """Where checkpoints are uploaded during training; any URL that fsspec knows. A store belongs to one run. Example:
+    s3://bucket/run"""
     store_every: Count | None = None
-    """Upload those whose step is a multiple of this, and the last, and keep each until it is there; null = each that
-    comes when no other upload is under way, and the last."""
+    """[steps] Upload checkpoints whose step is a multiple, and the last, and keep each until it is uploaded; null =
+    each that appears when no other upload is in progress, and the last. Example: 5000"""
     store_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    """Of each node's upload at most; null = no limit."""
+    """[bytes per second] Upload rate limit of each node; null = none. Example: 2e8"""
     upload_wait_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long a run that ends waits for its uploads, at most 10 s after a signal; the next start takes up the one it
-    goes on from."""
+    """[seconds] How long a run that ends waits for its uploads, at most 10 s after a signal; the next start resumes the
+    upload of the checkpoint it resumes from."""
 
     @field_validator("interval", mode="before")
     @classmethod
@@ -247,13 +267,13 @@ class ResumeConfig(Section):
     """The checkpoint to resume from."""
 
     step: NonNegative | Literal["good"] | None = None
-    """Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger; good does
-    the same with the last good checkpoint (``guard.health_window``)."""
+    """[steps] Null = the newest valid checkpoint. A number rolls back to that checkpoint and says so in the ledger;
+    good does the same with the last good checkpoint (``guard.health_window``). Example: 4000"""
     again: Count | None = None
-    """With a number in ``step``: the same request is carried out once, and given again it goes on behind that; another
-    number here asks anew, as after a purge of the corpus."""
+    """With a number in ``step``: the same request is carried out once, and a later start with it resumes after it;
+    another number here makes it a new request, as after a purge of the corpus. Example: 2"""
     from_store: bool = False
-    """A run_dir without a checkpoint goes on from those in checkpoint.store, instead of refusing to mix with them."""
+    """A run_dir without a checkpoint resumes from those in checkpoint.store, instead of refusing to mix with them."""
 
     @field_validator("step", mode="before")
     @classmethod
@@ -267,27 +287,30 @@ class ValidationConfig(Section):
     """Loss on the held-out documents (``path + '.val'``)."""
 
     interval: NonNegative = 500
-    """Steps; 0 = only at the end."""
+    """[steps] Steps between validations; 0 = only at the end."""
     windows: Count | None = 256
-    """Of each source, from its start; null = all."""
+    """[windows] Windows of each source, from its start; null = all."""
 
 
 class MetricsConfig(Section):
     """The metrics written for each step."""
 
     tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
     live: bool = True
-    """A line on stderr with loss, speed and time to go."""
+    """Show a line on stderr with loss, speed and time to go."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Dense peak of one device in the compute precision; null = by the device's name, else MFU is null."""
+    """[TFLOP/s] Dense peak of one device in the compute precision; null = by the device's name, else MFU is null.
+    Example: 989"""
 
 
 class ProfileConfig(Section):
     """A ``torch.profiler`` trace of chosen steps, and a snapshot of memory when it runs out."""
 
     first_step: NonNegative | None = None
-    """Null = no trace."""
+    """[steps] First traced step; null = no trace. Example: 100"""
     steps: Count = 3
+    """[steps] Steps that are traced."""
     memory_snapshot: bool = False
     """CUDA: record allocations, and write a snapshot when memory runs out."""
 
@@ -296,28 +319,38 @@ class TrainConfig(Section):
     """A training run."""
 
     run_dir: str
+    """The folder of the run, on a file system that all nodes share. Example: runs/train"""
     data: Annotated[tuple[DataConfig, ...], Field(min_length=1)]
+    """The sources of the mixture. Example: [{path: runs/first/tokens/web}]"""
     document_mask: bool = True
     """Attention stays inside a document; positions restart with it; its first token is no target."""
     phases: tuple[PhaseConfig, ...] = ()
+    """Changes of weights or batch size at given data steps. Example: [{first_step: 20000, global_batch: 1024}]"""
     model: ModelConfig = ModelConfig(preset="debug")
     seq_len: Count = 2048
+    """[tokens] Length of a sequence."""
     global_batch: Count = 512
-    """Sequences a step."""
+    """[sequences] Sequences per step."""
     micro_batch: Count = 1
-    """Sequences a forward pass and a data-parallel rank."""
+    """[sequences] Sequences per forward pass and data-parallel rank."""
     steps: Count
+    """[steps] Optimizer steps of the run. Example: 100000"""
     seed: NonNegative = 0
+    """Seed of the weights and of the order."""
     init_from: str | None = None
-    """A checkpoint whose weights a fresh run begins with (one of ``quern checkpoint import-hf``, for example), or a
-    training run: its newest. Keys of ``model`` that are not given are the checkpoint's."""
+    """A checkpoint whose weights a new run begins with (from ``quern checkpoint import-hf``, for example), or a
+    training run: its newest. Keys of ``model`` that are not given are the checkpoint's. Example: checkpoints/llama"""
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    """Of compute. Masters, moments and reductions are FP32 (FP64 with fp64)."""
+    """Precision of compute. Master weights, moments and reductions are FP32 (FP64 with fp64)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` is CUDA where there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """Attention implementation; ``auto`` takes varlen for document masks on CUDA in BF16 and FP16, else sdpa."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Which activations are recomputed in backward: none, those of whole blocks, or all but the costly products of a
+    block."""
     loss_chunk: Count = 4096
-    """Tokens whose logits exist at a time."""
+    """[tokens] Tokens whose logits exist at one time."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of log²Z in what is minimised (PaLM: 1e-4); ``loss`` in the metrics is the cross-entropy alone."""
     deterministic: bool = False
@@ -332,7 +365,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
     data_skip: NonNegative = 0
-    """With ``resume.step``: data steps that are never read, from the checkpoint's on."""
+    """[steps] With ``resume.step``: data steps that are never read, from the checkpoint's on."""
     validation: ValidationConfig = ValidationConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()

@@ -18,11 +18,11 @@ class Float8Config(Section):
 
     recipe: Scaling | None = None
     """Which values share a scale: tensorwise a matrix, rowwise a row, blockwise 1×128 of activations and gradients and
-    128×128 of weights (DeepSeek-V3, section 3.3). Null = no FP8."""
+    128×128 of weights (DeepSeek-V3, section 3.3). Null = no FP8. Example: tensorwise"""
     gradients: Literal["e4m3", "e5m2"] | None = None
-    """Format of the gradients of outputs; null = e4m3, and of torchao's tensorwise e5m2."""
+    """Format of the gradients of outputs; null = e4m3, and for torchao's tensorwise e5m2. Example: e5m2"""
     delayed: bool = False
-    """Of tensorwise: scales from the largest values of the 16 steps before, the same on every rank; else from each
+    """Tensorwise only: scales from the largest values of the 16 steps before, the same on every rank; else from each
     matrix itself."""
     all_gather: bool = False
     """FSDP2 gathers in FP8 what these products take, half the bytes of bf16 (tensorwise and blockwise). The bits are

@@ -51,13 +51,14 @@ class QualityConfig(Section):
     """Which rule families, in which order, by which definitions and thresholds. The defaults are FineWeb's."""
 
     dialect: Dialect = "datatrove"
-    """Definitions of the two Gopher families; C4 and FineWeb have one each."""
+    """Definitions of the two Gopher families: datatrove's or those of the paper. C4 and FineWeb have one each."""
     order: tuple[Family, ...] = ("repetition", "gopher", "c4", "fineweb")
-    """The order of reasons, and of who reads what C4 leaves; a family that is not listed is not measured."""
+    """The families that are measured, in the order in which they give the reason and in which they read the text that
+    C4 leaves."""
     action: Literal["drop", "measure"] = "drop"
-    """``measure`` fills the columns, failed rules too, as ``drop`` would; no page fails and no text changes."""
+    """``measure`` fills the columns and ``failed_rules`` as ``drop`` would; no page fails and no text changes."""
     default_language: str = Field(default="en", pattern="^[a-z]{2,3}$")
-    """The language of a page that has none noted: decides how words are split, and which stop words count."""
+    """The language of a page of unknown language: decides how words are split and which stop words count."""
     repetition: RepetitionConfig = RepetitionConfig()
     gopher: GopherConfig = GopherConfig()
     c4: C4Config = C4Config()

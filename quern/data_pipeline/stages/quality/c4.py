@@ -32,22 +32,25 @@ class C4Config(Section):
     """
 
     min_sentences: int | None = Field(default=5, ge=0)
+    """[sentences] A page with fewer fails; null = no limit. Example: 3"""
     lorem_ipsum: bool = True
-    """Fail a page with a line that holds the phrase."""
+    """Fail a page with a line that has this phrase."""
     curly_bracket: bool = True
-    """Fail a page with a line that holds ``{``."""
+    """Fail a page with a line that has ``{``."""
     max_word_length: int | None = Field(default=1000, ge=0)
-    """Leave out a line with a longer word (between whitespace; not applied to languages without spaces)."""
+    """[characters] Remove a line with a longer word (between whitespace); not applied to languages without spaces; null
+    = none."""
     citations: bool = True
-    """Take ``[1]``, ``[]``, ``[edit]`` and ``[citation needed]`` off every line."""
+    """Remove ``[1]``, ``[]``, ``[edit]`` and ``[citation needed]`` from every line."""
     terminal_punctuation: bool = False
-    """Leave out a line that does not end in ``. ? ! " '``, or ends in ``...``. FineWeb does not."""
+    """Remove a line that does not end in ``. ? ! " '``, or that ends in ``...``. FineWeb does not."""
     min_words_per_line: int | None = Field(default=3, ge=0)
-    """Leave out a line with fewer words (between whitespace; characters in languages without spaces)."""
+    """[words] Remove a line with fewer words (between whitespace; characters in languages without spaces); null =
+    none."""
     javascript: bool = True
-    """Leave out a line that mentions it."""
+    """Remove a line that mentions JavaScript."""
     policy: bool = True
-    """Leave out a line about terms of use, cookies or privacy policy."""
+    """Remove a line about terms of use, cookies or a privacy policy."""
     rewrite: bool = True
     """Replace the page's text by the lines that stay. If false, later families and stages read the text as it was."""
 

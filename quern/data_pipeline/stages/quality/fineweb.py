@@ -27,17 +27,18 @@ class FinewebConfig(Section):
     """Thresholds; null switches a rule off, 0 is a value."""
 
     line_punct_ratio: float | None = Field(default=0.12, ge=0, le=1)
-    """Least share of lines that end in a terminal mark of any script."""
+    """[share] Fewest lines that end in a terminal mark of any script; null = no limit, as for the other ratios."""
     line_punct_exclude_zero: bool = False
-    """Let a page pass where no line at all does."""
+    """Let a page pass in which no line ends in a terminal mark."""
     short_line_ratio: float | None = Field(default=0.67, ge=0, le=1)
-    """Greatest share of short lines."""
+    """[share] Most short lines."""
     short_line_length: int = Field(default=30, ge=0)
-    """A line of at most this many characters is short (measured, so a change means reading the text again)."""
+    """[characters] A line of at most this length is short. It is measured, so a change means reading the pages
+    again."""
     char_dup_ratio: float | None = Field(default=0.01, ge=0, le=1)
-    """Greatest share of characters in lines that repeat an earlier one: 0.01 in FineWeb's code, 0.1 in its paper."""
+    """[share] Most characters in lines that repeat an earlier one: 0.01 in FineWeb's code, 0.1 in its paper."""
     list_ratio: float | None = Field(default=0.3, ge=0, allow_inf_nan=False)
-    """Most newlines a word."""
+    """[per word] Most newlines."""
 
 
 def measure(reading: Reading, *, short_line_length: int = 30) -> dict[str, float | None]:

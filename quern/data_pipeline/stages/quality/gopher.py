@@ -51,21 +51,29 @@ class GopherConfig(Section):
     """Thresholds of the quality rules; null switches a rule off, 0 is a value."""
 
     min_words: int | None = Field(default=50, ge=0)
+    """[words] A page with fewer words fails; null = no limit, as for all keys here."""
     max_words: int | None = Field(default=100_000, ge=0)
+    """[words] A page with more words fails."""
     min_mean_word_length: float | None = Field(default=3.0, ge=0, allow_inf_nan=False)
-    """Characters; like its maximum not applied where words are characters (languages without spaces)."""
+    """[characters] Least mean length of a word; not applied, like the maximum, to languages without spaces."""
     max_mean_word_length: float | None = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """[characters] Greatest mean length of a word."""
     max_hash_ratio: float | None = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Number signs a word."""
+    """[per word] Most number signs (#)."""
     max_ellipsis_ratio: float | None = Field(default=0.1, ge=0, allow_inf_nan=False)
-    """Occurrences of ``...`` and ``…`` a word."""
+    """[per word] Most occurrences of ``...`` and ``…``."""
     max_bullet_line_frac: float | None = Field(default=0.9, ge=0, le=1)
+    """[share] Most lines that begin with a bullet."""
     max_ellipsis_line_frac: float | None = Field(default=0.3, ge=0, le=1)
+    """[share] Most lines that end in an ellipsis."""
     min_alpha_word_frac: float | None = Field(default=0.8, ge=0, le=1)
+    """[share] Fewest words that have a letter."""
     min_stop_words: int | None = Field(default=2, ge=0)
-    """Distinct stop words of the page's language; not applied to a language that ``stop_words`` has no list for."""
+    """[words] Fewest distinct stop words of the page's language; not applied to a language without a list in
+    ``stop_words``."""
     stop_words: dict[str, tuple[str, ...]] = Field(default_factory=lambda: dict(_STOP_WORDS))
-    """A list a language (measured, so a change means reading the text again)."""
+    """A list of stop words per language. They are measured, so a change means reading the pages again. Example: {de:
+    [der, die, und]}"""
 
     @model_validator(mode="after")
     def _ordered(self) -> GopherConfig:

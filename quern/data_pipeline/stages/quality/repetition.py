@@ -64,18 +64,31 @@ class RepetitionConfig(Section):
     """Thresholds of table A1: a greater measure fails. Null switches a rule off, 0 is a value."""
 
     dup_para_frac: float | None = Field(default=0.30, ge=0, le=1)
+    """[share] Paragraphs that repeat an earlier one; a page with more fails, as for all keys here; null = no limit."""
     dup_para_char_frac: float | None = Field(default=0.20, ge=0, le=1)
+    """[share] Characters in paragraphs that repeat an earlier one."""
     dup_line_frac: float | None = Field(default=0.30, ge=0, le=1)
+    """[share] Lines that repeat an earlier one."""
     dup_line_char_frac: float | None = Field(default=0.20, ge=0, le=1)
+    """[share] Characters in lines that repeat an earlier one."""
     top_2gram_char_frac: float | None = Field(default=0.20, ge=0, le=1)
+    """[share] Characters in the most frequent 2-gram of words."""
     top_3gram_char_frac: float | None = Field(default=0.18, ge=0, le=1)
+    """[share] Characters in the most frequent 3-gram of words."""
     top_4gram_char_frac: float | None = Field(default=0.16, ge=0, le=1)
+    """[share] Characters in the most frequent 4-gram of words."""
     dup_5gram_char_frac: float | None = Field(default=0.15, ge=0, le=1)
+    """[share] Characters in 5-grams of words that occur more than once."""
     dup_6gram_char_frac: float | None = Field(default=0.14, ge=0, le=1)
+    """[share] Characters in 6-grams of words that occur more than once."""
     dup_7gram_char_frac: float | None = Field(default=0.13, ge=0, le=1)
+    """[share] Characters in 7-grams of words that occur more than once."""
     dup_8gram_char_frac: float | None = Field(default=0.12, ge=0, le=1)
+    """[share] Characters in 8-grams of words that occur more than once."""
     dup_9gram_char_frac: float | None = Field(default=0.11, ge=0, le=1)
+    """[share] Characters in 9-grams of words that occur more than once."""
     dup_10gram_char_frac: float | None = Field(default=0.10, ge=0, le=1)
+    """[share] Characters in 10-grams of words that occur more than once."""
 
 
 def measure(reading: Reading, *, dialect: Dialect = "datatrove") -> dict[str, float | None]:
