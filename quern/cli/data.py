@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quern import storage
+from quern.cli.init import DATA_CASES, init_command
 from quern.cli.keys import keys_command
 from quern.cli.output import (
     JSON,
@@ -177,3 +178,4 @@ def _why_no_stats(run_dir: str) -> str:
 
 
 app.command("keys")(keys_command(DataRun))
+app.command("init")(init_command(DataRun, DATA_CASES, "quern data run"))

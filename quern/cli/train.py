@@ -11,6 +11,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
+from quern.cli.init import TRAIN_CASES, init_command
 from quern.cli.keys import keys_command
 from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
 from quern.cli.train_fork import fork
@@ -82,6 +83,7 @@ def train(
 
 app.command("fork")(fork)
 app.command("keys")(keys_command(TrainConfig))
+app.command("init")(init_command(TrainConfig, TRAIN_CASES, "quern train run"))
 
 
 def _here(config: TrainConfig) -> int:
