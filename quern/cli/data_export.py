@@ -30,7 +30,7 @@ def export(
     """Write the texts that are in the corpus's current version, with id, URL, date, language and source.
 
     Texts are those that were tokenized; duplicates, dropped and purged pages are left out."""
-    from quern.cli.lineage.run import open_run
+    from quern.cli.open_run import open_run
     from quern.lineage.texts import FORMATS, RECORD_FILE, export_texts
 
     if format not in FORMATS:

@@ -270,7 +270,9 @@ def test_weights_gathered_in_fp8(run_ranks: Any) -> None:
     compare(run_ranks, cases)
     for case in cases:
         weights = [0, 0]
-        for place, step in enumerate((case.step, replace(case.step, float8_gather=None))):
+        for place, step in enumerate(
+            (case.step, replace(case.step, layout=replace(case.layout, float8_all_gather=False)))
+        ):
             weights[place] = sum(row.payload for row in traffic(step) if row.what == "gather weights")
         assert 0.5 < weights[0] / weights[1] < 0.8  # embedding, head and norms travel as they are
 

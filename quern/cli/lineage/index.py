@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from quern.cli.lineage.run import open_run
+from quern.cli.open_run import open_run
 from quern.cli.output import JSON, json_stdout, out_console, plain, reports_errors
 from quern.errors import QuernError
 

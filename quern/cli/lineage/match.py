@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from quern.cli.lineage.run import open_run
+from quern.cli.open_run import open_run
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.cli.lineage.run import open_run
 from quern.cli.lineage.sql import table_console
+from quern.cli.open_run import open_run
 from quern.cli.output import JSON, json_stdout, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.words import counted

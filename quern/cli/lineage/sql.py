@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.cli.lineage.run import note
+from quern.cli.open_run import note
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, plain_line, reports_errors
 from quern.errors import InputError
 from quern.lineage.sql.child import in_child

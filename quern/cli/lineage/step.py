@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quern.cli.lineage.run import open_training
+from quern.cli.open_run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.words import counted
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern import storage
-from quern.cli.lineage.run import open_run
+from quern.cli.open_run import open_run
 from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.data_pipeline.execution.run_directory import sole_driver
 from quern.errors import InputError, QuernError

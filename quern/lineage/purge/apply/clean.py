@@ -75,7 +75,7 @@ def clean(run: str, deletion_set: pa.Table, purge: str) -> Cleaned:
 
     Args:
         run: the run, complete.
-        condemned: rows of :data:`quern.lineage.purge.selection.deletion_set.DELETION_SET_SCHEMA`.
+        deletion_set: rows of :data:`quern.lineage.purge.selection.deletion_set.DELETION_SET_SCHEMA`.
         purge: a name of this purge and of no other; by it a purge that goes on knows what was there before.
 
     Raises:

@@ -96,7 +96,7 @@ def make_plan(
     have tokens.
 
     Args:
-        condemned: doc_id, source, stage and removed_as (as in ``DELETION_SET_SCHEMA``).
+        deletion_set: doc_id, source, stage and removed_as (as in ``DELETION_SET_SCHEMA``).
         moved: what comes back, and what goes for its sake.
 
     Raises:

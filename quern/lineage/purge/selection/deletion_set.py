@@ -14,7 +14,7 @@ compared with the first of them only, and without the deletion set others are th
 
 The closure is found by streaming a few columns of all verdict tables, in turns, until nothing new is found. Keys that
 a turn finds are looked up in the same turn from there on, so that the turns end where they began; memory is for the
-condemned and some hundred thousand rows.
+deletion set and some hundred thousand rows.
 """
 
 from __future__ import annotations
