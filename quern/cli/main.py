@@ -27,7 +27,7 @@ def _group(app: typer.Typer, name: str) -> None:
 
 
 def _train(app: typer.Typer, name: str) -> None:
-    profile = import_module("quern.cli.train_profile").profile
+    profile = import_module("quern.cli.train.profile").profile
     train = import_module("quern.cli.train").app
     if all(command.name != "profile" for command in train.registered_commands):
         train.command("profile")(profile)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from quern.cli.init import DATA_CASES, TRAIN_CASES
+from quern.cli.config.init import DATA_CASES, TRAIN_CASES
 from quern.cli.main import app
 from quern.config import load_config
 from quern.data_run.config import DataRun

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
-from quern.cli.tokens_exchange import export, import_
+from quern.cli.tokens.exchange import export, import_
 from quern.tokenize.inspect import Inspection
 from quern.tokenize.inspect import inspect as inspect_shard
 

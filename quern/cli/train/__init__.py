@@ -11,10 +11,10 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from quern.cli.init import TRAIN_CASES, init_command
-from quern.cli.keys import keys_command
+from quern.cli.config.init import TRAIN_CASES, init_command
+from quern.cli.config.keys import keys_command
 from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
-from quern.cli.train_fork import fork
+from quern.cli.train import fork
 from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.safe_path import module
@@ -81,7 +81,7 @@ def train(
         raise typer.Exit(code)
 
 
-app.command("fork")(fork)
+app.command("fork")(fork.fork)
 app.command("keys")(keys_command(TrainConfig))
 app.command("init")(init_command(TrainConfig, TRAIN_CASES, "quern train run"))
 

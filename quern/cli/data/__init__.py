@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from quern import storage
-from quern.cli.data_export import export
-from quern.cli.init import DATA_CASES, init_command
-from quern.cli.keys import keys_command
+from quern.cli.config.init import DATA_CASES, init_command
+from quern.cli.config.keys import keys_command
+from quern.cli.data import texts
 from quern.cli.output import (
     JSON,
     ended_by_signals,
@@ -178,6 +178,6 @@ def _why_no_stats(run_dir: str) -> str:
     )
 
 
-app.command("export")(export)
+app.command("export")(texts.export)
 app.command("keys")(keys_command(DataRun))
 app.command("init")(init_command(DataRun, DATA_CASES, "quern data run"))

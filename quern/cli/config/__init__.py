@@ -1,0 +1,1 @@
+"""Commands about configs: the reference of their keys, and starting configs."""
