@@ -47,6 +47,8 @@ def my_stages(shape: ModelShape, mesh: Mesh, layout: Layout) -> list[Stage] | No
     """
     if mesh.pp is None:
         return None
+    if layout.plan.pp != mesh.plan.pp:
+        raise ValueError(f"the layout has {layout.plan.pp} pipeline ranks and the mesh {mesh.plan.pp}")
     layers = layout.layers_of_stages(shape)
     return [Stage(index, layers[index]) for index in layout.stages_of(mesh.rank("pp"))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from quern.errors import InputError
 from quern.model.config import ModelConfig, ModelShape
 from quern.model.transformer import Transformer
+from quern.parallel.pipeline import my_stages
+from quern.parallel.planning.layout import Layout
+from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.schedules import SCHEDULES
 from quern.parallel.planning.stages import cut, num_stages, stage_costs, stage_layers, stage_parameters, stages_of
 
@@ -124,3 +128,11 @@ def test_where_stages_lie() -> None:
     assert [stages_of(rank, "interleaved_1f1b", 2, 3) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
     assert [stages_of(rank, "interleaved_1f1b", 2) for rank in range(2)] == [(0, 2), (1, 3)]
     assert [stages_of(rank, "zbv_zero_bubble", 3) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+def test_a_layout_of_another_mesh_is_refused():
+    mesh = SimpleNamespace(pp=object(), plan=MeshPlan(pp=2), rank=lambda axis: 0)
+    shape = ModelConfig(preset="debug").shape(1000)
+    with pytest.raises(ValueError, match="the layout has 1 pipeline ranks and the mesh 2"):
+        my_stages(shape, mesh, Layout(torch.float32))
+    assert [stage.layers for stage in my_stages(shape, mesh, Layout(torch.float32, MeshPlan(pp=2)))] == [range(2)]
