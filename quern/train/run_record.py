@@ -36,10 +36,8 @@ def tell(config: TrainConfig, shape: ModelShape, layout: Layout, step: int) -> N
     :func:`describe`. ``step``: at which the run goes on."""
     for line in changes(config, step):
         log.info("%s", line)
-    size, free = (
-        checkpoint_size(step_of(config, shape, layout), config)["bytes"],
-        shutil.disk_usage(config.run_dir).free,
-    )
+    size = checkpoint_size(step_of(config, shape, layout), config)["bytes"]
+    free = shutil.disk_usage(config.run_dir).free
     if config.checkpoint.local is None and free < 2 * size:
         log.warning(
             "%s: %.1f GB are free, and a checkpoint has %.1f GB, of which one is written before another is removed: "
