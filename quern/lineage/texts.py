@@ -6,6 +6,7 @@ and document tables of a partition are read side by side, some rows at a time, s
 
 from __future__ import annotations
 
+import datetime as dt
 import gzip
 import hashlib
 import io
@@ -78,8 +79,12 @@ def export_texts(
     """
     streams = {stream.name for stream in lineage.streams}
     names = sorted({name.removesuffix(".val") for name in streams})
+    if not names:
+        raise InputError(f"{lineage.run}: has no tokens; expected a run whose tokens are written")
     if unknown := [name for name in sources if name not in names]:
         raise InputError(f"--source: {lineage.run} has no source {unknown[0]!r} (it has {', '.join(names) or 'none'})")
+    if taken := [name for name in columns if name in (*_FIXED.names, "doc_id") or columns.count(name) > 1]:
+        raise InputError(f"--column: {taken[0]} is there already; expected another column of the verdicts, each once")
     if storage.list_files(out):
         raise InputError(f"{out}: is not empty; expected a new folder (without {RECORD_FILE} an export was cut off)")
     parts = {
@@ -96,6 +101,8 @@ def export_texts(
                 writers[stream].add(rows)
         files = tuple(record for writer in writers.values() for record in writer.close())
     documents = sum(record["documents"] for record in files)
+    if not documents:
+        raise InputError(f"{lineage.run}: no document of {', '.join(parts)} is in corpus version {lineage.version}")
     given = tuple([*_FIXED.names, *columns])
     result = TextExport(format, lineage.run_id, lineage.version, given, documents, files)
     if format == "hf":
@@ -106,7 +113,7 @@ def export_texts(
 
 def _rows(lineage: Lineage, path: str, columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
     """The rows of a partition that are in the corpus, with the stream that has their tokens; some at a time."""
-    verdicts = _Verdicts(path.replace("/documents/", "/verdicts/"), columns)
+    verdicts = _Verdicts(storage.join(lineage.run, "verdicts", *path.split("/")[-2:]), columns)
     for batch in read_batches(path, ("doc_id", "text"), _ROWS):
         ids = batch["doc_id"].to_pylist()
         numbers = lineage.find_docs(b"".join(ids))
@@ -127,8 +134,8 @@ class _Verdicts:
         self._path, self._columns = path, list(columns)
         fixed = ["doc_id", "url", "fetched_at", "language", "source"]
         with open_table(path, [*fixed, *columns]) as table:
-            own = [table.schema_arrow.field(name) for name in columns]
-        self._schema = pa.schema([*_FIXED, *own])
+            kinds = {name: _plain_type(table.schema_arrow.field(name).type) for name in columns}
+        self._schema = pa.schema([*_FIXED, *(pa.field(name, kind) for name, kind in kinds.items())])
         self._rows = (row for batch in read_batches(path, [*fixed, *columns], _ROWS) for row in batch.to_pylist())
 
     def of(self, doc_ids: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -144,12 +151,24 @@ class _Verdicts:
         made = [
             {
                 "id": row["doc_id"].hex(), "text": texts[row["doc_id"]], "url": row["url"],
-                "date": row["fetched_at"] and row["fetched_at"].isoformat(), "language": row["language"],
-                "source": row["source"], **{name: row[name] for name in self._columns},
+                "date": _plain(row["fetched_at"]), "language": row["language"], "source": row["source"],
+                **{name: _plain(row[name]) for name in self._columns},
             }
             for row in rows
         ]  # fmt: skip
         return pa.Table.from_pylist(made, schema=self._schema)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type in which a column is exported: hashes as hex digits, times in ISO 8601."""
+    return pa.string() if pa.types.is_timestamp(kind) or pa.types.is_fixed_size_binary(kind) else kind
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON takes it."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.isoformat() if isinstance(value, dt.datetime) else value
 
 
 class _Rows(Protocol):

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from quern import storage
 from quern.cli.main import app
 from quern.errors import InputError
 from quern.lineage.store import Lineage
@@ -119,12 +121,43 @@ def test_a_cut_off_export_has_no_record_and_nothing_half_written(
         export_texts(lineage, "jsonl", str(tmp_path / "out"))
 
 
+def test_times_hashes_and_lists_of_the_verdicts_are_plain(run: Path, tmp_path: Path) -> None:
+    columns = ["fetched_at", "post_filter_hash", "failed_rules", "record_offset"]
+    export_texts(Lineage(str(run)), "jsonl", str(tmp_path / "out"), columns=columns)
+    of = {row["doc_id"].hex(): row for row in corpus_scan.verdicts(run, ["doc_id", *columns])}
+    for _, row in json_rows(tmp_path / "out"):
+        verdict = of[row["id"]]
+        time = verdict["fetched_at"]
+        assert row["fetched_at"] == row["date"] == (None if time is None else time.isoformat())
+        assert row["post_filter_hash"] == verdict["post_filter_hash"].hex()
+        assert (row["failed_rules"], row["record_offset"]) == (verdict["failed_rules"], verdict["record_offset"])
+
+
+def test_a_folder_of_another_name_and_a_store_may_hold_the_export(tmp_path: Path) -> None:
+    folder = tmp_path / "documents" / "x"  # the word is that of a folder of the run
+    small_run.write_input(folder / "in", documents=24)
+    small_run.make(small_run.settings(str(folder / "run"), folder / "in"))
+    out = "memory://texts-of-a-run"
+    done = export_texts(Lineage(str(folder / "run")), "parquet", out)
+    assert sorted(name.split("texts-of-a-run/")[1] for name in storage.list_files(out)) == [
+        "export.json", *sorted(file["file"] for file in done.files)
+    ]  # fmt: skip
+    rows = pq.read_table(pa.BufferReader(storage.read_bytes(f"{out}/s/train-00000.parquet"))).to_pylist()
+    assert {row["id"]: row["text"] for row in rows} == decoded(folder / "run")["s"]
+
+
 def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
     lineage = Lineage(str(run))
     with pytest.raises(InputError, match=r"--source: .*run has no source 'web' \(it has s\)"):
         export_texts(lineage, "jsonl", str(tmp_path / "out"), sources=["web"])
     with pytest.raises(InputError, match=r"verdicts/s/.*: has no column 'gopher.nothing'"):
         export_texts(lineage, "parquet", str(tmp_path / "out"), columns=["gopher.nothing"])
+    bare = Lineage(str(run))
+    bare.streams = ()
+    with pytest.raises(InputError, match=r"has no tokens"):
+        export_texts(bare, "jsonl", str(tmp_path / "out"))
+    with pytest.raises(InputError, match=r"--column: url is there already"):
+        export_texts(lineage, "parquet", str(tmp_path / "out"), columns=["url"])
     told = CliRunner().invoke(app, ["data", "export", str(run), "--format", "csv", "--out", str(tmp_path / "out")])
     assert told.exit_code == 2
     assert "--format: expected one of jsonl, parquet, hf, got 'csv'" in told.stderr
