@@ -21,14 +21,7 @@ from quern.errors import STDOUT, InputError, QuernError, ended_by, of_stdout
 from quern.train.processes.launch import ending_signals, leave_lost_terminal
 
 __all__ = [
-    "JSON",
-    "ended_by_signals",
-    "err_console",
-    "json_stdout",
-    "out_console",
-    "plain",
-    "plain_line",
-    "reports_errors",
+    "JSON", "ended_by_signals", "err_console", "json_stdout", "out_console", "plain", "plain_line", "reports_errors",
 ]  # fmt: skip
 
 #: Controls but tab and newline, what turns the direction of writing, and halves of characters, which no output takes.

@@ -111,7 +111,7 @@ class Attempt:
             for kind in SICK[choice] if event == "sick" else ():
                 world.note(kind, step)
                 world.known = step + 1
-            self.watch.health(step, event == "step")
+            self.watch.observe(step, event == "step")
         elif event == "save" and step and all(saved.step != step for saved in world.saved):
             world.note("checkpoint", step, name=world.name(step))
             world.known = step
@@ -211,7 +211,7 @@ def test_the_window_is_the_steps_right_after_the_checkpoint(sick: int, good: boo
     for step in range(9):
         if step == 3 and not late:
             watch.published(3, "step_00000003")
-        watch.health(step, step != sick)
+        watch.observe(step, step != sick)
         said += [(step, found) for found in watch.take()]
     if late:
         watch.published(3, "step_00000003")
@@ -223,14 +223,14 @@ def test_the_window_is_the_steps_right_after_the_checkpoint(sick: int, good: boo
 def test_a_failed_save_is_never_good() -> None:
     watch = HealthTracker(2)
     for step in range(2):
-        watch.health(step, True)
+        watch.observe(step, True)
     watch.published(1, "a")
     watch.published(2, "b")
     assert watch.pending == {1: 1, 2: 0}
     watch.failed(1)
     watch.failed(7)  # nothing is known of it
-    watch.health(2, True)
-    watch.health(3, True)
+    watch.observe(2, True)
+    watch.observe(3, True)
     assert watch.take() == [Good(2, "b")]
     watch.failed(2)
     assert watch.take() == []
@@ -240,7 +240,7 @@ def test_a_failed_save_is_never_good() -> None:
 def test_a_step_that_is_left_out_or_told_twice(step: int) -> None:
     watch = HealthTracker(3, reached=5)
     with pytest.raises(ValueError, match=f"step: expected 5, the next one, got {step}"):
-        watch.health(step, True)
+        watch.observe(step, True)
     with pytest.raises(ValueError, match="window: expected at least 1, got 0"):
         HealthTracker(0)
 

@@ -45,7 +45,7 @@ class Dtype(StrEnum):
 @reports_errors
 def export_hf(
     source: RunOrCheckpoint,
-    out: Annotated[str, typer.Argument(help="A new folder.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The folder to write; it must not exist.", metavar="OUT")],
     dtype: Annotated[Dtype | None, typer.Option(help="Data type of the weights; default: as stored.")] = None,
     max_shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest weights file, in GB (1e9 bytes).")] = 5.0,
     json: bool = JSON,
@@ -70,7 +70,7 @@ def export_hf(
 @reports_errors
 def import_hf(
     folder: Annotated[str, typer.Argument(help="A folder with config.json and safetensors.", metavar="HF_DIR")],
-    out: Annotated[str, typer.Argument(help="The checkpoint, a new folder.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The checkpoint to write; it must not exist.", metavar="OUT")],
     encoding: Annotated[str | None, typer.Option(help="Name of its encoding; without, from tokenizer.json.")] = None,
     ranks: Annotated[str | None, typer.Option(help="The encoding's tiktoken ranks file.")] = None,
     json: bool = JSON,

@@ -281,7 +281,7 @@ def fetch(
             metavar="SOURCE",
         ),
     ],
-    out: Annotated[str, typer.Argument(help="A new folder.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The folder to write; it must not exist.", metavar="OUT")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint after so many steps instead.")] = None,
     json: bool = JSON,
 ) -> None:

@@ -135,7 +135,7 @@ def _cell(value: Any) -> str:
 @reports_errors
 def reshard(
     source: Annotated[str, _side("IN")],
-    out: Annotated[str, typer.Argument(help="The new checkpoint, a new folder.", metavar="OUT")],
+    out: Annotated[str, typer.Argument(help="The new checkpoint; it must not exist.", metavar="OUT")],
     files: Annotated[int | None, typer.Option(min=1, help="Number of tensor files; default: one.")] = None,
     file_size: Annotated[
         str | None, typer.Option(help="Largest file of tensors instead: 1GiB, 500MB, bytes.", metavar="SIZE")

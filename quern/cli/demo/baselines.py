@@ -141,15 +141,13 @@ def _tuning_split(stream: TokenStream, rng: np.random.Generator) -> tuple[TokenS
             held[document] = True
             budget -= int(lengths[document])
     if held.any() or not len(lengths):
-        return TokenStream(stream.tokens, stream.starts, purged | held), TokenStream(
-            stream.tokens, stream.starts, purged | ~held
-        )
+        counted = TokenStream(stream.tokens, stream.starts, purged | held)
+        return counted, TokenStream(stream.tokens, stream.starts, purged | ~held)
     cut = len(stream.tokens) - budget  # a few long documents: the end of the last one
     if budget < 2 or cut <= stream.starts[-1] or purged[-1]:
         return stream, TokenStream(stream.tokens[:0], stream.starts[:0])
-    return TokenStream(stream.tokens[:cut], stream.starts, purged), TokenStream(
-        stream.tokens[cut:], np.zeros(1, np.int64)
-    )
+    counted = TokenStream(stream.tokens[:cut], stream.starts, purged)
+    return counted, TokenStream(stream.tokens[cut:], np.zeros(1, np.int64))
 
 
 def _chances(evidence: Sequence[_Evidence], weights: Sequence[np.ndarray], vocab_size: int) -> list[np.ndarray]:

@@ -93,8 +93,8 @@ def purge(
         report = carry_out(
             Request(
                 run=run, mode=mode, find_deletion_set=deletion_set, selection=given, duplicates=duplicates,
-                reason=reason,
-                purge_list=purge_list, similar=similar, train_runs=tuple(train_run or ()), workers=workers,
+                reason=reason, purge_list=purge_list, similar=similar, train_runs=tuple(train_run or ()),
+                workers=workers,
             ),
             dry_run=dry_run,
         )  # fmt: skip

@@ -48,8 +48,8 @@ def verify(
 ) -> None:
     """Check that nothing purged from RUN is left, by reading all of its tokens, texts and tables.
 
-    An interrupted purge is finished or undone first. Exit code 1 when something remains; each finding
-    names its file and row.
+    An interrupted purge is finished or undone first. Exit code 1 when something remains; each finding names its file
+    and row.
     """
     from quern.lineage.purge.apply.transaction import recover
     from quern.lineage.purge.proof.verify import verify as look

@@ -19,7 +19,7 @@ FORMAT = Annotated[str, typer.Option("--format", help="megatron, datatrove, or b
 def export(
     run: Annotated[str, typer.Argument(help="A data run, on this machine.", metavar="RUN")],
     format: FORMAT,
-    out: Annotated[str, typer.Option(help="The folder to write; it must not exist.", metavar="DIR")],
+    out: Annotated[str, typer.Option(help="The folder to write; it must be new or empty.", metavar="DIR")],
     source: Annotated[list[str] | None, typer.Option(help="A source; may be repeated. Otherwise all.")] = None,
     val: Annotated[bool, typer.Option("--val", help="Export the held-out documents instead.")] = False,
     eot: Annotated[bool, typer.Option("--eot/--no-eot", help="Keep the EOT after each document.")] = True,
@@ -50,7 +50,7 @@ def export(
 def import_(
     files: Annotated[list[str], typer.Argument(help="Files of tokens.", metavar="FILE…")],
     format: FORMAT,
-    out: Annotated[str, typer.Option(help="The data run to make; it must not exist.", metavar="RUN")],
+    out: Annotated[str, typer.Option(help="The data run to make; it must be new or empty.", metavar="RUN")],
     encoding: Annotated[
         str, typer.Option(help="The encoding of the ids: a tiktoken encoding, or with --ranks any name.")
     ],

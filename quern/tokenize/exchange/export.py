@@ -24,7 +24,7 @@ from quern.tokenize.exchange.staging import staged
 from quern.tokenize.shards import VERSION_FILE, ShardReader
 from quern.words import counted
 
-__all__ = ["EXPORT_FILE", "ExportReport", "ExportedFiles", "export"]
+__all__ = ["EXPORT_FILE", "ExportReport", "ExportedFile", "export"]
 
 EXPORT_FILE = "export.json"
 _CHUNK_TOKENS = 1 << 22
@@ -33,7 +33,7 @@ _STREAM = re.compile(r"[a-z0-9][a-z0-9_-]*(\.val)?")
 
 
 @dataclass(frozen=True)
-class ExportedFiles:
+class ExportedFile:
     """A file of tokens that was written."""
 
     file: str
@@ -65,7 +65,7 @@ class ExportReport:
     """Whether an EOT ends each document."""
     purged_documents: int
     """Left out."""
-    files: tuple[ExportedFiles, ...]
+    files: tuple[ExportedFile, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -103,7 +103,7 @@ def export(
         scratch = os.path.join(folder, ".work")
         os.mkdir(scratch)
         job = _Job(format, folder, scratch, dtype, eot)
-        files: list[ExportedFiles] = []
+        files: list[ExportedFile] = []
         for reader in readers:
             files += _write_stream(job, reader, merge)
         report = ExportReport(
@@ -182,7 +182,7 @@ def _run_id(reader: ShardReader) -> str | None:
     return ident if isinstance(ident, str) else None
 
 
-def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[ExportedFiles]:
+def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[ExportedFile]:
     """Write the files of a source, and what goes with them."""
     count = len(reader.shards)
     groups = [range(count)] if merge else [range(number, number + 1) for number in range(count)]
@@ -199,7 +199,7 @@ def _write_stream(job: _Job, reader: ShardReader, merge: bool) -> list[ExportedF
     return files
 
 
-def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed: Placed) -> ExportedFiles | None:
+def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed: Placed) -> ExportedFile | None:
     """Write one file of tokens and its index, noting its documents; None, and no file, if there are none."""
     file = f"{name}{SUFFIXES[job.format]}"
     state = hashlib.sha256()
@@ -221,7 +221,7 @@ def _write_file(job: _Job, reader: ShardReader, shards: range, name: str, placed
     _write_index(job, reader, name, file, placed)
     names = tuple(reader.shards[shard].bin for shard in shards)
     size = placed.tokens * dtype.itemsize
-    return ExportedFiles(file, reader.source, names, state.hexdigest(), size, placed.documents, placed.tokens)
+    return ExportedFile(file, reader.source, names, state.hexdigest(), size, placed.documents, placed.tokens)
 
 
 def _kept(job: _Job, reader: ShardReader, shard: int, placed: Placed) -> Iterator[np.ndarray]:

@@ -75,8 +75,8 @@ class HealthTracker:
     ``window``: healthy steps that make a checkpoint good. ``reached``: steps completed so far, on this branch.
     ``unhealthy``: those of them that were not healthy.
 
-    Tell it of every step by :meth:`health` and of every checkpoint by :meth:`published`, whichever comes first, and ask
-    :meth:`take` after either.
+    Tell it of every step by :meth:`observe` and of every checkpoint by :meth:`published`, whichever comes first, and
+    ask :meth:`take` after either.
     """
 
     def __init__(self, window: int, reached: int = 0, unhealthy: Iterable[int] = ()) -> None:
@@ -119,7 +119,7 @@ class HealthTracker:
         """Record that the checkpoint after ``step`` steps will not be published, or no longer exists."""
         self._pending.pop(step, None)
 
-    def health(self, step: int, ok: bool) -> None:
+    def observe(self, step: int, ok: bool) -> None:
         """Record the health of the next step, by its number.
 
         Raises:

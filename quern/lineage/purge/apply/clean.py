@@ -1,4 +1,4 @@
-"""Removes the texts of documents of the deletion set from a run's tables of texts and signatures, and from its report.
+"""Removes the texts of documents to delete from a run's tables of texts and signatures, and from its report.
 
 What stays of a document is its verdict, without text. Files are replaced whole, one after the other, and each step
 looks at what there is: a purge that was killed does the rest.
@@ -40,7 +40,7 @@ class Cleaned:
     """Counts of what a purge removed from files with texts."""
 
     texts: int
-    """Documents of the deletion set that have a row in ``documents/``, now without a text."""
+    """Documents to delete that have a row in ``documents/``, now without a text."""
     changes: tuple[FileChange, ...]
     """By path."""
     notes: tuple[str, ...]
@@ -49,7 +49,7 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class _Partition:
-    """The documents of the deletion set of a partition that came as far as to have a text: their sorted ids."""
+    """The documents to delete of a partition that came as far as to have a text: their sorted ids."""
 
     source: str
     name: str

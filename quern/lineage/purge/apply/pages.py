@@ -1,7 +1,7 @@
 """Removes purged texts from the HTML pages that ``quern lineage forensics`` wrote in training runs.
 
 The JSON beside them has figures and numbers of windows, and no text. A page can be made anew at any time, from what is
-in the corpus then; so one that shows the text of a document of the deletion set goes whole.
+in the corpus then; so one that shows the text of a document to delete goes whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shown_in(page: bytes) -> np.ndarray:
 
 
 def clean_forensics(run: str, train_runs: Sequence[str], deletion_set: pa.Table, purge: str) -> Cleaned:
-    """Remove the pages in ``forensics/`` of the training runs that show the text of a document of the deletion set.
+    """Remove the pages in ``forensics/`` of the training runs that show the text of a document to delete.
 
     Doing it again does nothing; ``purge`` as in :func:`quern.lineage.purge.apply.clean.clean`. A page that was written
     elsewhere (``--html FILE``) is not known, and stays.

@@ -68,7 +68,7 @@ class PurgePlan:
     bytes_read: int
     """Of the touched shards."""
     already: int
-    """Documents of the deletion set whose tokens an earlier version purged, where they stand."""
+    """Documents to delete whose tokens an earlier version purged, where they stand."""
     touched: Mapping[str, list[int]]
     """Stream → numbers of its touched shards, in the manifest's list."""
     displaced: int = 0

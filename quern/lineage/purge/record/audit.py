@@ -1,9 +1,9 @@
 """The append-only audit log of a data run: what was purged, when, why, and from which files.
 
-``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the documents of the deletion
-set, and ``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256
-of both, and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of
-the last, and ``<n>.sig`` its HMAC with a key that is not in the run, if somebody has signed it.
+``RUN/audit/<n>.json`` is entry n, numbered from 00001. Beside it stand ``<n>.parquet``, the documents to delete, and
+``<n>.files.parquet``, every file that was changed with its SHA-256 before and after; the entry has the SHA-256 of both,
+and that of the entry before it, so that the last entry vouches for all; ``tokens/VERSION.json`` has that of the last,
+and ``<n>.sig`` its HMAC with a key that is not in the run, if somebody has signed it.
 
 No text of a page is in it. It names documents by doc_id, canonical URL and text hash, as the verdicts do for as long as
 the run stands. ``selection`` and ``reason`` are what the person gave, as given.
@@ -82,7 +82,7 @@ class Purge:
     train_runs: Sequence[str] = ()
     """Told of it: those given and those registered."""
     restored: int = 0
-    """Documents that took the place of documents of the deletion set."""
+    """Documents that took the place of documents to delete."""
     training_impact: Mapping[str, Any] | None = None
     """What was known, before anything changed, of who had read the documents
     (:func:`quern.lineage.purge.impact.training_impact.training_impact`)."""

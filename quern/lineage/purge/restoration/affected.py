@@ -1,9 +1,9 @@
 """Finds the documents whose duplicates must be decided again after a purge.
 
 A decision depends only on the documents of its component (``duplicates/clusters.parquet``), since all similar pairs lie
-inside it. So the components with a document of the deletion set are decided again. There is one exception: a band that
+inside it. So the components with a document to delete are decided again. There is one exception: a band that
 more documents share than ``duplicates.max_band_members`` proposes each of them against the first ones only, and which
-are first changes with every removed document. Where a document of the deletion set or one of its components has such a
+are first changes with every removed document. Where a document to delete or one of its components has such a
 band, the whole corpus is decided again.
 
 Both hold because equal texts and equal URLs are in the deletion set together: then no decision of the exact and the URL
@@ -44,7 +44,7 @@ def partitions_of(run: str) -> list[tuple[str, str]]:
 
 
 def check_closed(run: str, deletion_set: np.ndarray) -> None:
-    """Refuse documents of the deletion set (S16, sorted) whose equal texts or URLs are not in the deletion set with
+    """Refuse documents to delete (S16, sorted) whose equal texts or URLs are not in the deletion set with
     them.
 
     Raises:
@@ -76,7 +76,7 @@ def affected(run: str, deletion_set: np.ndarray, config: DuplicatesConfig, purge
 
 
 def _components(run: str, deletion_set: np.ndarray) -> np.ndarray:
-    """S16, sorted: every member of the components that have a document of the deletion set."""
+    """S16, sorted: every member of the components that have a document to delete."""
     path = storage.join(run, CLUSTERS)
     named = [
         keys_of(batch.column("cluster_id"))[contains(deletion_set, keys_of(batch.column("doc_id")))]

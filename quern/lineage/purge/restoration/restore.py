@@ -1,5 +1,4 @@
-"""``--duplicates restore``: decides again about duplicates that were removed in favour of documents of the deletion
-set.
+"""``--duplicates restore``: decides again about duplicates that were removed in favour of documents to delete.
 
 Decided by duplicate removal itself (:func:`quern.data_pipeline.dedup.passes.run.run`) over the tables of the documents
 whose decisions can change (:mod:`quern.lineage.purge.restoration.affected`), without the deletion set: so the outcome
@@ -63,7 +62,7 @@ _ADVICE = "; --duplicates restore needs it, --duplicates purge does not"
 
 @dataclass(frozen=True)
 class Restored:
-    """The changes of a restore besides the documents of the deletion set."""
+    """The changes of a restore besides the documents to delete."""
 
     run: str
     restored: pa.Table
@@ -85,7 +84,7 @@ def reconsider(run: str, deletion_set: pa.Table, *, scratch: str | None = None) 
     kept.
 
     Nothing of the run is written. ``scratch`` (None: a temporary folder) takes the tables of the documents to decide,
-    removed in the end. Memory: about 100 bytes a document of the components that have a document of the deletion set,
+    removed in the end. Memory: about 100 bytes a document of the components that have a document to delete,
     and what a task of duplicate removal takes (300 MB).
 
     Raises:

@@ -47,7 +47,7 @@ __all__ = ["DELETION_SET_SCHEMA", "WHY", "find_deletion_set", "not_compared", "s
 #: is, or was removed as a duplicate of one that is.
 WHY = ("selected", "url", "text", "duplicate")
 
-#: One row a document of the deletion set, sorted by ``doc_id``.
+#: One row a document to delete, sorted by ``doc_id``.
 DELETION_SET_SCHEMA = pa.schema(
     [
         pa.field("doc_id", HASH, nullable=False),
@@ -81,7 +81,7 @@ def find_deletion_set(
 ) -> pa.Table:
     """The closure of ``wanted``: :data:`DELETION_SET_SCHEMA`, sorted by ``doc_id``. ``run``: on any store.
 
-    ``duplicates``: whether what was removed in favour of a document of the deletion set is in the deletion set too.
+    ``duplicates``: whether what was removed in favour of a document to delete is in the deletion set too.
     ``note`` takes lines for the person: what is wanted and not in the run, where that is no error.
 
     Raises:

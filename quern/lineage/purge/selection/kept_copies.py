@@ -22,8 +22,8 @@ _NEVER = 1 << 31
 
 
 def kept_copies(run: str, deletion_set: pa.Table, purges: Purges) -> list[dict[str, Any]]:
-    """``doc_id``, ``url`` and ``similarity`` of each document that stays and in whose favour a document of the deletion
-    set was removed as a near duplicate, with that one's ``removed_doc_id`` and ``removed_url``; by both ids."""
+    """``doc_id``, ``url`` and ``similarity`` of each document that stays and in whose favour a document to delete was
+    removed as a near duplicate, with that one's ``removed_doc_id`` and ``removed_url``; by both ids."""
     removed = deletion_set.filter(pc.equal(deletion_set["removed_as"], "near"))
     if not len(removed):
         return []

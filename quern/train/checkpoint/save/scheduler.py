@@ -146,7 +146,7 @@ class CheckpointScheduler:
 
     def step(self, step: int, healthy: bool, seconds: float) -> None:
         """Record a step's duration; on rank 0."""
-        self.health.health(step, healthy)
+        self.health.observe(step, healthy)
         self._note_good()
         if self._interval is not None and seconds > 0:
             self._interval.observe_step(seconds)
