@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -202,3 +203,12 @@ def gpt2_ranks(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The GPT-2 ranks file; tiktoken finds its own copy without a network."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared / "data" / "tokenizer" / "tiktoken_cache"))
     return shared / "data" / "tokenizer" / "gpt2.tiktoken"
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """A trainer that runs in this process sets the level of quern's log, and a later test would see other lines."""
+    log = logging.getLogger("quern")
+    before = log.level
+    yield
+    log.setLevel(before)
