@@ -31,11 +31,11 @@ COLUMN = "text.num_words"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose pages of one site are masked and those of another left out by a rewrite."""
+    """A run of which a rewrite left out the pages of one site, and a mask those of another."""
     base = tmp_path_factory.mktemp("texts")
     small_run.write_input(base / "in")
     small_run.make(small_run.settings(str(base / "run"), base / "in"))
-    for mode, domain in (("mask", "leak.example"), ("rewrite", "a.example")):
+    for mode, domain in (("rewrite", "a.example"), ("mask", "leak.example")):
         told = CliRunner().invoke(app, ["lineage", "purge", str(base / "run"), "--mode", mode, "--domain", domain])
         assert told.exit_code == 0, told.output
     return base / "run"
