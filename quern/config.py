@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, Valid
 
 from quern.errors import InputError, one_line
 
-__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "parse_yaml", "show"]
+__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "parse_yaml",
+           "read_yaml", "show", "validate"]  # fmt: skip
 
 
 class Section(BaseModel):
@@ -140,25 +141,7 @@ def load_config(
         InputError: one line naming file or override, field, value and expectation.
     """
     name = os.fspath(path) if path is not None else "(no file)"
-    raw: Any = {}
-    if path is not None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                raw = parse_yaml(file.read(_CONFIG_CHARS + 1), name, _CONFIG_CHARS, _CONFIG_NODES)
-        except FileNotFoundError:
-            raise InputError(f"{name}: no such config file") from None
-        except IsADirectoryError:
-            raise InputError(f"{name}: is a directory, expected a YAML file") from None
-        except UnicodeDecodeError as error:
-            raise InputError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-        except OSError as error:
-            raise InputError(f"{name}: cannot be read ({error.strerror})") from None
-        except yaml.YAMLError as error:
-            raise InputError(f"{name}: not valid YAML: {_one_line(error)}") from None
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, dict):
-        raise InputError(f"{name}: expected a mapping of keys at the top, got {type(raw).__name__}")
+    raw = read_yaml(path) if path is not None else {}
     overridden = []
     for key, value in parse_overrides(overrides):
         _set(raw, key, value)
@@ -168,6 +151,42 @@ def load_config(
             complete(raw)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
+    return validate(raw, model, name, overridden)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file holds an empty one.
+
+    Raises:
+        InputError: it cannot be read, is no YAML, or holds something else; one line that names the file.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            raw = parse_yaml(file.read(_CONFIG_CHARS + 1), name, _CONFIG_CHARS, _CONFIG_NODES)
+    except FileNotFoundError:
+        raise InputError(f"{name}: no such config file") from None
+    except IsADirectoryError:
+        raise InputError(f"{name}: is a directory, expected a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{name}: not valid YAML: {_one_line(error)}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise InputError(f"{name}: expected a mapping of keys at the top, got {type(raw).__name__}")
+    return raw
+
+
+def validate(raw: Mapping[str, Any], model: type[Model], name: str, overridden: Sequence[str] = ()) -> Model:
+    """``raw`` as ``model``; errors begin with ``name``, and name the field.
+
+    Raises:
+        InputError: one line naming field, value and expectation.
+    """
     try:  # as JSON, whose strict rules know no "4" for 4 and no true for 1, but a list for a tuple
         return model.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
@@ -220,7 +239,7 @@ _EXPECTED = {
 }
 
 
-def _explain(error: ValidationError, model: type[BaseModel], name: str, overridden: list[str]) -> str:
+def _explain(error: ValidationError, model: type[BaseModel], name: str, overridden: Sequence[str]) -> str:
     """The first error of the list as one line; the rest are counted."""
     details = error.errors(include_url=False)
     detail = next((d for d in details if d["type"] == "extra_forbidden"), details[0])

@@ -1,9 +1,10 @@
 """Processes one partition on one worker: read → stages → rows → files → commit.
 
-Runs in whatever process the engine gives it. Every :data:`FLUSH_PAGES` pages the finished rows are set down in the
-scratch folder; after a crash the partition goes on behind the last of them. Each attempt sets down in a folder of its
-own and removes nothing, so that a worker that should be gone (its driver was killed, its machine was given up) neither
-takes from its successor nor writes over it.
+Runs in whatever process the engine gives it. Every :data:`FLUSH_PAGES` pages, and after :data:`FLUSH_SECONDS` of slow
+ones, the finished rows are set down in the scratch folder; after a crash the partition goes on behind the last of them.
+Row groups of the tables end where pages and characters say, not where the clock did. Each attempt sets down in a folder
+of its own and removes nothing, so that a worker that should be gone (its driver was killed, its machine was given up)
+neither takes from its successor nor writes over it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quern import storage
@@ -41,6 +43,10 @@ log = logging.getLogger(__name__)
 
 FLUSH_PAGES = 512
 FLUSH_CHARS = 32 << 20
+#: Of work that a crash may cost.
+FLUSH_SECONDS = 10.0
+#: Ends the name of a part whose rows are the beginning of a row group.
+_OPEN = ".open"
 #: Characters of a page behind which the heap is swept: some milliseconds.
 HUGE_CHARS = 1 << 20
 
@@ -93,6 +99,10 @@ class _Progress:
     seconds: dict[str, float] = field(default_factory=lambda: {"cpu": 0.0})
     parts: list[str] = field(default_factory=list)
     """Names below the scratch folder of what has been set down, of this attempt and of those it goes on from."""
+    open_pages: int = 0
+    """Rows set down since the last full row group."""
+    open_chars: int = 0
+    """Their characters, as :class:`PageRows` counts them."""
 
     def add(self, page: Page) -> None:
         self.pages += 1
@@ -196,7 +206,7 @@ def _process(task: PartitionTask) -> dict[str, Any]:
             storage.around_waits(rest, go_on),
         ):
             pages = _identified(task, read_log, seen)
-            behind = progress.pages
+            behind, since = progress.pages, time.monotonic()
             read_log.tick = go_on  # passing over damage is slow for no page's fault
             for ordinal in itertools.count():
                 go_on()
@@ -213,12 +223,12 @@ def _process(task: PartitionTask) -> dict[str, Any]:
                 if is_huge:
                     page.raw = ""
                     give_back_memory()
-                if len(rows) >= FLUSH_PAGES or rows.chars >= FLUSH_CHARS:
+                if (is_full := _is_full(progress, rows)) or time.monotonic() - since >= FLUSH_SECONDS:
                     flushing = True
                     rest()
                     cpu = _count_time(progress, chain, cpu)
-                    _set_down(task, attempt, rows, progress)
-                    flushing = False
+                    _set_down(task, attempt, rows, progress, is_full)
+                    flushing, since = False, time.monotonic()
         marker.set(-1)
         _count_time(progress, chain, cpu)
         outputs = _publish(task, rows, progress.parts)
@@ -265,10 +275,17 @@ def _count_time(progress: _Progress, chain: Chain, since: float) -> float:
     return now
 
 
-def _set_down(task: PartitionTask, attempt: str, rows: PageRows, progress: _Progress) -> None:
-    """Flush finished rows to the scratch folder."""
-    part = f"{attempt}/part-{len(progress.parts):05d}"
+def _is_full(progress: _Progress, rows: PageRows) -> bool:
+    """Whether a row group ends here."""
+    return progress.open_pages + len(rows) >= FLUSH_PAGES or progress.open_chars + rows.chars >= FLUSH_CHARS
+
+
+def _set_down(task: PartitionTask, attempt: str, rows: PageRows, progress: _Progress, is_full: bool) -> None:
+    """Flush finished rows to the scratch folder. ``is_full``: a row group ends with them."""
+    part = f"{attempt}/part-{len(progress.parts):05d}{'' if is_full else _OPEN}"
     progress.parts.append(part)
+    progress.open_pages = 0 if is_full else progress.open_pages + len(rows)
+    progress.open_chars = 0 if is_full else progress.open_chars + rows.chars
     write_part(storage.join(task.scratch, part), {**_made_from(task), "progress": vars(progress)}, rows.tables())
     rows.clear()
 
@@ -290,13 +307,12 @@ def _resume(task: PartitionTask) -> _Progress:
             if not written.issuperset(kept["parts"]):  # a removal of the folder was cut off
                 continue
             tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
-            return _Progress(pages=kept["pages"], parts=kept["parts"], seconds=kept["seconds"], **tables)
+            return _Progress(**{**kept, **tables})
     return _Progress()
 
 
 def _publish(task: PartitionTask, rows: PageRows, parts: Sequence[str]) -> dict[str, str]:
     """Write the partition's tables from its parts and the rows still in memory; return path → SHA-256."""
-    rest = rows.tables()
     paths = {name: f"{name}/{task.source.name}/{task.partition.name}.parquet" for name in TABLES}
     with ExitStack() as stack:
         writers = {}
@@ -304,10 +320,22 @@ def _publish(task: PartitionTask, rows: PageRows, parts: Sequence[str]) -> dict[
             file = stack.enter_context(storage.publish(storage.join(task.run_dir, path)))
             writer = pq.ParquetWriter(file, rows.schemas[name], compression="zstd")
             writers[name] = stack.enter_context(writer)
+        begun: list[dict[str, pa.Table]] = []
+        ended = 0
         for part in parts:
-            for name, table in read_tables(storage.join(task.scratch, part)).items():
-                writers[name].write_table(table)
-        for name, table in rest.items():
-            if table.num_rows or not parts:
+            begun.append(read_tables(storage.join(task.scratch, part)))
+            if not part.endswith(_OPEN):
+                for name in TABLES:
+                    writers[name].write_table(_one_table(begun, name))
+                begun, ended = [], ended + 1
+        begun.append(rows.tables())
+        for name in TABLES:
+            table = _one_table(begun, name)
+            if table.num_rows or not ended:
                 writers[name].write_table(table)
     return {path: storage.sha256(storage.join(task.run_dir, path)) for path in paths.values()}
+
+
+def _one_table(parts: Sequence[Mapping[str, pa.Table]], name: str) -> pa.Table:
+    """The rows of one row group in one piece: where they were cut would show in its bytes."""
+    return parts[0][name] if len(parts) == 1 else pa.concat_tables(part[name] for part in parts).combine_chunks()

@@ -105,6 +105,7 @@ def test_a_later_attempt_goes_on_from_the_parts_of_an_earlier_one_and_takes_none
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition_module, "FLUSH_PAGES", 3)
+    monkeypatch.setattr(partition_module, "FLUSH_SECONDS", float("inf"))
     config = settings(tmp_path)
     task = task_of(config, tmp_path)
     judge, judged, stop = partition_module._judge, [], {""}
@@ -166,6 +167,7 @@ def test_what_is_committed_while_a_successor_claims_is_not_written_again(
 def test_parts_whose_removal_was_cut_off_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver died while it swept up behind a commit that was withdrawn later."""
     monkeypatch.setattr(partition_module, "FLUSH_PAGES", 3)
+    monkeypatch.setattr(partition_module, "FLUSH_SECONDS", float("inf"))
     task = task_of(settings(tmp_path), tmp_path)
     entry = process_partition(task)
     first, *others = sorted((tmp_path / "scratch").rglob("part-*"))

@@ -302,10 +302,15 @@ def test_a_marker_begins_while_another_takes_the_folders_of_its_last_away(
     assert os.listdir(f"{markers}/s") == ["b"]
 
 
-def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after 13 of 20 pages with parts of 4: 12 are not judged again, and the files are those of one go."""
+@pytest.mark.parametrize(("seconds", "judged_again"), [(float("inf"), [12, 13]), (0.0, [13])])
+def test_a_partition_goes_on_behind_its_last_finished_rows(
+    seconds: float, judged_again: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after 13 of 20 pages with parts of 4: 12 are not judged again, and the files are those of one go; where
+    rows are set down after every page none is, and the files are the same."""
     source = write_source(tmp_path, 20, {})
     monkeypatch.setattr(partition_module, "FLUSH_PAGES", 4)
+    monkeypatch.setattr(partition_module, "FLUSH_SECONDS", float("inf"))
 
     def once(folder: Path) -> dict[str, str]:
         config = settings(folder, source)
@@ -316,6 +321,9 @@ def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monke
         return {"counts": counts, "outputs": commit["outputs"]}
 
     whole = once(tmp_path / "whole")
+    (table,) = (tmp_path / "whole" / "run").rglob("verdicts/**/*.parquet")
+    assert pq.read_metadata(table).num_row_groups == 5
+    monkeypatch.setattr(partition_module, "FLUSH_SECONDS", seconds)
 
     class KilledError(BaseException):
         pass
@@ -335,7 +343,7 @@ def test_a_partition_goes_on_behind_its_last_finished_rows(tmp_path: Path, monke
     assert not list((tmp_path / "killed" / "run").rglob("verdicts/**/*.parquet")), "nothing half done is published"
     again = once(tmp_path / "killed")
     assert again == whole
-    assert [number for number in range(20) if seen[str(number)] > 1] == [12, 13]
+    assert [number for number in range(20) if seen[str(number)] > 1] == judged_again
 
 
 def test_the_marker_names_the_page_in_work_and_outlives_its_writer(tmp_path: Path) -> None:
