@@ -9,6 +9,7 @@ from quern.data_pipeline.config import ChainConfig
 from quern.data_pipeline.dedup.signature import Signature
 from quern.data_pipeline.extraction.extract import Extract
 from quern.data_pipeline.page.document import Page
+from quern.data_pipeline.stages.extra.rules import Extra
 from quern.data_pipeline.stages.language import Language, LanguageGuess
 from quern.data_pipeline.stages.pii import ScrubPii
 from quern.data_pipeline.stages.quality import Quality
@@ -51,6 +52,7 @@ def chain(config: ChainConfig) -> tuple[Gate, ...]:
             Quality(config.quality),  # measures all families once, then decides
             ScrubPii(config.pii),
             Toxicity(config.toxicity),
+            *(Extra(rule) for rule in config.rules),
             TombstonesByText(config.purge_list),
         ),
         (

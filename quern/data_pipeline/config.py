@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from quern.config import Section
+from quern.config import Section, read_yaml, validate
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.extraction.extract import ExtractConfig
 from quern.data_pipeline.sources import SourceConfig
+from quern.data_pipeline.stages.extra.rules import ExtraConfig, resolve_rules
 from quern.data_pipeline.stages.language import LanguageConfig
 from quern.data_pipeline.stages.pii import PiiConfig
 from quern.data_pipeline.stages.quality import QualityConfig
 from quern.data_pipeline.stages.toxicity import ToxicityConfig
 from quern.data_pipeline.stages.url_filter import UrlConfig
+from quern.errors import InputError
 
-__all__ = ["ChainConfig", "IsolationConfig", "PipelineConfig", "RayConfig"]
+__all__ = ["RECIPE_SECTIONS", "ChainConfig", "IsolationConfig", "PipelineConfig", "RayConfig", "SourceWithRecipe"]
+
+log = logging.getLogger(__name__)
 
 
 class ChainConfig(Section):
@@ -31,6 +37,15 @@ class ChainConfig(Section):
     pii: PiiConfig = PiiConfig()
     toxicity: ToxicityConfig = ToxicityConfig()
     duplicates: DuplicatesConfig = DuplicatesConfig()
+    later: ClassVar[Mapping[str, Any]] = {"extra": []}
+    extra: Annotated[list[str | ExtraConfig], AfterValidator(resolve_rules)] = Field(default_factory=list)
+    """Rules of one's own at the quality gate, behind quern's: classes of your own modules (docs/data-run.md). Example:
+    [my_rules:NoPoems]"""
+
+    @property
+    def rules(self) -> list[ExtraConfig]:
+        """The rules of ``extra``, resolved."""
+        return [rule for rule in self.extra if isinstance(rule, ExtraConfig)]
 
 
 class RayConfig(Section):
@@ -51,6 +66,44 @@ class IsolationConfig(Section):
     quarantined."""
 
 
+#: Sections of which a source may have its own; the other keys of a config hold for the run, duplicates among them.
+RECIPE_SECTIONS = ("urls", "extract", "language", "quality", "pii", "toxicity", "extra")
+_OF_THE_RUN = ("run_dir", "seed", "workers", "ray", "isolation", "sources", "purge_list", "duplicates", "tokenize")
+
+
+class SourceWithRecipe(SourceConfig):
+    """One item of ``sources``: what to read, how its pages are named, and by which rules they are judged."""
+
+    later: ClassVar[Mapping[str, Any]] = {**SourceConfig.later, "recipe": None, "near_duplicates": True}
+    recipe: str | dict[str, Any] | None = None
+    """Rules of this source alone: a config file, or a mapping. Each of the sections ``urls``, ``extract``,
+    ``language``, ``quality``, ``pii``, ``toxicity`` and ``extra`` that it has holds in place of the run's own, whole;
+    its other sections are left out. Example: configs/code.yaml"""
+    near_duplicates: bool = True
+    """Compare documents of this source with others by similarity; false = only by equal text and equal URL, as for
+    code, where similar files are wanted."""
+
+    @field_validator("recipe")
+    @classmethod
+    def _resolved(cls, recipe: str | dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+        """The sections with all their keys, so that the run's record does not depend on a file."""
+        if recipe is None:
+            return None
+        named = f"{recipe}: " if isinstance(recipe, str) else ""
+        try:
+            raw = read_yaml(recipe) if isinstance(recipe, str) else recipe
+            if left_out := [key for key in raw if key in _OF_THE_RUN]:
+                log.warning(
+                    "source %s: recipe: %s%s: not taken; what the run's own config says holds for all sources",
+                    info.data.get("name"), named, ", ".join(left_out),
+                )  # fmt: skip
+            own = validate({key: raw[key] for key in raw if key not in left_out}, ChainConfig, named.rstrip(": "))
+        except InputError as error:
+            raise ValueError(str(error).removeprefix(": ")) from None
+        plain = own.model_dump(mode="json")
+        return {name: plain.get(name, []) for name in RECIPE_SECTIONS if name in own.model_fields_set}
+
+
 class PipelineConfig(ChainConfig):
     """Config of a data run up to its unique documents."""
 
@@ -62,7 +115,7 @@ class PipelineConfig(ChainConfig):
     """[processes] Worker processes; null = one per CPU of the machine or cluster. Example: 8"""
     ray: RayConfig = RayConfig()
     isolation: IsolationConfig = IsolationConfig()
-    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    sources: Annotated[tuple[SourceWithRecipe, ...], Field(min_length=1)]
     """What is read, one entry per source. Example: [{name: web, kind: warc, paths: 'crawl/*.warc.gz'}]"""
 
     @field_validator("run_dir")
@@ -80,7 +133,16 @@ class PipelineConfig(ChainConfig):
                 raise ValueError(f"sources: expected different names, got {name!r} twice")
         return self
 
+    def chain_of(self, source: SourceWithRecipe) -> ChainConfig:
+        """What the chain does to the pages of a source: its own sections, and the run's for the rest."""
+        named = source.recipe if isinstance(source.recipe, dict) else {}
+        own = validate(named, ChainConfig, f"source {source.name}: recipe")
+        parts = {name: getattr(own if name in named else self, name) for name in ChainConfig.model_fields}
+        if not source.near_duplicates:  # a document without a signature is compared as one that is too short for one
+            parts["duplicates"] = self.duplicates.model_copy(update={"near": False, "url_threshold": 0.0})
+        return ChainConfig(**parts)
+
     @property
-    def chain(self) -> ChainConfig:
-        """The part of the config that a worker needs."""
-        return ChainConfig(**{name: getattr(self, name) for name in ChainConfig.model_fields})
+    def rule_names(self) -> tuple[str, ...]:
+        """The names of the extra rules of all sources, sorted."""
+        return tuple(sorted({str(rule.name) for source in self.sources for rule in self.chain_of(source).rules}))

@@ -34,6 +34,7 @@ from quern.data_pipeline.execution.parts import read_head, read_tables, write_pa
 from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.rows import PageRows
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
+from quern.data_pipeline.stages.extra.modules import Sources, load_module
 from quern.data_pipeline.stages.tombstones import fingerprints
 from quern.errors import QuernError
 
@@ -66,6 +67,10 @@ class PartitionTask:
     config_hash: str
     page_timeout_s: float
     worker_memory_mib: int | None
+    modules: tuple[Sources, ...] = ()
+    """The modules of the chain's extra rules."""
+    measures: tuple[str, ...] | None = None
+    """The columns of verdicts, where other sources of the run measure other things; None: those of ``chain``."""
     quarantined: tuple[tuple[int, str], ...] = ()
     """(ordinal, reason) of pages that ended a worker; they are not parsed again."""
 
@@ -80,10 +85,10 @@ class PartitionTask:
         return {file.relative_path: file.fingerprint for file in self.partition.files}
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=8)
 def _chain(config_json: str, purge_list: tuple[str, ...] = ()) -> Chain:
-    """One chain a process: its models and memos stay warm from partition to partition. ``purge_list`` are the
-    fingerprints of its files: it grows from run to run."""
+    """One chain a recipe and process: its models and memos stay warm from partition to partition. ``purge_list`` are
+    the fingerprints of its files: it grows from run to run."""
     return Chain(ChainConfig.model_validate_json(config_json))
 
 
@@ -174,9 +179,11 @@ def committed(task: PartitionTask) -> dict[str, Any] | None:
 
 
 def _process(task: PartitionTask) -> dict[str, Any]:
+    for sources in task.modules:
+        load_module(sources.name, sources)
     chain = _chain(canonical_json(task.chain), fingerprints(task.chain.purge_list))
     chain.seconds = dict.fromkeys(chain.seconds, 0.0)
-    rows = PageRows(chain.measures)
+    rows = PageRows(task.measures or chain.measures)
     attempt = uuid.uuid4().hex[:12]
     progress = _resume(task)
     read_log = ReadLog()

@@ -9,10 +9,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 from quern import storage
-from quern.config import digest
+from quern.config import canonical_json, digest
 from quern.data_pipeline.chain import Chain
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.dedup.passes import run as dedup
@@ -24,6 +25,7 @@ from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, committed, process_partition
 from quern.data_pipeline.sources import Edges, FileRange, Partition, misread, plan
 from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
+from quern.data_pipeline.stages.extra.rules import sources_of
 from quern.errors import InputError, QuernError
 
 __all__ = [
@@ -70,7 +72,29 @@ def check(config: PipelineConfig) -> None:
     Raises:
         InputError: a named file is missing or not what it should be.
     """
-    Chain(config.chain)
+    columns(config)
+
+
+def columns(config: PipelineConfig) -> dict[str, tuple[str, ...]]:
+    """Source name → the measures that its chain fills; where sources have recipes of their own these may differ.
+
+    Raises:
+        InputError: a named file is missing or not what it should be.
+    """
+    by_recipe: dict[str, tuple[str, ...]] = {}
+    found = {}
+    for source in config.sources:
+        own = config.chain_of(source)
+        key = canonical_json(own)
+        if key not in by_recipe:
+            by_recipe[key] = Chain(own).measures
+        found[source.name] = by_recipe[key]
+    return found
+
+
+def _all_columns(found: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The measures of all sources, those of the first one by name first."""
+    return tuple(dict.fromkeys(name for source in sorted(found) for name in found[source]))
 
 
 def inputs_identity(partitions: Sequence[Partition]) -> str:
@@ -87,14 +111,17 @@ def inputs_digest(partitions: Sequence[Partition]) -> str:
 
 def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
     """Source name → digest of everything that decides the rows of its partitions, contents of named files included."""
-    chain = config.chain.model_dump(mode="json")
-    files = {path: storage.sha256(path) for path in sorted(named_files(chain))}
-    if config.purge_list is not None:
-        files["rules of purge lists"] = _PURGE_RULES
     hashes = {}
+    found = columns(config) if any(source.recipe is not None for source in config.sources) else {}
+    sha256 = lru_cache(maxsize=None)(storage.sha256)
     for source in config.sources:
-        own = source.model_dump(mode="json", exclude=set(NOT_DECIDING))
-        hashes[source.name] = digest([PAGES_FORMAT, chain, files, own])
+        chain = config.chain_of(source).model_dump(mode="json")
+        files = {path: sha256(path) for path in sorted(named_files(chain))}
+        if config.purge_list is not None:
+            files["rules of purge lists"] = _PURGE_RULES
+        own = source.model_dump(mode="json", exclude={*NOT_DECIDING, "recipe"})
+        others = [all_] if found and (all_ := _all_columns(found)) != found[source.name] else []
+        hashes[source.name] = digest([PAGES_FORMAT, chain, files, own, *others])
     return hashes
 
 
@@ -130,6 +157,10 @@ def _run_pages(
     hashes = pages_config_hash(config)
     scratch = storage.join(config.run_dir, ".work")
     markers = marker_folder(scratch)
+    chains = {source.name: config.chain_of(source) for source in config.sources}
+    modules = {name: sources_of(chain.extra) for name, chain in chains.items()}
+    has_recipes = any(source.recipe is not None for source in config.sources)
+    measures = _all_columns(columns(config)) if has_recipes else None
     tasks = [
         PartitionTask(
             run_dir=config.run_dir,
@@ -137,7 +168,9 @@ def _run_pages(
             marker=storage.join(markers, partition.source, partition.name),
             source=sources[partition.source],
             partition=partition,
-            chain=config.chain,
+            chain=chains[partition.source],
+            modules=modules[partition.source],
+            measures=measures,
             config_hash=hashes[partition.source],
             page_timeout_s=config.isolation.page_timeout_s,
             worker_memory_mib=config.isolation.worker_memory_mib,

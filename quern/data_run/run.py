@@ -13,7 +13,7 @@ from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.execution.engine import open_engine
 from quern.data_pipeline.execution.fence import Fence
-from quern.data_pipeline.execution.run_directory import RunDirectory, is_complete, open_run, remove_torn
+from quern.data_pipeline.execution.run_directory import is_complete, open_run, remove_torn
 from quern.data_pipeline.monitoring.heartbeat import Heartbeat
 from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_run.config import DataRun
@@ -62,7 +62,9 @@ def run_data(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[
                     )  # fmt: skip
                     progress.end_phase()
                 inputs = pages.inputs_digest(partitions)
-                return _finish(directory, result, tokens.to_dict()["sources"], inputs, config.seed)
+                stats = _write_stats_and_report(config, result, tokens.to_dict()["sources"])
+                directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
+                return stats
 
 
 def _give_room_back(run_dir: str, error: BaseException | None) -> None:
@@ -84,18 +86,11 @@ def _told(progress: RunProgress, workers: Sequence[Callable[[], dict[str, int]]]
     return {**progress.snapshot(), "workers": workers[0]() if workers else None}
 
 
-def _finish(
-    directory: RunDirectory, result: pages.PagesResult, tokens: dict[str, Any], inputs: str, seed: int
-) -> dict[str, Any]:
-    stats = _write_stats_and_report(directory.path, result, tokens, seed)
-    directory.finish({key: stats[key] for key in ("pages", "kept", "unique")}, inputs)
-    return stats
-
-
-def _write_stats_and_report(run: str, result: pages.PagesResult, tokens: dict[str, Any], seed: int) -> dict[str, Any]:
+def _write_stats_and_report(config: DataRun, result: pages.PagesResult, tokens: dict[str, Any]) -> dict[str, Any]:
+    run = config.run_dir
     files: dict[tuple[str, str], report.FileCounts] = {}
-    stats = report.build_stats(run, result.duplicates, tokens, result.partitions, files)
-    found = report.survey_run(run, seed=seed, partitions=result.partitions)
+    stats = report.build_stats(run, result.duplicates, tokens, result.partitions, files, config.rule_names)
+    found = report.survey_run(run, seed=config.seed, partitions=result.partitions)
     stats["alarms"] = report.find_losses(stats, files, found)
     report.write_stats(run, stats)
     report.write_report(run, stats, found=found)
@@ -112,7 +107,7 @@ def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...], tell: Callab
             storage.read_json(commit_path(run, phase, "all", piece))["counts"]
             for phase, piece in (("duplicates", "decisions"), ("shards", "version"))
         )
-        return _write_stats_and_report(run, pages.PagesResult(names, duplicates), tokens["sources"], config.seed)
+        return _write_stats_and_report(config, pages.PagesResult(names, duplicates), tokens["sources"])
     stats = dict(storage.read_json(path))
     if not storage.is_file(storage.join(run, "report.html")):
         try:

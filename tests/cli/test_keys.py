@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
@@ -18,7 +19,9 @@ from quern.train.config import TrainConfig
 from support.config_page import PAGE, page
 
 BASES: dict[type[BaseModel], dict[str, Any]] = {
-    DataRun: {"run_dir": "r", "sources": [{"name": "a", "kind": "warc", "paths": "x"}]},
+    DataRun: {
+        "run_dir": "r", "sources": [{"name": "a", "kind": "warc", "paths": "x"}], "extra": ["my_rules:NoPoems"],
+    },
     TrainConfig: {
         "run_dir": "r", "data": [{"path": "a"}], "steps": 10, "phases": [{"first_step": 5}],
         "model": {"preset": "debug", "rope_scaling": {}},
@@ -31,6 +34,16 @@ NUMBERS = {
     "model.rope_scaling.high_freq_factor", "model.norm_eps", "optimizer.lr", "optimizer.beta1", "optimizer.beta2",
     "optimizer.eps", "optimizer.weight_decay", "optimizer.clip", "parallel.reshard_after_forward", "parallel.zero",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _my_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module that an example names."""
+    rule = "from quern import Rule\n\nclass NoPoems(Rule):\n    max_short_lines: float = 0.8\n"
+    (tmp_path / "my_rules.py").write_text(rule)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
 MODELS = pytest.mark.parametrize("model", BASES, ids=lambda model: model.__name__)
 
 
@@ -41,7 +54,7 @@ def flat(value: Any, model: Any, name: str = "") -> dict[str, Any]:
         for key in type(value).model_fields:
             found |= flat(getattr(value, key), None, f"{name}.{key}".lstrip("."))
         return found
-    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+    if isinstance(value, list | tuple) and value and isinstance(value[0], BaseModel):
         return flat(value[0], None, name + ".N")
     return {name: value}
 
@@ -49,7 +62,8 @@ def flat(value: Any, model: Any, name: str = "") -> dict[str, Any]:
 @MODELS
 def test_every_key_of_a_config_is_there_with_its_default(model: type[BaseModel]) -> None:
     values = flat(model.model_validate(BASES[model]), None)
-    keys = {key.name: key for key in list_keys(model) if not key.is_section and key.type != "list of section"}
+    sections = ("list of section", "list of text or section")
+    keys = {key.name: key for key in list_keys(model) if not key.is_section and key.type not in sections}
     assert keys.keys() == values.keys()
     given = {
         "run_dir",
@@ -59,6 +73,7 @@ def test_every_key_of_a_config_is_there_with_its_default(model: type[BaseModel])
         "data.N.path",
         "steps",
         "phases.N.first_step",
+        *(f"extra.N.{name}" for name in ("rule", "name", "options", "source_digest")),
     }
     for name in keys.keys() - given - {"model.preset"}:
         shown, value = keys[name].default, json.loads(json.dumps(values[name]))
@@ -74,7 +89,7 @@ def test_a_key_that_must_be_given_is_told_from_one_with_a_default(model: type[Ba
     assert (
         required
         == {
-            DataRun: {"run_dir", "sources", "sources.N.name", "sources.N.kind"},
+            DataRun: {"run_dir", "sources", "sources.N.name", "sources.N.kind", "extra.N.rule"},
             TrainConfig: {"run_dir", "data", "data.N.path", "steps", "phases.N.first_step"},
         }[model]
     )

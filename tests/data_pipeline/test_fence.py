@@ -46,7 +46,8 @@ def task_of(config: PipelineConfig, folder: Path) -> PartitionTask:
     (planned,) = pages.plan_sources(config)
     return PartitionTask(
         run_dir=config.run_dir, scratch=str(folder / "scratch"), marker=str(folder / "marker"),
-        source=config.sources[0], partition=planned, chain=config.chain, config_hash="c", page_timeout_s=60,
+        source=config.sources[0], partition=planned, config_hash="c", page_timeout_s=60,
+        chain=config.chain_of(config.sources[0]),
         worker_memory_mib=None,
     )  # fmt: skip
 

@@ -415,7 +415,8 @@ settings = {
     "isolation": {"page_timeout_s": 1.5},
 }
 config = PipelineConfig.model_validate(settings)
-partition._chain(partition.canonical_json(config.chain))(partition.Page("s", "f", "f", 0, media="text", raw="Warm up."))
+own = config.chain_of(config.sources[0])
+partition._chain(partition.canonical_json(own))(partition.Page("s", "f", "f", 0, media="text", raw="Warm up."))
 with Progress(background=False) as progress:
     pages.run(config, pages.plan_sources(config), InProcess(), progress)
 """
@@ -482,7 +483,8 @@ def test_a_worker_that_dies_before_its_first_page_blames_no_page(tmp_path: Path)
     marker = InFlightMarker(str(tmp_path / "marker"))
     task = PartitionTask(
         run_dir=config.run_dir, scratch="", marker=str(tmp_path / "marker"), source=config.sources[0],
-        partition=planned, chain=config.chain, config_hash="", page_timeout_s=60, worker_memory_mib=None,
+        partition=planned, chain=config.chain_of(config.sources[0]), config_hash="", page_timeout_s=60,
+        worker_memory_mib=None,
     )  # fmt: skip
     marker.set(5)
     marker.close()

@@ -213,8 +213,15 @@ def _differences(old: Any, new: Any, key: str = "", passed_over: tuple[str, ...]
                 yield f"{inner} is {there} there and {here} here"
     elif key == "sources" and (before := _by_name(old)) is not None and (after := _by_name(new)) is not None:
         yield from _source_differences(before, after)
+    elif _are_sections(old) and _are_sections(new) and len(old) == len(new):
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, after, f"{key}.{number}", ())
     elif old != new:
         yield f"{key} is {show(old)} there and {show(new)} here"
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
 def _source_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

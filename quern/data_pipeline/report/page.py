@@ -14,8 +14,9 @@ import numpy as np
 
 from quern import storage
 from quern.config import dump_yaml
+from quern.data_pipeline.report.funnel import all_alarms, funnel, main_reasons
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
-from quern.data_pipeline.report.stats import all_alarms, committed, funnel
+from quern.data_pipeline.report.stats import committed
 from quern.data_pipeline.report.survey import CHAR_EDGES, NO_HOST, OUTCOMES, WORD_EDGES, Budget, Survey, survey
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
 from quern.words import counted
@@ -231,7 +232,24 @@ def _sources(stats: Mapping[str, Any], found: Survey) -> str:
                 row.append(num(found.unique_chars[name] / texts, 2) if texts else "–")
         rows.append(row)
     lead = _lead("“Held out” documents are the validation set; they are counted in documents and tokens.")
-    return (lead if with_tokens else "") + table(head, rows)
+    return (lead if with_tokens else "") + table(head, rows) + _losses_by_source(stats)
+
+
+def _losses_by_source(stats: Mapping[str, Any]) -> str:
+    """What each stage dropped of each source, where there are several."""
+    sources = stats["sources"]
+    if len(sources) < 2:
+        return ""
+    rows_of = {name: funnel({**own, "duplicates": {"by_kind": own["duplicates"]}}) for name, own in sources.items()}
+    stages = [(row.stage, row.label) for row in funnel(stats) if row.dropped]
+    rows = []
+    for name, own in sources.items():
+        dropped = {row.stage: row.dropped for row in rows_of[name]}
+        cells = [f"{num(n)} ({percent(n, own['pages'])})" if (n := dropped.get(stage)) else "–" for stage, _ in stages]
+        reasons = ", ".join(f"{show(reason, 60)} {num(count)}" for reason, count in main_reasons(own))
+        rows.append([show(name), num(own["pages"]), *cells, num(own["unique"]), reasons])
+    head = ["source", "pages", *(show(label) for _, label in stages), "documents", "dropped mostly by"]
+    return "<h3>What each stage dropped</h3>" + table(head, rows)
 
 
 def _stacked(label: str, counts: Sequence[int]) -> Bar:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from quern.data_pipeline.report.funnel import url_similarities
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, table
-from quern.data_pipeline.report.stats import url_similarities
 from quern.data_pipeline.report.survey import Pair, Sample, Survey
 from quern.words import counted
 

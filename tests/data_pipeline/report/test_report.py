@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from quern.data_pipeline.report import stats as report
+from quern.data_pipeline.report.funnel import funnel, print_funnel
 from quern.errors import QuernError
 
 
@@ -57,7 +58,7 @@ def test_only_committed_partitions_count(made: Any) -> None:
 
 def test_funnel_rows_hang_together_and_follow_the_road(made: Any) -> None:
     stats = made.stats()
-    rows = report.funnel(stats)
+    rows = funnel(stats)
     assert [row.entered for row in rows] == [stats["pages"], *(row.left for row in rows[:-1])]
     assert all(row.entered == row.dropped + row.left for row in rows)
     assert rows[-1].left == stats["unique"]
@@ -73,7 +74,7 @@ def test_funnel_rows_hang_together_and_follow_the_road(made: Any) -> None:
 def test_a_stage_the_funnel_does_not_know_is_still_counted(made: Any) -> None:
     stats = made.stats()
     stats["by_stage"]["novel"] = 0
-    assert "novel" in [row.stage for row in report.funnel(stats)]
+    assert "novel" in [row.stage for row in funnel(stats)]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +117,10 @@ def test_printed_funnel_shows_every_stage_and_no_markup(made: Any) -> None:
     stats = made.stats()
     stats["by_reason"] = {f"{key}[red]" if "short_doc" in key else key: n for key, n in stats["by_reason"].items()}
     console = Console(file=io.StringIO(), width=160, record=True)
-    report.print_funnel(stats, console)
+    print_funnel(stats, console)
     shown = console.export_text()
     assert "gopher.short_doc[red]" in shown
-    assert all(row.label in shown and f"{row.left:,}" in shown for row in report.funnel(stats))
+    assert all(row.label in shown and f"{row.left:,}" in shown for row in funnel(stats))
     assert f"240 pages → {stats['unique']} documents" in shown
     assert "alarm: source wet lost 61 %" in shown
     assert "read around in the input: 4 damaged places" in shown
@@ -131,7 +132,7 @@ def test_dates_and_urls_that_could_not_be_read_are_counted_and_told(made: Any) -
     stats = made.stats()
     assert (stats["unreadable_dates"], stats["sources"]["crawl"]["unreadable_dates"]) == (3, 3)
     console = Console(file=io.StringIO(), width=160, record=True)
-    report.print_funnel(stats, console)
+    print_funnel(stats, console)
     shown = console.export_text()
     assert "note: source crawl: 3 dates could not be read, and fetched_at is null there" in shown
     assert "note: source crawl: 1 URL could not be read, and url is null there" in shown
