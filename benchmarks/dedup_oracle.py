@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 
 @dataclass(frozen=True, slots=True)
 class Doc:
@@ -25,6 +27,24 @@ class Doc:
     shingles: Collection[int]
     """Each once."""
     kept: bool = True
+
+
+def shingle_hash(shingle: bytes) -> int:
+    """The 64-bit hash of one shingle: normalised words as UTF-8, one space between them."""
+    mixed = 0
+    for word in shingle.split(b" "):
+        mixed = (mixed * 0x9E3779B97F4A7C15 + xxhash.xxh3_64_intdigest(word)) % 2**64
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        mixed = (mixed ^ mixed >> 33) * factor % 2**64
+    return mixed ^ mixed >> 33
+
+
+def minhash_hash(shingle: bytes) -> int:
+    """The ``hashfunc`` with which datasketch makes the same signatures: the low 32 bits of :func:`shingle_hash`.
+
+    ``MinHash(num_perm, seed, hashfunc=minhash_hash, scheme="affine32")``, updated with every shingle.
+    """
+    return shingle_hash(shingle) % 2**32
 
 
 class BruteForce:

@@ -33,7 +33,8 @@ import numpy as np
 from quern.lineage.match import DEFAULT_N, MIN_WORDS, GramIndex, Item, read_benchmark, scan_streams
 from quern.lineage.match.normalise import words
 from quern.tokenize.encoding import Encoding, load_encoding
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardReader, ShardWriter, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardWriter, version_entry
+from quern.tokenize.shards import ShardReader
 
 SOURCES = ("pages", "wikipedia", "code", "multilingual", "papers", "books", "speeches")
 PER_KIND = 60

@@ -23,9 +23,10 @@ from typing import Any
 import datasketch
 import numpy as np
 import xxhash
+from dedup_oracle import minhash_hash
 
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.shingles import hash_words, minhash_hash, normalise, shingle_hashes
+from quern.data_pipeline.dedup.shingles import hash_words, normalise, shingle_hashes
 from quern.data_pipeline.dedup.signature import SCHEME, Signature, minhash
 from quern.data_pipeline.page.document import Page
 

@@ -27,12 +27,28 @@ from torch import Tensor, nn
 from quern.parallel.accumulation import Inputs
 from quern.parallel.local import LocalRanks
 from quern.parallel.pipeline import Pipeline, Stage
-from quern.parallel.planning.bubble import bubble, closed_form
+from quern.parallel.planning.bubble import bubble
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 
 DIM = 4
+
+
+def closed_form(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> float | None:
+    """The share of a step in which a rank waits, by formula; None without one, or where its conditions are not met.
+
+    ``w / (w + 3 v M)`` for S ranks, v stages on each and M micro-batches, where w is what a rank waits, in units of a
+    stage's forward. Whole backwards: 3 (S - 1), which for one stage a rank is (S - 1) / (S - 1 + M) (Huang et al.
+    2019, GPipe, section 2.3), and else v times less of the step (Narayanan et al. 2021, section 2.2; Lamy-Poirier
+    2022, section 4.1). Where gradients of weights fill the wait: S - 1 (Qi et al. 2023, Zero Bubble, tables 1 and 2,
+    at equal times). DualPipeV's own figure is for forwards that run beside backwards, which is not simulated.
+    """
+    least = {"interleaved_1f1b": pp, "looped_bfs": pp, "interleaved_zero_bubble": pp, "zbv_zero_bubble": 2 * pp - 1}
+    if schedule == "dualpipe_v" or num_micro_batches < least.get(schedule, 1):
+        return None
+    wait = (1 if SCHEDULES[schedule].splits_backward else 3) * (pp - 1)
+    return wait / (wait + 3 * stages_per_rank * num_micro_batches)
 
 
 class Clock:

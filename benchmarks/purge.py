@@ -34,7 +34,7 @@ from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from quern.tokenize.place import keyed_hashes
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
 SEED = 3
 EOT = 50_256

@@ -144,14 +144,6 @@ class Word:
                 if chosen.size:
                     stack.append((child, chosen if isinstance(where, slice) else where[chosen], ranks[chosen]))
 
-    def letter(self, n: U64) -> tuple[U64, U64]:
-        """The letters at positions ``n`` (uint64 [m], below 2^63): source and rank, both uint64 [m]."""
-        sources, ranks = np.empty_like(n), np.empty_like(n)
-        for source, where, rank in self.letters(n):
-            sources[where] = source
-            ranks[where] = rank
-        return sources, ranks
-
     def rank(self, n: int) -> list[int]:
         """How many of the first ``n`` letters are each source, one number a weight."""
         turn, m = divmod(n, self.period)
@@ -170,7 +162,7 @@ class Word:
     def select(self, source: int, k: U64) -> U64:
         """The positions of letters number ``k`` (uint64 [m], from 0) of a source of positive weight.
 
-        The inverse of :meth:`letter`; exact where the position is below 2^63.
+        The inverse of :meth:`letters`; exact where the position is below 2^63.
         """
         weight = np.uint64(self.weights[source])
         turn = k // weight

@@ -27,14 +27,11 @@ from quern.errors import InputError
 from quern.tokenize.byte_level import shown_bytes
 from quern.tokenize.encoding import TRAINED, Encoding, format_ranks, known_encodings, load_encoding
 
-__all__ = ["FILES", "TOKENIZER", "last_merge", "oniguruma", "read_encoding", "tokenizer_files"]
+__all__ = ["TOKENIZER", "last_merge", "oniguruma", "read_encoding", "tokenizer_files"]
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIALS = "special_tokens_map.json"
-
-#: What :func:`tokenizer_files` makes.
-FILES = (TOKENIZER, CONFIG, SPECIALS)
 
 #: The key of tokenizer_config.json that names the encoding; ``transformers`` keeps keys that it does not know.
 ENCODING_KEY = "quern_encoding"

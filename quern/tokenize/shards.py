@@ -10,35 +10,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from quern import storage
 from quern.errors import InputError
 from quern.storage.parquet import open_table
 from quern.tokenize import reader_lock
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
-from quern.tokenize.place import place_key
-from quern.tokenize.shard_format import (
-    MANIFEST,
-    SPANS_SCHEMA,
-    VERSION_FILE,
-    ShardInfo,
-    ShardWriter,
-    shard_name,
-    version_entry,
-)
+from quern.tokenize.shard_format import SPANS_SCHEMA, VERSION_FILE, ShardInfo
 
-__all__ = [
-    "MANIFEST",
-    "SPANS_SCHEMA",
-    "VERSION_FILE",
-    "ShardInfo",
-    "ShardReader",
-    "ShardWriter",
-    "Span",
-    "shard_name",
-    "version_entry",
-]
+__all__ = ["ShardReader", "Span"]
 
 _SPANS_IN_MEMORY = 8
 _OPEN_ATTEMPTS = 20
@@ -207,21 +187,6 @@ class ShardReader:
             self._spans.popitem(last=False)
         return table, starts
 
-    def spans_between(self, start: int, stop: int) -> list[Span]:
-        """The documents that overlap tokens [start, stop) of the stream, in order (starts count from their shard's)."""
-        found: list[Span] = []
-        if start >= stop:
-            return found
-        shard = max(0, int(np.searchsorted(self.offsets, start, "right")) - 1)
-        while shard < len(self.shards) and int(self.offsets[shard]) < stop:
-            origin = int(self.offsets[shard])
-            starts = self.starts(shard)
-            first = max(0, int(np.searchsorted(starts, start - origin, "right")) - 1)
-            end = int(np.searchsorted(starts, stop - origin, "left"))
-            found += [self.span(shard, index) for index in range(first, end)]
-            shard += 1
-        return found
-
     def span(self, shard: int, index: int) -> Span:
         """Where the shard's document ``index`` stands."""
         documents = self._shard(shard).documents
@@ -240,14 +205,3 @@ class ShardReader:
         if not 0 <= offset < self._shard(shard).tokens:
             raise IndexError(f"{self.path}: shard {shard} has {self.shards[shard].tokens} tokens, got offset {offset}")
         return self.span(shard, int(np.searchsorted(self.starts(shard), offset, "right")) - 1)
-
-    def locate_document(self, doc_id: bytes) -> Span | None:
-        """Where a document stands, or None when this source has no token of it; looks only where it can be."""
-        key = f"{place_key(self.seed, doc_id):016x}"
-        wanted = pa.scalar(doc_id, pa.binary(16))
-        for shard, info in enumerate(self.shards):
-            if info.first_key <= key <= info.last_key:
-                index = pc.index(self.spans(shard)["doc_id"], wanted).as_py()
-                if index >= 0:
-                    return self.span(shard, index)
-        return None

@@ -20,7 +20,6 @@ __all__ = ["clear", "file_of", "keep", "one_line", "verdict"]
 
 _FOLDER = "tracebacks"
 _STOPPED = 3  # of quern.train: saved, and ended by a signal
-_NAME = re.compile(r"rank_(\d+)\.txt")
 #: First line of a file: when the rank failed, in seconds since the epoch, and the error.
 _HEAD = re.compile(r"(\d+\.\d+) (.*)")
 

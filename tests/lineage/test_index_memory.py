@@ -15,7 +15,7 @@ import pytest
 
 from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.page.document import verdict_schema
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
 ROWS_A_FILE = 12_500
 

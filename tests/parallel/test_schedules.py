@@ -6,9 +6,10 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from pipeline_bubble import closed_form
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from quern.parallel.planning.bubble import Action, bubble, closed_form, makespan, order
+from quern.parallel.planning.bubble import Action, bubble, makespan, order
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 from quern.parallel.planning.stages import stages_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quern.tokenize.encoding import TokenizeConfig
-from quern.tokenize.shards import ShardWriter
+from quern.tokenize.shard_format import ShardWriter
 from quern.tokenize.writing import merge
 from quern.tokenize.writing import run as run_module
 from quern.tokenize.writing import sorted_runs as runs

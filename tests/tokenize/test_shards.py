@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quern.errors import InputError
-from quern.tokenize.shards import ShardReader, ShardWriter, version_entry
+from quern.tokenize.shard_format import ShardWriter, version_entry
+from quern.tokenize.shards import ShardReader
 
 EOT = 999
 Documents = list[tuple[bytes, list[int]]]
@@ -107,28 +106,11 @@ def test_every_answer_is_that_of_plain_lists(corpus: tuple[Path, list[Documents]
         position = 0
         for index, (doc_id, tokens) in enumerate(documents):
             assert reader.document(shard, index).tolist() == tokens
-            assert reader.locate_document(doc_id) == reader.span(shard, index)
+            assert reader.span(shard, index) == reader.locate(shard, position)
             for offset in range(position, position + len(tokens)):
                 span = reader.locate(shard, offset)
                 assert (span.doc_id, span.start, span.length) == (doc_id, position, len(tokens))
             position += len(tokens)
-    assert reader.locate_document(b"\xff" * 16) is None
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), data=st.data())
-def test_spans_between_are_the_documents_that_overlap(
-    lengths: list[list[int]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    shards = make_shards(lengths)
-    reader = ShardReader(str(write_corpus(tmp_path_factory.mktemp("corpus"), shards)))
-    owners = [doc_id for documents in shards for doc_id, tokens in documents for _ in tokens]
-    start = data.draw(st.integers(0, len(owners)))
-    stop = data.draw(st.integers(start, len(owners)))
-    expected = list(dict.fromkeys(owners[start:stop]))
-    assert [span.doc_id for span in reader.spans_between(start, stop)] == expected
-    assert len(reader.tokens(start, stop)) == stop - start
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 25, 26, 100])
@@ -321,7 +303,7 @@ def test_a_stream_goes_on_over_a_shard_without_documents(tmp_path: Path) -> None
     reader = ShardReader(str(write_corpus(tmp_path, [first, [], last])))
     flat = [token for documents in (first, last) for _, tokens in documents for token in tokens]
     assert reader.tokens(0, 8).tolist() == flat
-    assert [span.shard for span in reader.spans_between(0, 8)] == [0, 0, 2]
+    assert [len(reader.spans(shard)) for shard in range(3)] == [2, 0, 1]
 
 
 OUTSIDE = ["../VERSION.json", "/etc/passwd", "web/../../x", "", ".", "..", "web//x", "web\\x", "a\0b"]

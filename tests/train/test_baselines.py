@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 from quern import storage
 from quern.cli.demo import baselines
 from quern.cli.demo.baselines import NGram, TokenStream, read_stream
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
 
 def stream_of(documents: list[list[int]], purged: list[bool] | None = None, dtype: type = np.uint16) -> TokenStream:

@@ -16,18 +16,17 @@ from quern.errors import QuernError
 from quern.mixtures.order import Order, Phase
 from quern.train.history import ledger as module
 from quern.train.history.ledger import (
-    Exposure,
     Ledger,
     Range,
     check_append,
     data_end,
     data_step,
-    exposures,
     latest_order,
     reached,
     read_ledger,
     surviving,
 )
+from support.train.exposures import Exposure, exposures
 
 Step = tuple[int, str, bool]  # data step, order hash, applied
 

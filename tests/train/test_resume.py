@@ -17,9 +17,10 @@ from quern.config import dump_yaml
 from quern.parallel.local import LocalRanks
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.config import TrainConfig
-from quern.train.history.ledger import data_step, exposures, latest_order, surviving
+from quern.train.history.ledger import data_step, latest_order, surviving
 from support.programs import python
 from support.train import run_case as case
+from support.train.exposures import exposures
 
 pytestmark = pytest.mark.slow
 

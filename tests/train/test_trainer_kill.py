@@ -18,8 +18,9 @@ from quern.config import dump_yaml
 from quern.train.__main__ import main
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.checkpoint.tools.reader import verify
-from quern.train.history.ledger import data_step, exposures, latest_order, surviving
+from quern.train.history.ledger import data_step, latest_order, surviving
 from support.train import run_case as case
+from support.train.exposures import exposures
 
 KILLS = 20
 #: Staging folders and folders moved aside: what a save leaves that was cut off.

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-__all__ = ["hash_words", "minhash_hash", "normalise", "shingle_hash", "shingle_hashes"]
+__all__ = ["hash_words", "normalise", "shingle_hashes"]
 
-_MASK = (1 << 64) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _FMIX = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -168,23 +167,3 @@ def _fmix64(values: np.ndarray) -> np.ndarray:
     values *= np.uint64(_FMIX[1])
     values ^= values >> np.uint64(33)
     return values
-
-
-def shingle_hash(shingle: bytes) -> int:
-    """The 64-bit hash of one shingle: normalised words as UTF-8, one space between them."""
-    mixed = 0
-    for word in shingle.split(b" "):
-        mixed = (mixed * _MULTIPLIER + xxhash.xxh3_64_intdigest(word)) & _MASK
-    mixed ^= mixed >> 33
-    mixed = mixed * _FMIX[0] & _MASK
-    mixed ^= mixed >> 33
-    mixed = mixed * _FMIX[1] & _MASK
-    return mixed ^ mixed >> 33
-
-
-def minhash_hash(shingle: bytes) -> int:
-    """The low 32 bits of :func:`shingle_hash`: the ``hashfunc`` with which datasketch makes the same signatures.
-
-    ``MinHash(num_perm, seed, hashfunc=minhash_hash, scheme="affine32")``, updated with every shingle.
-    """
-    return shingle_hash(shingle) & 0xFFFFFFFF

@@ -12,7 +12,8 @@ from quern.data_pipeline.page.document import Page
 
 __all__ = ["NUM_WORDS", "SCHEME", "Signature", "minhash", "permutations"]
 
-#: ``datasketch.MinHash(num_perm=…, seed=…, hashvalues=signature, scheme=SCHEME)`` loads a stored signature.
+#: ``datasketch.MinHash(num_perm=…, seed=…, hashvalues=signature, scheme=SCHEME)`` loads a stored signature. With a
+#: ``hashfunc`` that gives the low 32 bits of a written-down shingle's hash it makes the same ones.
 SCHEME = "affine32"
 
 #: The measure by which the longer of two copies survives.

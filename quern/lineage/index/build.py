@@ -33,7 +33,8 @@ from quern.lineage.index.duplicates import CLUSTERS, DECISIONS, Duplicates, writ
 from quern.lineage.index.records import Opened, read_sealed, write_sealed
 from quern.lineage.index.segments import RECORD, SEGMENT_DOCUMENTS, Segment, VerdictSlice, plan_segments, write_segment
 from quern.lineage.index.spans import SpanColumns, write_spans
-from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.tokenize.shard_format import VERSION_FILE
+from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import exclusive
 
 __all__ = ["FOLDER", "Built", "State", "discard", "open_index", "survey"]

@@ -24,7 +24,8 @@ from quern.lineage.index.joins import Buckets, Numbers
 from quern.lineage.index.records import Opened
 from quern.lineage.index.segments import Segment
 from quern.storage.parquet import open_table
-from quern.tokenize.shards import SPANS_SCHEMA, ShardInfo, ShardReader
+from quern.tokenize.shard_format import SPANS_SCHEMA, ShardInfo
+from quern.tokenize.shards import ShardReader
 
 __all__ = ["SpanColumns", "Spans", "write_spans"]
 

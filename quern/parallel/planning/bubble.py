@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from quern.parallel.planning.schedules import SCHEDULES, check_micro_batches
 
-__all__ = ["Action", "bubble", "closed_form", "makespan", "order"]
+__all__ = ["Action", "bubble", "makespan", "order"]
 
 
 class Action(NamedTuple):
@@ -123,19 +123,3 @@ def bubble(
     weights = costs or [1.0] * (pp * stages_per_rank)
     busy = sum(UNITS[action.kind] * weights[action.stage] for actions in ranks for action in actions)
     return 1 - busy / (pp * makespan(ranks, costs=weights))
-
-
-def closed_form(schedule: str, pp: int, stages_per_rank: int, num_micro_batches: int) -> float | None:
-    """The same share by formula; None where there is none, or where its conditions are not met.
-
-    ``w / (w + 3 v M)`` for S ranks, v stages on each and M micro-batches, where w is what a rank waits, in units of a
-    stage's forward. Whole backwards: 3 (S - 1), which for one stage a rank is (S - 1) / (S - 1 + M) (Huang et al.
-    2019, GPipe, section 2.3), and else v times less of the step (Narayanan et al. 2021, section 2.2; Lamy-Poirier
-    2022, section 4.1). Where gradients of weights fill the wait: S - 1 (Qi et al. 2023, Zero Bubble, tables 1 and 2,
-    at equal times). DualPipeV's own figure is for forwards that run beside backwards, which is not simulated.
-    """
-    least = {"interleaved_1f1b": pp, "looped_bfs": pp, "interleaved_zero_bubble": pp, "zbv_zero_bubble": 2 * pp - 1}
-    if schedule == "dualpipe_v" or num_micro_batches < least.get(schedule, 1):
-        return None
-    wait = (1 if SCHEDULES[schedule].splits_backward else 3) * (pp - 1)
-    return wait / (wait + 3 * stages_per_rank * num_micro_batches)

@@ -21,7 +21,8 @@ from quern.tokenize.exchange.foreign import FORMATS, SUFFIXES, Format
 from quern.tokenize.exchange.megatron import write_index
 from quern.tokenize.exchange.sidecar import Placed, SidecarTarget, sidecar_path, write_sidecars
 from quern.tokenize.exchange.staging import staged
-from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.tokenize.shard_format import VERSION_FILE
+from quern.tokenize.shards import ShardReader
 from quern.words import counted
 
 __all__ = ["EXPORT_FILE", "ExportReport", "ExportedFile", "export"]

@@ -13,7 +13,7 @@ from quern import __version__, storage
 from quern.config import digest
 from quern.tokenize.encoding import Encoding
 from quern.tokenize.exchange.columns import I64
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardInfo, ShardWriter, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardInfo, ShardWriter, version_entry
 from quern.tokenize.writing.run import ENCODING_FILE
 
 __all__ = ["Shards", "write_run"]

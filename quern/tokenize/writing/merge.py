@@ -16,7 +16,7 @@ from quern.config import digest
 from quern.data_pipeline.execution.commits import find_commit, publish_commit
 from quern.errors import QuernError
 from quern.tokenize.place import PLACE, bucket_of, doc_ids
-from quern.tokenize.shards import ShardWriter, shard_name
+from quern.tokenize.shard_format import ShardWriter, shard_name
 from quern.tokenize.writing.plan import Cut
 from quern.tokenize.writing.sorted_runs import read_places, unharmed
 

@@ -19,7 +19,7 @@ from quern.data_pipeline.execution.commits import commit_path, find_commit, publ
 from quern.data_pipeline.execution.engine import Engine
 from quern.errors import InputError, QuernError
 from quern.tokenize.encoding import Encoding, TokenizeConfig, load_encoding
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardInfo, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardInfo, version_entry
 from quern.tokenize.writing.choose import JOIN_DOCUMENTS, choose, group_partitions
 from quern.tokenize.writing.merge import SHARD_FORMAT, SLICE_TOKENS, ShardTask, write_shard
 from quern.tokenize.writing.plan import GATHER_DOCUMENTS, bucket_ranges, find_cuts, gather

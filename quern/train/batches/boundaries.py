@@ -20,7 +20,8 @@ from quern import storage
 from quern.config import digest
 from quern.errors import InputError
 from quern.storage.parquet import read_batches
-from quern.tokenize.shards import ShardInfo, ShardReader
+from quern.tokenize.shard_format import ShardInfo
+from quern.tokenize.shards import ShardReader
 from quern.train.batches.corpus import exclusive
 
 __all__ = ["Boundaries", "Documents", "boundaries_path", "open_boundaries"]

@@ -14,7 +14,8 @@ import numpy as np
 from quern import storage
 from quern.config import digest
 from quern.errors import InputError
-from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.tokenize.shard_format import VERSION_FILE
+from quern.tokenize.shards import ShardReader
 
 __all__ = ["Corpus", "Verified", "exclusive", "share_files"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quern.tokenize.shards import ShardInfo, ShardWriter, version_entry
+from quern.tokenize.shard_format import ShardInfo, ShardWriter, version_entry
 
 __all__ = ["Shard", "random_shards", "write_data_run", "write_random"]
 

@@ -41,8 +41,8 @@ from quern.errors import QuernError
 from quern.mixtures.order import Order
 
 __all__ = [
-    "MOVES", "UNHEALTHY", "Exposure", "Ledger", "Range", "check_append", "data_end", "data_step", "exposures",
-    "latest_order", "nulled", "reached", "read_ledger", "skips_before", "surviving",
+    "MOVES", "UNHEALTHY", "Ledger", "Range", "check_append", "data_end", "data_step", "latest_order", "nulled",
+    "reached", "read_ledger", "skips_before", "surviving",
 ]  # fmt: skip
 
 Entry = Mapping[str, Any]
@@ -73,15 +73,6 @@ class Range:
     def data_stop(self) -> int | None:
         """The end of the data steps read; None for a range that still goes on."""
         return None if self.stop is None else self.data_step + self.stop - self.step
-
-
-@dataclass(frozen=True)
-class Exposure:
-    """A step that read a window. ``applied``: its update went into the weights (false: skipped on device)."""
-
-    step: int
-    data_step: int
-    applied: bool
 
 
 def surviving(entries: Iterable[Entry], t_end: int | None) -> tuple[Range, ...]:
@@ -123,25 +114,6 @@ def data_step(entries: Iterable[Entry], step: int) -> int:
 def data_end(entries: Iterable[Entry], step: int) -> int:
     """One beyond the last data step read by the surviving steps before ``step``; 0 for step 0."""
     return data_step(entries, step - 1) + 1 if step else 0
-
-
-def exposures(
-    entries: Iterable[Entry], t_end: int, order: Order, source: int, epoch: int, window: int
-) -> list[Exposure]:
-    """The surviving steps < ``t_end`` that read a window: none or one, for an order gives a window of an epoch once.
-
-    ``order`` is the newest of ``entries`` (:func:`latest_order`), which explains the older steps too.
-    """
-    g = order.locate(source, epoch, window)
-    if g is None:
-        return []
-    wanted = order.step_of(g)
-    lines = list(entries)
-    for place, found in _surviving(lines, t_end):
-        if found.data_step <= wanted < (found.data_stop or 0):
-            step = found.step + wanted - found.data_step
-            return [Exposure(step, wanted, not _skipped(lines, place, step, wanted))]
-    return []
 
 
 def _skipped(entries: Sequence[Entry], place: int, step: int, data_step: int) -> bool:

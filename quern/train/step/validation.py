@@ -12,7 +12,8 @@ import torch
 
 from quern import storage
 from quern.parallel.accumulation import Inputs, Runner
-from quern.tokenize.shards import VERSION_FILE, ShardReader
+from quern.tokenize.shard_format import VERSION_FILE
+from quern.tokenize.shards import ShardReader
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import to_device

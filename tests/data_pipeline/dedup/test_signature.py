@@ -4,10 +4,10 @@ import datasketch
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from dedup_oracle import minhash_hash
 
 from quern.data_pipeline.dedup import signature as module
 from quern.data_pipeline.dedup.config import DuplicatesConfig
-from quern.data_pipeline.dedup.shingles import minhash_hash
 from quern.data_pipeline.dedup.signature import NUM_WORDS, SCHEME, Signature, minhash, permutations
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page
 from support.named_cases import each

@@ -24,7 +24,7 @@ from quern.data_pipeline.dedup.schemas import CLUSTER_SCHEMA, DECISION_SCHEMA
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA, content_hash, make_doc_id, verdict_schema
 from quern.data_pipeline.page.url import canonicalize, host, surt
 from quern.tokenize.place import keyed_hashes
-from quern.tokenize.shards import MANIFEST, VERSION_FILE, ShardWriter, version_entry
+from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
 MEASURES = ("num_words", "gopher.mean_word_length", "repetition.dup_line_fraction")
 ROW_GROUP = 64

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quern.tokenize.shards import ShardInfo, ShardWriter, version_entry
+from quern.tokenize.shard_format import ShardInfo, ShardWriter, version_entry
 
 VOCAB_SIZE, EOT = 300, 299
 RANKS = b"AA== 0\n"

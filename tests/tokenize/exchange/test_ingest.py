@@ -52,7 +52,8 @@ def test_every_document_is_known_by_its_file_and_byte(
     assert (reader.num_documents, reader.eot_id, reader.vocab_size) == (150, EOT, 257)
     assert len(reader.shards) == 3 if shard_tokens > 200 else len(reader.shards) > 9
     assert report.to_dict()["tokens"] == reader.total_tokens
-    assert all(reader.locate_document(doc_id) is not None for doc_id, _ in found)
+    held = {doc_id for shard in range(len(reader.shards)) for doc_id in reader.spans(shard)["doc_id"].to_pylist()}
+    assert held == {doc_id for doc_id, _ in found}
 
 
 @pytest.mark.slow

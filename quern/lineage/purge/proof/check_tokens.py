@@ -19,7 +19,7 @@ from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
 from quern.storage.parquet import open_table
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.exchange.texts import Vocabulary
-from quern.tokenize.shards import SPANS_SCHEMA
+from quern.tokenize.shard_format import SPANS_SCHEMA
 
 __all__ = ["check_tokens"]
 

@@ -17,7 +17,7 @@ from quern.lineage.purge.proof.check_strangers import check_strangers
 from quern.lineage.purge.proof.check_tables import check_documents, check_signatures, find_relatives
 from quern.lineage.purge.proof.check_tokens import check_tokens
 from quern.lineage.purge.proof.findings import Check
-from quern.tokenize.shards import VERSION_FILE
+from quern.tokenize.shard_format import VERSION_FILE
 from quern.train.history.consumers import read_consumers
 
 __all__ = ["Proof", "verify"]

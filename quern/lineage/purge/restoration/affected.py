@@ -12,7 +12,7 @@ pass changes, and what takes part in the near pass is what took part, without th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,6 @@ __all__ = ["affected", "check_closed", "partitions_of", "signatures_of"]
 
 #: Rows of bands that are looked at one by one, 24 bytes each, before the whole corpus is decided again instead.
 _MOST_SHARING = 4_000_000
-
-Partitions = Sequence[tuple[str, str]]
 
 
 def partitions_of(run: str) -> list[tuple[str, str]]:

@@ -1,1 +1,0 @@
-"""Detection of problems in a running training run, and the reactions to them."""
