@@ -13,7 +13,6 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -356,9 +355,7 @@ class HFWeights(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._open.close()
 
 

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from quern.closes import Closes
 
 __all__ = ["LocalRanks", "RankError"]
 
@@ -77,7 +78,7 @@ class _Job:
         return self.folder / f"stack-{self.rank}.txt"
 
 
-class LocalRanks:
+class LocalRanks(Closes):
     """``world`` processes that compute one call after the other. Use as a context manager: leaving it ends them all.
 
     ``backend``: of their process group; None = they have none and do not know of each other. ``timeout_s``: of one
@@ -121,14 +122,6 @@ class LocalRanks:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` on every rank; what they return, by rank.

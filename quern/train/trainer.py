@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
+from quern.closes import Closes
 from quern.errors import QuernError
 from quern.parallel.apply import Parallel
 from quern.train.batches.feed import Feed, StepInputs
@@ -61,7 +62,7 @@ class _Pending:
 
 
 @dataclass
-class Trainer:
+class Trainer(Closes):
     """A run in progress. Use as a context manager: leaving it ends threads and closes files."""
 
     config: TrainConfig
@@ -106,14 +107,6 @@ class Trainer:
             self.config.checkpoint, self.checkpoints, health, self.ledger, self.ranks.world, self.start.step
         )
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def fit(self) -> None:
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -76,9 +75,7 @@ class RunProgress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._closed.set()
         with self._guarded():
             if self._phase is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -34,11 +33,9 @@ class Shards:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._writer is not None:
-            self._writer.__exit__(kind, error, trace)
+            self._writer.__exit__(*raised)
 
     def add(self, doc_ids: bytes, lengths: I64, tokens: np.ndarray) -> None:
         """Append documents."""

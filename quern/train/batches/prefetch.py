@@ -7,8 +7,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
+
+from quern.closes import Closes
 
 __all__ = ["Prefetch"]
 
@@ -62,7 +63,7 @@ def _end(shared: _Shared[T], thread: threading.Thread) -> None:
         thread.join()
 
 
-class Prefetch(Generic[T]):
+class Prefetch(Closes, Generic[T]):
     """Iterates ``make(first) … make(stop - 1)``; at most ``depth`` of them wait to be taken.
 
     An error in ``make`` is raised, itself, after the values made before it, and again whenever more is asked for. The
@@ -105,11 +106,3 @@ class Prefetch(Generic[T]):
     def close(self) -> None:
         """Stop the thread after its current value; values made ahead are dropped. May be called again."""
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -33,10 +33,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from quern import storage
+from quern.closes import Closes
 from quern.errors import QuernError
 from quern.mixtures.order import Order
 
@@ -282,7 +282,7 @@ def nulled(value: Any) -> Any:
     return value
 
 
-class Ledger:
+class Ledger(Closes):
     """The one writer of a run's ledger. Opening it cuts off a torn last line; others read with :func:`read_ledger`.
 
     Attributes: ``entries`` (every line), ``offset`` (the bytes they take: what a checkpoint records).
@@ -310,14 +310,6 @@ class Ledger:
         except BaseException:
             os.close(self._file)
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from quern.closes import Closes
 from quern.parallel.local import LocalRanks, RankError
 from quern.parallel.planning.schedules import why_no_split_backward
 from quern.train.parity.compare import Comparison, compare
@@ -49,7 +49,7 @@ class Result:
         return None if self.skipped else not self.comparison.problems
 
 
-class _Crew:
+class _Crew(Closes):
     """Ranks that are kept from case to case, and started anew where one has failed."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -57,27 +57,19 @@ class _Crew:
         self._kind: tuple[int, str | None] | None = None
         self._ranks: LocalRanks | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.dismiss()
-
     def call(self, world: int, backend: str | None, function: Callable[..., Outcome], *args: Any) -> list[Outcome]:
         """Raises :class:`RankError`."""
         if self._ranks is None or self._kind != (world, backend):
-            self.dismiss()
+            self.close()
             self._kind = world, backend
             self._ranks = LocalRanks(world, backend=backend, timeout_s=self._timeout_s)
         try:
             return self._ranks.call(function, *args)
         except RankError:
-            self.dismiss()
+            self.close()
             raise
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
         self._ranks = None

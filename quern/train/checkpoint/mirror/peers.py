@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, TypeVar
 
 from quern import storage
+from quern.closes import Closes
 from quern.errors import InputError, QuernError
 from quern.safe_path import module
 from quern.train.checkpoint.format.manifest import FileRecord
@@ -305,7 +305,7 @@ class _Download:
             raise QuernError(f"{self.path}: cannot be written ({error.strerror or error})") from None
 
 
-class ServerProcess:
+class ServerProcess(Closes):
     """A :mod:`~quern.train.checkpoint.mirror.peer_server` over ``root``, in a process that ends with this one.
 
     Attributes:
@@ -335,11 +335,3 @@ class ServerProcess:
     def close(self) -> None:
         """End it."""
         self._process.end(5.0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -12,14 +12,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from quern import storage
+from quern.closes import Closes
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.dcp import load_tensors, needed_files
 from quern.train.checkpoint.format.folder import FolderLock, make_staging_folder, recover, staging_path
@@ -92,7 +91,7 @@ class Loaded:
     """The ``extra`` tensors of the checkpoint, on the CPU, the same on every rank."""
 
 
-class CheckpointManager:
+class CheckpointManager(Closes):
     """The checkpoints of one run. Methods are collective but for those that say so, :meth:`prune` and :meth:`close`.
 
     Opening takes the run's lock (rank 0) and tidies what a killed writer left.
@@ -153,14 +152,6 @@ class CheckpointManager:
     def close(self) -> None:
         """End the background, and let the run's lock go. A save in flight is lost; the next trainer tidies it away."""
         self._parts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
         """Save synchronously, after the save in flight; return the checkpoint once it is durable.
