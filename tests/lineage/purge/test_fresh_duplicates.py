@@ -14,7 +14,8 @@ import pytest
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.passes.run import DuplicatesReport, run
 from quern.data_pipeline.execution.commits import publish_commit
-from quern.lineage.purge.selection.deletion_set import find_deletion_set, not_compared
+from quern.lineage.purge.restoration.affected import capped_bands
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
 from support.data_pipeline import random_runs
 
@@ -92,7 +93,7 @@ def test_a_band_too_large_to_be_compared_is_the_one_reservation_and_is_told(tmp_
     publish_commit(
         str(tmp_path / "run"), "duplicates", "all", "decisions", inputs={}, config="", outputs={}, counts=counts
     )
-    assert not_compared(str(tmp_path / "run")) == 5
+    assert capped_bands(str(tmp_path / "run")) == 5
     gone = find_deletion_set(str(tmp_path / "run"), Wanted(doc_ids=frozenset(ids[:1])))["doc_id"].to_pylist()
     after, _ = kept(tmp_path / "fresh", docs[1:], config)
     assert (before, gone, after) == (set(ids), ids[:1], {ids[1]})

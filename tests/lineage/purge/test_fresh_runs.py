@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from quern.lineage.purge.record.remember import Signatures, purge_list_of, remember, tombstones_name
-from quern.lineage.purge.selection.deletion_set import find_deletion_set, not_compared
+from quern.lineage.purge.restoration.affected import capped_bands
+from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import select
 from support.purge import crawls
 from support.purge.crawls import Crawled
@@ -48,7 +49,7 @@ def test_a_fresh_run_with_the_purge_list_keeps_what_was_kept_without_the_condemn
     before, rows = crawls.kept(run), crawls.verdicts(run)
     assert {row["removed"] for row in rows} >= {None, "near", "url"}
     assert {row["stage"] for row in rows} == {None, "quality"}
-    assert not_compared(str(run)) == 0
+    assert capped_bands(str(run)) == 0
     removed = [row for row in rows if row["removed"] is not None]
     chosen = [draw.choice(removed)["url"] for _ in range(4)] + [draw.choice(rows)["url"] for _ in range(4)]
     folder, deletion_set = purge(run, {"url": chosen})

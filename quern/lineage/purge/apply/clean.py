@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -163,18 +162,14 @@ def _rewrite(
             for column in nullable:  # a purged text is null, whatever the writer promised of texts
                 at = schema.get_field_index(column)
                 schema = schema.set(at, schema.field(at).with_nullable(True))
-            with storage.publish(path) as file, _writer(file, schema) as writer:
+            # with the settings of the pages' own writer
+            with storage.publish(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
                 for group, mask in enumerate(masks):
                     rows = table.read_row_group(group)
                     rows = cleaned(rows, mask) if mask.any() else rows
                     if len(rows):
                         writer.write_table(pa.Table.from_arrays(rows.columns, schema=schema), row_group_size=len(rows))
     return sum(int(mask.sum()) for mask in masks)
-
-
-def _writer(file: IO[bytes], schema: pa.Schema) -> pq.ParquetWriter:
-    """With the settings of the pages' own writer."""
-    return pq.ParquetWriter(file, schema, compression="zstd")
 
 
 def _holds_text(rows: pa.Table, mask: Rows) -> bool:

@@ -54,9 +54,8 @@ def clean_forensics(run: str, train_runs: Sequence[str], deletion_set: pa.Table,
         storage.remove(path)
     for train_run in train_runs:
         _remove_torn(storage.join(train_run, FOLDER))
-    notes = [
-        f"{own}: no such training run here; its pages are as they were" for own in train_runs if not _is_there(own)
-    ]
+    missing = [own for own in train_runs if not storage.is_folder(own)]
+    notes = [f"{own}: no such training run here; its pages are as they were" for own in missing]
     notes += [
         f"{path}: showed purged documents and is removed; quern lineage forensics makes it anew" for path in before
     ]
@@ -73,10 +72,6 @@ def _showing(train_runs: Sequence[str], ids: np.ndarray) -> Iterator[str]:
 def _named(page: str) -> str:
     """As the note and the audit name it."""
     return os.path.abspath(storage.split(page)[1]) if storage.is_local(page) else page
-
-
-def _is_there(train_run: str) -> bool:
-    return storage.is_folder(train_run)
 
 
 def _remove_torn(folder: str) -> None:

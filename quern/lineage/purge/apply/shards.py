@@ -106,7 +106,8 @@ def write_generation(
     """
     stored = np.dtype(dtype).newbyteorder("<")
     old = change.info
-    spans = read_spans(folder, old) if old is not None else _no_spans()
+    none = SpanTable(np.empty((0, 16), np.uint8), np.empty(0, np.int64), np.empty(0, bool))
+    spans = read_spans(folder, old) if old is not None else none
     going = np.zeros(len(spans), bool)
     going[change.rows] = True
     if mode == "mask":
@@ -307,7 +308,3 @@ class _Reader:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _no_spans() -> SpanTable:
-    return SpanTable(np.empty((0, 16), np.uint8), np.empty(0, np.int64), np.empty(0, bool))

@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quern import storage
-from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.execution.run_directory import BusyError, is_complete, remove_torn, sole_driver
 from quern.errors import InputError, QuernError, one_line
 from quern.lineage.index.changes import Purges
@@ -40,9 +39,10 @@ from quern.lineage.purge.impact.training_impact import training_impact
 from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.record.journal import Intent
 from quern.lineage.purge.record.remember import Signatures, purge_list_of, tombstones_name
+from quern.lineage.purge.restoration.affected import capped_bands
 from quern.lineage.purge.restoration.restore import Restored, reconsider
 from quern.lineage.purge.restoration.restored_tokens import write_tokens
-from quern.lineage.purge.selection.deletion_set import WHY, not_compared
+from quern.lineage.purge.selection.deletion_set import WHY
 from quern.lineage.purge.selection.kept_copies import kept_copies, told
 from quern.lineage.purge.tables.whole import without_texts
 from quern.tokenize.corpus_version import read_version
@@ -178,8 +178,7 @@ def _readers(impact: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _warnings(run: str, request: Request) -> list[str]:
-    commit = commit_path(run, "duplicates", "all", "decisions")
-    if request.duplicates == "purge" and storage.exists(commit) and (bands := not_compared(run)):
+    if request.duplicates == "purge" and (bands := capped_bands(run)):
         return [
             f"{bands:,} bands were shared by more documents than are compared with each other: a run without the "
             "purged ones may compare pairs that were never compared, and keep or remove other duplicates"

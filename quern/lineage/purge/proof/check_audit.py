@@ -23,6 +23,7 @@ from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import audit
 from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, WHY
+from quern.lineage.purge.tables.files import checksum
 from quern.lineage.purge.tables.row_groups import tables_in
 from quern.storage.parquet import table_in
 
@@ -186,7 +187,7 @@ def check_files(run: str, purged: Purged) -> Check:
     if committed.fault is not None:
         check.found("commits/pages", committed.fault)
     wanted = sorted({*left, *committed.tables})
-    for path, now in zip(wanted, storage.each(lambda path: _checksum(run, path), wanted, run), strict=True):
+    for path, now in zip(wanted, storage.each(lambda path: checksum(run, path), wanted, run), strict=True):
         check.counts["files"] += 1
         if now is None:
             check.found(path, "is missing")
@@ -198,8 +199,3 @@ def check_files(run: str, purged: Purged) -> Check:
     for path in sorted(there.difference(committed.tables) if committed.tables else ()):
         check.found(path, "is named by no commit")
     return check
-
-
-def _checksum(run: str, path: str) -> str | None:
-    where = storage.join(run, path)
-    return storage.sha256(where) if storage.is_file(where) else None

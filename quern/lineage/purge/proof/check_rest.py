@@ -20,7 +20,8 @@ from quern.lineage.purge.apply.clean import REPORT
 from quern.lineage.purge.apply.pages import pages, shown_in
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
-from quern.lineage.purge.tables.files import PURGE_FOLDER
+from quern.lineage.purge.record import journal
+from quern.lineage.purge.tables.files import listed_files
 
 __all__ = ["check_left_over", "check_pages", "check_purge_list"]
 
@@ -40,8 +41,8 @@ def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
                 check.found(name, f"{why}{reader}")
         except (KeyError, TypeError) as error:
             check.unknown.append(f"tokens/VERSION.json: is no whole list of a corpus version ({error})")
-    if storage.exists(storage.join(run, PURGE_FOLDER, "intent.json")):
-        check.found(f"{PURGE_FOLDER}/intent.json", "a purge was cut off, and is neither finished nor undone")
+    if journal.is_under_way(run):
+        check.found(f"{journal.FOLDER}/intent.json", "a purge was cut off, and is neither finished nor undone")
     if storage.is_folder(storage.join(run, ".work")):
         check.found(".work", "scratch of a killed driver, which may hold texts")
     if storage.is_local(run):
@@ -53,10 +54,7 @@ def check_left_over(run: str, version: Mapping[str, Any] | None) -> Check:
 
 
 def _unlisted(run: str, version: Mapping[str, Any], check: Check) -> Iterator[tuple[str, str]]:
-    listed = set()
-    for entry in version["sources"].values():
-        listed.add(f"tokens/{entry['manifest']}")
-        listed.update(f"tokens/{shard[kind]}" for shard in entry["shards"] for kind in ("bin", "spans"))
+    listed = listed_files(version)
     base = storage.join(run, "tokens")
     for path in storage.list_files(base):
         check.counts["files"] += 1

@@ -88,7 +88,7 @@ def check_tokens(
             run, purged, relatives, np.dtype(encoding["dtype"]).newbyteorder("<"), int(encoding["eot_id"]),
             _vocabulary(run, encoding, tokens) if deep else None,
         )  # fmt: skip
-        _check_ranks(run, encoding, sums)
+        _compare(run, f"tokens/{encoding['ranks']}", encoding["sha256"], sums)
     except (KeyError, TypeError, ValueError) as error:
         sums.found("tokens/VERSION.json", f"is no whole list of a corpus version ({error})")
         return tokens, sums
@@ -119,10 +119,6 @@ def _manifests(run: str, version: Mapping[str, Any], check: Check) -> Iterator[_
                 f"tokens/{shard['bin']}", shard["sha256"], f"tokens/{shard['spans']}", shard["spans_sha256"],
                 int(shard["tokens"]), int(shard["documents"]),
             )  # fmt: skip
-
-
-def _check_ranks(run: str, encoding: Mapping[str, Any], check: Check) -> None:
-    _compare(run, f"tokens/{encoding['ranks']}", encoding["sha256"], check)
 
 
 def _compare(run: str, name: str, sha256: str, check: Check) -> None:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from quern import storage
 from quern.errors import InputError
 from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
+from quern.lineage.purge.tables.files import PURGE_FOLDER as FOLDER
 from quern.storage.parquet import read_table
 from quern.tokenize.corpus_version import inside
 
@@ -35,7 +36,6 @@ __all__ = [
     "write_intent",
 ]
 
-FOLDER = ".purge"
 _INTENT, _HELD = "intent.json", "held.json"
 #: Where the tokens of restored documents wait.
 RESTORED_TOKENS = "restored_tokens.parquet"

@@ -27,18 +27,13 @@ from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
 from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.page.keys import contains, key_set, keys_of, places
 from quern.errors import InputError, QuernError
+from quern.lineage.purge.tables.row_groups import tables_in
 from quern.lineage.purge.tables.rows import batches, matching
 
-__all__ = ["affected", "check_closed", "partitions_of", "signatures_of"]
+__all__ = ["affected", "capped_bands", "check_closed", "signatures_of"]
 
 #: Rows of bands that are looked at one by one, 24 bytes each, before the whole corpus is decided again instead.
 _MOST_SHARING = 4_000_000
-
-
-def partitions_of(run: str) -> list[tuple[str, str]]:
-    """(source, partition) of every table of verdicts, sorted."""
-    paths = [path for path in storage.list_files(storage.join(run, "verdicts")) if path.endswith(".parquet")]
-    return sorted((path.split("/")[-2], path.split("/")[-1].removesuffix(".parquet")) for path in paths)
 
 
 def check_closed(run: str, deletion_set: np.ndarray) -> None:
@@ -66,7 +61,7 @@ def affected(run: str, deletion_set: np.ndarray, config: DuplicatesConfig, purge
     """
     members = _components(run, deletion_set)
     left = members[~contains(deletion_set, members)]
-    if not config.near or _capped_bands(run) == 0:
+    if not config.near or capped_bands(run) == 0:
         return left
     if purged_before:  # may have made pairs that no component of the run holds
         return None
@@ -91,8 +86,9 @@ def _components(run: str, deletion_set: np.ndarray) -> np.ndarray:
     )
 
 
-def _capped_bands(run: str) -> int | None:
-    """How many bands more documents shared than are compared; None if the run does not say."""
+def capped_bands(run: str) -> int | None:
+    """How many bands more documents of the run share than are compared with each other; None if it does not say. Where
+    there are any, a run without the deletion set may compare pairs that were never compared, and decide otherwise."""
     path = commit_path(run, "duplicates", "all", "decisions")
     if not storage.is_file(path):
         return None
@@ -116,11 +112,11 @@ def signatures_of(run: str, source: str, partition: str) -> str:
 
 def _share_full_band(run: str, doc_ids: np.ndarray, config: DuplicatesConfig) -> bool:
     """Whether one of the documents (S16, sorted) has a band that more than ``max_band_members`` documents share."""
-    partitions = partitions_of(run)
+    partitions = tables_in(run, "verdicts")
 
     def rows(wanted: Callable[[np.ndarray], np.ndarray] | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Doc_ids, and the band keys of each: uint64[documents, bands]."""
-        for source, partition in partitions:
+        for source, partition, _ in partitions:
             path = signatures_of(run, source, partition)
             scope = scope_words([source], config.scope)[0]
             columns = ["doc_id", "signature"]

@@ -32,7 +32,8 @@ from quern.data_pipeline.page.keys import contains, key_set, keys_of
 from quern.errors import InputError
 from quern.lineage.index.changes import Purges
 from quern.lineage.index.decided import Redecided
-from quern.lineage.purge.restoration.affected import affected, check_closed, partitions_of, signatures_of
+from quern.lineage.purge.restoration.affected import affected, check_closed, signatures_of
+from quern.lineage.purge.tables.row_groups import tables_in
 from quern.lineage.purge.tables.rows import batches, matching, with_value
 from quern.tokenize.place import keyed_hashes, validation_limit
 
@@ -138,7 +139,7 @@ class _Reconsidered:
     def _copy(self, wanted: Any) -> tuple[list[tuple[str, str]], int]:
         """Write the verdicts and signatures of the documents to decide; their partitions and their number."""
         partitions, decided = [], 0
-        names = partitions_of(self.run)
+        names = [own[:2] for own in tables_in(self.run, "verdicts")]
         found = storage.each(lambda name: self._undecided(*name, wanted), names, self.run)
         for (source, partition), ids in zip(names, found, strict=True):
             if not len(ids):

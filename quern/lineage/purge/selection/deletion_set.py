@@ -10,7 +10,8 @@ The deletion set is the least set that holds the selection and, with a document,
 Equal texts and equal URLs go together or not at all, and so does what hangs on a survivor. What is left is therefore
 decided by duplicate removal as before: a run over the same inputs that leaves the deletion set out keeps what this run
 keeps without them. (One reservation: where more documents share a band value than ``max_band_members``, each was
-compared with the first of them only, and without the deletion set others are the first: :func:`not_compared`.)
+compared with the first of them only, and without the deletion set others are the first:
+``restoration.affected.capped_bands``.)
 
 The closure is found by streaming a few columns of all verdict tables, in turns, until nothing new is found. Keys that
 a turn finds are looked up in the same turn from there on, so that the turns end where they began; memory is for the
@@ -29,7 +30,6 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.dedup.schemas import DECISIONS
-from quern.data_pipeline.execution.commits import commit_path
 from quern.data_pipeline.page.document import HASH
 from quern.data_pipeline.page.url import canonicalize
 from quern.errors import InputError
@@ -41,7 +41,7 @@ from quern.lineage.purge.tables.verdict_rows import VerdictRows, below, joined, 
 from quern.lineage.purge.tables.whole import require_verdicts
 from quern.storage.parquet import read_batches
 
-__all__ = ["DELETION_SET_SCHEMA", "WHY", "find_deletion_set", "not_compared", "standing_decisions"]
+__all__ = ["DELETION_SET_SCHEMA", "WHY", "find_deletion_set", "standing_decisions"]
 
 #: Why a document is in the deletion set: it was asked for itself, or it has the canonical URL, or the text, of one that
 #: is, or was removed as a duplicate of one that is.
@@ -98,13 +98,6 @@ def find_deletion_set(
         if closure.settled:
             return closure.table()
         closure.sweep()
-
-
-def not_compared(run: str) -> int:
-    """Band values that more documents of the run share than are compared with each other: where there are any, a run
-    without the deletion set may compare pairs that were never compared, and decide otherwise."""
-    entry = storage.read_json(commit_path(run, "duplicates", "all", "decisions"))
-    return int(entry["counts"].get("capped_bands", 0))
 
 
 def standing_decisions(

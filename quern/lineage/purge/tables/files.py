@@ -8,7 +8,7 @@ from typing import Any
 
 from quern import storage
 
-__all__ = ["PURGE_FOLDER", "FileChange", "changes_since", "note_before", "version_changes"]
+__all__ = ["PURGE_FOLDER", "FileChange", "changes_since", "checksum", "listed_files", "note_before", "version_changes"]
 
 #: Of a run directory: what an unfinished purge has to know.
 PURGE_FOLDER = ".purge"
@@ -38,13 +38,14 @@ def note_before(run: str, purge: str, name: str, paths: Callable[[], Iterable[st
         if isinstance(noted, dict) and noted.get("purge") == purge:
             return dict(noted["files"])
     wanted = sorted(paths())
-    found = zip(wanted, storage.each(lambda path: _checksum(run, path), wanted, run), strict=True)
+    found = zip(wanted, storage.each(lambda path: checksum(run, path), wanted, run), strict=True)
     files = {path: sha256 for path, sha256 in found if sha256 is not None}
     storage.write_json(note, {"purge": purge, "files": files}, indent=None)
     return files
 
 
-def _checksum(run: str, path: str) -> str | None:
+def checksum(run: str, path: str) -> str | None:
+    """Hex SHA-256 of a file below the run, or with a path of its own; None where there is none."""
     where = path if "://" in path else storage.join(run, path)
     return storage.sha256(where) if storage.is_file(where) else None
 
@@ -52,7 +53,7 @@ def _checksum(run: str, path: str) -> str | None:
 def changes_since(run: str, before: Mapping[str, str]) -> Iterator[FileChange]:
     """The changes of those files, by path; unchanged ones are left out."""
     paths = sorted(before)
-    now = storage.each(lambda path: _checksum(run, path), paths, run)
+    now = storage.each(lambda path: checksum(run, path), paths, run)
     for path, after in zip(paths, now, strict=True):
         if after != before[path]:
             yield FileChange(path, before[path], after)
@@ -63,13 +64,14 @@ def version_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
     ``VERSION.json`` itself is not among them.
     """
-    old, new = _listed(before), _listed(after)
+    old, new = listed_files(before), listed_files(after)
     return sorted(
         FileChange(path, old.get(path), new.get(path)) for path in {*old, *new} if old.get(path) != new.get(path)
     )
 
 
-def _listed(version: Mapping[str, Any]) -> dict[str, str]:
+def listed_files(version: Mapping[str, Any]) -> dict[str, str]:
+    """Path below the run → SHA-256 of every file that a ``VERSION.json`` lists."""
     files = {}
     for source in version["sources"].values():
         files[f"tokens/{source['manifest']}"] = source["sha256"]
