@@ -56,5 +56,5 @@ def _open_for_change(path: str) -> int:
     """As some network file systems want it for a lock that is held alone."""
     try:
         return os.open(path, os.O_RDWR)
-    except PermissionError:
+    except OSError:  # it may not be written
         return os.open(path, os.O_RDONLY)

@@ -153,8 +153,8 @@ def test_no_more_than_a_slice_is_read_at_a_time(tmp_path, monkeypatch):
     """One chunk of 3 kB, 6 rows of 24 bytes to a slice: it is never loaded whole, and no byte is read twice."""
     a, b = (write(tmp_path / name, weights(1)) for name in "ab")
     held = []
-    fill, load = slices._fill, slices.load_record
-    monkeypatch.setattr(slices, "_fill", lambda stream, buffer: (held.append(len(buffer)), fill(stream, buffer))[1])
+    fill, load = slices.fill, slices.load_record
+    monkeypatch.setattr(slices, "fill", lambda stream, buffer: (held.append(len(buffer)), fill(stream, buffer))[1])
     monkeypatch.setattr(
         slices, "load_record", lambda *given: load(*given) if given[2] == "meta" else pytest.fail("loaded whole")
     )

@@ -157,7 +157,7 @@ def test_only_where_it_is_to_go(tmp_path, start, to_store, to_mirror):
 def test_a_mirror_that_is_given_later(tmp_path, start):
     mirror, nvme = Mover(), tmp_path / "nvme"
     behind = start(disk=Disk(str(nvme)))
-    behind.mirror_to(mirror)
+    behind.mirror = mirror
     behind.published(4, checkpoint(tmp_path, 4, tensors=nvme), store=False)
     until(lambda: mirror.asked)
 
@@ -165,7 +165,7 @@ def test_a_mirror_that_is_given_later(tmp_path, start):
 def test_a_store_that_is_given_later(tmp_path, start):
     store, path = Mover(), checkpoint(tmp_path, 4)
     behind = start()
-    behind.store_in(store)
+    behind.store = store
     behind.published(4, path, store=True)
     until(lambda: len(store.asked) == 2)
     assert behind.storing() == {4}

@@ -42,12 +42,6 @@ class Recorder:
         self.on_wait = lambda: None
         self.closed = False
 
-    def mirror_to(self, mirror) -> None:
-        self.mirror = mirror
-
-    def store_in(self, store) -> None:
-        self.store = store
-
     def published(self, step, path, *, store, names=None, mirror=True) -> None:
         self.events.append(("published", step, store, mirror, None if names is None else sorted(names)))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quern.lineage.store import Lineage
     from quern.lineage.training import SeenCheckpoint, TrainingRun
 
-__all__ = ["exposure"]
+__all__ = ["exposure", "positions"]
 
 Row = dict[str, Any]
 
@@ -156,7 +156,7 @@ def _rows(selections: Sequence[Selection], kept: Exposures) -> list[Row]:
     for row in range(len(kept)):
         doc_id, url = names[columns["lineages"][row], columns["numbers"][row]]
         lineage = selections[columns["lineages"][row]].lineage
-        inputs, targets = _range(columns, "input", row), _range(columns, "target", row)
+        inputs, targets = positions(columns, "input", row), positions(columns, "target", row)
         rows.append({
             "step": columns["steps"][row], "data_step": columns["data_steps"][row],
             "attempt": columns["attempts"][row], "sequence": columns["sequences"][row],
@@ -169,7 +169,8 @@ def _rows(selections: Sequence[Selection], kept: Exposures) -> list[Row]:
     return rows
 
 
-def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] | None:
+def positions(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] | None:
+    """[first, end) of a row's ``kind``, input or target; None where it has none."""
     start, stop = columns[f"{kind}_starts"][row], columns[f"{kind}_stops"][row]
     return [start, stop] if stop > start else None
 

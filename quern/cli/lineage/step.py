@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quern.cli.lineage.exposure import positions
 from quern.cli.open_run import open_training
 from quern.cli.output import JSON, err_console, json_stdout, plain, plain_line, reports_errors
 from quern.words import counted
@@ -105,16 +106,11 @@ def _sequences(read: StepRead, losses: Mapping[int, float | None]) -> Iterator[R
                     "purged": columns["purged"][row],
                     "span": {"stream": known[1].name if known else None, "start": columns["starts"][row],
                              "length": columns["lengths"][row]},
-                    "inputs": _range(columns, "input", row), "targets": _range(columns, "target", row),
+                    "inputs": positions(columns, "input", row), "targets": positions(columns, "target", row),
                 }
                 for row in range(first, stop)
             ],
         }  # fmt: skip
-
-
-def _range(columns: Mapping[str, list[int]], kind: str, row: int) -> list[int] | None:
-    start, stop = columns[f"{kind}_starts"][row], columns[f"{kind}_stops"][row]
-    return [start, stop] if stop > start else None
 
 
 def _print(read: StepRead, run: TrainingRun, sequences: Iterator[Row]) -> None:

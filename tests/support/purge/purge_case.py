@@ -23,7 +23,7 @@ from quern.data_pipeline.execution.commits import publish_commit
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA
 from quern.data_pipeline.stages.tombstones import PURGE_SCHEMA
 from quern.lineage.purge.apply.clean import clean
-from quern.lineage.purge.record import audit
+from quern.lineage.purge.record import audit, journal
 from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA
 from quern.lineage.purge.tables.files import FileChange, version_changes
 from support.lineage import runs, versions
@@ -197,11 +197,17 @@ def purge(case: Case, *, train_runs: tuple[str, ...] = ()) -> Case:
     return case
 
 
+#: Names in an entry → in an intent, where they differ.
+INTENT = {"time": "at", "version_before": "before", "version_after": "after"}
+
+
 def told(**more: Any) -> audit.Purge:
     """What is said of a purge."""
-    return audit.Purge(
-        **{
-            "id": PURGE, "time": "2025-01-02T03:04:05+00:00", "reason": "asked for", "selection": {"doc": ["…"]},
-            "mode": "mask", "duplicates": "purge", "version_before": 1, "version_after": 1, "purge_list": None, **more,
-        }
-    )  # fmt: skip
+    given = {
+        "id": PURGE, "time": "2025-01-02T03:04:05+00:00", "reason": "asked for", "selection": {"doc": ["…"]},
+        "mode": "mask", "duplicates": "purge", "version_before": 1, "version_after": 1, "purge_list": None, **more,
+    }  # fmt: skip
+    beside = {name: given.pop(name) for name in ("purge_list", "training_impact", "notes") if name in given}
+    own = {INTENT.get(name, name): value for name, value in given.items()}
+    own["counts"] = {"documents_restored": own.pop("restored", 0)}
+    return audit.Purge(journal.Intent(**own, purge_list="", purge_list_name=""), **beside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.record import journal
 from quern.lineage.purge.tables.files import listed_files
+from quern.tokenize import reader_lock
 
 __all__ = ["check_left_over", "check_pages", "check_purge_list"]
 
@@ -73,7 +73,11 @@ def _held(run: str) -> set[str]:
     root = storage.split(run)[1]
     for path in storage.list_files(os.path.join(root, "tokens")):
         folder, file = path.rsplit("/", 2)[-2:]
-        if not _MANIFEST.fullmatch(file) or not _is_locked(path):
+        if not _MANIFEST.fullmatch(file):
+            continue
+        free, lock = reader_lock.take_alone(path)
+        reader_lock.release(lock)
+        if free:
             continue
         found.add(f"tokens/{folder}/{file}")
         try:
@@ -82,22 +86,6 @@ def _held(run: str) -> set[str]:
         except (InputError, KeyError, TypeError):
             continue
     return found
-
-
-def _is_locked(path: str) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks here
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _torn(root: str) -> Iterator[str]:

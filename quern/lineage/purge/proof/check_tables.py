@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pyarrow as pa
 
@@ -13,6 +15,7 @@ from quern.errors import InputError
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
 from quern.lineage.purge.tables.row_groups import opened, tables_in
+from quern.storage.parquet import Table
 
 __all__ = ["check_documents", "check_signatures", "find_relatives"]
 
@@ -60,22 +63,31 @@ def _related(rows: pa.Table, purged: Purged) -> np.ndarray:
 def check_documents(run: str, purged: Purged, relatives: np.ndarray, *, deep: bool) -> Check:
     """Check that ``documents/`` has no text of a purged document. ``deep``: hash every text that is there, too."""
     check = Check("documents", "documents/ has no text of a purged document, nor of one with its text or URL")
-    for _, _, name in tables_in(run, "documents"):
+
+    def look(name: str, first: int, ids: np.ndarray, table: Table, group: int) -> None:
+        own, related = contains(purged.ids, ids), contains(relatives, ids)
+        if deep or own.any() or related.any():
+            rows = table.read_row_group(group, _TEXTS)
+            check.counts["purged rows"] += int(own.sum())
+            _judge(check, name, first, ids, rows, own, related, purged if deep else None)
+
+    _look_through(run, check, "documents", _TEXTS, look)
+    return check
+
+
+def _look_through(run: str, check: Check, folder: str, columns: Sequence[str], look: Callable[..., None]) -> None:
+    """Have ``look`` take name, first row, doc_ids, table and number of every row group below ``folder``."""
+    for _, _, name in tables_in(run, folder):
         first = 0
         try:
-            with opened(storage.join(run, name), ("doc_id", *_TEXTS)) as table:
+            with opened(storage.join(run, name), ("doc_id", *columns)) as table:
                 for group in range(table.num_row_groups):
                     ids = keys_of(table.read_row_group(group, ("doc_id",))["doc_id"])
                     check.counts["rows"] += len(ids)
-                    own, related = contains(purged.ids, ids), contains(relatives, ids)
-                    if deep or own.any() or related.any():
-                        rows = table.read_row_group(group, _TEXTS)
-                        check.counts["purged rows"] += int(own.sum())
-                        _judge(check, name, first, ids, rows, own, related, purged if deep else None)
+                    look(name, first, ids, table, group)
                     first += len(ids)
         except InputError as error:
             check.found(name, str(error))
-    return check
 
 
 def _judge(
@@ -112,16 +124,10 @@ def _same_text(check: Check, texts: pa.ChunkedArray, purged: Purged | None) -> n
 def check_signatures(run: str, purged: Purged) -> Check:
     """Check that ``signatures/`` has no rows of purged documents."""
     check = Check("signatures", "signatures/ has no row of a purged document")
-    for _, _, name in tables_in(run, "signatures"):
-        first = 0
-        try:
-            with opened(storage.join(run, name), ("doc_id",)) as table:
-                for group in range(table.num_row_groups):
-                    ids = keys_of(table.read_row_group(group, ("doc_id",))["doc_id"])
-                    check.counts["rows"] += len(ids)
-                    for at in np.flatnonzero(contains(purged.ids, ids)).tolist():
-                        check.found(name, "is of a purged document", first + at, ids[at : at + 1].tobytes())
-                    first += len(ids)
-        except InputError as error:
-            check.found(name, str(error))
+
+    def look(name: str, first: int, ids: np.ndarray, table: Table, group: int) -> None:
+        for at in np.flatnonzero(contains(purged.ids, ids)).tolist():
+            check.found(name, "is of a purged document", first + at, ids[at : at + 1].tobytes())
+
+    _look_through(run, check, "signatures", (), look)
     return check

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from quern import __version__, storage
 from quern.data_pipeline.page.keys import key_set, keys_of
 from quern.errors import InputError, QuernError
+from quern.lineage.purge.record.journal import Intent
 from quern.lineage.purge.selection.deletion_set import DELETION_SET_SCHEMA, WHY
 from quern.lineage.purge.tables.files import FileChange
 from quern.tokenize.shard_format import VERSION_FILE
@@ -63,26 +64,12 @@ _KEY_BYTES = (32, 4096)
 
 @dataclass(frozen=True)
 class Purge:
-    """The description of a purge as plain data, taken from its intent, without documents and files."""
+    """The description of a purge as plain data, without documents and files; by its intent's id an entry is written
+    once."""
 
-    id: str
-    """A name of this purge and of no other; by it an entry is written once."""
-    time: str
-    """When it was begun: ISO 8601, UTC."""
-    reason: str | None
-    selection: Mapping[str, Any]
-    """As given on the command line."""
-    mode: str
-    duplicates: str
-    version_before: int
-    version_after: int
-    """The same where nothing of the deletion set had tokens."""
+    intent: Intent
     purge_list: Mapping[str, str] | None
     """``list`` (where it is); ``file`` (below it, or its path) and ``sha256`` of what was added, if anything was."""
-    train_runs: Sequence[str] = ()
-    """Told of it: those given and those registered."""
-    restored: int = 0
-    """Documents that took the place of documents to delete."""
     training_impact: Mapping[str, Any] | None = None
     """What was known, before anything changed, of who had read the documents
     (:func:`quern.lineage.purge.impact.training_impact.training_impact`)."""
@@ -143,8 +130,8 @@ def append(run: str, purge: Purge, deletion_set: pa.Table, changes: Iterable[Fil
     Raises:
         QuernError: another process has added an entry meanwhile.
     """
-    last = last_entry(run)
-    if last is not None and last.record["id"] == purge.id:
+    intent, last = purge.intent, last_entry(run)
+    if last is not None and last.record["id"] == intent.id:
         return last
     number = last.number + 1 if last is not None else 1
     documents = deletion_set.select(DELETION_SET_SCHEMA.names).cast(DELETION_SET_SCHEMA).sort_by("doc_id")
@@ -158,24 +145,24 @@ def append(run: str, purge: Purge, deletion_set: pa.Table, changes: Iterable[Fil
         "number": number,
         "previous": last.sha256 if last is not None else None,
         "quern": __version__,
-        "id": purge.id,
-        "time": purge.time,
-        "reason": purge.reason,
-        "selection": dict(purge.selection),
-        "mode": purge.mode,
-        "duplicates": purge.duplicates,
-        "version_before": purge.version_before,
-        "version_after": purge.version_after,
+        "id": intent.id,
+        "time": intent.at,
+        "reason": intent.reason,
+        "selection": dict(intent.selection),
+        "mode": intent.mode,
+        "duplicates": intent.duplicates,
+        "version_before": intent.before,
+        "version_after": intent.after,
         "documents": {
             "count": len(documents),
             "by_why": {why: whys.get(why, 0) for why in WHY},
             "digest": digest_of(documents["doc_id"]),
             "sha256": sums[".parquet"],
         },
-        "restored": purge.restored,
+        "restored": intent.counts.get("documents_restored", 0),
         "files": {"count": len(files), "sha256": sums[".files.parquet"]},
         "purge_list": _from_anywhere(purge.purge_list) if purge.purge_list is not None else None,
-        "train_runs": list(purge.train_runs),
+        "train_runs": list(intent.train_runs),
         "taint": dict(purge.training_impact) if purge.training_impact is not None else None,
         "notes": list(purge.notes),
     }

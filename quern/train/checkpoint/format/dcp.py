@@ -29,7 +29,7 @@ from quern.train.checkpoint.format.folder import write_file
 from quern.train.checkpoint.format.manifest import METADATA_FILE, FileRecord, sha256_of
 from quern.train.checkpoint.format.metadata import StoredSlice
 from quern.train.checkpoint.format.plan import Planner
-from quern.train.checkpoint.format.slices import boxes, load_record, locate
+from quern.train.checkpoint.format.slices import boxes, cut, fill, load_record, locate
 from quern.train.checkpoint.format.unpadded import UnpaddedLoadPlanner
 from quern.train.processes.agree import Agreement, describe
 
@@ -150,7 +150,7 @@ class _Reader:
             first = locate(stream, slot, whole, dtype)
             if first is None:
                 upper = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-                target.copy_(load_record(stream, slot, "cpu")[_slices(offsets, upper, [0] * len(whole))])
+                target.copy_(load_record(stream, slot, "cpu")[cut(offsets, upper, [0] * len(whole))])
                 return
         except OSError:
             raise
@@ -166,7 +166,7 @@ class _Reader:
             upper = [min(a + n, b + m) for a, n, b, m in zip(start, box.sizes, offsets, sizes, strict=True)]
             if all(low < high for low, high in zip(lower, upper, strict=True)):
                 held = self._read(stream, first, _runs(whole, start, box.sizes), dtype).view(box.sizes)
-                target[_slices(lower, upper, offsets)].copy_(held[_slices(lower, upper, start)])
+                target[cut(lower, upper, offsets)].copy_(held[cut(lower, upper, start)])
 
     def _read(self, stream: RawIOBase, first: int, runs: Iterable[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
         """The elements of ``runs`` in turn, of a piece that begins at byte ``first``; valid until the next call."""
@@ -174,11 +174,7 @@ class _Reader:
         for start, count in runs:
             stream.seek(first + start * dtype.itemsize)
             begin, end = end, end + count * dtype.itemsize
-            while begin < end:
-                length = stream.readinto(view[begin:end])
-                if not length:
-                    raise OSError("the file ends early")
-                begin += length
+            fill(stream, view[begin:end])
         return torch.frombuffer(view, dtype=dtype, count=end // dtype.itemsize)
 
 
@@ -210,8 +206,3 @@ def _runs(whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
     ):
         place = (*lead, *offsets[dim:])
         yield sum(at * stride for at, stride in zip(place, strides, strict=True)), math.prod(sizes[dim:])
-
-
-def _slices(lower: Sequence[int], upper: Sequence[int], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """The box from ``lower`` to ``upper`` as an index into one that begins at ``offsets``."""
-    return tuple(slice(low - at, high - at) for low, high, at in zip(lower, upper, offsets, strict=True))

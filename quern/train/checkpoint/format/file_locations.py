@@ -20,6 +20,7 @@ from quern.train.checkpoint.format.manifest import (
     HISTORY_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
+    Fields,
 )
 from quern.words import counted, is_plain_name
 
@@ -130,33 +131,33 @@ def check_together(checkpoint: str) -> None:
 
 
 def _places(file: str, data: Any) -> tuple[Place, ...]:
-    _check_keys(file, "", data, {"schema", "nodes"})
+    fields = _fields(file, "", data, {"schema", "nodes"})
     schema = data["schema"]
     if isinstance(schema, bool) or schema != SCHEMA:
-        raise _wrong(file, "schema", f"{SCHEMA} (this version of quern reads no other)", schema)
+        raise fields.wrong("schema", f"{SCHEMA} (this version of quern reads no other)", schema)
     nodes = data["nodes"]
     if not isinstance(nodes, list) or not nodes:
-        raise _wrong(file, "nodes", "a list of at least one", nodes)
+        raise fields.wrong("nodes", "a list of at least one", nodes)
     return tuple(_place(file, f"nodes.{number}", node) for number, node in enumerate(nodes))
 
 
 def _place(file: str, field: str, data: Any) -> Place:
-    _check_keys(file, field, data, {"host", "folder", "files"})
+    fields = _fields(file, f"{field}.", data, {"host", "folder", "files"})
     host, folder, files = data["host"], data["folder"], data["files"]
     if not isinstance(host, str) or not host:
-        raise _wrong(file, f"{field}.host", "a node's name", host)
+        raise fields.wrong("host", "a node's name", host)
     if not isinstance(folder, str) or not _is_path(folder):
-        raise _wrong(file, f"{field}.folder", "an absolute path", folder)
+        raise fields.wrong("folder", "an absolute path", folder)
     if not isinstance(files, list):
-        raise _wrong(file, f"{field}.files", "a list of names", files)
+        raise fields.wrong("files", "a list of names", files)
     seen: set[str] = set()
     for number, name in enumerate(files):
         if not is_plain_name(name):
-            raise _wrong(file, f"{field}.files.{number}", "the plain name of a file", name)
+            raise fields.wrong(f"files.{number}", "the plain name of a file", name)
         if name in _SMALL:
-            raise _wrong(file, f"{field}.files.{number}", "a file of tensors", name)
+            raise fields.wrong(f"files.{number}", "a file of tensors", name)
         if name in seen:
-            raise _wrong(file, f"{field}.files.{number}", "each name once", name)
+            raise fields.wrong(f"files.{number}", "each name once", name)
         seen.add(name)
     return Place(host, folder, tuple(files))
 
@@ -168,21 +169,11 @@ def _is_path(folder: str) -> bool:
         return False
 
 
-def _check_keys(file: str, field: str, data: Any, keys: set[str]) -> None:
-    prefix = f"{field}." if field else ""
-    if not isinstance(data, dict):
-        where = f"{file}: {field}" if field else file
-        raise InputError(f"{where}: expected a JSON object, got {_show(data)}")
-    for key in sorted(keys - data.keys()):
-        raise InputError(f"{file}: {prefix}{key}: missing")
+def _fields(file: str, prefix: str, data: Any, keys: set[str]) -> Fields:
+    """An object that has these fields and no others."""
+    fields = Fields(file, prefix, data)
+    for key in sorted(keys):
+        fields.value(key)
     for key in sorted(data.keys() - keys):
         raise InputError(f"{file}: {prefix}{key}: not a field of {PLACES_FILE}")
-
-
-def _wrong(file: str, field: str, expected: str, got: Any) -> InputError:
-    return InputError(f"{file}: {field}: expected {expected}, got {_show(got)}")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return fields

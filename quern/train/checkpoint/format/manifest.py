@@ -26,9 +26,10 @@ from quern.model.config import ModelShape
 from quern.words import is_plain_name
 
 __all__ = [
-    "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "MISSING", "SCHEMA", "Checkpoint",
-    "EncodingInfo", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "as_json", "check_file", "check_files",
-    "checkpoint_name", "checkpoints_folder", "is_tensor_file", "list_checkpoints", "read_manifest", "sha256_of",
+    "CONFIG_FILE", "ENCODING_FILE", "HISTORY_FILE", "MANIFEST_FILE", "METADATA_FILE", "MISSING", "Checkpoint",
+    "EncodingInfo", "Fields", "FileRecord", "Manifest", "Position", "Problem", "RunFacts", "as_json", "check_file",
+    "check_files", "checkpoint_name", "checkpoints_folder", "is_tensor_file", "list_checkpoints", "read_manifest",
+    "sha256_of",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -42,8 +43,7 @@ HISTORY_FILE = "ledger.jsonl"
 
 _NAME = re.compile(r"step_(\d{8,})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-#: JSON has no numbers for these.
-_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # JSON has no numbers for these
 
 Scalar = int | float | bool | None
 
@@ -256,7 +256,7 @@ class Manifest:
         Raises:
             InputError: naming ``name``, the field, what it holds and what was expected.
         """
-        fields = _Fields(name, "", data)
+        fields = Fields(name, "", data)
         schema = fields.integer("schema")
         if schema != SCHEMA:
             raise fields.wrong("schema", f"{SCHEMA} (this version of quern reads no other)", schema)
@@ -300,8 +300,8 @@ def as_json(value: Scalar) -> Scalar | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Fields:
-    """Reads a mapping of the manifest field by field; every error names the file and the field."""
+class Fields:
+    """Reads a JSON object of a checkpoint field by field; every error names the file and the field."""
 
     def __init__(self, name: str, prefix: str, data: Any) -> None:
         self.name, self.prefix, self.data = name, prefix, data
@@ -317,8 +317,8 @@ class _Fields:
             raise InputError(f"{self.name}: {self.prefix}{key}: missing")
         return self.data[key]
 
-    def child(self, key: str) -> _Fields:
-        return _Fields(self.name, f"{self.prefix}{key}.", self.value(key))
+    def child(self, key: str) -> Fields:
+        return Fields(self.name, f"{self.prefix}{key}.", self.value(key))
 
     def integer(self, key: str) -> int:
         value = self.value(key)

@@ -24,7 +24,7 @@ from quern.errors import InputError, QuernError, one_line
 from quern.train.checkpoint.format.manifest import METADATA_FILE, check_files, read_manifest
 from quern.train.checkpoint.format.metadata import StoredSlice, read_metadata
 
-__all__ = ["StoredTensors", "boxes", "load_record", "locate"]
+__all__ = ["StoredTensors", "boxes", "cut", "fill", "load_record", "locate"]
 
 #: Bytes of a part of a tensor's record that describes it; real ones have hundreds.
 _MOST_DESCRIPTION = 1 << 20
@@ -100,10 +100,7 @@ class StoredTensors:
             if result is None or covered is None:
                 result = torch.empty(box.sizes, dtype=stored.properties.dtype)
                 covered = torch.zeros(box.sizes, dtype=torch.bool)
-            place = tuple(
-                slice(before - offset, after - offset)
-                for before, after, offset in zip(start, stop, box.offsets, strict=True)
-            )
+            place = cut(start, stop, box.offsets)
             found -= int(covered[place].sum())  # what two chunks have counts once
             result[place], covered[place] = part, True
         if found != math.prod(box.sizes):
@@ -127,12 +124,12 @@ class StoredTensors:
                     if self._held is None or self._held[0] != index:
                         self._held = None  # before the next is read
                         self._held = index, load_record(stream, slot, "cpu")
-                    cut = tuple(slice(first, first + length) for first, length in zip(start, sizes, strict=True))
-                    return self._held[1][cut].contiguous()
+                    part = tuple(slice(first, first + length) for first, length in zip(start, sizes, strict=True))
+                    return self._held[1][part].contiguous()
                 first = sum(begin * math.prod(chunk.sizes[dim + 1 :]) for dim, begin in enumerate(start))
                 buffer = bytearray(math.prod(sizes) * dtype.itemsize)
                 stream.seek(place + first * dtype.itemsize)
-                _fill(stream, buffer)
+                fill(stream, buffer)
         except OSError as error:
             raise QuernError(f"{file}: cannot be read ({error.strerror or error})") from None
         except Exception as error:  # a damaged record fails in a dozen ways, none of which means anything to the reader
@@ -203,10 +200,20 @@ def load_record(stream: io.RawIOBase, slot: StoredSlice, device: str) -> Any:
     return torch.load(cast(IO[bytes], _View(stream, slot)), map_location=device, weights_only=True)
 
 
-def _fill(stream: io.RawIOBase, buffer: bytearray) -> None:
+def fill(stream: io.RawIOBase, buffer: bytearray | memoryview) -> None:
+    """Read as many bytes as ``buffer`` takes.
+
+    Raises:
+        OSError: the file ends early.
+    """
     view = memoryview(buffer)
     while view:
         count = stream.readinto(view)
         if not count:
             raise OSError("the file ends early")
         view = view[count:]
+
+
+def cut(lower: Sequence[int], upper: Sequence[int], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """The box from ``lower`` to ``upper`` as an index into one that begins at ``offsets``."""
+    return tuple(slice(low - at, high - at) for low, high, at in zip(lower, upper, offsets, strict=True))

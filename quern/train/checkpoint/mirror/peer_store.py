@@ -55,12 +55,8 @@ class PeerStore:
             raise InputError(f"{url}: expected a node as peer://HOST:PORT, with an IPv6 address in brackets")
         if not SHA256.fullmatch(token):
             raise InputError(f"{url}: token: expected 64 hex digits")
-
-        def wait(seconds: float) -> None:
-            sleep(seconds)
-
         self.url = url
-        self._peer = Peer(found["six"] or found["host"], int(found["port"]), token, timeout_s=timeout_s, sleep=wait)
+        self._peer = Peer(found["six"] or found["host"], int(found["port"]), token, timeout_s=timeout_s, sleep=sleep)
 
     def renew(self) -> None:
         """Nothing: each transfer connects anew, and the token is the run's."""

@@ -73,7 +73,7 @@ class Peer:
     connect_timeout_s: float = 5.0
     attempts: int = 5
     limit: RateLimit = field(default_factory=lambda: RateLimit(None))
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] = time.sleep
 
     def folders(self) -> list[str]:
         """Names of the checkpoint folders there, sorted."""

@@ -184,7 +184,7 @@ class AsyncSave:
 
     def _discard(self, step: int, token: str, staged: str) -> None:
         if self._agreement.rank == 0:
-            _remove(staged)
+            shutil.rmtree(staged, ignore_errors=True)
         if self._disk is not None:
             self._disk.discard(step, token)
 
@@ -362,8 +362,3 @@ def _check_steps(counts: Sequence[int]) -> None:
     for rank, count in enumerate(counts):
         if count != counts[0]:
             raise QuernError(f"optimizer: rank {rank} has made {count} updates, rank 0 {counts[0]}")
-
-
-def _remove(folder: str) -> None:
-    with suppress(OSError):
-        shutil.rmtree(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -95,8 +95,7 @@ class Work:
             with _named(os.path.dirname(asked.final)):
                 self._publish(asked)
         except BaseException:
-            with suppress(OSError):
-                shutil.rmtree(asked.staged)
+            shutil.rmtree(asked.staged, ignore_errors=True)
             raise
         return [] if asked.keep is None else prune(asked.keep)
 

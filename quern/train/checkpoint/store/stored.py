@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import yaml
 
@@ -18,7 +19,7 @@ from quern.remote.retry import Backoff
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, checkpoint_name
 from quern.train.checkpoint.store.store import Store
 
-__all__ = ["check_owner", "configured_store", "is_url", "open_source", "open_store", "store_of"]
+__all__ = ["check_owner", "configured_store", "is_url", "open_source", "open_store", "saved_config", "store_of"]
 
 #: How long one request is tried while somebody waits. A trainer, which has all night, waits longer.
 PATIENCE_S = 30.0
@@ -48,20 +49,30 @@ def open_source(url: str) -> tuple[Store, int | None]:
     return open_store(url), None
 
 
+def saved_config(folder: str) -> dict[str, Any]:
+    """The ``config.yaml`` in the folder of a run or a checkpoint, unchecked; empty where there is none.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    file = os.path.join(folder, CONFIG_FILE)
+    if not os.path.isfile(file):
+        return {}
+    try:
+        config = parse_yaml(storage.read_bytes(file).decode(), file)
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{file}: not valid YAML: {one_line(error)}") from None
+    return config if isinstance(config, dict) else {}
+
+
 def configured_store(folder: str) -> str | None:
     """``checkpoint.store`` of the ``config.yaml`` in the folder of a run or a checkpoint; None where there is none.
 
     Raises:
         InputError: the file is damaged, or the field is no text.
     """
-    file = os.path.join(folder, CONFIG_FILE)
-    if not os.path.isfile(file):
-        return None
-    try:
-        config = parse_yaml(storage.read_bytes(file).decode(), file)
-    except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{file}: not valid YAML: {one_line(error)}") from None
-    section = config.get("checkpoint") if isinstance(config, dict) else None
+    file, config = os.path.join(folder, CONFIG_FILE), saved_config(folder)
+    section = config.get("checkpoint")
     store = section.get("store") if isinstance(section, dict) else None
     if store is not None and not isinstance(store, str):
         raise InputError(f"{file}: checkpoint.store: expected a store's address, got {store!r}")

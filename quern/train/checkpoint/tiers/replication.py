@@ -69,7 +69,8 @@ class ReplicationWorker:
         server: Callable[[], ServerProcess] | None = None,
     ) -> None:
         self._writes, self._first, self._disk = writes, first, disk
-        self._mirror, self._store = mirror, store
+        self.mirror, self.store = mirror, store
+        """Where files go; set before the first checkpoint."""
         self._server = server
         self._serving = None if server is None else server()
         self._serve_after = 0.0
@@ -89,14 +90,6 @@ class ReplicationWorker:
     def port(self) -> int | None:
         """The port at which this node's files are served."""
         return None if self._serving is None else self._serving.port
-
-    def mirror_to(self, mirror: Uploader) -> None:
-        """Set the node to which files are mirrored; call it before the first checkpoint."""
-        self._mirror = mirror
-
-    def store_in(self, store: Uploader) -> None:
-        """Set the store to which files are uploaded; call it before the first checkpoint."""
-        self._store = store
 
     def published(
         self, step: int, path: str, *, store: bool, names: Iterable[str] | None = None, mirror: bool = True
@@ -140,7 +133,7 @@ class ReplicationWorker:
         """Stop; what is not moved is left to the next start."""
         self._asked.put(None)
         self._thread.join(30)
-        for uploader in (self._mirror, self._store):
+        for uploader in (self.mirror, self.store):
             if uploader is not None:
                 uploader.close()
         if self._serving is not None:
@@ -185,15 +178,15 @@ class ReplicationWorker:
                 not os.path.lexists(os.path.join(asked.path, name)) for name in tensors
             )
             folder = self._disk.folder(asked.step) if self._disk is not None and away else asked.path
-            if self._mirror is not None and asked.mirror and away:
-                self._mirror.upload(asked.step, folder, tensors)
-            if self._store is not None and asked.store:
+            if self.mirror is not None and asked.mirror and away:
+                self.mirror.upload(asked.step, folder, tensors)
+            if self.store is not None and asked.store:
                 if tensors:
-                    self._store.upload(asked.step, folder, tensors)
+                    self.store.upload(asked.step, folder, tensors)
                 if self._first:
                     small = {name: record for name, record in manifest.files.items() if not is_tensor_file(name)}
                     last = {MANIFEST_FILE: FileRecord(sha256_of(data), len(data))}
-                    self._store.upload(asked.step, asked.path, small, last)
+                    self.store.upload(asked.step, asked.path, small, last)
         finally:
             self._look()  # before it leaves the queue: at no moment all seems to be done
 
@@ -213,7 +206,7 @@ class ReplicationWorker:
     def _remove(self, steps: list[int]) -> None:
         with self._changed:
             self._again = [waiting for waiting in self._again if waiting[1] in self._queue]
-        for uploader in (self._mirror, self._store):
+        for uploader in (self.mirror, self.store):
             if uploader is not None:
                 waiting = {step for step, _ in uploader.unfinished}
                 for step in waiting.intersection(steps):
@@ -223,7 +216,7 @@ class ReplicationWorker:
             self._disk.remove(steps)
 
     def _listen(self) -> None:
-        for uploader, where in ((self._mirror, "the next node's disk"), (self._store, "the store")):
+        for uploader, where in ((self.mirror, "the next node's disk"), (self.store, "the store")):
             for event in uploader.poll() if uploader is not None else ():
                 self._tell(event, where)
         self._look()
@@ -238,11 +231,11 @@ class ReplicationWorker:
         with self._changed:
             left = [
                 f"step {step} to {where}"
-                for uploader, where in ((self._mirror, "the next node's disk"), (self._store, "the store"))
+                for uploader, where in ((self.mirror, "the next node's disk"), (self.store, "the store"))
                 for step, _ in (uploader.unfinished if uploader is not None else ())
             ]
             self._unfinished = list(dict.fromkeys(left))
-            self._storing = set() if self._store is None else {step for step, _ in self._store.unfinished}
+            self._storing = set() if self.store is None else {step for step, _ in self.store.unfinished}
 
     def _tell(self, event: Event, where: str) -> None:
         match event:

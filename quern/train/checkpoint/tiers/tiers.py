@@ -135,7 +135,7 @@ class Tiers:
         if not elsewhere:
             log.warning("checkpoint.local: all nodes are on %s; losing it loses the mirrors too", nodes.hosts[0])
         partner = self._peers[(elsewhere or ring)[0]]
-        self._replication.mirror_to(Uploader(f"peer://{partner}", environment={"QUERN_PEER_TOKEN": token}))
+        self._replication.mirror = Uploader(f"peer://{partner}", environment={"QUERN_PEER_TOKEN": token})
 
     def _start(self, token: str, address: str) -> None:
         """What a node's first rank runs."""
@@ -154,7 +154,7 @@ class Tiers:
         worker = ReplicationWorker(self._writes, self.nodes.mine == 0, disk, None, None, serve if several else None)
         self._replication = worker  # closed with this, whatever comes
         if config.store is not None:
-            worker.store_in(Uploader(config.store, bytes_per_s=config.store_bytes_per_s, owner=self._owner))
+            worker.store = Uploader(config.store, bytes_per_s=config.store_bytes_per_s, owner=self._owner)
 
     def _writes(self, name: str) -> bool:
         """Whether a rank of this node writes files of this name."""

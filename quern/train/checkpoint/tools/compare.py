@@ -266,7 +266,7 @@ def _flat(value: Any, file: str) -> dict[str, Any]:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any], state: Callable[[str], bool]) -> tuple[Fact, ...]:
-    above = {name[:at] for fields in (a, b) for name in fields for at in _dots(name)}
+    above = {name[:at] for fields in (a, b) for name in fields for at, letter in enumerate(name) if letter == "."}
     found = []
     for name in sorted(a.keys() | b.keys()):
         values = {side: fields[name] for side, fields in (("a", a), ("b", b)) if name in fields}
@@ -276,7 +276,3 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any], state: Callable[[str]
             continue  # the other side has something in it, which is listed
         found.append(Fact(name, values, state(name)))
     return tuple(found)
-
-
-def _dots(name: str) -> list[int]:
-    return [at for at, letter in enumerate(name) if letter == "."]

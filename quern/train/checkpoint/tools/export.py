@@ -11,11 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import yaml
 
 from quern import storage
-from quern.config import parse_yaml
-from quern.errors import InputError, QuernError, one_line
+from quern.errors import InputError, QuernError
 from quern.model import hf
 from quern.model.transformer import Transformer
 from quern.tokenize import hf_tokenizer
@@ -23,12 +21,12 @@ from quern.tokenize.encoding import OPTIONS, Encoding, load_encoding
 from quern.train.checkpoint.format.file_locations import check_together
 from quern.train.checkpoint.format.folder import publish_folder, staging_path, write_file
 from quern.train.checkpoint.format.manifest import (
-    CONFIG_FILE,
     ENCODING_FILE,
     EncodingInfo,
     Manifest,
     read_manifest,
 )
+from quern.train.checkpoint.store.stored import saved_config
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.history.branch import find_checkpoint
 
@@ -198,14 +196,7 @@ def _check_free(out: str) -> None:
 
 def _trained_length(path: str) -> int | None:
     """``seq_len`` of the run's resolved config, which lies in its checkpoints; None for weights from elsewhere."""
-    file = os.path.join(path, CONFIG_FILE)
-    if not os.path.isfile(file):
-        return None
-    try:
-        config = parse_yaml(storage.read_bytes(file).decode(), file)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not valid YAML: {one_line(error)}") from None
-    length = config.get("seq_len") if isinstance(config, dict) else None
+    length = saved_config(path).get("seq_len")
     return length if isinstance(length, int) and length > 0 else None
 
 
