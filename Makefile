@@ -74,6 +74,7 @@ fuzz: env
 
 docs: env
 	$(BIN)/python tests/support/config_page.py
+	$(BIN)/python tests/support/rules_page.py
 
 lint: env
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ from quern import storage
 from quern.cli.main import app
 from quern.config import load_config
 from quern.data_pipeline.execution import run_directory
+from quern.data_pipeline.run import PAGES_FORMAT
 from quern.data_run.config import DataRun
 from quern.train.config import TrainConfig
 from support.data_pipeline import in_process
@@ -78,7 +79,7 @@ def test_an_unfinished_data_run_reads_its_pages_again_and_says_so(old, caplog):
     assert tokens(old / "unfinished") == expected()["tokens"]
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "done again" in said
-    assert "quern's rules (pages format 3)" in said
+    assert f"quern's rules (pages format {PAGES_FORMAT})" in said
 
 
 def test_a_training_run_goes_on(old):

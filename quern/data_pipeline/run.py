@@ -34,7 +34,7 @@ __all__ = [
     "check_unchanged",
     "inputs_digest",
     "inputs_identity",
-    "pages_config_hash",
+    "pages_hash",
     "plan_sources",
     "run",
 ]
@@ -109,7 +109,7 @@ def inputs_digest(partitions: Sequence[Partition]) -> str:
     )
 
 
-def pages_config_hash(config: PipelineConfig) -> dict[str, str]:
+def pages_hash(config: PipelineConfig) -> dict[str, str]:
     """Source name → digest of everything that decides the rows of its partitions, contents of named files included."""
     hashes = {}
     found = columns(config) if any(source.recipe is not None for source in config.sources) else {}
@@ -154,7 +154,7 @@ def _run_pages(
 ) -> list[dict[str, Any]]:
     """Commit every partition; return the commit objects in the order of ``partitions``."""
     sources = {source.name: source for source in config.sources}
-    hashes = pages_config_hash(config)
+    hashes = pages_hash(config)
     scratch = storage.join(config.run_dir, ".work")
     markers = marker_folder(scratch)
     chains = {source.name: config.chain_of(source) for source in config.sources}

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from quern.cli.main import app
 from quern.config import digest, load_config
 from quern.data_pipeline.config import RECIPE_SECTIONS
-from quern.data_pipeline.run import pages_config_hash
+from quern.data_pipeline.run import pages_hash
 from quern.data_run.config import DataRun
 from quern.errors import InputError
 from quern.train.config import TrainConfig
@@ -169,7 +169,7 @@ def test_new_keys_at_their_defaults_leave_the_digests_of_configs_as_they_were() 
     )
     assert digest(data.model_dump(mode="json")) == "ba83b297b3b5b96d8debaff98f9a40f7"
     assert digest(train.model_dump(mode="json")) == "b62ed5476435909c31adc2c2195bd433"
-    assert pages_config_hash(data) == {"a": "68100e3a634ddf6b2ccdcffd5e3fce84"}
+    assert pages_hash(data) == {"a": "68100e3a634ddf6b2ccdcffd5e3fce84"}
 
 
 def test_a_recipe_elsewhere_changes_the_hash_of_a_source_only_by_its_columns(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_recipe_elsewhere_changes_the_hash_of_a_source_only_by_its_columns(tmp
 
     def hashed(**recipe: Any) -> str:
         other = {"name": "b", "kind": "jsonl", "paths": "b.jsonl", **recipe}
-        return pages_config_hash(DataRun.model_validate(config(tmp_path, [source, other])))["a"]
+        return pages_hash(DataRun.model_validate(config(tmp_path, [source, other])))["a"]
 
     assert hashed() == hashed(recipe={"language": {"keep": ["de"]}})
     assert hashed() != hashed(recipe={"quality": {"order": ["c4"]}}), "its tables have more columns"

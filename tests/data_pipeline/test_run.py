@@ -144,10 +144,10 @@ def test_the_config_hash_covers_the_contents_of_named_files(tmp_path: Path) -> N
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "a.txt").write_text("bad.example\n")
     by_glob = config(base, urls={"domains": [f"{base}/lists/*.txt"]})
-    before = pages.pages_config_hash(by_glob)
-    assert pages.pages_config_hash(by_glob) == before
+    before = pages.pages_hash(by_glob)
+    assert pages.pages_hash(by_glob) == before
     (tmp_path / "lists" / "a.txt").write_text("worse.example\n")
-    assert pages.pages_config_hash(by_glob) != before
+    assert pages.pages_hash(by_glob) != before
     assert pages.named_files({"x": [f"{base}/lists/*.txt"], "y": {"z": base + "/lists"}, "w": "the"}) == {
         f"{base}/lists/a.txt"
     }
@@ -156,12 +156,10 @@ def test_the_config_hash_covers_the_contents_of_named_files(tmp_path: Path) -> N
 def test_workers_and_places_are_not_in_the_config_hash(tmp_path: Path) -> None:
     base = str(tmp_path)
     write_jsonl(f"{base}/in/0.jsonl", range(3))
-    plain = pages.pages_config_hash(config(base))
-    assert (
-        pages.pages_config_hash(config(base, workers=7, run_dir="/elsewhere", isolation={"page_timeout_s": 5})) == plain
-    )
-    assert pages.pages_config_hash(config(base, seed=4)) == plain, "pages draw nothing at random"
-    assert pages.pages_config_hash(config(base, pii={"action": "measure"})) != plain
+    plain = pages.pages_hash(config(base))
+    assert pages.pages_hash(config(base, workers=7, run_dir="/elsewhere", isolation={"page_timeout_s": 5})) == plain
+    assert pages.pages_hash(config(base, seed=4)) == plain, "pages draw nothing at random"
+    assert pages.pages_hash(config(base, pii={"action": "measure"})) != plain
 
 
 def test_a_complete_run_refuses_other_inputs(tmp_path: Path) -> None:

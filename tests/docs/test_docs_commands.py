@@ -115,9 +115,12 @@ def test_commands_in_the_text_are_there() -> None:
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=lambda block: f"{block.page}: {block.text.splitlines()[0]}")
-def test_a_config_is_one(block: Block) -> None:
+def test_a_config_is_one(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of one stands in a config of three sources of data that has what the part leaves out."""
+    (rules,) = (other.text for other in BLOCKS if "class NoPoems" in other.text)
+    (tmp_path / "my_rules.py").write_text(rules)
+    monkeypatch.syspath_prepend(tmp_path)
     part = yaml.safe_load(block.text)
-    model, whole = (DataRun, "fineweb-en") if "sources" in part else (TrainConfig, "llama3-8b")
+    model, whole = (DataRun, "fineweb-en") if part.keys() & {"sources", "extra"} else (TrainConfig, "llama3-8b")
     file = None if block.name else ROOT / "configs" / f"{whole}.yaml"
     load_config(file, model, complete=lambda raw: raw.update(part))

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from quern.data_pipeline.stages.quality import QualityConfig, decide
+from quern.data_pipeline.stages.quality import Quality, QualityConfig, decide
 from quern.data_pipeline.stages.toxicity import ToxicityConfig
 from quern.lineage.limits import limits
 from support.named_cases import each
+from support.rules_page import PAGE, page
 
 CONFIGS = [
     QualityConfig(),
@@ -60,6 +61,23 @@ def test_limits_fail_what_the_rules_fail(config: QualityConfig) -> None:
                 value = float(value > 0)
                 outside = limit is not None and limit.most is not None and value > limit.most
             assert outside is (name in decide({name: value}, config)), (name, value)
+
+
+def test_every_measurement_that_can_fail_a_page_has_a_limit() -> None:
+    """So that a rule that is added to a family and not to the limits is seen."""
+    config = QualityConfig()
+    can_fail = {
+        rule
+        for name in Quality(config).measures
+        for value in (-1.0, 1.0, 1e9)
+        for rule in decide({name: value}, config)
+    }
+    assert len(can_fail) > 25
+    assert can_fail == set(limits({"quality": config.model_dump(mode="json")}))
+
+
+def test_the_page_of_rules_is_what_the_code_says() -> None:
+    assert PAGE.read_text() == page(), "docs/rules.md: run make docs"
 
 
 def test_rules_that_only_measure_have_no_limit() -> None:

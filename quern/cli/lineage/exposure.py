@@ -43,7 +43,7 @@ def exposure(
         bool, typer.Option("--store", help="Also print checkpoints that only the run's store has.")
     ] = False,
     limit: Annotated[
-        int, typer.Option(min=0, help="Exposures that are listed one by one; counts and steps are of all.")
+        int, typer.Option(min=0, help="Exposures that are listed one by one; 0: none. Counts and steps are of all.")
     ] = 100,
     json: bool = JSON,
 ) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.data_pipeline.execution.run_directory import open_run
-from quern.data_pipeline.run import pages_config_hash
+from quern.data_pipeline.run import pages_hash
 from quern.data_run.config import DataRun
 from support.data_pipeline import in_process
 
@@ -211,7 +211,7 @@ def test_the_key_at_its_default_changes_no_hash_and_no_refusal(tmp_path: Path) -
         for more in ({}, {"allow_empty": True})
     )
     assert "allow_empty" not in plain.model_dump(mode="json")["sources"][0]
-    assert pages_config_hash(plain) == pages_config_hash(allowed)
+    assert pages_hash(plain) == pages_hash(allowed)
     ids = []
     for given in (plain, allowed, plain):
         with open_run(str(tmp_path / "run"), given.model_dump(mode="json")) as run:

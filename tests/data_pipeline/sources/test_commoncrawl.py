@@ -241,7 +241,7 @@ def test_settings_that_do_not_fit() -> None:
 def test_where_a_crawl_is_read_from_decides_no_row(web: Web, tmp_path: Path) -> None:
     def hashes(**more: Any) -> dict[str, str]:
         given = source(web.url).model_dump() | more
-        return pages_run.pages_config_hash(PipelineConfig.model_validate({"run_dir": "r", "sources": [given]}))
+        return pages_run.pages_hash(PipelineConfig.model_validate({"run_dir": "r", "sources": [given]}))
 
     assert hashes() == hashes(base="s3://commoncrawl", files="0-3")
     assert hashes() != hashes(max_bytes=5)

@@ -3,7 +3,8 @@
 A checkpoint is written in ``.step_00001000.<random>.tmp`` and renamed. When its step already stands (the run was rolled
 back past it), the standing folder is first renamed to ``.step_00001000.<random>.replaced``; a crash between the two
 renames is undone by :func:`recover`. A removal renames to the staging form before the first file goes. So what bears a
-published name is complete, at every instant.
+published name in a run's folder is complete, at every instant. On a node's own disk (``checkpoint.local``) it need not
+be: there the manifest in the run's folder says what counts.
 """
 
 from __future__ import annotations

@@ -15,13 +15,16 @@ this order:
 4. A save that is still in flight when the next one is due, or the last of the run, is waited for.
 
 If a rank raises while it copies or writes, it counts as done; the ranks learn of the error together when the checksums
-are gathered, or in ``begin``. If a writer process dies, its rank gets an error in place of an answer, and the next save
-starts another process. If the publication fails, all ranks get rank 0's error. In each of these cases the staging
+are gathered, or in ``begin``. If a writer process dies, its rank gets an error in place of an answer, and the next
+save starts another process. If the publication fails, all ranks get rank 0's error. In each of these cases the staging
 folder is removed, the ledger gets the line ``checkpoint_failed``, and training continues, until
-``checkpoint.max_failures`` saves in a row or the last one have failed. If a rank is killed, the launcher
-(``processes/launch.py``) ends the others; what the save has written is a staging folder, which the next start removes
-(``format/folder.py``), or a complete checkpoint. A signal that asks for an end (SIGTERM) kills nobody: the loop
-finishes the step and saves once more.
+``checkpoint.max_failures`` saves in a row or the last one have failed. If a rank is killed, the others fail in their
+next collective, and the launcher ends what is left of them: that of ``quern train --nproc`` (``processes/launch.py``)
+after 20 seconds, torchrun by its own rules. What the save has written is then a staging folder, which the next start
+removes (``format/folder.py``), or a complete checkpoint: once rank 0's writer publishes, it needs no other rank. With
+``checkpoint.local`` a node's disk may also hold the tensor files under the step's own name, without a manifest; the
+next start removes these too (``tiers/tiers.py``), and an earlier checkpoint of the same step is then gone. A signal
+that asks for an end (SIGTERM) kills nobody: the loop finishes the step and saves once more.
 
 ``checkpoint.interval: auto`` follows :class:`quern.train.checkpoint.retention.save_interval.SaveInterval`, fed with
 what saves cost here; rank 0 decides, and tells the others when a save begins.
