@@ -246,7 +246,7 @@ def _losses_by_source(stats: Mapping[str, Any]) -> str:
     for name, own in sources.items():
         dropped = {row.stage: row.dropped for row in rows_of[name]}
         cells = [f"{num(n)} ({percent(n, own['pages'])})" if (n := dropped.get(stage)) else "–" for stage, _ in stages]
-        reasons = ", ".join(f"{show(reason, 60)} {num(count)}" for reason, count in main_reasons(own))
+        reasons = ", ".join(f"{show(reason, 60)} {num(count)}" for reason, count in main_reasons(own, 2))
         rows.append([show(name), num(own["pages"]), *cells, num(own["unique"]), reasons])
     head = ["source", "pages", *(show(label) for _, label in stages), "documents", "dropped mostly by"]
     return "<h3>What each stage dropped</h3>" + table(head, rows)
