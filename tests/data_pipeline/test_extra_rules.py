@@ -147,6 +147,7 @@ def test_an_error_of_a_rule_quarantines_the_page(home: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
+        ("quern.config:Section", "quern.config:Section: expected a class Section in quern.config that is a quern.Rule"),
         ("none_such:Rule", "none_such: no such module in "),
         ("my_rules:Poems", "my_rules:Poems: expected a class Poems in my_rules that is a quern.Rule"),
         ("my_rules:os", "expected a class os in my_rules that is a quern.Rule"),

@@ -58,7 +58,7 @@ def find_sources(name: str) -> Sources:
         if len(files) > _MAX_FILES or chars > _MAX_CHARS:
             raise InputError(f"{name}: expected at most {_MAX_FILES:,} files and {_MAX_CHARS:,} characters, has more")
     places = [os.path.realpath(sysconfig.get_path(key)) for key in ("purelib", "platlib", "stdlib")]
-    is_installed = any(os.path.realpath(spec.origin).startswith(place + os.sep) for place in places)
+    is_installed = name == "quern" or any(os.path.realpath(spec.origin).startswith(place + os.sep) for place in places)
     return Sources(name, files, is_installed)
 
 
