@@ -180,4 +180,7 @@ def test_a_recipe_elsewhere_changes_the_hash_of_a_source_only_by_its_columns(tmp
         return pages_hash(DataRun.model_validate(config(tmp_path, [source, other])))["a"]
 
     assert hashed() == hashed(recipe={"language": {"keep": ["de"]}})
+    own = DataRun.model_validate(config(tmp_path, [source], quality={"order": []}, language={"keep": ["de"]}))
+    given = {**source, "recipe": {"language": {"keep": ["de"]}}}
+    assert pages_hash(DataRun.model_validate(config(tmp_path, [given]))) == pages_hash(own)
     assert hashed() != hashed(recipe={"quality": {"order": ["c4"]}}), "its tables have more columns"
