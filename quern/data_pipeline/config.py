@@ -101,7 +101,7 @@ class SourceWithRecipe(SourceConfig):
         except InputError as error:
             raise ValueError(str(error).removeprefix(": ")) from None
         plain = own.model_dump(mode="json")
-        return {name: plain.get(name, []) for name in RECIPE_SECTIONS if name in own.model_fields_set}
+        return {name: plain.get(name, []) for name in RECIPE_SECTIONS if name in own.model_fields_set} or None
 
 
 class PipelineConfig(ChainConfig):
@@ -131,6 +131,11 @@ class PipelineConfig(ChainConfig):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"sources: expected different names, got {name!r} twice")
+        for number, source in enumerate(self.sources):
+            if not source.near_duplicates and self.duplicates.url_threshold > 0:
+                raise ValueError(
+                    f"sources.{number}.near_duplicates: expected true with duplicates.url_threshold above 0"
+                )
         return self
 
     def chain_of(self, source: SourceWithRecipe) -> ChainConfig:

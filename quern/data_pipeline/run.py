@@ -93,8 +93,9 @@ def columns(config: PipelineConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _all_columns(found: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The measures of all sources, those of the first one by name first."""
-    return tuple(dict.fromkeys(name for source in sorted(found) for name in found[source]))
+    """The measures of all sources, those of the source with the most of them first."""
+    ordered = sorted(found.items(), key=lambda own: (-len(own[1]), own[0]))
+    return tuple(dict.fromkeys(name for _, names in ordered for name in names))
 
 
 def inputs_identity(partitions: Sequence[Partition]) -> str:
@@ -116,13 +117,25 @@ def pages_hash(config: PipelineConfig) -> dict[str, str]:
     sha256 = lru_cache(maxsize=None)(storage.sha256)
     for source in config.sources:
         chain = config.chain_of(source).model_dump(mode="json")
-        files = {path: sha256(path) for path in sorted(named_files(chain))}
+        options = [rule.pop("options") for rule in chain.get("extra", ())]  # any text, of which files alone count
+        named = named_files(chain) | {text for option in options for text in texts(option) if os.path.isfile(text)}
+        files = {path: sha256(path) for path in sorted(named)}
+        chain = config.chain_of(source).model_dump(mode="json")
         if config.purge_list is not None:
             files["rules of purge lists"] = _PURGE_RULES
         own = source.model_dump(mode="json", exclude={*NOT_DECIDING, "recipe"})
         others = [all_] if found and (all_ := _all_columns(found)) != found[source.name] else []
         hashes[source.name] = digest([PAGES_FORMAT, chain, files, own, *others])
     return hashes
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """Every text among the values of plain data."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from texts(value)
 
 
 def named_files(tree: Any) -> set[str]:

@@ -46,12 +46,17 @@ _ZERO = {
 }
 
 
-def limits(config: Mapping[str, Any]) -> dict[str, Limit]:
+def limits(config: Mapping[str, Any], source: str | None = None) -> dict[str, Limit]:
     """The limits of a data run's resolved config, by measurement; a rule that is off, or only measures, has none.
+    Those of a ``source`` with a recipe are the recipe's where it has the section.
 
     A measurement at a limit passes; ``toxicity.lexicon_density`` fails only together with enough hits. A config of
     another version of quern may say less, and gives fewer.
     """
+    sources = config.get("sources")
+    for own in sources if isinstance(sources, list) else ():
+        if isinstance(own, dict) and own.get("name") == source and isinstance(own.get("recipe"), dict):
+            config = {**config, **own["recipe"]}
     found = {"language.guess_score": Limit(least=_number(_section(config, "language").get("pre_skip")))}
     found |= _quality(_section(config, "quality"))
     toxicity = _section(config, "toxicity")

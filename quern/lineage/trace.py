@@ -222,7 +222,7 @@ def _measures(run: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Name, value, whether its rule failed, and the limits of the run's config where it names them."""
     record = storage.read_json(os.path.join(run, "run.json"))
     config = record.get("config") if isinstance(record, dict) else None
-    known = limits(config) if isinstance(config, dict) else {}
+    known = limits(config, row["source"]) if isinstance(config, dict) else {}
     failed = set(row["failed_rules"] or ())
     found = []
     for name in row:

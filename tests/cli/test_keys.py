@@ -39,7 +39,8 @@ NUMBERS = {
 @pytest.fixture(autouse=True)
 def _my_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module that an example names."""
-    rule = "from quern import Rule\n\nclass NoPoems(Rule):\n    max_short_lines: float = 0.8\n"
+    head = "from quern import Rule\n\nclass NoPoems(Rule):\n"
+    rule = f"{head}    max_short_lines: float = 0.8\n    def measure(self, page): ...\n"
     (tmp_path / "my_rules.py").write_text(rule)
     monkeypatch.syspath_prepend(tmp_path)
 

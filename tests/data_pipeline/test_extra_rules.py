@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.config import load_config
+from quern.data_pipeline.run import pages_hash
 from quern.data_pipeline.stages.extra.modules import find_sources
 from quern.data_run.config import DataRun
 from quern.errors import InputError, QuernError
@@ -119,6 +120,7 @@ BROKEN = {
     "Raises": "    def measure(self, page):\n        raise KeyError('gone')\n",
     "Elsewhere": "    columns = ('a',)\n    def measure(self, page):\n        return {'b': 1}\n",
     "NotANumber": "    columns = ('a',)\n    def measure(self, page):\n        return {'a': float('nan')}\n",
+    "Nothing": "    def measure(self, page):\n        return None\n",
     "Told": "    def measure(self, page):\n        return {}\n    def decide(self, _):\n        return 'Why not?'\n",
 }
 
@@ -128,6 +130,7 @@ BROKEN = {
     [
         ("Elsewhere", "extra: broken:Elsewhere: measured 'b', which is none of its columns"),
         ("NotANumber", "extra: broken:NotANumber: column a: expected a finite number or None, got nan"),
+        ("Nothing", "extra: broken:Nothing: measure: expected a mapping of columns to numbers, got None"),
         ("Told", "extra: broken:Told: decide: expected names of small letters, digits and _, got 'Why not?'"),
     ],
 )
@@ -147,7 +150,10 @@ def test_an_error_of_a_rule_quarantines_the_page(home: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ("quern.config:Section", "quern.config:Section: expected a class Section in quern.config that is a quern.Rule"),
+        ("quern.config:Section", "quern: is the name of a module that quern needs itself"),
+        ("re:X", "re: is the name of a module that quern needs itself"),
+        ("numpy:X", "numpy.py: has the name of an installed package; give it another"),
+        ("idle:X", "idle:X: expected a method measure"),
         ("none_such:Rule", "none_such: no such module in "),
         ("my_rules:Poems", "my_rules:Poems: expected a class Poems in my_rules that is a quern.Rule"),
         ("my_rules:os", "expected a class os in my_rules that is a quern.Rule"),
@@ -161,8 +167,13 @@ def test_an_error_of_a_rule_quarantines_the_page(home: Path) -> None:
     ],
 )
 def test_what_is_no_rule_is_refused_before_the_run(home: Path, extra: Any, told: str) -> None:
-    (home / "bad.py").write_text("1 / 0\n")
-    (home / "shouting.py").write_text("from quern import Rule\nclass X(Rule):\n    columns = ('LOUD',)\n")
+    head = "from quern import Rule\nclass X(Rule):\n"
+    modules = {
+        "bad": "1 / 0\n", "numpy": "", "idle": f"{head}    pass\n",
+        "shouting": f"{head}    columns = ('LOUD',)\n    def measure(self, page): ...\n",
+    }  # fmt: skip
+    for name, text in modules.items():
+        (home / f"{name}.py").write_text(text)
     (home / "c.yaml").write_text(yaml.safe_dump(config([PROSE], [extra])))
     with pytest.raises(InputError) as caught:
         load_config("c.yaml", DataRun)
@@ -174,9 +185,25 @@ def test_what_is_no_rule_is_refused_before_the_run(home: Path, extra: Any, told:
 
 
 def test_modules_that_cannot_be_sent_are_refused() -> None:
-    with pytest.raises(InputError, match=r"math: expected a module math\.py or a package"):
-        find_sources("math")
+    with pytest.raises(InputError, match="no such module in"):
+        find_sources("no_such_module")
     sources = find_sources("yaml")
     assert sources.is_installed, "an installed package is imported, not sent"
     assert sources.files["yaml"][0]
     assert sources.digest == find_sources("yaml").digest
+
+
+def test_files_that_options_name_are_in_the_hash_and_other_texts_are_none(home: Path) -> None:
+    rule = "from quern import Rule\nclass X(Rule):\n    words: str\n    def measure(self, page):\n        return {}\n"
+    (home / "listed.py").write_text(rule)
+
+    def hashed(words: str) -> dict[str, str]:
+        return pages_hash(DataRun.model_validate(config([], [{"rule": "listed:X", "options": {"words": words}}])))
+
+    (home / "badwords").write_text("one")
+    before = [hashed(text) for text in ("badwords", ".", "*", "^https?://x/")]
+    (home / "badwords").write_text("two")
+    (home / "another").write_text("file")
+    after = [hashed(text) for text in ("badwords", ".", "*", "^https?://x/")]
+    assert before[0] != after[0]
+    assert before[1:] == after[1:]

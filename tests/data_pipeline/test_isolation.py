@@ -370,7 +370,7 @@ from quern.data_pipeline import partition, run as pages
 from quern.data_pipeline.execution import isolation
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.execution.engine import InProcess
-from quern.data_pipeline.monitoring.progress import Progress
+from quern.data_pipeline.monitoring.progress import RunProgress
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 partition.FLUSH_PAGES = 6
@@ -417,7 +417,7 @@ settings = {
 config = PipelineConfig.model_validate(settings)
 own = config.chain_of(config.sources[0])
 partition._chain(partition.canonical_json(own))(partition.Page("s", "f", "f", 0, media="text", raw="Warm up."))
-with Progress(background=False) as progress:
+with RunProgress(background=False) as progress:
     pages.run(config, pages.plan_sources(config), InProcess(), progress)
 """
 

@@ -153,6 +153,12 @@ def test_a_wrong_recipe_is_named(tmp_path: Path, recipe: Any, told: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_a_url_threshold_needs_the_signatures_of_all_sources(tmp_path: Path) -> None:
+    source = {"name": "a", "kind": "jsonl", "paths": "a.jsonl", "near_duplicates": False}
+    with pytest.raises(ValueError, match=r"sources\.0\.near_duplicates: expected true with duplicates\.url_threshold"):
+        DataRun.model_validate(config(tmp_path, [source], duplicates={"url_threshold": 0.5}))
+
+
 def test_the_keys_that_a_recipe_leaves_out_are_those_of_a_config() -> None:
     """So that none is refused as unknown, and none is taken by mistake."""
     from quern.data_pipeline.config import _OF_THE_RUN

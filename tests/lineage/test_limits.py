@@ -80,6 +80,15 @@ def test_the_page_of_rules_is_what_the_code_says() -> None:
     assert PAGE.read_text() == page(), "docs/rules.md: run make docs"
 
 
+def test_a_source_with_a_recipe_has_the_recipe_s_limits() -> None:
+    run = {"quality": QualityConfig(order=["c4"]).model_dump(mode="json"), "language": {"pre_skip": 0.25}}
+    own = {"quality": QualityConfig(order=["gopher"]).model_dump(mode="json")}
+    config = {**run, "sources": [{"name": "plain"}, {"name": "own", "recipe": own}]}
+    assert limits(config, "plain") == limits(run)
+    assert limits(config, "own") == limits({**run, **own})
+    assert "language.guess_score" in limits(config, "own")
+
+
 def test_rules_that_only_measure_have_no_limit() -> None:
     assert not limits({"quality": QualityConfig(action="measure").model_dump(mode="json")})
     drop = {"toxicity": ToxicityConfig().model_dump(mode="json"), "language": {"pre_skip": False}}

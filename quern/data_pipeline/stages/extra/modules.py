@@ -45,6 +45,8 @@ def find_sources(name: str) -> Sources:
     Raises:
         InputError: there is none, it is not written in Python, or it is too large to be sent to workers.
     """
+    if name == "quern" or name in sys.stdlib_module_names:
+        raise InputError(f"{name}: is the name of a module that quern needs itself; give yours another")
     spec = PathFinder.find_spec(name, [os.getcwd(), *sys.path]) or importlib.util.find_spec(name)
     if spec is None:
         raise InputError(f"{name}: no such module in {os.getcwd()} or on PYTHONPATH")
@@ -57,8 +59,10 @@ def find_sources(name: str) -> Sources:
         chars += len(source)
         if len(files) > _MAX_FILES or chars > _MAX_CHARS:
             raise InputError(f"{name}: expected at most {_MAX_FILES:,} files and {_MAX_CHARS:,} characters, has more")
-    places = [os.path.realpath(sysconfig.get_path(key)) for key in ("purelib", "platlib", "stdlib")]
-    is_installed = name == "quern" or any(os.path.realpath(spec.origin).startswith(place + os.sep) for place in places)
+    places = [os.path.realpath(sysconfig.get_path(key)) for key in ("purelib", "platlib")]
+    is_installed = any(os.path.realpath(spec.origin).startswith(place + os.sep) for place in places)
+    if not is_installed and PathFinder.find_spec(name, places) is not None:
+        raise InputError(f"{spec.origin}: has the name of an installed package; give it another")
     return Sources(name, files, is_installed)
 
 

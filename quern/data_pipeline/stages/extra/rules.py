@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -112,6 +113,8 @@ def _load(config: ExtraConfig, sources: Sources) -> Rule:
     kind = getattr(load_module(module, sources), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Rule)):
         raise InputError(f"{config.rule}: expected a class {name} in {module} that is a quern.Rule")
+    if kind.measure is Rule.measure:
+        raise InputError(f"{config.rule}: expected a method measure")
     wrong = [column for column in kind.columns if not _NAME.fullmatch(column)]
     if wrong or isinstance(kind.columns, str) or len(set(kind.columns)) < len(kind.columns):
         raise InputError(
@@ -132,16 +135,22 @@ class Extra:
         self.measures = tuple(f"{self.name}.{column}" for column in self.rule.columns)
 
     def __call__(self, page: Page) -> Page:
-        found = dict(self.rule.measure(page))
+        found = self.rule.measure(page)
+        if not isinstance(found, Mapping):
+            raise self._wrong(f"measure: expected a mapping of columns to numbers, got {found!r:.60}")
         for column, value in found.items():
             if column not in self.rule.columns:
                 raise self._wrong(f"measured {column!r:.60}, which is none of its columns")
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            if value is not None and not (isinstance(value, Real) and abs(value) < math.inf):
                 raise self._wrong(f"column {column}: expected a finite number or None, got {value!r:.60}")
             if value is not None:
                 page.measures[f"{self.name}.{column}"] = float(value)
         failed = self.rule.decide(found)
-        if isinstance(failed, str) or not all(isinstance(one, str) and _NAME.fullmatch(one) for one in failed):
+        if (
+            isinstance(failed, str)
+            or not isinstance(failed, Iterable)
+            or not all(isinstance(one, str) and _NAME.fullmatch(one) for one in failed)
+        ):
             raise self._wrong(f"decide: expected names of small letters, digits and _, got {failed!r:.60}")
         for reason in failed:
             if self.config.action == "drop":
