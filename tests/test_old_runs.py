@@ -18,7 +18,7 @@ from quern import storage
 from quern.cli.main import app
 from quern.config import load_config
 from quern.data_pipeline.execution import run_directory
-from quern.data_pipeline.run import PAGES_FORMAT
+from quern.data_pipeline.source_chains import PAGES_FORMAT
 from quern.data_run.config import DataRun
 from quern.train.config import TrainConfig
 from support.data_pipeline import in_process

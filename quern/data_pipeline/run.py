@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any, Self
 
 from quern import storage
-from quern.config import canonical_json, digest
-from quern.data_pipeline.chain import Chain
+from quern.config import digest
 from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.dedup.passes import run as dedup
 from quern.data_pipeline.dedup.schemas import CLUSTERS, DECISIONS
@@ -23,28 +20,22 @@ from quern.data_pipeline.execution.engine import Death, Engine
 from quern.data_pipeline.execution.isolation import InFlightMarker, marker_folder, pages_in_work
 from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, committed, process_partition
+from quern.data_pipeline.source_chains import PAGES_FORMAT, source_chains
 from quern.data_pipeline.sources import Edges, FileRange, Partition, misread, plan
-from quern.data_pipeline.sources.plan import NOT_DECIDING, InputFile
+from quern.data_pipeline.sources.plan import InputFile
 from quern.data_pipeline.stages.extra.rules import sources_of
 from quern.errors import InputError, QuernError
 
 __all__ = [
     "PagesResult",
-    "check",
     "check_unchanged",
     "inputs_digest",
     "inputs_identity",
-    "pages_hash",
     "plan_sources",
     "run",
 ]
 
 log = logging.getLogger(__name__)
-
-#: Raised whenever the code would make other bytes from the same config.
-PAGES_FORMAT = 3
-#: The same, of runs with a purge list alone. 2: a place counts only where URLs do not tell that it is another page.
-_PURGE_RULES = "2"
 
 
 @dataclass(frozen=True)
@@ -66,38 +57,6 @@ def plan_sources(config: PipelineConfig) -> list[Partition]:
     return [partition for source in config.sources for partition in plan(source)]
 
 
-def check(config: PipelineConfig) -> None:
-    """Build the chain once on the driver, so that missing lists, lexicons and models are found before the run.
-
-    Raises:
-        InputError: a named file is missing or not what it should be.
-    """
-    columns(config)
-
-
-def columns(config: PipelineConfig) -> dict[str, tuple[str, ...]]:
-    """Source name → the measures that its chain fills; where sources have recipes of their own these may differ.
-
-    Raises:
-        InputError: a named file is missing or not what it should be.
-    """
-    by_recipe: dict[str, tuple[str, ...]] = {}
-    found = {}
-    for source in config.sources:
-        own = config.chain_of(source)
-        key = canonical_json(own)
-        if key not in by_recipe:
-            by_recipe[key] = Chain(own).measures
-        found[source.name] = by_recipe[key]
-    return found
-
-
-def _all_columns(found: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The measures of all sources, those of the source with the most of them first."""
-    ordered = sorted(found.items(), key=lambda own: (-len(own[1]), own[0]))
-    return tuple(dict.fromkeys(name for _, names in ordered for name in names))
-
-
 def inputs_identity(partitions: Sequence[Partition]) -> str:
     """One digest over every input file's name and size: the same for the same crawl wherever it was copied to."""
     return digest(sorted({(p.source, f.relative_path, f.size) for p in partitions for f in p.files}))
@@ -108,47 +67,6 @@ def inputs_digest(partitions: Sequence[Partition]) -> str:
     return digest(
         sorted({(p.source, p.undivided, f.relative_path, f.fingerprint) for p in partitions for f in p.files})
     )
-
-
-def pages_hash(config: PipelineConfig) -> dict[str, str]:
-    """Source name → digest of everything that decides the rows of its partitions, contents of named files included."""
-    hashes = {}
-    found = columns(config) if any(source.recipe is not None for source in config.sources) else {}
-    sha256 = lru_cache(maxsize=None)(storage.sha256)
-    for source in config.sources:
-        chain = config.chain_of(source).model_dump(mode="json")
-        options = [rule.pop("options") for rule in chain.get("extra", ())]  # any text, of which files alone count
-        named = named_files(chain) | {text for option in options for text in texts(option) if os.path.isfile(text)}
-        files = {path: sha256(path) for path in sorted(named)}
-        chain = config.chain_of(source).model_dump(mode="json")
-        if config.purge_list is not None:
-            files["rules of purge lists"] = _PURGE_RULES
-        own = source.model_dump(mode="json", exclude={*NOT_DECIDING, "recipe"})
-        others = [all_] if found and (all_ := _all_columns(found)) != found[source.name] else []
-        hashes[source.name] = digest([PAGES_FORMAT, chain, files, own, *others])
-    return hashes
-
-
-def texts(tree: Any) -> Iterator[str]:
-    """Every text among the values of plain data."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from texts(value)
-
-
-def named_files(tree: Any) -> set[str]:
-    """The files that texts in a config name: lists, lexicons, models, as a path, a glob or a folder."""
-    if isinstance(tree, Mapping):
-        return set().union(*(named_files(value) for value in tree.values()))
-    if isinstance(tree, list | tuple):
-        return set().union(*(named_files(value) for value in tree))
-    if not isinstance(tree, str) or not ("/" in tree or "." in tree or "*" in tree):
-        return set()
-    if storage.is_file(tree):
-        return {tree}
-    return set(storage.glob(tree) if glob.has_magic(tree) else storage.list_files(tree))
 
 
 def run(config: PipelineConfig, partitions: Sequence[Partition], engine: Engine, progress: RunProgress) -> PagesResult:
@@ -167,13 +85,10 @@ def _run_pages(
 ) -> list[dict[str, Any]]:
     """Commit every partition; return the commit objects in the order of ``partitions``."""
     sources = {source.name: source for source in config.sources}
-    hashes = pages_hash(config)
     scratch = storage.join(config.run_dir, ".work")
     markers = marker_folder(scratch)
-    chains = {source.name: config.chain_of(source) for source in config.sources}
-    modules = {name: sources_of(chain.extra) for name, chain in chains.items()}
-    has_recipes = any(source.recipe is not None for source in config.sources)
-    measures = _all_columns(columns(config)) if has_recipes else None
+    chains = source_chains(config)
+    modules = {name: sources_of(own.config.extra) for name, own in chains.items()}
     tasks = [
         PartitionTask(
             run_dir=config.run_dir,
@@ -181,10 +96,10 @@ def _run_pages(
             marker=storage.join(markers, partition.source, partition.name),
             source=sources[partition.source],
             partition=partition,
-            chain=chains[partition.source],
+            chain=chains[partition.source].config,
             modules=modules[partition.source],
-            measures=measures,
-            config_hash=hashes[partition.source],
+            measures=chains[partition.source].columns,
+            config_hash=chains[partition.source].digest,
             page_timeout_s=config.isolation.page_timeout_s,
             worker_memory_mib=config.isolation.worker_memory_mib,
         )

@@ -16,6 +16,7 @@ from quern.data_pipeline.execution.fence import Fence
 from quern.data_pipeline.execution.run_directory import is_complete, open_run, remove_torn
 from quern.data_pipeline.monitoring.heartbeat import Heartbeat
 from quern.data_pipeline.monitoring.progress import RunProgress
+from quern.data_pipeline.source_chains import build_chains
 from quern.data_run.config import DataRun
 from quern.errors import QuernError
 from quern.tokenize.encoding import load_encoding
@@ -37,7 +38,7 @@ def run_data(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[
         QuernError: another process is at work in the run directory, or the run failed; it can go on.
     """
     partitions = pages.plan_sources(config)
-    pages.check(config)
+    build_chains(config)
     if not is_complete(config.run_dir):
         _check_encoding(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
     plain = config.model_dump(mode="json")

@@ -24,6 +24,7 @@ from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.commits import publish_commit
 from quern.data_pipeline.execution.engine import InProcess
 from quern.data_pipeline.monitoring.progress import RunProgress
+from quern.data_pipeline.source_chains import named_files, pages_hash
 from quern.data_pipeline.stages.toxicity import Toxicity
 from quern.data_run.config import DataRun
 from quern.errors import InputError
@@ -144,11 +145,11 @@ def test_the_config_hash_covers_the_contents_of_named_files(tmp_path: Path) -> N
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "a.txt").write_text("bad.example\n")
     by_glob = config(base, urls={"domains": [f"{base}/lists/*.txt"]})
-    before = pages.pages_hash(by_glob)
-    assert pages.pages_hash(by_glob) == before
+    before = pages_hash(by_glob)
+    assert pages_hash(by_glob) == before
     (tmp_path / "lists" / "a.txt").write_text("worse.example\n")
-    assert pages.pages_hash(by_glob) != before
-    assert pages.named_files({"x": [f"{base}/lists/*.txt"], "y": {"z": base + "/lists"}, "w": "the"}) == {
+    assert pages_hash(by_glob) != before
+    assert named_files({"x": [f"{base}/lists/*.txt"], "y": {"z": base + "/lists"}, "w": "the"}) == {
         f"{base}/lists/a.txt"
     }
 
@@ -156,10 +157,10 @@ def test_the_config_hash_covers_the_contents_of_named_files(tmp_path: Path) -> N
 def test_workers_and_places_are_not_in_the_config_hash(tmp_path: Path) -> None:
     base = str(tmp_path)
     write_jsonl(f"{base}/in/0.jsonl", range(3))
-    plain = pages.pages_hash(config(base))
-    assert pages.pages_hash(config(base, workers=7, run_dir="/elsewhere", isolation={"page_timeout_s": 5})) == plain
-    assert pages.pages_hash(config(base, seed=4)) == plain, "pages draw nothing at random"
-    assert pages.pages_hash(config(base, pii={"action": "measure"})) != plain
+    plain = pages_hash(config(base))
+    assert pages_hash(config(base, workers=7, run_dir="/elsewhere", isolation={"page_timeout_s": 5})) == plain
+    assert pages_hash(config(base, seed=4)) == plain, "pages draw nothing at random"
+    assert pages_hash(config(base, pii={"action": "measure"})) != plain
 
 
 def test_a_complete_run_refuses_other_inputs(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from quern.data_pipeline.execution.run_directory import (
     look,
 )
 from quern.data_pipeline.monitoring import run_status
+from quern.data_pipeline.source_chains import build_chains
 from quern.data_run.config import DataRun
 from quern.data_run.run import run_data
 from quern.errors import InputError
@@ -103,7 +104,7 @@ def _purged_since(run_dir: str) -> str | None:
 
 def _print_plan(config: DataRun, emit: Any, as_json: bool) -> None:
     partitions = pages.plan_sources(config)
-    pages.check(config)
+    build_chains(config)
     record = look(config.run_dir, config.model_dump(mode="json"))
     check_writable(config.run_dir)
     state = "new" if record is None else "complete" if record["status"] == "complete" else "unfinished"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.data_pipeline.execution.run_directory import open_run
-from quern.data_pipeline.run import pages_hash
+from quern.data_pipeline.source_chains import pages_hash
 from quern.data_run.config import DataRun
 from support.data_pipeline import in_process
 

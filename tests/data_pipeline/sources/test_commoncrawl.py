@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from quern import storage
-from quern.data_pipeline import run as pages_run
 from quern.data_pipeline.config import PipelineConfig
+from quern.data_pipeline.source_chains import pages_hash
 from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.commoncrawl import parse_files
 from quern.errors import InputError
@@ -241,7 +241,7 @@ def test_settings_that_do_not_fit() -> None:
 def test_where_a_crawl_is_read_from_decides_no_row(web: Web, tmp_path: Path) -> None:
     def hashes(**more: Any) -> dict[str, str]:
         given = source(web.url).model_dump() | more
-        return pages_run.pages_hash(PipelineConfig.model_validate({"run_dir": "r", "sources": [given]}))
+        return pages_hash(PipelineConfig.model_validate({"run_dir": "r", "sources": [given]}))
 
     assert hashes() == hashes(base="s3://commoncrawl", files="0-3")
     assert hashes() != hashes(max_bytes=5)
