@@ -307,15 +307,20 @@ def _resume(task: PartitionTask) -> _Progress:
     """Where earlier attempts with the same inputs and config left off: the furthest of them, and no mixture of two."""
     found = ("/".join(path.split("/")[-2:]) for path in storage.list_files(task.scratch))
     written = {part for part in found if part.rsplit("/", 1)[-1].startswith("part-")}
-    for part in sorted(written, key=lambda part: part.rsplit("/", 1)[-1], reverse=True):
-        stored = read_head(storage.join(task.scratch, part))
+    furthest = _Progress()
+    ended = set()
+    for part in sorted(written, reverse=True):  # of each attempt the last part that counts
+        attempt = part.split("/")[0]
+        stored = read_head(storage.join(task.scratch, part)) if attempt not in ended else None
         if stored is not None and {key: stored[key] for key in stored if key != "progress"} == _made_from(task):
             kept = stored["progress"]
             if not written.issuperset(kept["parts"]):  # a removal of the folder was cut off
                 continue
-            tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
-            return _Progress(**{**kept, **tables})
-    return _Progress()
+            ended.add(attempt)
+            if kept["pages"] > furthest.pages:
+                tables = {name: Counter(kept[name]) for name in ("counts", "by_stage", "by_reason", "by_language")}
+                furthest = _Progress(**{**kept, **tables})
+    return furthest
 
 
 def _publish(task: PartitionTask, rows: PageRows, parts: Sequence[str]) -> dict[str, str]:

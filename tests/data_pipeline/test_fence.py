@@ -17,6 +17,7 @@ from quern.data_pipeline.config import PipelineConfig
 from quern.data_pipeline.execution.engine import Death, InProcess
 from quern.data_pipeline.execution.fence import Fence, SupersededError
 from quern.data_pipeline.execution.isolation import InFlightMarker
+from quern.data_pipeline.execution.parts import write_part
 from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.errors import QuernError
@@ -50,6 +51,21 @@ def task_of(config: PipelineConfig, folder: Path) -> PartitionTask:
         chain=config.chain_of(config.sources[0]),
         worker_memory_mib=None,
     )  # fmt: skip
+
+
+def test_of_two_attempts_the_one_with_more_pages_goes_on(tmp_path: Path) -> None:
+    """Not the one with more parts: these are set down by the clock too."""
+    task = task_of(settings(tmp_path), tmp_path)
+    made_from = partition_module._made_from(task)
+    for attempt, pages_of in (("a", [1, 2, 3]), ("b", [4, 9]), ("c", [5])):
+        for number, num in enumerate(pages_of):
+            parts = [f"{attempt}/part-{n:05d}" for n in range(number + 1)]
+            progress = vars(partition_module._Progress(pages=num, parts=parts))
+            write_part(f"{task.scratch}/{parts[-1]}", {**made_from, "progress": progress}, {})
+    found = partition_module._resume(task)
+    assert (found.pages, found.parts) == (9, ["b/part-00000", "b/part-00001"])
+    Path(task.scratch, "b", "part-00000").unlink()
+    assert partition_module._resume(task).pages == 5
 
 
 def files(folder: Path) -> dict[str, str]:
