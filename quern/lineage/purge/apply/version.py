@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +21,14 @@ from quern.lineage.index.decided import decisions_file
 from quern.lineage.purge.apply.shards import ShardChange, read_spans, write_generation
 from quern.lineage.purge.restoration.restore import Restored
 from quern.lineage.purge.restoration.restored_tokens import Tokens, read_tokens
-from quern.remote.concurrency import in_order
 from quern.tokenize.corpus_version import Listed, read_listed, read_version
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shard_format import VERSION_FILE, ShardInfo, version_entry
 
 __all__ = ["OpenCorpus", "PurgePlan", "make_plan", "open_corpus", "publish", "undo", "write_shards"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _VERSIONED = re.compile(r"(?:shard_[0-9]{5,9}\.v([0-9]+)\.(?:bin|spans\.parquet)|manifest\.v([0-9]+)\.json)")
 _CHANGES = re.compile(r"(?:changes|decisions)\.v([0-9]+)\.parquet")
@@ -172,7 +175,7 @@ def _look(
     wanted = _candidates(listed, ids)
     nobody = np.empty(0, "S16")
 
-    def look(position: int, stopped: Callable[[], bool]) -> _Found:
+    def look(position: int) -> _Found:
         spans = read_spans(folder, listed.shards[position])
         mine = np.isin(spans.keys, wanted.get(position, nobody))
         rows = np.flatnonzero(mine & ~spans.purged)
@@ -180,7 +183,7 @@ def _look(
         return _Found(rows, spans.doc_ids[rows].tobytes(), int(spans.lengths[rows].sum()), already)
 
     positions = sorted({*wanted, *(at for at in arriving if at < len(listed.shards))})
-    yield from zip(positions, in_order(look, positions, max(1, workers)), strict=True)
+    yield from zip(positions, _in_threads(look, positions, workers), strict=True)
 
 
 def _candidates(listed: Listed, ids: Sequence[bytes]) -> dict[int, np.ndarray]:
@@ -221,7 +224,7 @@ def write_shards(
     """
     manifests = {listed.source: listed.manifest for listed in corpus.streams}
 
-    def write(change: ShardChange, stopped: Callable[[], bool]) -> ShardInfo:
+    def write(change: ShardChange) -> ShardInfo:
         manifest = manifests[change.stream]
         arrivals: list[Tokens] = []
         if change.arriving is not None and restored_tokens is not None:
@@ -232,7 +235,7 @@ def write_shards(
         )  # fmt: skip
 
     written: dict[str, dict[int, ShardInfo]] = {}
-    for change, info in zip(plan.changes, in_order(write, plan.changes, max(1, workers)), strict=True):
+    for change, info in zip(plan.changes, _in_threads(write, plan.changes, workers), strict=True):
         written.setdefault(change.stream, {})[change.position] = info
     return written
 
@@ -284,3 +287,15 @@ def undo(tokens: str, version: int) -> int:
             storage.remove(path)
             removed += 1
     return removed
+
+
+def _in_threads(function: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
+    """Results in order; the first error ends what has not begun."""
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            for future in futures:
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
