@@ -6,7 +6,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 #: Name → the module that has it, imported when the name is first asked for.
-_PUBLIC = {"Rule": "quern.data_pipeline.stages.extra.rules"}
+_PUBLIC = {
+    "Rule": "quern.data_pipeline.stages.extra.rules",
+    "batches": "quern.train.training_batches",
+}
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -7,7 +7,6 @@ follow it and, of the newest, by the last line of ``metrics.jsonl``. The present
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -31,15 +30,13 @@ from quern.train.checkpoint.format.manifest import (
 )
 from quern.train.history.branch import LEDGER_FILE, left_behind
 from quern.train.history.ledger import MOVES, latest_order, reached, read_ledger
+from quern.train.history.progress import steps_of_metrics
 
 if TYPE_CHECKING:
     from quern.lineage.store import Lineage, Stream
     from quern.train.config import TrainConfig
 
 __all__ = ["Attempt", "SeenCheckpoint", "Stretch", "TrainingRun"]
-
-#: The end of metrics.jsonl in which the newest attempt's last step is looked for.
-_TAIL_BYTES = 1 << 16
 
 I64 = NDArray[np.int64]
 
@@ -147,7 +144,7 @@ class TrainingRun:
             ended = any(fact["kind"] in ("end", "stopped", "fork") for fact in facts)
             stop = reached(self.entries[line:end])
             if end == len(self.entries) and not ended:
-                stop = max(stop, self._told(number))
+                stop = max(stop, steps_of_metrics(self.path, number))
             skipped = sorted({fact["step"] for fact in facts if fact["kind"] == "skipped"})
             yield Attempt(
                 number=number, kind=entry["kind"], step=entry["step"], data_step=entry["data_step"],
@@ -160,23 +157,6 @@ class TrainingRun:
     def _document_mask(self, entry: Mapping[str, Any]) -> bool:
         told = entry.get("document_mask")
         return told if isinstance(told, bool) else self.config.document_mask
-
-    def _told(self, attempt: int) -> int:
-        """How many steps are complete when the newest line of metrics.jsonl that is ``attempt``'s was written."""
-        try:
-            with open(os.path.join(self.path, "metrics.jsonl"), "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                lines = file.read().split(b"\n")[:-1]
-        except OSError:
-            return 0
-        for line in reversed(lines):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # torn, or the rest of a line that began before the tail
-                continue
-            if isinstance(row, dict) and row.get("kind") == "step" and type(row.get("step")) is int:
-                return row["step"] + 1 if row.get("attempt") == attempt else 0
-        return 0
 
     # ---- data
 

@@ -24,11 +24,39 @@ from quern.train.step.metrics import Utilisation
 from quern.train.step.schedule import learning_rate
 from quern.train.summary import checkpoint_size, float8, step_of
 
-__all__ = ["RUN_FILE", "changes", "describe", "differences", "tell"]
+__all__ = ["RUN_FILE", "changes", "check_run_dir", "describe", "differences", "tell"]
 
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+
+
+def check_run_dir(path: str, trainer: str = "quern") -> None:
+    """A place where a training run of ``trainer`` can be, and where no other run is: a data run's ``run.json`` is its
+    identity. ``trainer``: ``quern``, or ``other`` of a run whose weights are not quern's.
+
+    Raises:
+        InputError: what is there instead.
+    """
+    if not path or "\0" in path:
+        raise InputError(f"run_dir: expected the path of a folder, got {path!r}")
+    if not storage.is_local(path):
+        raise InputError(f"run_dir: expected a folder on a file system, got {path!r}")
+    above = os.path.abspath(path)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise InputError(f"run_dir: expected a folder, got {path!r}, and {above} is none")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"run_dir: expected a folder that can be written to, got {path!r}")
+    described = os.path.join(path, RUN_FILE)
+    if os.path.exists(described):
+        run = storage.read_json(described)
+        if not isinstance(run, dict) or run.get("kind") != "train":
+            raise InputError(f"run_dir: {path!r} holds another run ({described}); give a folder of its own")
+        if run.get("trainer", "quern") != trainer:
+            of = "quern train" if trainer == "other" else "a trainer that reads by quern.batches"
+            raise InputError(f"run_dir: {path!r} holds a run of {of} ({described}); give a folder of its own")
 
 
 def tell(config: TrainConfig, shape: ModelShape, layout: Layout, step: int) -> None:

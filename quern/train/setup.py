@@ -90,7 +90,7 @@ def check(config: TrainConfig, world: int) -> Checked:
         raise InputError(f"compile.backend: expected one of torch's, as inductor is, got {config.compile.backend!r}")
     if config.float8.products is not None and config.float8.implementation == "torchao":
         Torchao.of(config.float8.products)
-    _check_run_dir(config.run_dir)
+    run_record.check_run_dir(config.run_dir)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     check_init_from(config, _encoding(corpus))
     by_key = {f"{where}global_batch": batch for where, batch in batches.items() if batch}
@@ -122,26 +122,6 @@ def layout_of(parallel: ParallelConfig, plan: MeshPlan, compute_dtype: torch.dty
     same = ("async_tp", "nvlink_domain", "tp_across_domains", "schedule", "stages_per_rank", "stage_layers")
     own = {name: getattr(parallel, name) for name in same}
     return Layout(compute_dtype, plan, reshard_after_forward=parallel.resharding, **own, **settings)
-
-
-def _check_run_dir(path: str) -> None:
-    """A place where a training run can be, and where no other run is: a data run's ``run.json`` is its identity."""
-    if not path or "\0" in path:
-        raise InputError(f"run_dir: expected the path of a folder, got {path!r}")
-    if not storage.is_local(path):
-        raise InputError(f"run_dir: expected a folder on a file system, got {path!r}")
-    above = os.path.abspath(path)
-    while not os.path.lexists(above):
-        above = os.path.dirname(above)
-    if not os.path.isdir(above):
-        raise InputError(f"run_dir: expected a folder, got {path!r}, and {above} is none")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"run_dir: expected a folder that can be written to, got {path!r}")
-    described = os.path.join(path, run_record.RUN_FILE)
-    if os.path.exists(described):
-        run = storage.read_json(described)
-        if not isinstance(run, dict) or run.get("kind") != "train":
-            raise InputError(f"run_dir: {path!r} holds another run ({described}); give a folder of its own")
 
 
 @contextmanager

@@ -19,9 +19,10 @@ whose update was not applied; ``spike {step, data_step, …}``; ``non_finite {st
 gradient norm was NaN or infinite and whose update was applied all the same; ``checkpoint {step, data_step, name}``,
 appended before the checkpoint is published, so that what can be resumed is always known to be reached;
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
-name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``end {step}``;
-``stopped {step, signal}``; ``fork {step, data_step, run, path}``: the lines before it are those of the run ``run`` in
-the folder ``path``, up to its checkpoint after ``step`` steps, from which this run goes on. Facts of an attempt stand
+name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``complete {step}``,
+steps that another trainer says it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step,
+run, path}``: the lines before it are those of the run ``run`` in the folder ``path``, up to its checkpoint after
+``step`` steps, from which this run goes on. Facts of an attempt stand
 before the line that opens the next one. A healthy step leaves no line.
 """
 
@@ -54,7 +55,7 @@ MOVES = ("start", "resume", "rollback")
 UNHEALTHY = ("skipped", "spike", "non_finite")
 
 #: The kinds of line that prove progress, and how many steps beyond ``step`` are complete by them.
-_PROGRESS = {"checkpoint": 0, "end": 0, "stopped": 0, "fork": 0} | dict.fromkeys(UNHEALTHY, 1)
+_PROGRESS = {"checkpoint": 0, "complete": 0, "end": 0, "stopped": 0, "fork": 0} | dict.fromkeys(UNHEALTHY, 1)
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ _LIMIT = 1 << 40
 """Beyond all steps: a line that says more is damaged."""
 _NUMBERS = {
     **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint", "fork"), ("step", "data_step")),
-    **dict.fromkeys(("spike", "checkpoint_failed", "good", "end", "stopped"), ("step",)),
+    **dict.fromkeys(("spike", "checkpoint_failed", "complete", "good", "end", "stopped"), ("step",)),
 }
 _TEXTS = {
     **dict.fromkeys(MOVES, ("order",)), **dict.fromkeys(("checkpoint", "good"), ("name",)), "order": ("hash",),

@@ -1,0 +1,360 @@
+"""Gives the training order to other trainers: the batches of a rank, as tensors, and a ledger of what was read.
+
+A plain PyTorch loop, or transformers' ``Trainer``, reads exactly the samples that ``quern train`` would with the same
+config, and ``quern lineage exposure`` and ``step`` answer for its run. Weights, optimizer and checkpoints are its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from quern import __version__, storage
+from quern.closes import Closes
+from quern.config import digest, dump_yaml, validate
+from quern.errors import InputError
+from quern.train.batches.boundaries import open_boundaries
+from quern.train.batches.corpus import Corpus
+from quern.train.batches.loader import Loader, MicroBatch
+from quern.train.batches.mixture import Mixture, carry_on, plan_mixture
+from quern.train.checkpoint.format.folder import FolderLock
+from quern.train.checkpoint.format.manifest import CONFIG_FILE, checkpoints_folder, list_checkpoints
+from quern.train.config import MetricsConfig, TrainConfig
+from quern.train.history.branch import LEDGER_FILE
+from quern.train.history.consumers import announce
+from quern.train.history.ledger import MOVES, Ledger, data_step, latest_order, reached, read_ledger
+from quern.train.history.progress import steps_of_metrics
+from quern.train.init_from import load_run_config
+from quern.train.run_record import RUN_FILE, check_run_dir
+from quern.train.step.metrics import Metrics
+
+__all__ = ["MicroBatchTensors", "StepTensors", "TrainingBatches", "batches"]
+
+log = logging.getLogger(__name__)
+
+#: Steps that a thread makes ahead of need.
+_DEPTH = 4
+
+Config = str | os.PathLike[str] | Mapping[str, Any] | TrainConfig
+
+
+@dataclass(frozen=True)
+class MicroBatchTensors:
+    """B sequences of L tokens that a rank computes at a time. Integers on the CPU; they may be written to."""
+
+    tokens: Tensor
+    """int64 [B, L]."""
+    targets: Tensor
+    """int64 [B, L]: the token after each; -100 where there is none to learn. They are shifted already."""
+    positions: Tensor
+    """int32 [B, L]; with ``document_mask`` they restart where a document starts."""
+    documents: Tensor
+    """int32 [B, L]: number of the document in its row, from 0; without ``document_mask`` all 0. A token attends to
+    those of its own document alone."""
+    cu_seqlens: Tensor
+    """int32 [documents + 1]: where each starts among the B·L tokens, then B·L, as attention of variable length takes
+    it; without ``document_mask`` rows."""
+    places: Tensor
+    """int64 [B]: place of each sequence in the step's global batch."""
+
+    def for_transformers(self) -> dict[str, Tensor]:
+        """What models of transformers take. ``labels`` let them compute a loss, ``shift_labels`` are what it is of; by
+        ``position_ids`` that restart they see that attention stays inside a document."""
+        return {
+            "input_ids": self.tokens, "position_ids": self.positions.long(), "labels": self.targets,
+            "shift_labels": self.targets,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A rank's share of an optimizer step."""
+
+    step: int
+    """From 0."""
+    data_step: int
+    """Step of the order that it reads."""
+    valid_tokens: int
+    """Targets of the whole global batch, over all ranks: the loss is a sum over targets divided by it."""
+    micro_batches: tuple[MicroBatchTensors, ...]
+
+
+def batches(
+    config: Config,
+    rank: int = 0,
+    world: int = 1,
+    start: int = 0,
+    *,
+    overrides: Sequence[str] = (),
+    looks_ahead: bool = False,
+) -> TrainingBatches:
+    """The batches of data-parallel rank ``rank`` of ``world``, from optimizer step ``start`` to the config's ``steps``.
+
+    ``config``: of a training run (a YAML file, a mapping or a :class:`TrainConfig`). What decides samples counts:
+    ``run_dir``, ``data``, ``phases``, ``seed``, ``seq_len``, ``global_batch``, ``micro_batch``, ``steps``,
+    ``document_mask``, ``verify_shards``; the rest is the trainer's own. ``start``: how many steps the weights have
+    taken: 0, or what the checkpoint says that the loop goes on from. ``overrides``: ``["steps=100"]``, of a file.
+    ``looks_ahead``: see :class:`TrainingBatches`.
+
+    Raises:
+        InputError: the config, the corpus, or what ``run_dir`` holds does not fit, or ``start`` was not reached there.
+        QuernError: another trainer is at work in ``run_dir``, or its ledger is damaged.
+    """
+    if isinstance(config, TrainConfig | Mapping):
+        if overrides:
+            raise InputError("overrides: expected only with a config file; change the mapping instead")
+        found = config if isinstance(config, TrainConfig) else validate(config, TrainConfig, "config")
+    else:
+        found = load_run_config(os.fspath(config), overrides)
+    return TrainingBatches(found, rank, world, start, looks_ahead=looks_ahead)
+
+
+class TrainingBatches(Closes):
+    """An iterator over :class:`StepTensors`. Use as a context manager: leaving it ends its thread and closes files.
+
+    All ranks open it with equal arguments but ``rank``; rank 0 writes ``run_dir``: ``ledger.jsonl``, ``config.yaml``,
+    ``run.json``, ``metrics.jsonl``. Ranks do not talk to each other: the others need to see ``run_dir`` only to go on
+    (``start`` > 0).
+
+    **What counts as read.** To ask for the next batch says that the step before is complete; :meth:`complete` says it
+    of the last one. With ``looks_ahead``, for loops that take batches before they have computed the one before, only
+    :meth:`complete` says it. Steps of which nobody said it are listed as not proven by ``quern lineage exposure``.
+
+    Attributes: ``step`` (of the batch that comes next), ``steps`` (where it ends), ``order`` (hash of the order) and
+    ``fingerprint`` (digest over every token of the corpus), which are the same on every rank; ``accumulation`` (micro
+    batches of a step).
+    """
+
+    def __init__(self, config: TrainConfig, rank: int, world: int, start: int, *, looks_ahead: bool = False) -> None:
+        _check(config, rank, world, start)
+        self.config, self._looks_ahead = config, looks_ahead
+        self.step, self.steps = start, config.steps
+        self._first, self._done, self._handed = start, start, start
+        self._ended = False
+        self._valid: dict[int, int] = {}
+        """Targets of steps that were handed out and are not complete yet."""
+        self._parts = ExitStack()
+        """What is closed in the reverse order; the run's lock last."""
+        self._ledger: Ledger | None = None
+        self._metrics: Metrics | None = None
+        self._attempt = 0
+        try:
+            corpus = Corpus([source.path for source in config.data], config.seq_len)
+            cache = os.path.join(config.run_dir, "index")
+            if config.verify_shards:
+                corpus.verify(rank, world, os.path.join(cache, f"verified.{rank}.json"))
+            if rank == 0:
+                self._ledger = self._open_ledger()
+            entries = self._entries()
+            self._data_step, mixture = _place(config, corpus, entries, start)
+            self._loader = Loader(
+                corpus, mixture.order, rank=rank, world=world, micro_batch=config.micro_batch,
+                document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
+                source_map=mixture.source_map,
+            )  # fmt: skip
+            self._parts.callback(self._loader.close)
+            self.order, self.fingerprint = mixture.order.hash, corpus.fingerprint
+            self._batch_sizes = {phase.global_batch for phase in mixture.order.phases}
+            self._per_rank = world * config.micro_batch
+            if self._ledger is not None:
+                self._record(self._ledger, corpus, mixture, world)
+            stop = self._data_step + config.steps - start
+            self._batches = iter(self._loader.prefetch(self._data_step, stop, _DEPTH))
+        except BaseException:
+            self._parts.close()
+            raise
+
+    # ---- reading
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StepTensors:
+        if not self._looks_ahead and self._handed > self._done:
+            self.complete(self._handed)
+        batch = next(self._batches)  # ends after the last step
+        step, self.step, self._handed = self.step, self.step + 1, self.step + 1
+        self._valid[step] = batch.valid_tokens
+        return StepTensors(step, batch.data_step, batch.valid_tokens, tuple(map(_tensors, batch.micro_batches)))
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step.
+
+        Raises:
+            InputError: phases change the global batch, and with it their number.
+        """
+        if len(self._batch_sizes) > 1:
+            raise InputError("phases: the global batch changes, and with it the number of micro-batches of a step")
+        return next(iter(self._batch_sizes)) // self._per_rank
+
+    def dataset(self) -> IterableDataset[dict[str, Tensor]]:
+        """The micro-batches one after the other, as transformers' models take them, for
+        ``DataLoader(dataset, batch_size=None)``, without workers: a thread makes batches ahead already. A step is
+        :attr:`accumulation` of them."""
+        _ = self.accumulation
+        return _Dataset(self)
+
+    # ---- what was read
+
+    def complete(self, step: int) -> None:
+        """Say that ``step`` steps are complete: what they read is certain from here on.
+
+        Raises:
+            ValueError: it is less than was said before, or more than was handed out.
+        """
+        if not self._done <= step <= self._handed:
+            raise ValueError(f"step: expected {self._done} to {self._handed}, the batches handed out, got {step}")
+        for own in range(self._done, step):
+            valid = self._valid.pop(own)
+            if self._metrics is not None:
+                row = {"step": own, "data_step": self._data_step_of(own), "attempt": self._attempt}
+                self._metrics.report({**row, "valid_tokens": valid})
+        self._done = step
+        if step == self.steps:
+            self._end()
+
+    def saved(self, step: int) -> None:
+        """Say that ``step`` steps are complete and that a checkpoint of their weights is durable: a line of the ledger,
+        on disk when this returns. Without it a run can go on all the same, unless its machine loses power.
+
+        Raises:
+            ValueError: as :meth:`complete`.
+        """
+        self.complete(step)
+        if self._ledger is not None:
+            self._ledger.append("complete", step=step)
+
+    def skipped(self, step: int, reason: str = "skipped by the trainer") -> None:
+        """Say that the batch of ``step`` was read and its update was not applied, after an overflow for example.
+
+        Raises:
+            ValueError: it is none of the steps handed out since the start.
+        """
+        if not self._first <= step < self._handed:
+            raise ValueError(f"step: expected {self._first} to {self._handed - 1}, got {step}")
+        if self._ledger is not None:
+            self._ledger.append("skipped", step=step, data_step=self._data_step_of(step), reason=reason)
+
+    def close(self) -> None:
+        """Stop the reading thread, and record where the run ended if all that was handed out is complete."""
+        if self._handed == self._done:
+            self._end()
+        self._ledger = self._metrics = None
+        self._parts.close()
+
+    def _end(self) -> None:
+        """The ledger's last line, once."""
+        if self._ledger is not None and not self._ended:
+            self._ended = True
+            if self._done == self.steps:
+                self._ledger.append("end", step=self._done)
+            else:
+                self._ledger.append("stopped", step=self._done, signal=None)
+
+    # ---- the run's records
+
+    def _data_step_of(self, step: int) -> int:
+        return self._data_step + step - self._first
+
+    def _open_ledger(self) -> Ledger:
+        root = checkpoints_folder(self.config.run_dir)
+        os.makedirs(root, exist_ok=True)
+        self._parts.enter_context(closing(FolderLock(root)))
+        return self._parts.enter_context(Ledger(os.path.join(self.config.run_dir, LEDGER_FILE)))
+
+    def _entries(self) -> Sequence[Mapping[str, Any]]:
+        if self._ledger is not None:
+            return self._ledger.entries
+        path = os.path.join(self.config.run_dir, LEDGER_FILE)
+        return read_ledger(path) if self._first and os.path.isfile(path) else []
+
+    def _record(self, ledger: Ledger, corpus: Corpus, mixture: Mixture, world: int) -> None:
+        """The line that opens the attempt, and the files that describe the run; before a token is read."""
+        config, start = self.config, self._first
+        self._attempt = sum(entry["kind"] in MOVES for entry in ledger.entries)
+        if self._attempt and start > (known := reached(ledger.entries)):
+            known = max(known, steps_of_metrics(config.run_dir, self._attempt - 1))
+            if (
+                start > known + 1
+            ):  # a loop that saves a step's weights may have ended before it asked for the next batch
+                raise InputError(
+                    f"start: the run in {config.run_dir} has completed {known} steps, got {start}; give the number of "
+                    "optimizer steps that the checkpoint's weights have taken"
+                )
+            ledger.append("complete", step=start)
+        paths = {ident: reader.path for ident, reader in zip(corpus.ids, corpus.readers, strict=True)}
+        ledger.move(
+            "resume" if self._attempt else "start", start, self._data_step, mixture.order,
+            versions=dict(zip(corpus.ids, corpus.versions, strict=True)), fingerprint=corpus.fingerprint,
+            document_mask=config.document_mask, paths=paths, dp=world, micro_batch=config.micro_batch,
+        )  # fmt: skip
+        announce(config.run_dir, mixture.order.hash, paths)
+        storage.publish_bytes(os.path.join(config.run_dir, CONFIG_FILE), dump_yaml(config).encode())
+        storage.write_json(
+            os.path.join(config.run_dir, RUN_FILE),
+            {
+                "kind": "train", "trainer": "other", "config_digest": digest(config), "order": mixture.order.hash,
+                "sources": paths, "versions": {"quern": __version__, "torch": torch.__version__},
+            },
+        )  # fmt: skip
+        quiet = MetricsConfig(tensorboard=False, live=False)
+        self._metrics = self._parts.enter_context(closing(Metrics(config.run_dir, quiet, config.steps)))
+        log.info("step %d, data step %d, order %s", start, self._data_step, mixture.order.hash)
+
+
+class _Dataset(IterableDataset[dict[str, Tensor]]):
+    def __init__(self, own: TrainingBatches) -> None:
+        self._own = own
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if get_worker_info() is not None:
+            raise InputError("num_workers: expected 0; a thread makes batches ahead already")
+        for batch in self._own:
+            for micro_batch in batch.micro_batches:
+                yield micro_batch.for_transformers()
+
+
+def _check(config: TrainConfig, rank: int, world: int, start: int) -> None:
+    if not 0 <= rank < world:
+        raise InputError(f"rank: expected 0 to {world - 1} of a world of {world}, got {rank}")
+    if not 0 <= start <= config.steps:
+        raise InputError(f"start: expected 0 to {config.steps} (steps), got {start}")
+    if config.resume.step is not None:
+        raise InputError("resume.step: expected null; start says from which step on batches are read")
+    check_run_dir(config.run_dir, "other")
+    if list_checkpoints(config.run_dir):
+        raise InputError(f"run_dir: {config.run_dir!r} holds checkpoints of quern train; give a folder of its own")
+
+
+def _place(
+    config: TrainConfig, corpus: Corpus, entries: Sequence[Mapping[str, Any]], start: int
+) -> tuple[int, Mixture]:
+    """The data step that step ``start`` reads, and the order: the same by the ledger before its new line and after."""
+    previous = latest_order(entries)
+    if previous is not None:
+        at = data_step(entries, start)
+        return at, carry_on(config, corpus, previous, at)
+    if start:
+        raise InputError(f"start: no run has begun in {config.run_dir}: expected 0, got {start}")
+    return 0, Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+
+
+def _tensors(batch: MicroBatch) -> MicroBatchTensors:
+    arrays = (
+        batch.tokens_BL,
+        batch.targets_BL,
+        batch.positions_BL,
+        batch.documents_BL,
+        batch.cu_seqlens,
+        batch.indices,
+    )
+    return MicroBatchTensors(*map(torch.from_numpy, arrays))
