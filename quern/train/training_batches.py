@@ -230,7 +230,7 @@ class TrainingBatches(Closes):
             ValueError: as :meth:`complete`.
         """
         self.complete(step)
-        if self._ledger is not None:
+        if self._ledger is not None and not self._ended:
             self._ledger.append("complete", step=step)
 
     def skipped(self, step: int, reason: str = "skipped by the trainer") -> None:

@@ -6,35 +6,32 @@ import json
 import shutil
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quern.lineage.exposure import Exposures, clean, exposures
-from quern.lineage.steps import StepRead, read_step
-from quern.lineage.store import Lineage
+from quern.lineage.exposure import clean, exposures
+from quern.lineage.steps import read_step
 from quern.lineage.training import TrainingRun
 from support.data_pipeline.in_process import run_config
 from support.lineage import recorder as R
-from support.lineage.scenario import BATCH, DATA_SKIP, LENGTH, Moment, real, sample, train
+from support.lineage.exact_case import (
+    Case,
+    Rows,
+    applied,
+    check_sequences,
+    data_step,
+    everything,
+    parts,
+    proven,
+    same,
+    shown,
+    told_windows,
+    windows,
+)
+from support.lineage.scenario import BATCH, LENGTH, real, sample, train
 from support.programs import python
-
-#: (stream, first token of the window in it)
-Place = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Case:
-    run_dir: Path
-    corpus: Any
-    recorded: Any
-    places: list[list[Place]]
-    """Of each recorded sequence, all that read like it."""
-    moments: tuple[Moment, ...]
 
 
 @pytest.fixture(
@@ -66,82 +63,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(run_dir, corpus, recorded, places, moments)
 
 
-# ---- what was recorded, as documents
-
-
-def resolve(case: Case, told: dict[tuple[int, int], Iterable[Place]]) -> dict[int, Place]:
-    """Recorded sequence → where it stands, for the steps (life, step) in ``told``.
-
-    ``told``: the windows that a step is said to have read. They must be those recorded, sequence by sequence; where
-    the same tokens stand in several places, one of them.
-    """
-    mine: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, key in enumerate(zip(case.recorded.lives.tolist(), case.recorded.steps.tolist(), strict=True)):
-        if key in told:
-            mine[key].append(number)
-    assert mine.keys() == told.keys()
-    found: dict[int, Place] = {}
-    for key, numbers in mine.items():
-        left = Counter(told[key])
-        for number in sorted(numbers, key=lambda number: len(case.places[number])):
-            place = next((place for place in case.places[number] if left[place]), None)
-            assert place is not None, f"(life, step) {key}: nothing told reads as {case.places[number][:3]} does"
-            left[place] -= 1
-            found[number] = place
-        assert not +left, f"(life, step) {key}: told and not recorded: {+left}"
-    return found
-
-
-#: doc_id, positions [start, stop) of the sequence at which it is input, and target
-Part = tuple[bytes, int, int, int, int]
-
-
-def parts(case: Case, number: int, place: Place) -> list[Part]:
-    """The documents of a recorded sequence: its inputs by where it stands, its targets by those recorded."""
-    stream, start = case.corpus.streams[place[0]], place[1]
-    learned = np.flatnonzero(case.recorded.targets_SL[number] != R.IGNORE)
-    found = []
-    first = int(np.searchsorted(stream.stops_D, start, "right"))
-    for document in range(first, int(np.searchsorted(stream.starts_D, start + LENGTH, "right"))):
-        begin, end = int(stream.starts_D[document]) - start, int(stream.stops_D[document]) - start
-        inputs = (max(begin, 0), min(end, LENGTH))
-        own = learned[(learned + 1 >= begin) & (learned + 1 < end)]
-        targets = (int(own[0]), int(own[-1]) + 1) if len(own) else (0, 0)
-        assert len(own) == targets[1] - targets[0]
-        if inputs[0] >= inputs[1]:
-            inputs = (0, 0)
-        if inputs != (0, 0) or targets != (0, 0):
-            found.append((stream.doc_ids[document], *inputs, *targets))
-    return found
-
-
-def proven(run: TrainingRun, moment: Moment) -> list[int]:
-    """The steps below which the ledger can tell of each life: those before its last checkpoint at least."""
-    stops = [attempt.stop for attempt in run.attempts]
-    assert len(stops) == len(moment.lives)
-    for number, (stop, life, after) in enumerate(zip(stops, moment.lives, [*moment.lives[1:], None], strict=True)):
-        assert stop <= life.stop, number
-        if after is None:
-            assert stop >= life.stop - 1  # the newest figures are on their way when a run is killed
-        else:
-            assert stop >= min(max(after.start, life.start), life.stop), number
-    return stops
-
-
-def data_step(life: int, step: int) -> int:
-    return step + (DATA_SKIP if life >= 2 else 0)
-
-
-def applied(moment: Moment, life: int, step: int) -> bool:
-    return step not in moment.lives[life].skip
-
-
-def same(told: Counter[Any], recorded: Counter[Any]) -> None:
-    ghosts, missed = told - recorded, recorded - told
-    assert not ghosts, f"{ghosts.total()} told and not recorded: {list(ghosts)[:3]}; missed: {list(missed)[:3]}"
-    assert not missed, f"{missed.total()} recorded and not told: {list(missed)[:3]}"
-
-
 # ---- step
 
 
@@ -165,49 +86,6 @@ def test_every_step_of_every_attempt_is_what_was_recorded(case: Case) -> None:
         check_sequences(case, reads)
 
 
-def check_sequences(case: Case, reads: dict[tuple[int, int], StepRead]) -> None:
-    where = resolve(case, {key: windows(read) for key, read in reads.items()})
-    recorded: Counter[Any] = Counter()
-    documents: Counter[Any] = Counter()
-    for number, place in where.items():
-        r = case.recorded
-        key = tuple(int(column[number]) for column in (r.lives, r.steps, r.ranks, r.calls, r.rows))
-        recorded[*key, place] += 1
-        documents.update((*key, place, *part) for part in parts(case, number, place))
-    told: Counter[Any] = Counter()
-    told_documents: Counter[Any] = Counter()
-    for (life, step), read in reads.items():
-        assert read.ranks_G is not None
-        assert read.micro_batches_G is not None
-        assert read.rows_G is not None
-        computed = zip(read.ranks_G.tolist(), read.micro_batches_G.tolist(), read.rows_G.tolist(), strict=True)
-        sequences = [(life, step, *by, place) for by, place in zip(computed, windows(read), strict=True)]
-        told.update(sequences)
-        assert read.places_G.tolist() == list(range(len(sequences)))
-        told_documents.update((*sequences[sequence], *part) for sequence, part in documents_of(read))
-    same(told, recorded)
-    same(told_documents, documents)
-
-
-def windows(read: StepRead) -> list[Place]:
-    pairs = zip(read.sources_G.tolist(), read.windows_G.tolist(), strict=True)
-    return [(read.streams[source][1].name, window * LENGTH) for source, window in pairs]
-
-
-def documents_of(read: StepRead) -> list[tuple[int, Part]]:
-    d = read.documents
-    names = [""] * len(d.numbers)
-    for source, (lineage, _) in read.streams.items():
-        own = np.flatnonzero(d.sources == source)
-        for row, name in zip(own.tolist(), lineage.documents(d.numbers[own]).doc_ids, strict=True):
-            names[row] = name
-    columns = (d.sequences, d.input_starts, d.input_stops, d.target_starts, d.target_stops)
-    return [
-        (sequence, (name, *part))
-        for name, sequence, *part in zip(names, *(column.tolist() for column in columns), strict=True)
-    ]
-
-
 def test_the_share_of_each_rank_is_what_it_recorded(case: Case) -> None:
     moment = case.moments[-1]
     run = TrainingRun(str(moment.path))
@@ -227,11 +105,6 @@ def test_the_share_of_each_rank_is_what_it_recorded(case: Case) -> None:
 
 
 # ---- exposure
-
-
-def everything(moment: Moment, case: Case) -> tuple[TrainingRun, Lineage, Exposures]:
-    run, lineage = TrainingRun(str(moment.path)), Lineage(str(case.run_dir))
-    return run, lineage, exposures(run, [(lineage, np.arange(lineage.num_documents))])
 
 
 def test_exposure_of_every_document_is_what_was_recorded(case: Case) -> None:
@@ -260,55 +133,6 @@ def test_exposure_of_every_document_is_what_was_recorded(case: Case) -> None:
         assert not found.purged.any()
     assert found.epochs.max() > 1
     assert {len(windows) for windows in told.values()} == {BATCH, 2 * BATCH}
-
-
-def shown(case: Case, moment: Moment, told: dict[tuple[int, int], list[Place]]) -> Counter[Any]:
-    """Every part of every document that was recorded at the steps of ``told``: applied or not, surviving or not."""
-    branch = set(moment.book.branch)
-    recorded: Counter[Any] = Counter()
-    for number, place in resolve(case, told).items():
-        life, step = int(case.recorded.lives[number]), int(case.recorded.steps[number])
-        facts = (applied(moment, life, step), (life, step) in branch)
-        recorded.update((life, step, place, *part, *facts) for part in parts(case, number, place))
-    return recorded
-
-
-def told_windows(rows: Iterable[Rows]) -> dict[tuple[int, int], list[Place]]:
-    """(life, step) → what it read, once for each place of the global batch and window that is told."""
-    told: dict[tuple[int, int], set[tuple[int, Place]]] = defaultdict(set)
-    for row in rows:
-        told[row.attempt, row.step].add((row.sequence, row.place))
-    return {key: [place for _, place in pairs] for key, pairs in told.items()}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A row of :class:`Exposures`."""
-
-    attempt: int
-    step: int
-    data_step: int
-    sequence: int
-    place: Place
-    number: int
-    part: tuple[int, int, int, int]
-    applied: bool
-    surviving: bool
-
-    @classmethod
-    def of(cls, found: Exposures, lineage: Lineage) -> list[Rows]:
-        streams = [stream.name for stream in lineage.streams]
-        columns = (
-            found.attempts, found.steps, found.data_steps, found.sequences, found.streams, found.windows,
-            found.numbers, found.input_starts, found.input_stops, found.target_starts, found.target_stops,
-            found.applied, found.surviving,
-        )  # fmt: skip
-        return [
-            cls(attempt, step, data, sequence, (streams[stream], window * LENGTH), number, (a, b, c, d), real, kept)
-            for attempt, step, data, sequence, stream, window, number, a, b, c, d, real, kept in zip(
-                *(column.tolist() for column in columns), strict=True
-            )
-        ]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ def read_records(folder: Path) -> tuple[Recorded, Recorded]:
             both = data[place + HEAD : place + HEAD + 2 * rows * length].reshape(2, rows, length)
             columns[step >= 0] += [(life, rank, step, call, row, both[0, row], both[1, row]) for row in range(rows)]
             place += HEAD + 2 * rows * length
-    return tuple(Recorded(*map(np.array, zip(*columns[kind], strict=True))) for kind in (True, False))  # type: ignore[return-value]
+    none = ((),) * len(fields(Recorded))
+    return tuple(Recorded(*map(np.array, [*zip(*columns[kind], strict=True)] or none)) for kind in (True, False))  # type: ignore[return-value]
 
 
 # ---- what it was
