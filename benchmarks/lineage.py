@@ -221,12 +221,12 @@ def warm(run: str, training: str, queries: int, seed: int) -> dict[str, Any]:
     """Median and worst seconds of each question in this process, by the clock and of the processor, and its memory."""
     from quern.lineage.exposure import clean, exposures
     from quern.lineage.steps import read_step
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
     from quern.lineage.trace import trace
     from quern.lineage.training import TrainingRun
 
     rng = np.random.default_rng(seed)
-    lineage, trained = Lineage(run), TrainingRun(training)
+    lineage, trained = IndexedRun(run), TrainingRun(training)
     chosen = rng.integers(0, lineage.num_documents, 2 * queries)
     urls = lineage.documents(chosen).urls
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("find", *QUESTIONS)}

@@ -11,15 +11,15 @@ import json
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from quern.errors import InputError, one_line
 
-__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "load_config", "parse_overrides", "parse_yaml",
-           "read_yaml", "show", "validate"]  # fmt: skip
+__all__ = ["Section", "canonical_json", "digest", "dump_yaml", "given_config", "load_config", "parse_overrides",
+           "parse_yaml", "read_yaml", "show", "validate"]  # fmt: skip
 
 
 class Section(BaseModel):
@@ -152,6 +152,21 @@ def load_config(
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     return validate(raw, model, name, overridden)
+
+
+def given_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Model, model: type[Model], overrides: Sequence[str] = ()
+) -> Model:
+    """A config that Python code gives: a YAML file with ``overrides``, a mapping, or the ``model`` itself.
+
+    Raises:
+        InputError: as :func:`load_config`; or overrides are given with something else than a file.
+    """
+    if isinstance(config, str | os.PathLike):
+        return load_config(config, model, overrides)
+    if overrides:
+        raise InputError("overrides: expected only with a config file; change the mapping instead")
+    return config if isinstance(config, model) else validate(cast(Mapping[str, Any], config), model, "config")
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

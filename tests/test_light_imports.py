@@ -29,6 +29,7 @@ PROGRAMS = {
         import quern.lineage.exposure, quern.lineage.steps, quern.lineage.sql.query, quern.lineage.purge.proof.verify
         import quern.lineage.training, quern.cli.lineage.step, quern.cli.lineage.exposure
     """,
+    "the names of the package": "import quern; quern.Lineage, quern.ShardReader, quern.InputError",
     "a layout, planned and checked": """
         from quern.model.config import ModelConfig
         from quern.parallel.planning.checks import Task, check_layout

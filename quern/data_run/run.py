@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from quern import storage
+from quern.config import given_config
 from quern.data_pipeline import report
 from quern.data_pipeline import run as pages
 from quern.data_pipeline.execution.commits import commit_path
@@ -22,14 +24,32 @@ from quern.errors import QuernError
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.writing import run as tokenize
 
-__all__ = ["run_data"]
+__all__ = ["run_data", "run_resolved"]
 
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def run_data(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[str, Any]:
+def run_data(
+    config: str | os.PathLike[str] | Mapping[str, Any] | DataRun, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run a data run, or resume it; returns what ``stats.json`` holds, of a complete run too.
+
+    ``config``: a YAML file, with ``overrides`` such as ``["workers=4"]``, a mapping, or a :class:`DataRun`.
+
+    Raises:
+        InputError: the config, an input or the run directory cannot be what the run needs.
+        QuernError: another process is at work in the run directory, or the run failed; it can go on. Or it is complete,
+            and a source gave no record and may not be empty.
+    """
+    resolved = given_config(config, DataRun, overrides)
+    stats = run_resolved(resolved)
+    report.check_sources(stats, resolved.sources)
+    return stats
+
+
+def run_resolved(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[str, Any]:
     """The whole data road for a resolved config, from the beginning or from where it was left; returns what
     ``stats.json`` holds. ``tell`` takes lines for the person beside the progress.
 

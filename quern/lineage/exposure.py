@@ -22,7 +22,7 @@ from quern.lineage.windows import never_visited, parts, touching
 from quern.mixtures.order import Order
 
 if TYPE_CHECKING:
-    from quern.lineage.store import Lineage, Stream
+    from quern.lineage.store import IndexedRun, Stream
 
 __all__ = ["Clean", "Exposures", "Selection", "Tally", "clean", "exposures", "select", "select_parts", "walk"]
 
@@ -38,7 +38,7 @@ Bools = NDArray[np.bool_]
 class Selection:
     """Spans of one data run, whole documents or parts of them; parallel arrays [m]."""
 
-    lineage: Lineage
+    lineage: IndexedRun
     numbers: I64
     streams: I64
     starts: I64
@@ -52,7 +52,7 @@ class Selection:
     """Ascending numbers of the documents that were asked for; those without tokens have no span."""
 
 
-def select(lineage: Lineage, numbers: ArrayLike) -> Selection:
+def select(lineage: IndexedRun, numbers: ArrayLike) -> Selection:
     """The whole of documents ``numbers`` of a data run, each once."""
     unique = np.unique(np.asarray(numbers, np.int64))
     spans = lineage.spans_of(unique)
@@ -63,7 +63,7 @@ def select(lineage: Lineage, numbers: ArrayLike) -> Selection:
 
 
 def select_parts(
-    lineage: Lineage, numbers: ArrayLike, streams: ArrayLike, starts: ArrayLike, stops: ArrayLike
+    lineage: IndexedRun, numbers: ArrayLike, streams: ArrayLike, starts: ArrayLike, stops: ArrayLike
 ) -> Selection:
     """Token spans [start, stop) of streams, each inside the document ``number``."""
     own, of, begin, end = (np.asarray(column, np.int64) for column in (numbers, streams, starts, stops))
@@ -186,7 +186,7 @@ class Tally:
             row[1] += int(own)
 
 
-def exposures(run: TrainingRun, selection: Sequence[tuple[Lineage, ArrayLike] | Selection]) -> Exposures:
+def exposures(run: TrainingRun, selection: Sequence[tuple[IndexedRun, ArrayLike] | Selection]) -> Exposures:
     """Every exposure of the selected documents, of surviving and abandoned steps, ordered by step and sequence.
 
     ``selection``: document numbers of data runs, or :class:`Selection` of parts.

@@ -26,7 +26,7 @@ from quern.train.batches.boundaries import Documents
 from quern.train.batches.step_plan import StepPlan, assign, plan_step
 
 if TYPE_CHECKING:
-    from quern.lineage.store import Lineage, Spans, Stream
+    from quern.lineage.store import IndexedRun, Spans, Stream
 
 __all__ = ["DocumentParts", "StepRead", "losses_of", "read_step"]
 
@@ -86,7 +86,7 @@ class StepRead:
     windows_G: I64
     identities: tuple[str, ...]
     """Of each source of the order."""
-    streams: Mapping[int, tuple[Lineage, Stream]]
+    streams: Mapping[int, tuple[IndexedRun, Stream]]
     """Of each source that the step reads and that can be opened."""
     unknown: Mapping[int, str]
     """Of each source that the step reads and that cannot be opened: why."""
@@ -218,8 +218,8 @@ def _attempt_at(run: TrainingRun, step: int, number: int | None) -> tuple[Attemp
 
 def _streams(
     run: TrainingRun, sources: NDArray[np.uint64], identities: tuple[str, ...]
-) -> tuple[dict[int, tuple[Lineage, Stream]], dict[int, str]]:
-    streams: dict[int, tuple[Lineage, Stream]] = {}
+) -> tuple[dict[int, tuple[IndexedRun, Stream]], dict[int, str]]:
+    streams: dict[int, tuple[IndexedRun, Stream]] = {}
     unknown: dict[int, str] = {}
     for source in np.unique(sources).tolist():
         try:
@@ -251,7 +251,7 @@ def _parts(
     run: TrainingRun,
     attempt: Attempt,
     plan: StepPlan,
-    streams: Mapping[int, tuple[Lineage, Stream]],
+    streams: Mapping[int, tuple[IndexedRun, Stream]],
     spans: Mapping[int, Spans],
 ) -> DocumentParts:
     """Every document of every sequence. ``plan`` has its rows by source and start, as ``spans`` have theirs."""

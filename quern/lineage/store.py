@@ -26,7 +26,7 @@ from quern.lineage.index.segments import SEGMENT_DOCUMENTS, Segment
 from quern.lineage.index.spans import SpanColumns, Spans
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["DocumentIdentities", "Lineage", "Spans", "Stream", "parse_hash", "parse_host"]
+__all__ = ["DocumentIdentities", "IndexedRun", "Spans", "Stream", "parse_hash", "parse_host"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,11 +66,11 @@ class DocumentIdentities:
         return len(self.numbers)
 
 
-def _guarded(method: Callable[Concatenate[Lineage, P], R]) -> Callable[Concatenate[Lineage, P], R]:
+def _guarded(method: Callable[Concatenate[IndexedRun, P], R]) -> Callable[Concatenate[IndexedRun, P], R]:
     """A damaged index answers nothing: it is forgotten, and built anew when the run is opened again."""
 
     @wraps(method)
-    def wrapped(self: Lineage, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(self: IndexedRun, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(self, *args, **kwargs)
         except DamagedIndexError as error:
@@ -88,7 +88,7 @@ def _guarded(method: Callable[Concatenate[Lineage, P], R]) -> Callable[Concatena
     return wrapped
 
 
-class Lineage:
+class IndexedRun:
     """A data run, opened for lineage; its index is built first where it does not stand (one line on stderr), below
     ``TMPDIR`` and for this process alone where the run cannot be written to.
 

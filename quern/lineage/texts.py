@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from quern import storage
 from quern.errors import InputError
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.storage.parquet import open_table, read_batches
 
 __all__ = ["FILE_BYTES", "FORMATS", "RECORD_FILE", "TextExport", "export_texts"]
@@ -61,7 +61,7 @@ class TextExport:
 
 
 def export_texts(
-    lineage: Lineage,
+    lineage: IndexedRun,
     format: Format,
     out: str,
     *,
@@ -111,7 +111,7 @@ def export_texts(
     return result
 
 
-def _rows(lineage: Lineage, path: str, columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
+def _rows(lineage: IndexedRun, path: str, columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
     """The rows of a partition that are in the corpus, with the stream that has their tokens; some at a time."""
     verdicts = _Verdicts(storage.join(lineage.run, "verdicts", *path.split("/")[-2:]), columns)
     for batch in read_batches(path, ("doc_id", "text"), _ROWS):

@@ -18,7 +18,7 @@ from quern.lineage.difference import difference
 from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
 from quern.lineage.limits import limits
-from quern.lineage.store import Lineage, Stream
+from quern.lineage.store import IndexedRun, Stream
 from quern.storage.parquet import Table, open_table
 from quern.tokenize.encoding import load_encoding
 from quern.train.history.consumers import read_consumers
@@ -50,7 +50,7 @@ _NO_MEASURE = {
 # ---- finding one
 
 
-def find_document(lineage: Lineage, doc: str) -> int:
+def find_document(lineage: IndexedRun, doc: str) -> int:
     """The number of the document with this doc_id (32 hex digits).
 
     Raises:
@@ -62,7 +62,7 @@ def find_document(lineage: Lineage, doc: str) -> int:
     return int(found[0])
 
 
-def find_url(lineage: Lineage, url: str) -> I64:
+def find_url(lineage: IndexedRun, url: str) -> I64:
     """The documents fetched from this URL, in any spelling.
 
     Raises:
@@ -84,7 +84,7 @@ def find_url(lineage: Lineage, url: str) -> I64:
     )
 
 
-def _near(lineage: Lineage, canonical: str) -> list[str]:
+def _near(lineage: IndexedRun, canonical: str) -> list[str]:
     """A few URLs of the run that share the longest beginning with this one, host first, the most alike first."""
     import difflib
 
@@ -107,7 +107,7 @@ def _near(lineage: Lineage, canonical: str) -> list[str]:
     return [text if len(text) <= 300 else f"{text[:300]}…" for _, text in sorted(alike)[:_NEAR]]
 
 
-def find_at(lineage: Lineage, shard: str, token: int, source: str | None = None) -> tuple[int, int]:
+def find_at(lineage: IndexedRun, shard: str, token: int, source: str | None = None) -> tuple[int, int]:
     """The document whose span holds token ``token`` of a shard, and the token's place in it.
 
     ``shard``: ``RUN/tokens/<source>/shard_00000.bin``, ``<source>/shard_00000``, or with ``source`` a number.
@@ -127,7 +127,7 @@ def find_at(lineage: Lineage, shard: str, token: int, source: str | None = None)
     return int(spans.numbers[0]), place - int(spans.starts[0])
 
 
-def _shard(lineage: Lineage, shard: str, source: str | None) -> tuple[Stream, int]:
+def _shard(lineage: IndexedRun, shard: str, source: str | None) -> tuple[Stream, int]:
     folder, name = os.path.split(shard)
     above, given = os.path.split(folder)
     if source is None and not folder:
@@ -147,7 +147,7 @@ def _shard(lineage: Lineage, shard: str, source: str | None) -> tuple[Stream, in
     raise InputError(f"{stream.path}: the corpus version has no shard {shard!r} (it has {len(stream.reader.shards)})")
 
 
-def summaries(lineage: Lineage, numbers: I64) -> list[dict[str, Any]]:
+def summaries(lineage: IndexedRun, numbers: I64) -> list[dict[str, Any]]:
     """Of each of the first :data:`MAX_LISTED` documents doc_id, url, source, fetched_at, outcome; newest first."""
     rows = []
     for number in numbers[:MAX_LISTED].tolist():
@@ -179,7 +179,7 @@ def _outcome(row: Mapping[str, Any], decision: Mapping[str, Any] | None, change:
 # ---- its life
 
 
-def trace(lineage: Lineage, number: int, text_chars: int | None = TEXT_CHARS) -> dict[str, Any]:
+def trace(lineage: IndexedRun, number: int, text_chars: int | None = TEXT_CHARS) -> dict[str, Any]:
     """Everything a run knows of document ``number``; ``text_chars``: characters of its text (None: all).
 
     Raises:
@@ -240,7 +240,9 @@ def _measures(run: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _duplicates(lineage: Lineage, number: int, decision: Mapping[str, Any] | None, text: str | None) -> dict[str, Any]:
+def _duplicates(
+    lineage: IndexedRun, number: int, decision: Mapping[str, Any] | None, text: str | None
+) -> dict[str, Any]:
     """Why it was removed and what was removed in its favour, each with the difference of the texts."""
     removed = lineage.removed_for(number)
     cluster = lineage.cluster(number)
@@ -292,7 +294,7 @@ def _difference(removed: str | None, kept: str | None) -> dict[str, Any] | None:
     return None if removed is None or kept is None else difference(removed, kept).to_dict()
 
 
-def _span(lineage: Lineage, spans: Any, index: int) -> dict[str, Any]:
+def _span(lineage: IndexedRun, spans: Any, index: int) -> dict[str, Any]:
     stream = lineage.streams[int(spans.streams[index])]
     reader, start = stream.reader, int(spans.starts[index])
     shard = int(np.searchsorted(reader.offsets, start, "right")) - 1
@@ -311,7 +313,7 @@ def _span(lineage: Lineage, spans: Any, index: int) -> dict[str, Any]:
 
 
 def _text(
-    lineage: Lineage, row: Mapping[str, Any], span: Mapping[str, Any] | None, stored: str | None, chars: int | None
+    lineage: IndexedRun, row: Mapping[str, Any], span: Mapping[str, Any] | None, stored: str | None, chars: int | None
 ) -> dict[str, Any]:
     """The text: decoded from its tokens; of a page without tokens, the one that is stored. ``same``: whether it is
     the text that was hashed when the page was judged; null where not all of it is here."""
@@ -338,7 +340,7 @@ def _why_no_text(row: Mapping[str, Any], span: Mapping[str, Any] | None) -> str:
     return "its text is not stored any more"
 
 
-def _decode(lineage: Lineage, span: Mapping[str, Any], chars: int | None) -> tuple[str, bool]:
+def _decode(lineage: IndexedRun, span: Mapping[str, Any], chars: int | None) -> tuple[str, bool]:
     """Up to ``chars`` characters of a span's text, and whether that is all of it."""
     stream = next(own for own in lineage.streams if own.name == span["stream"])
     start, length = span["stream_start"], span["length"] - 1

@@ -33,7 +33,7 @@ from quern.train.history.ledger import MOVES, latest_order, reached, read_ledger
 from quern.train.history.progress import steps_of_metrics
 
 if TYPE_CHECKING:
-    from quern.lineage.store import Lineage, Stream
+    from quern.lineage.store import IndexedRun, Stream
     from quern.train.config import TrainConfig
 
 __all__ = ["Attempt", "SeenCheckpoint", "Stretch", "TrainingRun"]
@@ -70,7 +70,7 @@ class TrainingRun:
         self._orders: dict[str, Order] = {newest.hash: newest}
         self.attempts = tuple(self._attempts())
         self.damaged: dict[str, str] = {}
-        self._lineages: dict[str, Lineage | str] = {}
+        self._lineages: dict[str, IndexedRun | str] = {}
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -160,7 +160,7 @@ class TrainingRun:
 
     # ---- data
 
-    def find_stream(self, identity: str) -> tuple[Lineage, Stream]:
+    def find_stream(self, identity: str) -> tuple[IndexedRun, Stream]:
         """The data run and the stream that a source of any attempt's order reads.
 
         Raises:
@@ -178,10 +178,10 @@ class TrainingRun:
         why = "; ".join(dict.fromkeys(reasons)) or "neither the ledger nor the config says where it is"
         raise InputError(f"{self.path}: source {identity}: {why}")
 
-    def lineages(self) -> list[Lineage]:
+    def lineages(self) -> list[IndexedRun]:
         """The data runs that the sources of any attempt's order are in, each once; those that cannot be opened are left
         out (:meth:`unknown` names them). One whose sources were all rewritten is among them: it knows its documents."""
-        found: dict[int, Lineage] = {}
+        found: dict[int, IndexedRun] = {}
         gone: list[str] = []
         for identity in dict.fromkeys(ident for own in self.attempts for ident in self.order_of(own).ids):
             try:
@@ -211,7 +211,7 @@ class TrainingRun:
                         reasons[identity] = str(error)
         return reasons
 
-    def _opened(self, identity: str) -> Iterator[Lineage | str]:
+    def _opened(self, identity: str) -> Iterator[IndexedRun | str]:
         """The data runs in which a source may be, the likeliest first, or why one cannot be opened."""
         return (self._open(os.path.dirname(os.path.dirname(path))) for path in self._candidates(identity))
 
@@ -239,14 +239,14 @@ class TrainingRun:
             paths = []
         return given + [path for path in paths if os.path.basename(os.path.normpath(path)) == name]
 
-    def _open(self, run: str) -> Lineage | str:
+    def _open(self, run: str) -> IndexedRun | str:
         """The data run in the folder ``run``, or why it cannot be opened."""
-        from quern.lineage.store import Lineage
+        from quern.lineage.store import IndexedRun
 
         key = os.path.realpath(run)
         if key not in self._lineages:
             try:
-                self._lineages[key] = Lineage(run)
+                self._lineages[key] = IndexedRun(run)
             except InputError as error:
                 gone = f"{run}: is not there (any more): put it back, or make a link at {run} to where it is now"
                 self._lineages[key] = str(error) if os.path.isdir(run) else gone

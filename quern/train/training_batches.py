@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from quern import __version__, storage
 from quern.closes import Closes
-from quern.config import digest, dump_yaml, validate
+from quern.config import digest, dump_yaml, given_config
 from quern.errors import InputError
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
@@ -108,12 +108,10 @@ def batches(
         InputError: the config, the corpus, or what ``run_dir`` holds does not fit, or ``start`` was not reached there.
         QuernError: another trainer is at work in ``run_dir``, or its ledger is damaged.
     """
-    if isinstance(config, TrainConfig | Mapping):
-        if overrides:
-            raise InputError("overrides: expected only with a config file; change the mapping instead")
-        found = config if isinstance(config, TrainConfig) else validate(config, TrainConfig, "config")
-    else:
+    if isinstance(config, str | os.PathLike):
         found = load_run_config(os.fspath(config), overrides)
+    else:
+        found = given_config(config, TrainConfig, overrides)
     return TrainingBatches(found, rank, world, start, looks_ahead=looks_ahead)
 
 

@@ -18,7 +18,7 @@ from quern.cli.lineage.show import show
 from quern.data_pipeline.page.document import content_hash
 from quern.data_pipeline.page.url import host, surt
 from quern.errors import InputError
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage.runs import Listing, listing, write_listing
 
 HOSTILE_TEXT = "fine\n\x1b[2J\x1b]0;owned\x07 \u202eevil\u202c [bold red]markup[/] \x00\x9b31m\r<b>&amp;</b>\nend"
@@ -76,7 +76,7 @@ def run(found: Listing, tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "run.json").write_text(json.dumps(record))
     line = {"time": "t", "train_run": "/train/\x1b[31mone", "order": "o", "identities": []}
     (folder / "consumers.jsonl").write_text(json.dumps(line) + "\n")
-    Lineage(str(folder))  # builds the index
+    IndexedRun(str(folder))  # builds the index
     return str(folder)
 
 

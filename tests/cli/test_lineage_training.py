@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from quern.cli.lineage.exposure import exposure
 from quern.cli.lineage.step import step
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage import runs
 from support.train import run_case as case
 
@@ -125,7 +125,7 @@ def test_every_row_of_step_is_an_exposure_and_the_other_way_round(trained: Train
 def test_checkpoints_that_saw_a_document(trained: Trained, answer: Callable[..., Any]) -> None:
     steps = sorted(int(path.name[5:]) for path in (trained.run / "checkpoints").glob("step_*"))
     mixed = 0
-    lineage = Lineage(str(trained.data))
+    lineage = IndexedRun(str(trained.data))
     for doc_id in lineage.documents(list(range(lineage.num_documents))).doc_ids:
         told = answer("exposure", trained.run, "--doc", doc_id.hex(), "--all", "--limit", 10_000)
         real = {(row["attempt"], row["step"]) for row in told["rows"] if row["applied"] and not row["purged"]}
@@ -146,7 +146,7 @@ def test_checkpoints_that_saw_a_document(trained: Trained, answer: Callable[...,
 
 
 def test_a_domain_is_all_of_its_documents(trained: Trained, answer: Callable[..., Any]) -> None:
-    lineage = Lineage(str(trained.data))
+    lineage = IndexedRun(str(trained.data))
     numbers = lineage.find(domain="example.com").tolist()
     told = answer("exposure", trained.run, "--domain", "example.com", "--limit", 3)
     assert told["documents"] == len(numbers) > 10
@@ -201,7 +201,7 @@ def test_refusals(trained: Trained, answer: Callable[..., Any], tmp_path: Path) 
 
 
 def test_the_documents_that_match_a_benchmark(trained: Trained, answer: Callable[..., Any], tmp_path: Path) -> None:
-    lineage = Lineage(str(trained.data))
+    lineage = IndexedRun(str(trained.data))
     long = max(
         (span for span in trained.listing.spans["web"] if not span["purged"]),
         key=lambda span: len(trained.listing.texts[span["doc_id"]].split()),
@@ -228,7 +228,7 @@ def test_a_result_of_match_that_was_kept_says_what_looking_again_says(
     bench, kept = tmp_path / "bench.jsonl", tmp_path / "kept"
     texts = [trained.listing.texts[span["doc_id"]] for span in trained.listing.spans["web"] if not span["purged"]]
     bench.write_text(json.dumps({"text": max(texts, key=lambda text: len(text.split()))}) + "\n")
-    found = match(Lineage(str(trained.data)), str(bench))
+    found = match(IndexedRun(str(trained.data)), str(bench))
     assert len(found) > 0
     found.save(str(kept))
     told = [answer("exposure", trained.run, "--match", path, "--limit", 10_000) for path in (bench, kept)]

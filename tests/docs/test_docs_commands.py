@@ -84,6 +84,8 @@ def test_a_command_can_be_given(command: Command, monkeypatch: pytest.MonkeyPatc
             check_quern(words, command.page)
         case ["make", target]:
             assert re.search(rf"(?m)^(?:{target}:|TESTS *:=.* {target}(?: |$))", MAKEFILE)
+        case ["torchrun", "--nproc-per-node", "2", example, "train.yaml", "checkpoints"]:
+            assert (ROOT / example).exists()  # tests/lineage/test_other_trainers.py runs it
         case ["torchrun", *words]:
             module, *arguments = words[words.index("-m") + 1 :]
             check_module(module, arguments, command.page)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage import runs
 from support.lineage.index_case import answers, open_run
 
@@ -42,5 +42,5 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def lineage(run: str) -> Lineage:
-    return Lineage(run)
+def lineage(run: str) -> IndexedRun:
+    return IndexedRun(run)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from warcio.archiveiterator import ArchiveIterator
 
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.data_pipeline.in_process import run_config
 from support.lineage import recorder
 from support.lineage.scenario import real, sample
@@ -27,7 +27,7 @@ class Case:
     run_dir: Path
     corpus: Any
     """The streams cut at their EOT ids, documents named by the hash of what they decode to."""
-    lineage: Lineage
+    lineage: IndexedRun
 
 
 @pytest.fixture(
@@ -47,7 +47,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         run_config(config)
     shutil.copytree(folder / "run" / "tokens", folder / "copy")
     corpus = recorder.Corpus(folder / "run", folder / "copy")
-    return Case(folder / "run", corpus, Lineage(str(folder / "run")))
+    return Case(folder / "run", corpus, IndexedRun(str(folder / "run")))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.errors import InputError
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import find_document, trace
 from support.lineage.runs import Listing, listing, write_listing
 from support.lineage.versions import sha256
@@ -50,26 +50,26 @@ def kept(found: Listing) -> dict[str, Any]:
 def test_a_table_of_verdicts_that_lacks_a_column_is_named(run: Path, name: str) -> None:
     rewrite(run / "verdicts" / PART, lambda table: table.drop_columns([name]))
     with pytest.raises(InputError, match=rf"{PART}: has no column '{name}'; expected a verdict table"):
-        Lineage(str(run))
+        IndexedRun(str(run))
 
 
 @pytest.mark.parametrize("name", ["stage", "source_file", "record_offset", "failed_rules", "language_score"])
 def test_a_document_whose_verdict_lacks_a_column_is_named(run: Path, name: str) -> None:
     rewrite(run / "verdicts" / PART, lambda table: table.drop_columns([name]))
     with pytest.raises(InputError, match=rf"{PART}: has no column '{name}'"):
-        trace(Lineage(str(run)), 0)
+        trace(IndexedRun(str(run)), 0)
 
 
 @pytest.mark.parametrize("name", ["url", "surt", "host"])
 def test_text_that_is_not_utf8_is_named(run: Path, name: str) -> None:
     rewrite(run / "verdicts" / PART, lambda table: replaced(table, name, not_utf8(len(table))))
     with pytest.raises(InputError, match=rf"{PART}: {name}: expected large_string, got string \(Invalid UTF8"):
-        Lineage(str(run))
+        IndexedRun(str(run))
 
 
 def test_other_text_that_is_not_utf8_is_named_by_its_row(run: Path) -> None:
     rewrite(run / "verdicts" / PART, lambda table: replaced(table, "charset", not_utf8(len(table))))
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     (number,) = lineage.find(doc=pq.read_table(run / "verdicts" / PART, columns=["doc_id"])["doc_id"][0].as_py())
     with pytest.raises(InputError, match=rf"{PART}: row 0: charset: expected UTF-8"):
         trace(lineage, int(number))
@@ -79,14 +79,14 @@ def test_other_text_that_is_not_utf8_is_named_by_its_row(run: Path) -> None:
 def test_columns_of_another_type_are_named(run: Path, name: str, value: object) -> None:
     rewrite(run / "verdicts" / PART, lambda table: replaced(table, name, pa.array([value] * len(table))))
     with pytest.raises(InputError, match=rf"{PART}: {name}: expected "):
-        Lineage(str(run))
+        IndexedRun(str(run))
 
 
 @pytest.mark.parametrize(("name", "value"), [("record_offset", "far"), ("failed_rules", 3), ("fetched_at", "x")])
 def test_a_value_of_another_type_is_named_by_its_row(run: Path, name: str, value: object) -> None:
     rewrite(run / "verdicts" / PART, lambda table: replaced(table, name, pa.array([value] * len(table))))
     with pytest.raises(InputError, match=rf"{PART}: row [0-9]+: {name}: expected "):
-        trace(Lineage(str(run)), 0)
+        trace(IndexedRun(str(run)), 0)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_a_column_that_stands_twice_is_named(run: Path, table: str, name: str, a
     if table.startswith("tokens"):
         listed_anew(run)
     doc_id = listing(**ARGUMENTS).decisions[0]["doc_id"].hex()
-    lineage = Lineage(str(run)) if asked else None
+    lineage = IndexedRun(str(run)) if asked else None
     with pytest.raises(InputError, match=rf"{table}: has 2 columns '{name}', expected one"):
-        Lineage(str(run)) if lineage is None else trace(lineage, find_document(lineage, doc_id))
+        IndexedRun(str(run)) if lineage is None else trace(lineage, find_document(lineage, doc_id))
 
 
 def listed_anew(run: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_time_that_python_has_not_is_named(run: Path, column: pa.Array) -> Non
         run / "verdicts" / PART, lambda table: replaced(table, "fetched_at", column.take(pa.array([0] * len(table))))
     )
     with pytest.raises(InputError, match=rf"{PART}: row [0-9]+: fetched_at: expected timestamp"):
-        trace(Lineage(str(run)), 0)
+        trace(IndexedRun(str(run)), 0)
 
 
 def test_columns_that_nobody_asks_for_are_not_read(run: Path) -> None:
@@ -149,7 +149,7 @@ def test_columns_that_nobody_asks_for_are_not_read(run: Path) -> None:
         return table.append_column("y", not_utf8(len(table))).append_column("measured", strange.cast(pa.float64()))
 
     rewrite(run / "verdicts" / PART, add)
-    found = {measure["name"]: measure["value"] for measure in trace(Lineage(str(run)), 0)["measures"]}
+    found = {measure["name"]: measure["value"] for measure in trace(IndexedRun(str(run)), 0)["measures"]}
     assert found["measured"] == 1.0
     assert not {"x", "y"} & {*found}
 
@@ -160,16 +160,16 @@ def test_tables_of_decisions(run: Path) -> None:
     whole = pq.read_table(run / DECISIONS)
     for name, message in (("band", "has no column 'band'"), ("similarity", "has no column 'similarity'")):
         pq.write_table(whole.drop_columns([name]), run / DECISIONS)
-        lineage = Lineage(str(run))
+        lineage = IndexedRun(str(run))
         with pytest.raises(InputError, match=rf"{DECISIONS}: {message}"):
             trace(lineage, find_document(lineage, doc_id))
     pq.write_table(replaced(whole, "similarity", pa.array(["near"] * len(whole))), run / DECISIONS)
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     with pytest.raises(InputError, match=rf"{DECISIONS}: row 0: similarity: expected double, got string"):
         trace(lineage, find_document(lineage, doc_id))
     pq.write_table(whole.drop_columns(["duplicate_of"]), run / DECISIONS)
     with pytest.raises(InputError, match=rf"{DECISIONS}: has no column 'duplicate_of'"):
-        Lineage(str(run))
+        IndexedRun(str(run))
 
 
 def test_tables_of_documents(run: Path) -> None:
@@ -185,11 +185,11 @@ def test_tables_of_documents(run: Path) -> None:
     }
     for message, table in changed.items():
         pq.write_table(table, path)
-        lineage = Lineage(str(run))
+        lineage = IndexedRun(str(run))
         with pytest.raises(InputError, match=re.escape(f"{path}: {message}")):
             trace(lineage, find_document(lineage, doc_id))
     pq.write_table(replaced(whole, "text", pa.array([None] * count, pa.string())), path)
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     life = trace(lineage, find_document(lineage, doc_id))
     assert life["text"]["text"] != "None"
 
@@ -220,7 +220,7 @@ def test_tables_of_spans(run: Path, change: Callable[[pa.Table], pa.Table], mess
     version["sources"]["web"] = listed
     (root / "VERSION.json").write_text(json.dumps(version).replace(old, text))
     with pytest.raises(InputError, match=re.escape(f"{path}: {message}")):
-        Lineage(str(run))
+        IndexedRun(str(run))
 
 
 @pytest.mark.parametrize("name", ["../web", "/etc", "web/../web", "Web", "web.val.val", "", "a b", "web\n"])
@@ -230,4 +230,4 @@ def test_a_version_with_a_source_of_another_name_is_refused(run: Path, name: str
     version["sources"][name] = version["sources"]["web"]
     path.write_text(json.dumps(version))
     with pytest.raises(InputError, match=r"VERSION.json: sources: expected <source> or <source>.val, got "):
-        Lineage(str(run))
+        IndexedRun(str(run))

@@ -19,7 +19,7 @@ from quern.errors import InputError, QuernError
 from quern.lineage.index import build as module
 from quern.lineage.index.build import FOLDER
 from quern.lineage.index.columns import DamagedIndexError
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage.index_case import answers, open_run
 from support.programs import kill, python
 
@@ -37,12 +37,12 @@ def run(pristine: Path, tmp_path: Path) -> Path:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"run\.json: no such file"):
-        Lineage(str(tmp_path))
+        IndexedRun(str(tmp_path))
     (tmp_path / "run.json").write_text('{"id": 3}')
     with pytest.raises(InputError, match="id: expected the identity of a data run"):
-        Lineage(str(tmp_path))
+        IndexedRun(str(tmp_path))
     with pytest.raises(InputError, match="needs a local copy"):
-        Lineage("memory://bucket/run")
+        IndexedRun("memory://bucket/run")
     assert not (tmp_path / FOLDER).exists()
 
 
@@ -174,7 +174,8 @@ def test_an_index_that_cannot_be_written_says_so(run: Path) -> None:
 # ---- kills, and two at once
 
 BUILD = (
-    "import sys; from quern.lineage.store import Lineage; print(Lineage(sys.argv[1], segment_documents=60).built.new)"
+    "import sys; from quern.lineage.store import IndexedRun; "
+    "print(IndexedRun(sys.argv[1], segment_documents=60).built.new)"
 )
 
 
@@ -202,7 +203,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_index_or_none(run: Path, ex
             time.sleep(0.001)
         killed += kill(process) != 0
         with suppress(InputError):  # never half of an index: none, or all of it when the kill came too late
-            assert answers(Lineage(str(run), build=False)) == expected
+            assert answers(IndexedRun(str(run), build=False)) == expected
         if draw.random() < 0.4:
             assert answers(open_run(run)) == expected
     assert killed > 2
@@ -215,7 +216,7 @@ def test_two_builders_at_once_do_not_harm_each_other(run: Path, expected: dict[s
     builders = [start(run) for _ in range(2)]
     outputs = [builder.communicate()[0].strip() for builder in builders]
     assert sorted(outputs) == ["False", "True"]
-    assert answers(Lineage(str(run), build=False)) == expected
+    assert answers(IndexedRun(str(run), build=False)) == expected
 
 
 @pytest.mark.slow

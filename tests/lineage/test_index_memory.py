@@ -22,7 +22,7 @@ ROWS_A_FILE = 12_500
 BUILD = """
 import json, re, sys
 from quern.lineage.index import joins
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 import pyarrow.compute
 
 def most():  # of this process alone: what getrusage says includes its parent's
@@ -30,7 +30,7 @@ def most():  # of this process alone: what getrusage says includes its parent's
 
 before = most()
 joins.BUCKET_ROWS = 1 << 14
-lineage = Lineage(sys.argv[1], segment_documents=25_000)
+lineage = IndexedRun(sys.argv[1], segment_documents=25_000)
 print(json.dumps([lineage.num_documents, most() - before]))
 """
 
@@ -109,7 +109,7 @@ def build(run: Path) -> tuple[int, int]:
 
 @pytest.mark.long
 def test_six_times_the_documents_take_no_more_memory(tmp_path: Path) -> None:
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
 
     sizes = {}
     for files in (4, 24):
@@ -122,7 +122,7 @@ def test_six_times_the_documents_take_no_more_memory(tmp_path: Path) -> None:
     assert sizes[24] < 1.4 * sizes[4] + (16 << 20)
 
     # many segments and many buckets: the joins have lost and mixed up nothing
-    lineage = Lineage(str(run), build=False)
+    lineage = IndexedRun(str(run), build=False)
     assert len(lineage.built.record["segments"]) == 12
     spans, _ = lineage.spans_in(lineage.streams[0], [0], [lineage.streams[0].total_tokens])
     assert b"".join(lineage.documents(spans.numbers).doc_ids) == streamed.tobytes()

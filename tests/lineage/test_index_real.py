@@ -14,7 +14,7 @@ import pytest
 
 from quern.data_pipeline.page.url import canonicalize
 from quern.demo import write_site
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.tokenize.encoding import load_encoding
 from support.programs import python
 
@@ -43,7 +43,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_a_real_run_is_walked_from_url_to_tokens_and_back(run: Path) -> None:
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     verdicts = rows(run / "verdicts")
     texts = {row["doc_id"]: row["text"] for row in rows(run / "documents")}
     decisions = {row["doc_id"]: row for row in pq.read_table(run / "duplicates" / "decisions.parquet").to_pylist()}

@@ -12,7 +12,7 @@ import pytest
 
 from quern.errors import InputError
 from quern.lineage.match import GramIndex, Item, Matches, index, match, read_benchmark
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage import runs as R
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
@@ -55,7 +55,7 @@ def write_items(path: Path, items: list[dict[str, Any]] = ITEMS) -> str:
 
 def test_every_stream_is_searched_and_a_kept_result_reads_back(tmp_path: Path) -> None:
     planted, spans = planted_run(tmp_path / "run")
-    run = Lineage(str(tmp_path / "run"))
+    run = IndexedRun(str(tmp_path / "run"))
     found = match(run, write_items(tmp_path / "items.jsonl"))
     starts = {row["doc_id"]: row["start"] for rows in spans.values() for row in rows}
     expected = []
@@ -96,7 +96,7 @@ def test_least_coverage_fields_and_n(tmp_path: Path) -> None:
     part = len(planted) - whole
     assert whole >= 2
     assert part >= 2
-    run = Lineage(str(tmp_path / "run"))
+    run = IndexedRun(str(tmp_path / "run"))
     path = write_items(tmp_path / "items.jsonl")
     assert set(match(run, path, min_coverage=0.5).coverage.tolist()) == {1.0}
     assert len(match(run, path, n=16)) == 3 * whole  # the items of 15 words are one gram each now

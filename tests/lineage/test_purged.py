@@ -20,7 +20,7 @@ from quern.lineage.exposure import Exposures, Tally, clean, exposures, select, w
 from quern.lineage.index.changes import CHANGES_SCHEMA, Purges, changes_file, purged_at, written_by
 from quern.lineage.sql.query import query
 from quern.lineage.steps import read_step
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import trace
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
@@ -48,7 +48,7 @@ def purged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]
 def train(folder: Path, run: Path, versions: Sequence[int | None]) -> TrainingRun:
     """An attempt a version, None: one that does not tell it. Each begins anew and reads all windows of the stream; the
     last one leaves a checkpoint."""
-    stream = Lineage(str(run)).streams[0]
+    stream = IndexedRun(str(run)).streams[0]
     windows = (stream.total_tokens - 1) // SEQ_LEN
     order = Order([1], [windows], 5, ids=[stream.identity], seq_len=SEQ_LEN, global_batch=-(-windows // STEPS))
     with Ledger(folder / "ledger.jsonl") as ledger:
@@ -83,7 +83,7 @@ def test_a_document_is_seen_by_those_who_read_it_before_it_was_purged(
     purged: tuple[Path, list[bytes]], trained: TrainingRun
 ) -> None:
     run, chosen = purged
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     numbers = [int(lineage.find(doc=doc_id)[0]) for doc_id in chosen]
     assert lineage.spans_of(numbers).purged_since.tolist() == [2, 3, 0]
     rows = exposures(trained, [(lineage, numbers)])
@@ -99,7 +99,7 @@ def test_a_document_is_seen_by_those_who_read_it_before_it_was_purged(
 
 def test_a_step_says_the_same(purged: tuple[Path, list[bytes]], trained: TrainingRun) -> None:
     run, chosen = purged
-    numbers = [int(Lineage(str(run)).find(doc=doc_id)[0]) for doc_id in chosen]
+    numbers = [int(IndexedRun(str(run)).find(doc=doc_id)[0]) for doc_id in chosen]
     for attempt in range(4):
         there = dict.fromkeys(numbers, 0)
         for step in range(STEPS):
@@ -116,7 +116,7 @@ def test_what_hangs_on_a_version_that_the_ledger_does_not_tell_is_counted(
     purged: tuple[Path, list[bytes]], tmp_path: Path
 ) -> None:
     run, chosen = purged
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     for place, doc_id in enumerate(chosen):
         for number, version in enumerate((1, None)):
             trained = train(tmp_path / f"{place}{number}", run, [version])
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_clean_of_what_was_purged_before_it_was_read(
     purged: tuple[Path, list[bytes]], tmp_path: Path, attempt: int, version: int | None
 ) -> None:
     run, chosen = purged
-    trained, lineage = train(tmp_path, run, [version]), Lineage(str(run))
+    trained, lineage = train(tmp_path, run, [version]), IndexedRun(str(run))
     for place, doc_id in enumerate(chosen):
         found = clean(trained, exposures(trained, [(lineage, lineage.find(doc=doc_id))]))
         assert (found.last is None) == THERE[attempt, place]
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_clean_of_what_was_purged_before_it_was_read(
 
 def test_a_document_says_since_when_it_is_purged(purged: tuple[Path, list[bytes]]) -> None:
     run, chosen = purged
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     for doc_id, since in zip(chosen, (2, 3, None), strict=True):
         life = trace(lineage, int(lineage.find(doc=doc_id)[0]))
         assert (life["span"]["purged"], life["span"]["purged_since"]) == (since is not None, since)
@@ -153,19 +153,19 @@ def test_without_a_table_of_changes_a_document_was_there_until_its_file_was_writ
     """And the index is of the tables that are there."""
     run, chosen = tmp_path / "run", purged[1]
     shutil.copytree(purged[0], run)
-    Lineage(str(run))
+    IndexedRun(str(run))
     (run / "tokens" / "changes.v2.parquet").unlink()
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     numbers = [int(lineage.find(doc=doc_id)[0]) for doc_id in chosen]
     same_shard = len({int(row) for row in _shards_of(lineage, numbers[:2])}) == 1
     assert lineage.spans_of(numbers).purged_since.tolist() == [3 if same_shard else 2, 3, 0]
     write_changes(run, 2, {chosen[0]: "purged"})
-    assert Lineage(str(run)).spans_of(numbers).purged_since.tolist() == [2, 3, 0]
+    assert IndexedRun(str(run)).spans_of(numbers).purged_since.tolist() == [2, 3, 0]
     write_changes(run, 4, {chosen[2]: "purged"})  # of a version that is not published yet
-    assert Lineage(str(run)).spans_of(numbers).purged_since.tolist() == [2, 3, 0]
+    assert IndexedRun(str(run)).spans_of(numbers).purged_since.tolist() == [2, 3, 0]
 
 
-def _shards_of(lineage: Lineage, numbers: list[int]) -> list[int]:
+def _shards_of(lineage: IndexedRun, numbers: list[int]) -> list[int]:
     reader = lineage.streams[0].reader
     return (np.searchsorted(reader.offsets, lineage.spans_of(numbers).starts, "right") - 1).tolist()
 
@@ -254,7 +254,7 @@ def gone_at(run: Path, version: int) -> dict[bytes, bool]:
 
 def test_a_document_is_purged_in_the_versions_whose_files_have_nothing_of_it(purged: tuple[Path, list[bytes]]) -> None:
     run, chosen = purged
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     columns = query(str(run), "SELECT doc_id, purged_since FROM spans WHERE source = 'web' AND NOT held_out").rows
     first = [pq.read_table(path) for path in sorted((run / "tokens" / "web").glob("shard_?????.spans.parquet"))]
     whole = {row["doc_id"] for table in first for row in table.to_pylist() if not row["purged"]}  # else marked alone
@@ -278,17 +278,17 @@ def test_a_document_that_was_restored_where_it_stands_is_refused(
     assert mask(run, chosen[:1]) == 4
     message = rf"changes\.v3\.parquet: restored document {chosen[0].hex()}, but web stands since version 1"
     with pytest.raises(InputError, match=message):
-        Lineage(str(run))
+        IndexedRun(str(run))
     path = run / "tokens" / "VERSION.json"
     record = json.loads(path.read_text())
     record["sources"]["web"]["since"] = 3
     path.write_text(json.dumps(record))
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     assert lineage.spans_of(lineage.find(doc=chosen[0])).purged_since.tolist() == [4]
     record["sources"]["web"]["since"] = "3"
     path.write_text(json.dumps(record))
     with pytest.raises(InputError, match=r"sources\.web\.since: expected an integer"):
-        Lineage(str(run))
+        IndexedRun(str(run))
 
 
 def test_the_table_that_these_tests_write_is_the_format_s(tmp_path: Path) -> None:

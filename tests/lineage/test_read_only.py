@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quern.cli.main import app
 from quern.errors import InputError, QuernError
 from quern.lineage.index import build
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage import runs
 from support.programs import python
 
@@ -23,8 +23,8 @@ from support.programs import python
 def test_a_damaged_index_that_cannot_be_removed_is_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a read-only file system "run the same command again" would never end."""
     run = runs.write_run(tmp_path / "run", seed=1, documents=20, files=1)
-    Lineage(str(run))
-    lineage = Lineage(str(run))
+    IndexedRun(str(run))
+    lineage = IndexedRun(str(run))
     for path in (run / "lineage").glob("segment_*/by_doc.high"):
         data = path.read_bytes()
         path.write_bytes(bytes(255 - byte for byte in data))
@@ -48,7 +48,7 @@ def test_a_run_without_an_index_that_cannot_be_written_to_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = runs.write_run(tmp_path / "run", seed=1, documents=20, files=1)
-    expected = Lineage(str(run)).documents(range(20)).doc_ids
+    expected = IndexedRun(str(run)).documents(range(20)).doc_ids
     shutil.rmtree(run / "lineage")
     make = os.makedirs
 
@@ -60,11 +60,11 @@ def test_a_run_without_an_index_that_cannot_be_written_to_is_answered(
     monkeypatch.setattr(os, "makedirs", refuse)
     monkeypatch.setattr(build, "_elsewhere", {})
     capsys.readouterr()
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     assert lineage.documents(range(20)).doc_ids == expected
     told = capsys.readouterr().err
     assert f"{run}/lineage: cannot be written (Read-only file system), so the index is not kept" in told
-    again = Lineage(str(run))
+    again = IndexedRun(str(run))
     assert (again.built.new, again.built.folder) == (False, lineage.built.folder)
     result = CliRunner().invoke(app, ["lineage", "index", str(run)])
     assert (result.exit_code, result.stderr) == (

@@ -17,7 +17,7 @@ from quern.data_pipeline.dedup.schemas import DECISION_SCHEMA
 from quern.errors import InputError
 from quern.lineage.index.decided import Redecided, decisions_file, is_decisions_file
 from quern.lineage.sql.query import query
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import summaries, trace
 from support.lineage import runs
 from support.lineage.versions import write_changes
@@ -62,7 +62,7 @@ class Case:
             "similarity": 0.875, "band": 3,
         }  # fmt: skip
 
-    def number(self, lineage: Lineage, doc_id: bytes) -> int:
+    def number(self, lineage: IndexedRun, doc_id: bytes) -> int:
         return int(lineage.find(doc=doc_id)[0])
 
 
@@ -87,7 +87,7 @@ def case(tmp_path: Path) -> Case:
 
 @pytest.mark.slow
 def test_a_restored_document_is_kept_and_a_displaced_one_a_duplicate(case: Case) -> None:
-    lineage = Lineage(str(case.run))
+    lineage = IndexedRun(str(case.run))
     numbers = {name: case.number(lineage, getattr(case, name)) for name in ("gone", "restored", "displaced", "still")}
     lives = {name: trace(lineage, number) for name, number in numbers.items()}
     assert {name: life["outcome"] for name, life in lives.items()} == {
@@ -145,14 +145,14 @@ def test_the_views_say_so_too(case: Case) -> None:
 @pytest.mark.slow
 def test_a_restored_document_is_purged_and_a_displaced_one_restored(case: Case) -> None:
     case.write(3, {case.restored: "purged", case.displaced: "restored"}, [])
-    lineage = Lineage(str(case.run))
+    lineage = IndexedRun(str(case.run))
     lives = {name: trace(lineage, case.number(lineage, getattr(case, name))) for name in ("restored", "displaced")}
     assert lives["restored"]["outcome"] == "purged: version 3"
     assert lives["displaced"]["outcome"] == "kept"
     assert lives["displaced"]["span"] is not None
     assert lives["displaced"]["change"]["was_removed"] is None  # the run itself had kept it
     case.write(4, {case.displaced: "purged"}, [case.decision(case.displaced, case.still)])
-    lineage = Lineage(str(case.run))
+    lineage = IndexedRun(str(case.run))
     assert trace(lineage, case.number(lineage, case.displaced))["outcome"] == "duplicate: near"
     redecided = Redecided(str(case.run / "tokens"), 3)  # as version 3 had it
     assert redecided.decision(case.displaced) is None
@@ -161,7 +161,7 @@ def test_a_restored_document_is_purged_and_a_displaced_one_restored(case: Case) 
 
 def test_a_version_that_is_being_written_changes_nothing(case: Case) -> None:
     write_changes(case.run, 3, {case.displaced: "restored", case.restored: "purged"})
-    lineage = Lineage(str(case.run))
+    lineage = IndexedRun(str(case.run))
     assert trace(lineage, case.number(lineage, case.restored))["outcome"] == "kept"
     assert trace(lineage, case.number(lineage, case.displaced))["outcome"] == "duplicate: near"
 

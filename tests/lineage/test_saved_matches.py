@@ -16,7 +16,7 @@ import pytest
 from quern.errors import InputError
 from quern.lineage.match import Matches, match
 from quern.lineage.match.matches import documents_at
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage import runs
 from support.lineage.versions import mask
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 def saved(run: Path) -> Matches:
     path = str(run.parent / "kept.parquet")
-    match(Lineage(str(run)), str(run.parent / "items.jsonl")).save(path)
+    match(IndexedRun(str(run)), str(run.parent / "items.jsonl")).save(path)
     assert Matches.is_saved(path)
     assert not Matches.is_saved(str(run.parent / "items.jsonl"))
     return Matches.load(path)
@@ -55,7 +55,7 @@ def test_it_says_what_looking_again_says(run: Path) -> None:
     kept = saved(run)
     assert len(kept) == 3
     shutil.rmtree(run / "lineage")
-    lineage = Lineage(str(run), segment_documents=16)
+    lineage = IndexedRun(str(run), segment_documents=16)
     again = match(lineage, str(run.parent / "items.jsonl"))
     assert kept.numbers.tolist() != again.numbers.tolist()
     found = kept.in_run(lineage)
@@ -66,7 +66,7 @@ def test_it_says_what_looking_again_says(run: Path) -> None:
 def test_of_a_document_that_was_purged_since_it_says_where_it_stood(run: Path) -> None:
     kept = saved(run)
     mask(run, kept.doc_ids[:1])
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     numbers, _, _, _ = kept.in_run(lineage)
     assert lineage.documents(numbers).doc_ids == kept.doc_ids
     assert lineage.spans_of(numbers).purged_since.tolist() == [2, 0, 0]
@@ -74,7 +74,7 @@ def test_of_a_document_that_was_purged_since_it_says_where_it_stood(run: Path) -
 
 
 def test_what_is_not_of_this_run_is_refused(run: Path) -> None:
-    kept, lineage = saved(run), Lineage(str(run))
+    kept, lineage = saved(run), IndexedRun(str(run))
     wrong = {
         "are of another data run, other": replace(kept, run_id="other"),
         r"has no stream r/(web|text)(\.val)?/2 \(any more\)": replace(
@@ -90,7 +90,7 @@ def test_what_is_not_of_this_run_is_refused(run: Path) -> None:
 
 
 def test_nothing_found_is_nothing(run: Path) -> None:
-    kept, lineage = saved(run), Lineage(str(run))
+    kept, lineage = saved(run), IndexedRun(str(run))
     (run.parent / "items.jsonl").write_text('{"text": "zebra zebu zorilla civet genet linsang fossa mongoose"}\n')
     kept = match(lineage, str(run.parent / "items.jsonl"))
     assert [len(column) for column in kept.in_run(lineage)] == [0, 0, 0, 0]

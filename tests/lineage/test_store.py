@@ -1,4 +1,4 @@
-"""Every answer of Lineage against brute force over the rows that were written."""
+"""Every answer of an indexed run against brute force over the rows that were written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.page.url import canonicalize, host, surt
 from quern.errors import InputError
-from quern.lineage.store import Lineage, Stream
+from quern.lineage.store import IndexedRun, Stream
 from support.lineage import runs
 from support.named_cases import each
 
@@ -66,31 +66,31 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def lineage(run: Path) -> Lineage:
-    return Lineage(str(run))
+def lineage(run: Path) -> IndexedRun:
+    return IndexedRun(str(run))
 
 
-def test_documents_are_numbered_by_surt_then_by_url_then_by_doc_id(lineage: Lineage, oracle: Oracle) -> None:
+def test_documents_are_numbered_by_surt_then_by_url_then_by_doc_id(lineage: IndexedRun, oracle: Oracle) -> None:
     found = lineage.documents(np.arange(lineage.num_documents))
     assert found.doc_ids == [row["doc_id"] for row in oracle.rows]
     assert found.urls == [row["url"] for row in oracle.rows]
     assert found.sources == [row["source"] for row in oracle.rows]
 
 
-def test_documents_come_in_the_order_asked_for_and_as_often(lineage: Lineage, oracle: Oracle) -> None:
+def test_documents_come_in_the_order_asked_for_and_as_often(lineage: IndexedRun, oracle: Oracle) -> None:
     numbers = [5, 440, 5, 0, 499]
     assert lineage.documents(numbers).doc_ids == [oracle.rows[number]["doc_id"] for number in numbers]
     assert lineage.documents([]).doc_ids == []
 
 
 @pytest.mark.parametrize("number", [-1, 500])
-def test_a_number_that_no_document_has_is_refused(lineage: Lineage, number: int) -> None:
+def test_a_number_that_no_document_has_is_refused(lineage: IndexedRun, number: int) -> None:
     for call in (lineage.documents, lineage.verdict, lineage.decision, lineage.spans_of):
         with pytest.raises(IndexError, match="expected documents 0 to 499"):
             call(number)
 
 
-def test_every_document_is_found_by_its_doc_id(lineage: Lineage, oracle: Oracle) -> None:
+def test_every_document_is_found_by_its_doc_id(lineage: IndexedRun, oracle: Oracle) -> None:
     for number, row in enumerate(oracle.rows):
         assert lineage.find(doc=row["doc_id"]).tolist() == [number]
         assert lineage.find(doc=row["doc_id"].hex().upper()).tolist() == [number]
@@ -98,7 +98,7 @@ def test_every_document_is_found_by_its_doc_id(lineage: Lineage, oracle: Oracle)
         assert lineage.find(doc=other).tolist() == []
 
 
-def test_many_doc_ids_are_found_at_once(lineage: Lineage, oracle: Oracle) -> None:
+def test_many_doc_ids_are_found_at_once(lineage: IndexedRun, oracle: Oracle) -> None:
     draw = random.Random(2)
     known = list(oracle.number)
     near = [doc_id[:8] + draw.randbytes(8) for doc_id in draw.sample(known, 50)]  # its first half is a document's
@@ -110,7 +110,7 @@ def test_many_doc_ids_are_found_at_once(lineage: Lineage, oracle: Oracle) -> Non
     assert lineage.find_docs(b"").tolist() == []
 
 
-def test_every_url_finds_all_that_canonicalise_alike(lineage: Lineage, oracle: Oracle) -> None:
+def test_every_url_finds_all_that_canonicalise_alike(lineage: IndexedRun, oracle: Oracle) -> None:
     for url in sorted({row["url"] for row in oracle.rows} - {None}):
         canonical = canonicalize(url)
         if canonical is None:
@@ -120,7 +120,7 @@ def test_every_url_finds_all_that_canonicalise_alike(lineage: Lineage, oracle: O
         assert lineage.find(url=url).tolist() == expected, url
 
 
-def test_other_spellings_of_a_url_find_it_and_near_ones_do_not(lineage: Lineage, oracle: Oracle) -> None:
+def test_other_spellings_of_a_url_find_it_and_near_ones_do_not(lineage: IndexedRun, oracle: Oracle) -> None:
     row = next(row for row in oracle.rows if row["canonical"] and row["canonical"].startswith("http://example.com/a/"))
     url = row["canonical"]
     expected = oracle.where(lambda row: row["canonical"] == url)
@@ -136,7 +136,7 @@ def test_other_spellings_of_a_url_find_it_and_near_ones_do_not(lineage: Lineage,
         assert lineage.find(url=other).tolist() == oracle.where(lambda row, o=other: row["canonical"] == o)
 
 
-def test_hashes_find_all_pages_of_a_text_before_or_after_the_filters(lineage: Lineage, oracle: Oracle) -> None:
+def test_hashes_find_all_pages_of_a_text_before_or_after_the_filters(lineage: IndexedRun, oracle: Oracle) -> None:
     hashes = {row[name] for row in oracle.rows for name in ("pre_filter_hash", "post_filter_hash")} - {None}
     for value in hashes:
         expected = oracle.where(lambda row, v=value: v in (row["pre_filter_hash"], row["post_filter_hash"]))
@@ -145,7 +145,7 @@ def test_hashes_find_all_pages_of_a_text_before_or_after_the_filters(lineage: Li
     assert max(len(lineage.find(hash=value)) for value in hashes) > 2
 
 
-def test_surt_prefixes(lineage: Lineage, oracle: Oracle) -> None:
+def test_surt_prefixes(lineage: IndexedRun, oracle: Oracle) -> None:
     draw = random.Random(1)
     keys = sorted({row["key"] for row in oracle.rows} - {None})
     prefixes = ["", "com", "com,example", "com,example)", "com,example)/a/1", "zz", "com,example)/caf%c3"]
@@ -163,7 +163,7 @@ HOSTS = [
 ]  # fmt: skip
 
 
-def test_a_host_and_a_domain_are_what_the_rows_hosts_say(lineage: Lineage, oracle: Oracle) -> None:
+def test_a_host_and_a_domain_are_what_the_rows_hosts_say(lineage: IndexedRun, oracle: Oracle) -> None:
     def check(name: str) -> None:
         own = host(canonicalize(f"http://{name}/") or "")
         assert lineage.find(host=name).tolist() == oracle.where(lambda row: row["name"] == own)
@@ -194,7 +194,7 @@ def test_hosts_with_the_marks_of_a_surt_are_no_false_hits(tmp_path: Path) -> Non
         row["surt"] = surt(canonical or "")
         row["host"] = host(canonical or "")
     runs.write_listing(tmp_path / "run", found, identity="odd")
-    lineage, oracle = Lineage(str(tmp_path / "run")), Oracle(found)
+    lineage, oracle = IndexedRun(str(tmp_path / "run")), Oracle(found)
     for name in ("a.com", "b.com", "com", "abcd", "www.a.com", "a,b.com", "[abcd::1]"):
         own = host(canonicalize(f"http://{name}/") or "")
         assert lineage.find(host=name).tolist() == oracle.where(lambda row, own=own: row["name"] == own)
@@ -203,27 +203,27 @@ def test_hosts_with_the_marks_of_a_surt_are_no_false_hits(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "example.com/x", "example.com:8080", "a b", "http://example.com", "a@b", "%zz"])
-def test_what_is_no_host_is_refused(lineage: Lineage, name: str) -> None:
+def test_what_is_no_host_is_refused(lineage: IndexedRun, name: str) -> None:
     for asked in ({"host": name}, {"domain": name}):
         with pytest.raises(InputError, match="expected a host"):
             lineage.find(**asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["", "00", "g" * 32, b"x", "0" * 33, " " * 32, "é" * 32])
-def test_what_is_no_hash_is_refused(lineage: Lineage, value: str | bytes) -> None:
+def test_what_is_no_hash_is_refused(lineage: IndexedRun, value: str | bytes) -> None:
     for asked in ({"doc": value}, {"hash": value}):
         with pytest.raises(InputError, match="expected 32 hex digits"):
             lineage.find(**asked)  # type: ignore[arg-type]
 
 
-def test_exactly_one_thing_is_asked_for(lineage: Lineage) -> None:
+def test_exactly_one_thing_is_asked_for(lineage: IndexedRun) -> None:
     with pytest.raises(ValueError, match="expected one of"):
         lineage.find()
     with pytest.raises(ValueError, match="expected one of"):
         lineage.find(url="http://example.com/", surt="com")
 
 
-def test_the_verdict_is_the_whole_row(lineage: Lineage, oracle: Oracle) -> None:
+def test_the_verdict_is_the_whole_row(lineage: IndexedRun, oracle: Oracle) -> None:
     last = len(oracle.rows) - 1
     for number in {*range(0, last, 5), last}:
         found, row = lineage.verdict(number), oracle.rows[number]
@@ -231,7 +231,7 @@ def test_the_verdict_is_the_whole_row(lineage: Lineage, oracle: Oracle) -> None:
         assert set(found) == set(row) - {"canonical", "key", "name"}
 
 
-def test_decisions_survivors_and_clusters(lineage: Lineage, oracle: Oracle) -> None:
+def test_decisions_survivors_and_clusters(lineage: IndexedRun, oracle: Oracle) -> None:
     decisions = {row["doc_id"]: row for row in oracle.found.decisions}
     cluster = {row["doc_id"]: row["cluster_id"] for row in oracle.found.clusters}
     assert len({decision["kind"] for decision in decisions.values()}) == 3
@@ -246,7 +246,7 @@ def test_decisions_survivors_and_clusters(lineage: Lineage, oracle: Oracle) -> N
         assert lineage.cluster(number).tolist() == members
 
 
-def test_the_streams_are_those_of_the_corpus_version(lineage: Lineage, oracle: Oracle, run: Path) -> None:
+def test_the_streams_are_those_of_the_corpus_version(lineage: IndexedRun, oracle: Oracle, run: Path) -> None:
     assert [stream.name for stream in lineage.streams] == ["web", "web.val", "text", "text.val"]
     for stream in lineage.streams:
         spans = oracle.found.spans[stream.name]
@@ -260,7 +260,7 @@ def test_the_streams_are_those_of_the_corpus_version(lineage: Lineage, oracle: O
     assert (lineage.run, lineage.run_id, lineage.version) == (str(run), "run00003", 1)
 
 
-def as_rows(lineage: Lineage, spans: Any) -> list[tuple]:
+def as_rows(lineage: IndexedRun, spans: Any) -> list[tuple]:
     return [
         (number, lineage.streams[stream].name, start, length, purged)
         for number, stream, start, length, purged in zip(
@@ -270,7 +270,7 @@ def as_rows(lineage: Lineage, spans: Any) -> list[tuple]:
     ]
 
 
-def test_every_document_has_its_span_or_none(lineage: Lineage, oracle: Oracle) -> None:
+def test_every_document_has_its_span_or_none(lineage: IndexedRun, oracle: Oracle) -> None:
     numbers = list(range(lineage.num_documents))
     random.Random(5).shuffle(numbers)
     numbers += numbers[:10]
@@ -294,7 +294,7 @@ def overlapping(oracle: Oracle, stream: Stream, start: int, stop: int) -> list[t
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_spans_in_ranges_are_those_that_overlap(lineage: Lineage, oracle: Oracle, data: st.DataObject) -> None:
+def test_spans_in_ranges_are_those_that_overlap(lineage: IndexedRun, oracle: Oracle, data: st.DataObject) -> None:
     stream = data.draw(st.sampled_from(lineage.streams))
     edges = [span["start"] for span in oracle.found.spans[stream.name]] + [stream.total_tokens]
     place = st.integers(-2, stream.total_tokens + 2) | st.sampled_from(edges)
@@ -305,7 +305,7 @@ def test_spans_in_ranges_are_those_that_overlap(lineage: Lineage, oracle: Oracle
     assert of.dtype == np.int64
 
 
-def test_the_tokens_of_a_span_are_the_documents_text(lineage: Lineage, oracle: Oracle) -> None:
+def test_the_tokens_of_a_span_are_the_documents_text(lineage: IndexedRun, oracle: Oracle) -> None:
     spans = lineage.spans_of(np.arange(lineage.num_documents))
     for number, stream, start, length in zip(spans.numbers, spans.streams, spans.starts, spans.lengths, strict=True):
         tokens = lineage.streams[stream].reader.tokens(int(start), int(start + length))
@@ -315,7 +315,7 @@ def test_the_tokens_of_a_span_are_the_documents_text(lineage: Lineage, oracle: O
 @pytest.mark.parametrize("documents", [1, 100])
 def test_segments_change_no_answer_but_the_numbers(tmp_path: Path, documents: int) -> None:
     run, oracle = runs.write_run(tmp_path / "run", documents=200), Oracle(runs.listing(documents=200))
-    lineage = Lineage(str(run), segment_documents=documents)
+    lineage = IndexedRun(str(run), segment_documents=documents)
     sizes = [record["documents"] for record in lineage.built.record["segments"]]
     assert len(sizes) > 1
     assert max(sizes) <= max(documents, runs.ROW_GROUP)
@@ -358,7 +358,7 @@ def test_a_run_without_tokens_or_duplicates_has_none(tmp_path: Path) -> None:
     run = runs.write_run(tmp_path / "run", documents=80)
     shutil.rmtree(run / "tokens")
     shutil.rmtree(run / "duplicates")
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     assert (lineage.num_documents, lineage.version, lineage.streams) == (80, 0, ())
     assert len(lineage.spans_of(range(80))) == 0
     assert lineage.decision(3) is None
@@ -370,7 +370,7 @@ def test_a_run_of_no_documents(tmp_path: Path) -> None:
     runs.write_listing(tmp_path / "empty", found, identity="empty")
     runs.write_listing(tmp_path / "bare", runs.Listing(), identity="bare")
     for name in ("empty", "bare"):
-        lineage = Lineage(str(tmp_path / name))
+        lineage = IndexedRun(str(tmp_path / name))
         assert lineage.num_documents == 0
         for asked in ({"url": "http://a/"}, {"doc": bytes(16)}, {"domain": "com"}, {"hash": bytes(16)}, {"surt": ""}):
             assert lineage.find(**asked).tolist() == []
@@ -383,8 +383,8 @@ def test_a_look_up_imports_neither_the_stages_of_the_chain_nor_what_a_purge_writ
     program = """
 import sys
 from quern.lineage.sql.query import query
-from quern.lineage.trace import trace, Lineage
-trace(Lineage(sys.argv[1]), 0)
+from quern.lineage.trace import trace, IndexedRun
+trace(IndexedRun(sys.argv[1]), 0)
 query(sys.argv[1], "select count(*) from verdicts")
 late = {"quern.data_pipeline.chain", "quern.data_pipeline.sources", "quern.lineage.purge.apply.transaction"}
 loaded = late & set(sys.modules)

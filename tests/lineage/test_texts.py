@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from quern import storage
 from quern.cli.main import app
 from quern.errors import InputError
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.texts import export_texts
 from support.purge import corpus_scan, small_run
 
@@ -63,7 +63,7 @@ def json_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_every_format_holds_the_decoded_tokens_of_the_current_version(run: Path, tmp_path: Path) -> None:
-    expected, lineage = decoded(run), Lineage(str(run))
+    expected, lineage = decoded(run), IndexedRun(str(run))
     texts = {"train": expected["s"], "validation": expected["s.val"]}
     table = corpus_scan.verdicts(run, ["doc_id", "url", COLUMN])
     of = {row["doc_id"].hex(): (row["url"], row[COLUMN]) for row in table}
@@ -90,7 +90,7 @@ def test_every_format_holds_the_decoded_tokens_of_the_current_version(run: Path,
 
 
 def test_the_card_names_the_files_of_each_source_and_split(run: Path, tmp_path: Path) -> None:
-    export_texts(Lineage(str(run)), "hf", str(tmp_path / "out"))
+    export_texts(IndexedRun(str(run)), "hf", str(tmp_path / "out"))
     card = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
     (config,) = card["configs"]
     assert config["config_name"] == "s"
@@ -102,13 +102,13 @@ def test_the_card_names_the_files_of_each_source_and_split(run: Path, tmp_path: 
 def test_a_cut_off_export_has_no_record_and_nothing_half_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lineage, asked = Lineage(str(run)), []
+    lineage, asked = IndexedRun(str(run)), []
 
     def fails(numbers: Any) -> Any:
         asked.append(len(numbers))
         if len(asked) > 1:
             raise KeyboardInterrupt
-        return Lineage.spans_of(lineage, numbers)
+        return IndexedRun.spans_of(lineage, numbers)
 
     monkeypatch.setattr(lineage, "spans_of", fails)
     with pytest.raises(KeyboardInterrupt):
@@ -123,7 +123,7 @@ def test_a_cut_off_export_has_no_record_and_nothing_half_written(
 
 def test_times_hashes_and_lists_of_the_verdicts_are_plain(run: Path, tmp_path: Path) -> None:
     columns = ["fetched_at", "post_filter_hash", "failed_rules", "record_offset"]
-    export_texts(Lineage(str(run)), "jsonl", str(tmp_path / "out"), columns=columns)
+    export_texts(IndexedRun(str(run)), "jsonl", str(tmp_path / "out"), columns=columns)
     of = {row["doc_id"].hex(): row for row in corpus_scan.verdicts(run, ["doc_id", *columns])}
     for _, row in json_rows(tmp_path / "out"):
         verdict = of[row["id"]]
@@ -138,7 +138,7 @@ def test_a_folder_of_another_name_and_a_store_may_hold_the_export(tmp_path: Path
     small_run.write_input(folder / "in", documents=24)
     small_run.make(small_run.settings(str(folder / "run"), folder / "in"))
     out = "memory://texts-of-a-run"
-    done = export_texts(Lineage(str(folder / "run")), "parquet", out)
+    done = export_texts(IndexedRun(str(folder / "run")), "parquet", out)
     assert sorted(name.split("texts-of-a-run/")[1] for name in storage.list_files(out)) == [
         "export.json", *sorted(file["file"] for file in done.files)
     ]  # fmt: skip
@@ -147,12 +147,12 @@ def test_a_folder_of_another_name_and_a_store_may_hold_the_export(tmp_path: Path
 
 
 def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     with pytest.raises(InputError, match=r"--source: .*run has no source 'web' \(it has s\)"):
         export_texts(lineage, "jsonl", str(tmp_path / "out"), sources=["web"])
     with pytest.raises(InputError, match=r"verdicts/s/.*: has no column 'gopher.nothing'"):
         export_texts(lineage, "parquet", str(tmp_path / "out"), columns=["gopher.nothing"])
-    bare = Lineage(str(run))
+    bare = IndexedRun(str(run))
     bare.streams = ()
     with pytest.raises(InputError, match=r"has no tokens"):
         export_texts(bare, "jsonl", str(tmp_path / "out"))

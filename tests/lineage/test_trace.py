@@ -13,7 +13,7 @@ import pytest
 from quern.data_pipeline.page.document import DOCUMENT_SCHEMA
 from quern.data_pipeline.stages.quality import QualityConfig
 from quern.lineage import trace as module
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import find_document, trace
 from support.lineage.runs import MEASURES, Listing, listing, places, write_listing
 
@@ -23,12 +23,12 @@ Lives = dict[bytes, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def lives(lineage: Lineage, found: Listing) -> Lives:
+def lives(lineage: IndexedRun, found: Listing) -> Lives:
     """Of every document."""
     return {row["doc_id"]: life_of(lineage, row["doc_id"]) for row in found.rows}
 
 
-def life_of(lineage: Lineage, doc_id: bytes, chars: int | None = None) -> dict[str, Any]:
+def life_of(lineage: IndexedRun, doc_id: bytes, chars: int | None = None) -> dict[str, Any]:
     return trace(lineage, find_document(lineage, doc_id.hex()), chars)
 
 
@@ -73,7 +73,7 @@ def test_the_text_is_what_was_judged_wherever_it_comes_from(lives: Lives, found:
 
 
 def test_a_stored_text_is_found_wherever_it_is_in_its_row_group(
-    lineage: Lineage, lives: Lives, found: Listing, monkeypatch: pytest.MonkeyPatch
+    lineage: IndexedRun, lives: Lives, found: Listing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ROWS", 7)
     stored = [doc_id for doc_id, life in lives.items() if life["text"]["from"] == "documents"]
@@ -83,7 +83,7 @@ def test_a_stored_text_is_found_wherever_it_is_in_its_row_group(
 
 
 @pytest.mark.slow
-def test_a_long_text_is_cut_and_said_and_asked_for_whole(lineage: Lineage, found: Listing) -> None:
+def test_a_long_text_is_cut_and_said_and_asked_for_whole(lineage: IndexedRun, found: Listing) -> None:
     spans = places(found)
     longest = sorted(found.texts, key=lambda doc_id: len(found.texts[doc_id]))[-12:]
     assert any(doc_id in spans for doc_id in longest)
@@ -104,11 +104,11 @@ def test_tokens_of_another_text_are_noticed(tmp_path: Path, found: Listing) -> N
     span = next(span for span in changed.spans["web"] if not span["purged"] and span["length"] > 10)
     changed.texts[span["doc_id"]] = "X" + changed.texts[span["doc_id"]][1:]
     write_listing(tmp_path, changed, identity="x")
-    life = life_of(Lineage(str(tmp_path)), span["doc_id"])
+    life = life_of(IndexedRun(str(tmp_path)), span["doc_id"])
     assert life["text"]["same"] is False
 
 
-def test_spans_say_stream_shard_and_place(lineage: Lineage, lives: Lives, found: Listing) -> None:
+def test_spans_say_stream_shard_and_place(lineage: IndexedRun, lives: Lives, found: Listing) -> None:
     spans = places(found)
     shards = set()
     for row in found.rows:
@@ -179,7 +179,7 @@ def test_of_many_removed_documents_a_few_are_shown(tmp_path: Path) -> None:
     for span in many.spans["web"]:
         span |= {"start": 0, "shard": 0}
     write_listing(tmp_path, many, identity="x")
-    duplicates = life_of(Lineage(str(tmp_path)), kept[0]["doc_id"])["duplicates"]
+    duplicates = life_of(IndexedRun(str(tmp_path)), kept[0]["doc_id"])["duplicates"]
     assert len(kept) > module.NUM_REMOVED + 5
     assert duplicates["removed_count"] == len(kept) - 1
     assert len(duplicates["removed"]) == module.NUM_REMOVED
@@ -196,7 +196,7 @@ def test_a_text_that_is_not_stored_any_more_has_no_difference(tmp_path: Path, fo
     for path in sorted((tmp_path / "documents").rglob("*.parquet")):
         rows = [row for row in pq.read_table(path).to_pylist() if row["doc_id"] != gone["doc_id"]]
         pq.write_table(pq.read_table(path).from_pylist(rows, DOCUMENT_SCHEMA), path)
-    lineage = Lineage(str(tmp_path))
+    lineage = IndexedRun(str(tmp_path))
     life = life_of(lineage, gone["doc_id"])
     assert life["duplicates"]["decision"]["difference"] is None
     assert life["text"]["why_none"] == "its text is not stored any more"
@@ -213,7 +213,7 @@ def test_a_run_without_duplicates_or_tokens_still_tells(tmp_path: Path, found: L
     write_listing(tmp_path, found, identity="x")
     shutil.rmtree(tmp_path / "duplicates")
     shutil.rmtree(tmp_path / "tokens")
-    lineage = Lineage(str(tmp_path))
+    lineage = IndexedRun(str(tmp_path))
     kept = next(row for row in found.rows if row["stage"] is None)
     life = life_of(lineage, kept["doc_id"])
     assert life["outcome"] == "kept"
@@ -224,7 +224,7 @@ def test_a_run_without_duplicates_or_tokens_still_tells(tmp_path: Path, found: L
 
 def test_registered_training_runs_are_named_once(tmp_path: Path, found: Listing) -> None:
     write_listing(tmp_path, found, identity="x")
-    lineage = Lineage(str(tmp_path))
+    lineage = IndexedRun(str(tmp_path))
     doc_id = found.rows[0]["doc_id"]
     assert life_of(lineage, doc_id)["training_runs"] == []
     lines = [
@@ -244,7 +244,7 @@ def test_measures_show_their_limit_and_whether_they_failed(tmp_path: Path, found
     record = json.loads((tmp_path / "run.json").read_text())
     record["config"]["quality"] = QualityConfig().model_dump(mode="json")
     (tmp_path / "run.json").write_text(json.dumps(record))
-    measures = {own["name"]: own for own in life_of(Lineage(str(tmp_path)), row["doc_id"])["measures"]}
+    measures = {own["name"]: own for own in life_of(IndexedRun(str(tmp_path)), row["doc_id"])["measures"]}
     assert measures["gopher.mean_word_length"] == {
         "name": "gopher.mean_word_length", "value": 2.5, "failed": True, "limit": {"least": 3.0, "most": 10.0},
     }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from quern.data_pipeline.page.url import canonicalize, host
 from quern.errors import InputError
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import find_at, find_document, find_url, summaries
 from support.lineage.runs import Listing, places
 from support.named_cases import each
@@ -17,7 +17,7 @@ from support.named_cases import each
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
 
 
-def test_any_spelling_of_a_url_finds_its_documents(lineage: Lineage, found: Listing) -> None:
+def test_any_spelling_of_a_url_finds_its_documents(lineage: IndexedRun, found: Listing) -> None:
     by_url: dict[str, set[bytes]] = {}
     for row in found.rows:
         if row["canonical_url"] is not None:
@@ -29,7 +29,9 @@ def test_any_spelling_of_a_url_finds_its_documents(lineage: Lineage, found: List
             assert by_url[row["canonical_url"]] <= set(lineage.documents(numbers).doc_ids)
 
 
-def test_http_is_looked_up_for_https_and_the_reverse_where_there_is_no_other(lineage: Lineage, found: Listing) -> None:
+def test_http_is_looked_up_for_https_and_the_reverse_where_there_is_no_other(
+    lineage: IndexedRun, found: Listing
+) -> None:
     by_url: dict[str, set[bytes]] = {}
     for row in found.rows:
         if row["canonical_url"] is not None:
@@ -45,7 +47,7 @@ def test_http_is_looked_up_for_https_and_the_reverse_where_there_is_no_other(lin
 
 
 @pytest.mark.slow
-def test_several_documents_of_a_url_come_newest_first(lineage: Lineage, found: Listing) -> None:
+def test_several_documents_of_a_url_come_newest_first(lineage: IndexedRun, found: Listing) -> None:
     rows = [row for row in found.rows if row["url"] is not None]
     for row in rows[:40]:
         listed = summaries(lineage, find_url(lineage, row["url"]))
@@ -56,7 +58,7 @@ def test_several_documents_of_a_url_come_newest_first(lineage: Lineage, found: L
     assert {"kept", "duplicate: exact", "quality: gopher.too_short"} <= outcomes
 
 
-def test_a_url_that_is_not_there_is_answered_with_what_is_near(lineage: Lineage, found: Listing) -> None:
+def test_a_url_that_is_not_there_is_answered_with_what_is_near(lineage: IndexedRun, found: Listing) -> None:
     wanted = "HTTP://Example.com:80/a/not-there?utm_source=x#top"
     with pytest.raises(InputError) as caught:
         find_url(lineage, wanted)
@@ -73,7 +75,7 @@ def test_a_url_that_is_not_there_is_answered_with_what_is_near(lineage: Lineage,
     assert all("example.com" in url.lower() for url in near)
 
 
-def test_what_cannot_be_found_is_said_shortly(lineage: Lineage) -> None:
+def test_what_cannot_be_found_is_said_shortly(lineage: IndexedRun) -> None:
     def check(url: str, message: str) -> None:
         with pytest.raises(InputError, match=message) as caught:
             find_url(lineage, url)
@@ -91,7 +93,7 @@ def test_what_cannot_be_found_is_said_shortly(lineage: Lineage) -> None:
     )
 
 
-def test_a_doc_id_that_is_none_or_of_nobody_is_refused(lineage: Lineage) -> None:
+def test_a_doc_id_that_is_none_or_of_nobody_is_refused(lineage: IndexedRun) -> None:
     def check(doc: str) -> None:
         with pytest.raises(InputError):
             find_document(lineage, doc)
@@ -99,13 +101,13 @@ def test_a_doc_id_that_is_none_or_of_nobody_is_refused(lineage: Lineage) -> None
     each(["0" * 32, "xyz", "0" * 31, "", "g" * 32], check)
 
 
-def test_a_doc_id_in_capitals_is_the_same(lineage: Lineage, found: Listing) -> None:
+def test_a_doc_id_in_capitals_is_the_same(lineage: IndexedRun, found: Listing) -> None:
     doc_id = found.rows[5]["doc_id"]
     assert find_document(lineage, doc_id.hex().upper()) == find_document(lineage, doc_id.hex())
 
 
 @pytest.mark.slow
-def test_every_token_of_a_shard_is_of_the_document_that_holds_it(lineage: Lineage, found: Listing) -> None:
+def test_every_token_of_a_shard_is_of_the_document_that_holds_it(lineage: IndexedRun, found: Listing) -> None:
     spans = places(found)
     checked = 0
     for doc_id, span in spans.items():
@@ -123,7 +125,7 @@ def test_every_token_of_a_shard_is_of_the_document_that_holds_it(lineage: Lineag
     assert checked > 500
 
 
-def test_a_place_that_is_not_there_is_refused(lineage: Lineage) -> None:
+def test_a_place_that_is_not_there_is_refused(lineage: IndexedRun) -> None:
     def check(shard: str, token: int, source: str | None, message: str) -> None:
         with pytest.raises(InputError, match=message):
             find_at(lineage, shard, token, source)

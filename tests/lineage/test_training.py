@@ -182,9 +182,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_over(folder: Path, data: Path, *, told: bool, where: Path | None = None) -> tuple[Path, list[str]]:
     """A run of one step over the streams of ``data``; whether the ledger says where they are."""
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
 
-    streams = [stream for stream in Lineage(str(data)).streams if not stream.held_out]
+    streams = [stream for stream in IndexedRun(str(data)).streams if not stream.held_out]
     ids = [stream.identity for stream in streams]
     order = Order([1] * len(ids), [1] * len(ids), 1, ids=ids, seq_len=8, global_batch=1)
     folder.mkdir()

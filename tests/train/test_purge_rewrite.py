@@ -19,7 +19,7 @@ from quern.lineage.match import match
 from quern.lineage.purge.apply import finish
 from quern.lineage.purge.impact.resume import VersionChange
 from quern.lineage.purge.impact.training_impact import training_impact
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.training import TrainingRun
 from support.lineage import runs
 from support.train import purge_case as purged
@@ -121,7 +121,7 @@ def test_what_was_read_on_either_version_is_known(trained, rewritten, tmp_path):
                     if stop > first and (start < last):
                         expected.add((attempt, step, place, epoch, window, doc_id))
     assert expected
-    lineages = [Lineage(str(trained.data)), Lineage(str(data))]
+    lineages = [IndexedRun(str(trained.data)), IndexedRun(str(data))]
     found = set()
     opened = {lineage.run: lineage for lineage in told.lineages()}
     assert opened.keys() == {lineage.run for lineage in lineages}
@@ -303,7 +303,7 @@ def over_two(trained, tmp_path):
     left = case.live(case.settings(run, paths, checkpoint={"interval": 2}))
     spans = {"web": [], **purged.spans_of(other)}
     first = purged.first_reads(spans, ["web", "pages"], left.samples, purged.LENGTH)
-    lineages = Lineage(str(data)), Lineage(str(other))
+    lineages = IndexedRun(str(data)), IndexedRun(str(other))
     alone = [doc_id for doc_id in first if first[doc_id] > 1 and purged.with_tokens(other, [doc_id]) == [doc_id]]
     for doc_id in alone:
         (url,) = lineages[1].documents(lineages[1].find(doc=doc_id)).urls
@@ -318,7 +318,7 @@ def test_what_only_a_rewritten_data_run_has_is_not_called_absent(over_two, tmp_p
     bench = tmp_path / "bench.jsonl"
     words = runs.listing(seed=5, documents=100, files=2, sources=("pages",)).texts[doc_id]
     bench.write_text(json.dumps({"text": words}) + "\n")
-    found = match(Lineage(str(other)), str(bench))
+    found = match(IndexedRun(str(other)), str(bench))
     assert set(found.doc_ids) == {doc_id}
     found.save(kept)
     before = json.loads(exposed(capfd, str(run), "--url", url, "--json"))

@@ -32,7 +32,7 @@ from quern.data_pipeline.execution.run_directory import (
 from quern.data_pipeline.monitoring import run_status
 from quern.data_pipeline.source_chains import build_chains
 from quern.data_run.config import DataRun
-from quern.data_run.run import run_data
+from quern.data_run.run import run_resolved
 from quern.errors import InputError
 from quern.tokenize.corpus_version import read_version
 from quern.words import counted, size
@@ -65,7 +65,7 @@ def run(
         if dry_run:
             _print_plan(resolved, emit, json)
             return
-        stats = run_data(resolved, _tell)
+        stats = run_resolved(resolved, _tell)
         emit(stats)
         if not json:
             _print_summary(resolved.run_dir, stats)

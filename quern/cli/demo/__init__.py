@@ -20,7 +20,7 @@ from quern.cli.output import JSON, json_stdout, out_console, reports_errors
 from quern.config import load_config
 from quern.data_pipeline import report
 from quern.data_run.config import DataRun
-from quern.data_run.run import run_data
+from quern.data_run.run import run_resolved
 from quern.demo import Site, write_site
 from quern.errors import QuernError
 
@@ -45,7 +45,7 @@ def demo(
         storage.remove_tree(run_dir)
         if not json:
             console.print(f"{len(site.pages)} pages of a sample site, as a crawler left them: {site.folder}/warc\n")
-        stats = run_data(_config(site, run_dir, seed))
+        stats = run_resolved(_config(site, run_dir, seed))
         outcomes = read_outcomes(run_dir)
         results = compare(site.pages, outcomes)
         if not json:

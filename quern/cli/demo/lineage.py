@@ -11,7 +11,7 @@ from quern.cli.output import plain
 from quern.errors import QuernError
 from quern.lineage.exposure import clean, exposures
 from quern.lineage.steps import read_step
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import trace
 from quern.lineage.training import TrainingRun
 
@@ -28,7 +28,7 @@ def walk_lineage(data_run: str, train_run: str, urls: Iterable[str], console: Co
     Raises:
         QuernError: none was trained on, or the two directions disagree.
     """
-    lineage, run = Lineage(data_run), TrainingRun(train_run)
+    lineage, run = IndexedRun(data_run), TrainingRun(train_run)
     for url in urls:
         for number in lineage.find(url=url).tolist():
             found = exposures(run, [(lineage, [number])])

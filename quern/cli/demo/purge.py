@@ -25,7 +25,7 @@ from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.proof.verify import verify
 from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import select
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.training import TrainingRun
 from quern.safe_path import module
 from quern.train.history.ledger import MOVES, read_ledger
@@ -75,7 +75,7 @@ def purge_demo(data_run: str, train_run: str, console: Console | None) -> dict[s
 
 def _last_domain(data_run: str, train_run: str) -> str:
     """The host whose pages the run read latest for the first time."""
-    lineage, run = Lineage(data_run), TrainingRun(train_run)
+    lineage, run = IndexedRun(data_run), TrainingRun(train_run)
     found = exposures(run, [(lineage, np.arange(lineage.num_documents))])
     numbers, first = np.unique(found.numbers, return_index=True)  # by step: the first is the earliest
     steps: dict[str, int] = {}

@@ -26,7 +26,7 @@ def index(
     """
     from quern.lineage.index.build import FOLDER, discard
     from quern.lineage.index.columns import DamagedIndexError
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
 
     with json_stdout(json) as emit:
         begun = time.monotonic()
@@ -35,7 +35,7 @@ def index(
             lineage.check()
         except DamagedIndexError:
             discard(lineage.built)
-            lineage = Lineage(run)
+            lineage = IndexedRun(run)
         seconds = time.monotonic() - begun
         if lineage.built.folder != os.path.join(lineage.run, FOLDER):
             raise QuernError(f"{lineage.run}: cannot be written to; run this command where it can be")

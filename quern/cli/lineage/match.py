@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from quern.cli.open_run import open_run
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
+from quern.lineage.answers.matches import match_answer
 from quern.lineage.match import AUTO, DEFAULT_N, MIN_WORDS, Matches, read_index
 from quern.lineage.match import match as find_matches
 from quern.words import counted
@@ -47,51 +48,19 @@ def match(
         )
         if out is not None:
             found.save(out)
-        emit(to_dict(found))
+        answer = match_answer(found)
+        emit(answer)
         if not json:
-            _print(found, out)
+            _print(found, answer, out)
 
 
 def _num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def to_dict(found: Matches) -> dict[str, Any]:
-    """The result by document: where each item's text stands in it."""
-    return {
-        "run_id": found.run_id,
-        "version": found.version,
-        "benchmark": found.benchmark,
-        "n": found.n,
-        "items": len(found.items),
-        "items_found": len(np.unique(found.item_index)),
-        "not_looked_for": [{"id": item.id, "line": item.line} for item in found.not_looked_for],
-        "documents": _documents(found),
-    }
-
-
-def _documents(found: Matches) -> list[dict[str, Any]]:
-    """In the order of the streams; the items of a document by their line."""
-    documents: dict[int, dict[str, Any]] = {}
-    columns = (found.numbers, found.streams, found.item_index, found.starts, found.stops, found.grams, found.coverage)
-    for row, (number, stream, item, start, stop, grams, coverage) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        document = documents.setdefault(
-            number,
-            {"doc_id": found.doc_ids[row].hex(), "url": found.urls[row], "source": found.sources[row],
-             "stream": found.names[stream], "items": {}},
-        )  # fmt: skip
-        own = found.items[item]
-        blank = {"id": own.id, "line": own.line, "grams": grams, "coverage": coverage, "spans": []}
-        held = document["items"].setdefault(item, blank)
-        held["spans"].append([start, stop])
-    return [{**document, "items": list(document["items"].values())} for document in documents.values()]
-
-
-def _print(found: Matches, out: str | None) -> None:
+def _print(found: Matches, answer: Mapping[str, Any], out: str | None) -> None:
     console = out_console()
-    documents = _documents(found)
+    documents = answer["documents"]
     for document in sorted(documents, key=lambda d: -max(item["coverage"] for item in d["items"]))[:_SHOWN]:
         console.print(f"{document['doc_id']}  {plain(document['url'] or '(no url)')}", markup=False)
         best = sorted(document["items"], key=lambda item: -item["coverage"])
@@ -109,7 +78,7 @@ def _print(found: Matches, out: str | None) -> None:
         console.print(f"… and {len(documents) - _SHOWN:,} more documents; --json or --out has all")
     console.print(
         f"{counted(len(documents), 'document')} {'holds' if len(documents) == 1 else 'hold'} text of "
-        f"{len(np.unique(found.item_index)):,} of {counted(len(found.items), 'item')} ({found.n} words in a row)"
+        f"{answer['items_found']:,} of {counted(len(found.items), 'item')} ({found.n} words in a row)"
     )
     if found.not_looked_for:
         shown = ", ".join(plain(item.id) for item in found.not_looked_for[:5])

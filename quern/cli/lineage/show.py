@@ -46,41 +46,26 @@ def show(
 ) -> None:
     """Print everything known of a document of RUN: the record, every measurement with its limits, why it was kept or
     dropped, its duplicates and how they differ, its token span and text, and the training runs that read from RUN."""
-    from quern.lineage.trace import TEXT_CHARS, summaries, trace
+    from quern.lineage.answers.show import show_answer
+    from quern.lineage.trace import TEXT_CHARS
 
     if sum(value is not None for value in (url, doc, shard)) != 1:
         raise InputError("expected one of --url, --doc and --shard with --token")
     if (shard is None) is not (token is None) or (shard is None and source is not None):
         raise InputError("expected --shard and --token together; --source goes with them")
     with json_stdout(json) as emit:
-        lineage = open_run(run)
-        numbers, position = _find(lineage, url, doc, (shard, token, source))
-        listed = summaries(lineage, numbers)
-        shown = _TEXT_CHARS if not json else TEXT_CHARS
-        life = trace(lineage, int(numbers[0]), None if full else shown) if len(numbers) == 1 else None
-        if json:
-            emit({"found": len(numbers), "documents": listed, "position": position, "document": life})
-        elif life is None:
-            _print_several(table_console(), len(numbers), listed)
-        else:
-            _print(table_console(), life, position)
-
-
-def _find(lineage: Any, url: str | None, doc: str | None, place: tuple[Any, Any, Any]) -> tuple[Any, int | None]:
-    """Numbers, and for a token of a shard its place in the document. What an error quotes is safe for a terminal."""
-    import numpy as np
-
-    from quern.lineage.trace import find_at, find_document, find_url
-
-    try:
-        if url is not None:
-            return find_url(lineage, url), None
-        if doc is not None:
-            return np.array([find_document(lineage, doc)]), None
-        number, position = find_at(lineage, *place)
-        return np.array([number]), position
-    except InputError as error:
-        raise InputError(plain_line(str(error))) from None
+        chars = None if full else TEXT_CHARS if json else _TEXT_CHARS
+        try:
+            answer = show_answer(
+                open_run(run), url=url, doc=doc, shard=shard, token=token, source=source, text_chars=chars
+            )
+        except InputError as error:
+            raise InputError(plain_line(str(error))) from None  # it quotes what it was given
+        emit(answer)
+        if not json and answer["document"] is None:
+            _print_several(table_console(), answer["found"], answer["documents"])
+        elif not json:
+            _print(table_console(), answer["document"], answer["position"])
 
 
 # ---- the terminal

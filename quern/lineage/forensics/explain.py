@@ -23,7 +23,7 @@ from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
 if TYPE_CHECKING:
-    from quern.lineage.store import DocumentIdentities, Lineage, Stream
+    from quern.lineage.store import DocumentIdentities, IndexedRun, Stream
 
 __all__ = ["NUM_DOCUMENTS", "NUM_SEQUENCES", "TEXT_CHARS", "explain"]
 
@@ -55,7 +55,7 @@ class Usual:
 class _Document:
     """Its part in a step."""
 
-    lineage: Lineage
+    lineage: IndexedRun
     stream: Stream
     number: int
     start: int

@@ -40,7 +40,7 @@ class Spans:
 
     numbers: I64
     streams: I64
-    """Index of the stream in ``Lineage.streams``."""
+    """Index of the stream in ``IndexedRun.streams``."""
     starts: I64
     """In the stream's tokens."""
     lengths: I64

@@ -17,7 +17,7 @@ from quern.lineage.match.matches import Matched, Matches, documents_at
 from quern.lineage.match.scan import CHUNK_TOKENS, scan_streams
 
 if TYPE_CHECKING:
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
 
 __all__ = [
     "AUTO", "DEFAULT_N", "MIN_WORDS", "GramIndex", "Item", "Matched", "Matches", "match", "read_benchmark",
@@ -44,7 +44,7 @@ def read_index(benchmark: str, fields: Sequence[str] = (AUTO,), n: int = DEFAULT
 
 
 def match(
-    run: Lineage,
+    run: IndexedRun,
     benchmark: str,
     *,
     fields: Sequence[str] = (AUTO,),

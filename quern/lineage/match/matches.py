@@ -17,7 +17,7 @@ from quern.errors import InputError, one_line
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
 
 __all__ = ["Matched", "Matches", "documents_at"]
 
@@ -128,7 +128,7 @@ class Matches:
         pq.write_table(table, sink, compression="zstd")
         storage.publish_bytes(path, sink.getvalue())
 
-    def in_run(self, lineage: Lineage, without: Collection[str] = ()) -> tuple[I64, I64, I64, I64]:
+    def in_run(self, lineage: IndexedRun, without: Collection[str] = ()) -> tuple[I64, I64, I64, I64]:
         """Numbers, streams, starts and stops of the rows as ``lineage`` has them now, whatever numbers its documents
         had when the matches were found; all of its corpus version's, also of a later one. Rows of streams whose
         identities are in ``without`` are left out.
@@ -233,7 +233,7 @@ class Matches:
         return found
 
 
-def documents_at(lineage: Lineage, streams: I64, tokens: I64) -> I64:
+def documents_at(lineage: IndexedRun, streams: I64, tokens: I64) -> I64:
     """int64 [m]: the documents that tokens of streams (indices of ``lineage.streams``) are of.
 
     Raises:

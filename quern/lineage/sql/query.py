@@ -29,7 +29,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
 
 from quern import storage
 from quern.data_pipeline.committed import missing_tables, named
@@ -47,7 +50,7 @@ from quern.words import counted
 if TYPE_CHECKING:
     import duckdb
 
-__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "default_memory", "query"]
+__all__ = ["UNFINISHED", "VIEWS", "QueryResult", "default_memory", "query", "query_table"]
 
 UNFINISHED = "the run is not complete; what it has written so far is read"
 VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
@@ -77,6 +80,7 @@ _DECISION = {
 _CLUSTER = {"doc_id": "BLOB", "cluster_id": "BLOB"}
 
 Note = Callable[[str], None]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,29 @@ def query(
             what it gives is larger than 256 MiB.
         QuernError: memory or disk did not suffice.
     """
+    return _run(run, sql, partial(_fetch, limit=limit), memory_bytes, threads, note)
+
+
+def query_table(
+    run: str, sql: str, *, memory_bytes: int | None = None, threads: int | None = None, note: Note = lambda line: None
+) -> pa.Table:
+    """All rows of :func:`query`, as an Arrow table.
+
+    Raises:
+        InputError: as :func:`query`.
+        QuernError: so too.
+    """
+    return _run(run, sql, _fetch_table, memory_bytes, threads, note)
+
+
+def _run(
+    run: str,
+    sql: str,
+    fetch: Callable[[duckdb.DuckDBPyConnection, str], R],
+    memory_bytes: int | None,
+    threads: int | None,
+    note: Note,
+) -> R:
     import duckdb
 
     run, training = _classify(run)
@@ -125,7 +152,7 @@ def query(
             try:
                 _define(connection, run, training, alias, wanted, note)
                 _lock(connection, alias)
-                return _fetch(connection, sql, limit)
+                return fetch(connection, sql)
             except duckdb.InterruptException:
                 raise KeyboardInterrupt from None
             except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
@@ -170,7 +197,7 @@ def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -> QueryResult:
+def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, *, limit: int | None) -> QueryResult:
     cursor = connection.execute(sql)  # its rows stream: what is not fetched is not computed
     described = cursor.description or []
     rows: list[tuple[Any, ...]] = []
@@ -189,6 +216,20 @@ def _fetch(connection: duckdb.DuckDBPyConnection, sql: str, limit: int | None) -
     truncated = limit is not None and len(rows) > limit
     names = _distinct([str(column[0]) for column in described])
     return QueryResult(names, tuple(str(column[1]) for column in described), rows[:limit], truncated)
+
+
+def _fetch_table(connection: duckdb.DuckDBPyConnection, sql: str) -> pa.Table:
+    reader: pa.RecordBatchReader = connection.sql(sql).to_arrow_reader()
+    batches, size = [], 0
+    for batch in reader:
+        batches.append(batch)
+        size += batch.nbytes
+        if size > _RESULT_BYTES:
+            raise InputError(
+                f"sql: the first {sum(map(len, batches)):,} rows are more than {_RESULT_BYTES >> 20} MiB; ask for "
+                "fewer of them, for fewer columns, or for a part of long texts: left(text, 1000)"
+            )
+    return pa.Table.from_batches(batches, reader.schema).rename_columns(_distinct(reader.schema.names))
 
 
 def _size(value: Any) -> int:

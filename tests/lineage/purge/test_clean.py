@@ -21,7 +21,7 @@ from quern.lineage.purge.apply import clean as module
 from quern.lineage.purge.apply.clean import clean
 from quern.lineage.purge.apply.pages import clean_forensics
 from quern.lineage.sql.query import query
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import find_document, trace
 from quern.storage.parquet import Table
 from support.programs import python
@@ -297,11 +297,11 @@ def test_a_table_without_its_columns_is_refused(case: P.Case) -> None:
 
 def test_lineage_answers_without_their_texts(case: P.Case) -> None:
     """``show`` and ``sql`` after all of a purge; the index that stood before is made anew."""
-    before = Lineage(str(case.run))
+    before = IndexedRun(str(case.run))
     texts = {doc_id: case.listing.texts[doc_id] for doc_id in case.deletion_set if doc_id in case.listing.texts}
     assert trace(before, find_document(before, case.placed[0].hex()))["text"]["text"] == texts[case.placed[0]]
     P.purge(case)
-    lineage = Lineage(str(case.run))
+    lineage = IndexedRun(str(case.run))
     assert lineage.version == 2
     for doc_id in texts:
         life = trace(lineage, find_document(lineage, doc_id.hex()))

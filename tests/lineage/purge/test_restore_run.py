@@ -18,7 +18,7 @@ from quern import storage
 from quern.cli.main import app
 from quern.data_pipeline import partition
 from quern.lineage.sql.query import query
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.trace import trace
 from quern.tokenize.place import keyed_hashes
 from quern.tokenize.shards import ShardReader
@@ -185,7 +185,7 @@ def test_the_corpus_after_restoring_purges_is_a_fresh_run_s(
 
 
 def check_lineage(run: Path, came: set[str], went: set[str], displaced: set[str]) -> None:
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     kept = {row[0] for row in query(str(run), "SELECT doc_id FROM verdicts WHERE stage IS NULL").rows}
     spans = {row[0] for row in query(str(run), "SELECT doc_id FROM spans").rows}
     assert spans <= kept

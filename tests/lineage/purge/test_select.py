@@ -19,7 +19,7 @@ from quern.errors import InputError
 from quern.lineage.match import match
 from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted, select
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from support.lineage import runs
 
 
@@ -183,13 +183,13 @@ def test_a_benchmark_selects_what_holds_text_of_it(
     item = " ".join(found.texts[target].split()[20:60])
     benchmark = tmp_path / "benchmark.jsonl"
     benchmark.write_text(json.dumps({"question": item}) + "\n" + json.dumps({"question": "too short"}) + "\n")
-    expected = set(match(Lineage(run), str(benchmark)).doc_ids)
+    expected = set(match(IndexedRun(run), str(benchmark)).doc_ids)
     assert target in expected
     notes: list[str] = []
     assert selected(run, select(run, {"match": [str(benchmark)]}, note=notes.append)) == expected
     assert "1 items have too few words" in notes[0]
     kept = str(tmp_path / "kept.parquet")
-    match(Lineage(run), str(benchmark)).save(kept)
+    match(IndexedRun(run), str(benchmark)).save(kept)
     assert selected(run, select(run, {"match": [kept]})) == expected
     other = runs.write_run(tmp_path / "other", seed=5, documents=60)
     with pytest.raises(InputError, match="of another data run"):

@@ -25,7 +25,7 @@ from quern.errors import InputError, QuernError
 from quern.lineage.purge.apply import finish, transaction
 from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.restoration.restore import MOVED_SCHEMA
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.tokenize.shards import ShardReader
 from support.lineage import runs
 from support.purge import corpus_scan as C
@@ -122,7 +122,7 @@ def last_keys(run: Path) -> dict[str, list[int]]:
 
 def readable(run: Path) -> bool:
     """Lineage opens it, and finds every span where the scan does."""
-    lineage = Lineage(str(run))
+    lineage = IndexedRun(str(run))
     starts = {}
     for stream in C.scan(run).values():
         at = 0

@@ -32,10 +32,10 @@ def engine() -> Iterator[None]:
 def run_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What ``stats.json`` of the run holds."""
     with engine():
-        return run.run_data(DataRun.model_validate_json(json.dumps(config)))
+        return run.run_resolved(DataRun.model_validate_json(json.dumps(config)))
 
 
 def run_recipe(recipe: str, *overrides: str) -> dict[str, Any]:
     """As ``quern data run configs/RECIPE OVERRIDES``."""
     with engine():
-        return run.run_data(load_config(str(CONFIGS / recipe), DataRun, overrides))
+        return run.run_resolved(load_config(str(CONFIGS / recipe), DataRun, overrides))

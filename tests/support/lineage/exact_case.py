@@ -12,7 +12,7 @@ import numpy as np
 
 from quern.lineage.exposure import Exposures, exposures
 from quern.lineage.steps import StepRead
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.training import TrainingRun
 from support.lineage import recorder as R
 from support.lineage.scenario import DATA_SKIP, LENGTH, Moment
@@ -150,8 +150,8 @@ def documents_of(read: StepRead) -> list[tuple[int, Part]]:
     ]
 
 
-def everything(moment: Moment, case: Case) -> tuple[TrainingRun, Lineage, Exposures]:
-    run, lineage = TrainingRun(str(moment.path)), Lineage(str(case.run_dir))
+def everything(moment: Moment, case: Case) -> tuple[TrainingRun, IndexedRun, Exposures]:
+    run, lineage = TrainingRun(str(moment.path)), IndexedRun(str(case.run_dir))
     return run, lineage, exposures(run, [(lineage, np.arange(lineage.num_documents))])
 
 
@@ -189,7 +189,7 @@ class Rows:
     surviving: bool
 
     @classmethod
-    def of(cls, found: Exposures, lineage: Lineage) -> list[Rows]:
+    def of(cls, found: Exposures, lineage: IndexedRun) -> list[Rows]:
         streams = [stream.name for stream in lineage.streams]
         columns = (
             found.attempts, found.steps, found.data_steps, found.sequences, found.streams, found.windows,

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from quern.lineage.index.build import FOLDER
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 
 #: Documents a segment: a run of 240 has several.
 SEGMENT = 60
 
 
-def open_run(run: Path, **arguments: Any) -> Lineage:
-    return Lineage(str(run), segment_documents=SEGMENT, **arguments)
+def open_run(run: Path, **arguments: Any) -> IndexedRun:
+    return IndexedRun(str(run), segment_documents=SEGMENT, **arguments)
 
 
-def answers(lineage: Lineage) -> dict[str, Any]:
+def answers(lineage: IndexedRun) -> dict[str, Any]:
     """What it says of a quarter of the documents, by doc_id: the same for every numbering."""
     numbers = np.arange(lineage.num_documents)
     documents = lineage.documents(numbers)

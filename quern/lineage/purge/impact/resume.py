@@ -16,7 +16,7 @@ from quern import storage
 from quern.config import parse_overrides
 from quern.errors import InputError, QuernError
 from quern.lineage.exposure import Clean, select
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.training import SeenCheckpoint, TrainingRun
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, Manifest, read_manifest
 from quern.train.config import TrainConfig
@@ -36,7 +36,7 @@ class VersionChange:
 
 
 def resume(
-    run: TrainingRun, lineages: Sequence[Lineage], verdict: Clean, tainted: bool, change: VersionChange | None,
+    run: TrainingRun, lineages: Sequence[IndexedRun], verdict: Clean, tainted: bool, change: VersionChange | None,
     data_run: str, doc_ids: bytes,
 ) -> dict[str, Any]:  # fmt: skip
     """``command`` (None: ``why_not`` says why), its ``arguments``, ``step`` (of the checkpoint it goes back to; None:
@@ -66,7 +66,7 @@ def resume(
 
 
 def _arguments(
-    run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], verdict: Clean, tainted: bool,
+    run: TrainingRun, config: TrainConfig, lineages: Sequence[IndexedRun], verdict: Clean, tainted: bool,
     change: VersionChange | None, answer: dict[str, Any],
 ) -> list[str]:  # fmt: skip
     found, last = [], verdict.last
@@ -97,7 +97,7 @@ def _same_folder(run: TrainingRun, config: TrainConfig) -> list[str]:
     return [] if same else [_folder(run.path)]
 
 
-def _data(run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage]) -> list[str]:
+def _data(run: TrainingRun, config: TrainConfig, lineages: Sequence[IndexedRun]) -> list[str]:
     """Sources that are not where the config says, seen from here, and are where the ledger says, or moved since."""
     now = {stream.identity.rpartition("/")[0]: stream.path for own in lineages for stream in own.streams}
     paths = run.attempts[-1].paths.items()
@@ -161,7 +161,7 @@ def _manifest(run: TrainingRun, seen: SeenCheckpoint) -> Manifest:
 
 
 def _accepted(
-    run: TrainingRun, config: TrainConfig, lineages: Sequence[Lineage], change: VersionChange | None
+    run: TrainingRun, config: TrainConfig, lineages: Sequence[IndexedRun], change: VersionChange | None
 ) -> list[str]:
     """``data.I.accept_version=V`` for every source that is another than the run has read last."""
     found = []
@@ -179,7 +179,7 @@ def _accepted(
     return found
 
 
-def _unpurged(paths: Sequence[str], lineages: Sequence[Lineage], run: str, doc_ids: bytes) -> Iterator[str]:
+def _unpurged(paths: Sequence[str], lineages: Sequence[IndexedRun], run: str, doc_ids: bytes) -> Iterator[str]:
     """A note for every source of which the command would read another copy, which still has the documents."""
     own = os.path.abspath(storage.split(run)[1]) if storage.is_local(run) else None
     for index, path in enumerate(paths):
@@ -196,7 +196,7 @@ def _unpurged(paths: Sequence[str], lineages: Sequence[Lineage], run: str, doc_i
             )
 
 
-def _place(path: str, paths: Sequence[str], lineages: Sequence[Lineage]) -> tuple[Lineage, str, str] | None:
+def _place(path: str, paths: Sequence[str], lineages: Sequence[IndexedRun]) -> tuple[IndexedRun, str, str] | None:
     """Data run, name and identity of the stream that an entry of ``data`` means: by its folder, or, where that is not
     there, by a name that no other entry has."""
     names = [os.path.basename(os.path.normpath(other)) for other in paths]

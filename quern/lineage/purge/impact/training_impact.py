@@ -20,7 +20,7 @@ from quern.errors import InputError, QuernError
 from quern.lineage.exposure import Clean, Selection, Tally, clean, select, walk
 from quern.lineage.purge.impact.earlier import settle
 from quern.lineage.purge.impact.resume import VersionChange, resume
-from quern.lineage.store import Lineage
+from quern.lineage.store import IndexedRun
 from quern.lineage.training import SeenCheckpoint, TrainingRun
 from quern.train.history.consumers import CONSUMERS_FILE, read_consumers
 
@@ -129,7 +129,7 @@ def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChan
     }  # fmt: skip
 
 
-def _tally(train: TrainingRun, lineages: Sequence[Lineage], doc_ids: bytes) -> tuple[Tally, int]:
+def _tally(train: TrainingRun, lineages: Sequence[IndexedRun], doc_ids: bytes) -> tuple[Tally, int]:
     """All that the run read of the documents, counted; and how many of them are in its present weights."""
     tally, documents = Tally(train), set()
     for lineage in lineages:
@@ -140,7 +140,7 @@ def _tally(train: TrainingRun, lineages: Sequence[Lineage], doc_ids: bytes) -> t
     return tally, len(documents)
 
 
-def _own(train: TrainingRun, lineage: Lineage, doc_ids: bytes) -> Selection:
+def _own(train: TrainingRun, lineage: IndexedRun, doc_ids: bytes) -> Selection:
     """The documents in the streams that the training run is taken to have read here: it may know another copy of the
     data run, at another version, that has some of the same streams."""
     chosen = select(lineage, lineage.find_docs(doc_ids))

@@ -137,14 +137,14 @@ def _bounded(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def _matched(run: str, path: str, note: Note) -> list[bytes]:
     from quern.lineage.match import Matches, match, read_index
-    from quern.lineage.store import Lineage
+    from quern.lineage.store import IndexedRun
 
     if Matches.is_saved(path):
-        lineage = Lineage(run)
+        lineage = IndexedRun(run)
         numbers, *_ = Matches.load(path).in_run(lineage)
         return lineage.documents(numbers).doc_ids
     read_index(path)  # a wrong one is an error before an index is built
-    found = match(Lineage(run), path, workers=os.cpu_count() or 1)
+    found = match(IndexedRun(run), path, workers=os.cpu_count() or 1)
     if found.not_looked_for:
         note(f"{path}: {len(found.not_looked_for):,} items have too few words to be looked for")
     return found.doc_ids

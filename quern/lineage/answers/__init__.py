@@ -1,0 +1,1 @@
+"""Answers to questions about runs, as plain data: what the lineage commands print, and Python code is given."""
