@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import pyarrow as pa
+
 from quern import storage
 from quern.config import given_config
 from quern.data_pipeline import report
@@ -21,10 +23,15 @@ from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.source_chains import build_chains
 from quern.data_run.config import DataRun
 from quern.errors import QuernError
+from quern.storage.parquet import read_table
+from quern.tokenize.corpus_version import read_version
 from quern.tokenize.encoding import load_encoding
 from quern.tokenize.writing import run as tokenize
 
 __all__ = ["run_data", "run_resolved"]
+
+#: Languages, and hosts, whose tokens stats.json gives.
+_MOST_NAMES = 100
 
 
 def _to_stderr(line: str) -> None:
@@ -111,11 +118,43 @@ def _write_stats_and_report(config: DataRun, result: pages.PagesResult, tokens: 
     run = config.run_dir
     files: dict[tuple[str, str], report.FileCounts] = {}
     stats = report.build_stats(run, result.duplicates, tokens, result.partitions, files, config.rule_names)
-    found = report.survey_run(run, seed=config.seed, partitions=result.partitions)
+    found = report.survey_run(
+        run, seed=config.seed, partitions=result.partitions, lengths=_token_lengths(run, stats["unique"])
+    )
+    stats |= _tokens_by(found)
     stats["alarms"] = report.find_losses(stats, files, found)
     report.write_stats(run, stats)
     report.write_report(run, stats, found=found)
     return stats
+
+
+def _token_lengths(run: str, documents: int) -> report.TokenLengths | None:
+    """Of each document of a corpus that no purge has changed; None for one larger than what the survey reads."""
+    tokens = storage.join(run, "tokens")
+    version = read_version(tokens)
+    if version["version"] != 1 or documents > report.Budget().rows:
+        return None
+    schema = pa.schema([("doc_id", pa.binary(16)), ("length", pa.int64())])
+    tables = [
+        read_table(storage.join(tokens, shard["spans"]), schema.names).cast(schema)
+        for entry in version["sources"].values()
+        for shard in entry["shards"]
+    ]
+    spans = pa.concat_tables([schema.empty_table(), *tables])
+    return report.TokenLengths.of(spans["doc_id"], spans["length"].to_numpy())
+
+
+def _tokens_by(found: report.Survey) -> dict[str, Any]:
+    """``tokens_by``: the languages and hosts with the most tokens, as [name, tokens, documents]; nothing where not all
+    pages were read or a counter was full."""
+    if not found.complete or any(counter.lost for counter in found.tokens.values()):
+        return {}
+    counted = {}
+    for what, counter in found.tokens.items():
+        ranked = sorted(counter.counts.items(), key=lambda item: (-item[1][0], item[0]))
+        most = [[name, tokens, documents] for name, (tokens, documents) in ranked[:_MOST_NAMES]]
+        counted[what] = {"names": len(ranked), "tokens": sum(own[0] for _, own in ranked), "most": most}
+    return {"tokens_by": counted} if any(own["tokens"] for own in counted.values()) else {}
 
 
 def _made_anew(config: DataRun, names: tuple[tuple[str, str], ...], tell: Callable[[str], None]) -> dict[str, Any]:

@@ -137,6 +137,10 @@ def _summary(stats: Mapping[str, Any]) -> Iterator[str]:
             f"{counted(stats['tokens']['tokens'], 'token')} in {counted(stats['tokens']['shards'], 'shard')} "
             f"({counted(held_out, 'document')} held out for validation)"
         )
+    for what, own in sorted(stats.get("tokens_by", {}).items(), reverse=True):
+        most = [f"{name} {tokens:,} ({tokens / own['tokens']:.1%})" for name, tokens, _ in own["most"][:5]]
+        more = f" and {own['names'] - 5:,} more" if own["names"] > 5 else ""
+        yield f"tokens by {what}: {', '.join(most)}{more}"
     if stats["duplicates"].get("recall"):
         shown = [(j, share) for j, share in stats["duplicates"]["recall"] if round(20 * j) in (12, 14, 16, 18)]
         chances = ", ".join(f"{share:.1%} at similarity {j:.1f}" for j, share in shown)

@@ -17,7 +17,16 @@ from quern.config import dump_yaml
 from quern.data_pipeline.report.funnel import all_alarms, funnel, main_reasons
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
 from quern.data_pipeline.report.stats import committed
-from quern.data_pipeline.report.survey import CHAR_EDGES, NO_HOST, OUTCOMES, WORD_EDGES, Budget, Survey, survey
+from quern.data_pipeline.report.survey import (
+    CHAR_EDGES,
+    NO_HOST,
+    OUTCOMES,
+    WORD_EDGES,
+    Budget,
+    Survey,
+    TokenLengths,
+    survey,
+)
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
 from quern.words import counted
 
@@ -79,10 +88,12 @@ def survey_run(
     seed: int = 0,
     partitions: Collection[tuple[str, str]] | None = None,
     budget: Budget | None = None,
+    lengths: TokenLengths | None = None,
 ) -> Survey:
-    """The survey that :func:`write_report` shows; it has the same arguments, and raises the same errors."""
+    """The survey that :func:`write_report` shows; it has the same arguments, and raises the same errors. ``lengths``:
+    of the run's documents, to count tokens by language and host."""
     pages = {(source, name): entry["counts"]["pages"] for source, name, entry in committed(run_dir, partitions)}
-    return survey(run_dir, pages, max_samples=max_samples, seed=seed, budget=budget)
+    return survey(run_dir, pages, max_samples=max_samples, seed=seed, budget=budget, lengths=lengths)
 
 
 def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[str, Any]) -> str:
@@ -93,7 +104,7 @@ def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[s
         ("funnel", "Funnel", _funnel(stats)),
         ("reasons", "Reasons", _reasons(stats)),
         ("sources", "Sources and tokens", _sources(stats, found)),
-        ("languages", "Languages and hosts", _languages_and_hosts(found)),
+        ("languages", "Languages and hosts", _languages_and_hosts(stats, found)),
         ("lengths", "Lengths", _lengths(found)),
         ("duplicates", "Duplicates", duplicates_section(stats, found, config.get("duplicates", {}))),
         ("samples", "Samples", samples_section(found)),
@@ -257,7 +268,7 @@ def _stacked(label: str, counts: Sequence[int]) -> Bar:
     return Bar(label, tuple(zip(OUTCOMES, counts, strict=True)), note)
 
 
-def _languages_and_hosts(found: Survey) -> str:
+def _languages_and_hosts(stats: Mapping[str, Any], found: Survey) -> str:
     if not found.languages:
         return ""
     ranked = sorted(found.languages.items(), key=lambda item: (-sum(item[1]), item[0]))
@@ -276,7 +287,20 @@ def _languages_and_hosts(found: Survey) -> str:
         + _LEGEND
         + f'<div class="two"><div><h3>Languages</h3>{bars(languages, "narrow")}</div>'
         + f"<div><h3>Hosts with the most pages</h3>{bars(hosts)}</div></div>"
+        + _tokens_by(stats)
     )
+
+
+def _tokens_by(stats: Mapping[str, Any]) -> str:
+    """Tokens of the most frequent languages and hosts, where the run has counted them."""
+    parts = []
+    for what, own in sorted(stats.get("tokens_by", {}).items(), reverse=True):
+        rows = [
+            [show(name, 60), num(tokens), percent(tokens, own["tokens"]), num(documents)]
+            for name, tokens, documents in own["most"][:NUM_HOSTS]
+        ]
+        parts.append(f"<div>{table([what, 'tokens', 'of all', 'documents'], rows)}</div>")
+    return f'<h3>Tokens</h3><div class="two">{"".join(parts)}</div>' if parts else ""
 
 
 def _seen(found: Survey) -> str:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from quern import storage
 from quern.data_pipeline.page.document import HASH
-from quern.data_pipeline.page.keys import contains
+from quern.data_pipeline.page.keys import contains, places
 from quern.data_pipeline.report.clusters import Clusters, decision_rows, id_keys, mix, read_clusters, removed_keys
 from quern.errors import QuernError
 from quern.storage.parquet import open_table, read_batches
@@ -32,6 +32,7 @@ __all__ = [
     "Pair",
     "Sample",
     "Survey",
+    "TokenLengths",
     "TopCounter",
     "survey",
 ]
@@ -92,6 +93,22 @@ class TopCounter:
 
 
 @dataclass(frozen=True)
+class TokenLengths:
+    """How many tokens each document of a corpus has; parallel arrays, sorted by key."""
+
+    keys: np.ndarray
+    """Of the doc_ids, as :func:`.clusters.id_keys` makes them."""
+    tokens: np.ndarray
+
+    @classmethod
+    def of(cls, doc_ids: pa.ChunkedArray, tokens: np.ndarray) -> TokenLengths:
+        """Of the documents ``doc_ids`` in any order."""
+        keys = id_keys(doc_ids)
+        order = np.argsort(keys)
+        return cls(keys[order], tokens[order])
+
+
+@dataclass(frozen=True)
 class Sample:
     """One page as the run stored it. ``outcome`` is one of :data:`OUTCOMES`; ``row`` is its whole verdict row."""
 
@@ -125,6 +142,8 @@ class Survey:
     duplicates: dict[tuple[str, str], int] = field(default_factory=dict)
     """(source, partition) → removed duplicates, of the partitions that were read."""
     hosts: TopCounter = field(default_factory=lambda: TopCounter(1, len(OUTCOMES)))
+    tokens: dict[str, TopCounter] = field(default_factory=dict)
+    """``language`` and ``host`` → name → tokens and documents, where lengths are given."""
     chars: np.ndarray = field(default_factory=lambda: np.zeros((len(OUTCOMES), len(CHAR_EDGES)), np.int64))
     """int64[outcome, bin] documents by number of characters; outcome "dropped" is at the quality gate."""
     words: np.ndarray = field(default_factory=lambda: np.zeros((len(OUTCOMES), len(WORD_EDGES)), np.int64))
@@ -156,10 +175,11 @@ def survey(
     max_samples: int,
     seed: int = 0,
     budget: Budget | None = None,
+    lengths: TokenLengths | None = None,
 ) -> Survey:
     """Read the tables of a run.
 
-    Memory: 8 bytes a removed duplicate, one row group, and constant-size tables.
+    Memory: 8 bytes a removed duplicate, one row group, constant-size tables, and ``lengths``.
 
     Args:
         run_dir: the run.
@@ -168,6 +188,7 @@ def survey(
             Pairs of duplicates come beside them, a fifth as many.
         seed: keys the choice of samples, and of partitions in a run beyond the budget.
         budget: how much may be read.
+        lengths: of the run's documents; tokens are counted by language and host then.
 
     Raises:
         QuernError: a verdict table is missing, or has another number of rows than its commit counts.
@@ -179,7 +200,9 @@ def survey(
     decisions = decision_rows(run_dir, max_samples // 5, seed)
     shown = {member for cluster in found.clusters.largest for member in cluster.members}
     sides = {row[name] for row in decisions for name in ("doc_id", "duplicate_of")}
-    scan = _Scan(run_dir, seed, max_samples, removed_keys(run_dir), shown | sides, found)
+    if lengths is not None:
+        found.tokens = {name: TopCounter(budget.max_hosts, 2) for name in ("language", "host")}
+    scan = _Scan(run_dir, seed, max_samples, removed_keys(run_dir), shown | sides, found, lengths)
     text_bytes = 0
     for source, name in _keyed_order(pages, seed):
         if found.partitions_read and (found.rows_read >= budget.rows or text_bytes >= budget.text_bytes):
@@ -215,9 +238,16 @@ class _Scan:
     """Reads partitions one after the other into a survey; remembers where wanted and sampled pages stand."""
 
     def __init__(
-        self, run_dir: str, seed: int, max_samples: int, removed: np.ndarray, wanted: set[bytes], found: Survey
+        self,
+        run_dir: str,
+        seed: int,
+        max_samples: int,
+        removed: np.ndarray,
+        wanted: set[bytes],
+        found: Survey,
+        lengths: TokenLengths | None,
     ) -> None:
-        self.run_dir, self.seed, self.max_samples = run_dir, seed, max_samples
+        self.run_dir, self.seed, self.max_samples, self.lengths = run_dir, seed, max_samples, lengths
         self.removed, self.found = removed, found
         self.wanted = np.sort(id_keys(pa.array(sorted(wanted), HASH)))
         self.places: dict[bytes, _Place] = {}
@@ -246,6 +276,7 @@ class _Scan:
                 self.found.duplicates[source, name] += int(np.count_nonzero(outcome == 1))
                 for host, index, count in _groups(batch.column("host"), outcome):
                     self.found.hosts.add(host or NO_HOST, index, count)
+                self._tokens(batch, keys)
                 for row in np.flatnonzero(contains(self.wanted, keys)):
                     self.places[batch.column("doc_id")[int(row)].as_py()] = (source, name, first + int(row))
                 order = mix(keys, self.seed)
@@ -253,6 +284,20 @@ class _Scan:
                     best = rows[np.argsort(order[rows], kind="stable")[: self._size(stratum)]]
                     self._offer(stratum, [(int(order[row]), (source, name, first + int(row))) for row in best])
                 first += batch.num_rows
+
+    def _tokens(self, batch: pa.RecordBatch, keys: np.ndarray) -> None:
+        """Count the tokens of the batch's documents by language and host."""
+        if self.lengths is None:
+            return
+        at = places(self.lengths.keys, keys)
+        rows = np.flatnonzero(at >= 0)
+        tokens = pa.array(self.lengths.tokens[at[rows]])
+        for name, counter in self.found.tokens.items():
+            held = pa.table({"name": batch.column(name).take(pa.array(rows)), "tokens": tokens})
+            for row in held.group_by("name").aggregate([("tokens", "sum"), ("tokens", "count")]).to_pylist():
+                label = row["name"] or (NO_LANGUAGE if name == "language" else NO_HOST)
+                counter.add(label, 0, row["tokens_sum"])
+                counter.add(label, 1, row["tokens_count"])
 
     def _size(self, stratum: str) -> int:
         return self.max_samples if stratum == "kept" else min(self.max_samples, PER_REASON)
