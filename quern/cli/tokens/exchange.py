@@ -48,7 +48,9 @@ def export(
 
 @reports_errors
 def import_(
-    files: Annotated[list[str], typer.Argument(help="Files of tokens.", metavar="FILE…")],
+    files: Annotated[
+        list[str], typer.Argument(help="Files of tokens; NAME=FILE or NAME=GLOB: of the source NAME.", metavar="FILE…")
+    ],
     format: FORMAT,
     out: Annotated[str, typer.Option(help="The data run to make; it must be new or empty.", metavar="RUN")],
     encoding: Annotated[
@@ -56,7 +58,7 @@ def import_(
     ],
     ranks: Annotated[str | None, typer.Option(help="A tiktoken ranks file.")] = None,
     eot: Annotated[int | None, typer.Option(help="The id that ends documents; otherwise the encoding's EOT.")] = None,
-    source: Annotated[str, typer.Option(help="The name of the source in RUN.")] = "imported",
+    source: Annotated[str, typer.Option(help="The source in RUN of files without NAME=.")] = "imported",
     root: Annotated[
         str | None, typer.Option(help="Paths in documents' identities are relative to this folder.")
     ] = None,
@@ -90,7 +92,8 @@ def import_(
             ):
                 count = sum(getattr(own, name) for own in report.files)
                 _print("", f"{counted(count, noun)} {what}" if count else None)
-            _print("written", f"{out}/tokens/{report.source}")
+            for name in report.source.split(", "):
+                _print("written", f"{out}/tokens/{name}")
 
 
 def _format(name: str) -> Any:

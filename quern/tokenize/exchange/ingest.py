@@ -6,11 +6,12 @@ the document starts. Where the sidecar of quern's own export lies beside a file,
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from quern.tokenize.exchange.new_run import Shards, write_run
 from quern.tokenize.exchange.sidecar import RECORD, Sidecar, TableWriter, find_twin, sidecar_path
 from quern.tokenize.exchange.staging import staged
 from quern.tokenize.exchange.texts import Vocabulary
+from quern.tokenize.shard_format import ShardInfo
 from quern.words import counted
 
 __all__ = ["ImportOptions", "ImportReport", "Imported", "ingest"]
@@ -80,6 +82,7 @@ class ImportReport:
     """What an import read and wrote."""
 
     source: str
+    """Its name, or the names of several with a comma between them."""
     documents: int
     tokens: int
     shards: int
@@ -93,7 +96,8 @@ class ImportReport:
 def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportReport:
     """Make the data run ``out``, which must not be there, from token files, in the order given.
 
-    A document that does not end with an EOT gets one. Each file must hold a document. Ids are those of
+    ``files``: each a path, of ``options.source``, or ``NAME=PATH`` of the source ``NAME``, where ``PATH`` may be a
+    glob, of which the format's files count. A document that does not end with an EOT gets one. Each file must hold a document. Ids are those of
     ``options.encoding``.
 
     Raises:
@@ -108,19 +112,36 @@ def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportRepo
     vocabulary = Vocabulary(encoding)
     if not vocabulary.known[eot]:
         raise InputError(f"eot: expected an id of {encoding.name}, which leaves {eot} out")
-    paths = _paths(files, options)
+    paths = {name: _paths(own, options) for name, own in _by_source(files, options.source, options.format).items()}
+    read: dict[str, list[Imported]] = {name: [] for name in paths}
+    infos: dict[str, tuple[ShardInfo, ...]] = {}
     with staged(out) as folder:
-        job = _Job(options, encoding, eot, vocabulary, folder)
-        tokens_folder = os.path.join(folder, "tokens", options.source)
-        with Shards(tokens_folder, encoding.dtype, options.shard_tokens) as shards:
-            read = tuple(_read_file(job, shards, path, relative) for path, relative in paths)
-            infos = shards.infos
-        if any(own.sidecar for own in read):
-            _refuse_twins(folder, options.source)
+        for name, own in paths.items():
+            job = _Job(replace(options, source=name), encoding, eot, vocabulary, folder)
+            with Shards(os.path.join(folder, "tokens", name), encoding.dtype, options.shard_tokens) as shards:
+                read[name] += [_read_file(job, shards, path, relative) for path, relative in own]
+                infos[name] = shards.infos
+        if any(file.sidecar for own in read.values() for file in own):
+            _refuse_twins(folder)
         deciding = {name: getattr(options, name) for name in _DECIDING}
-        write_run(folder, options.source, encoding, eot, infos, deciding, [asdict(own) for own in read])
-    tokens, documents = sum(info.tokens for info in infos), sum(info.documents for info in infos)
-    return ImportReport(options.source, documents, tokens, len(infos), read)
+        write_run(folder, encoding, eot, infos, deciding, {name: list(map(asdict, own)) for name, own in read.items()})
+    written = [info for own in infos.values() for info in own]
+    tokens, documents = sum(info.tokens for info in written), sum(info.documents for info in written)
+    every = tuple(file for own in read.values() for file in own)
+    return ImportReport(", ".join(paths), documents, tokens, len(written), every)
+
+
+def _by_source(files: Sequence[str], source: str, format: Format) -> dict[str, list[str]]:
+    """Source → its files."""
+    found: dict[str, list[str]] = {}
+    for given in files:
+        name, named, path = given.partition("=")
+        if named and _SOURCE.fullmatch(name) and not os.path.lexists(given):
+            of_glob = [file for file in sorted(glob.glob(path)) if file.endswith(SUFFIXES[format])]
+            found.setdefault(name, []).extend(of_glob or [path])
+        else:
+            found.setdefault(source, []).append(given)
+    return found
 
 
 @dataclass(frozen=True)
@@ -351,8 +372,8 @@ def _verdicts(source: str, ids: bytes, count: int, record: Mapping[str, Any], pa
     return pa.table(columns, schema=_VERDICT)
 
 
-def _refuse_twins(folder: str, source: str) -> None:
+def _refuse_twins(folder: str) -> None:
     """Sidecars may give one doc_id to two documents."""
-    twin = find_twin(os.path.join(folder, "verdicts", source), folder)
+    twin = find_twin(os.path.join(folder, "verdicts"), folder)
     if twin is not None:
         raise InputError(f"two documents have the doc_id {twin.hex()}; import one of the files without sidecars")

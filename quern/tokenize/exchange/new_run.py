@@ -73,16 +73,16 @@ class Shards:
 
 def write_run(
     folder: str,
-    source: str,
     encoding: Encoding,
     eot: int,
-    infos: Sequence[ShardInfo],
+    infos: Mapping[str, Sequence[ShardInfo]],
     options: Mapping[str, Any],
-    files: Sequence[Mapping[str, Any]],
+    files: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write the ranks, the manifest, the version and ``run.json`` of a run of one source.
+    """Write the ranks, the manifests, the version and ``run.json`` of a run of the sources in ``infos``.
 
-    ``options``: what decides the tokens; ``files``: what was read, each with relative_path, sha256 and sidecar.
+    ``options``: what decides the tokens; ``files``: what was read of each source, with relative_path, sha256 and
+    sidecar.
     """
     tokens = os.path.join(folder, "tokens")
     storage.publish_bytes(os.path.join(tokens, ENCODING_FILE), encoding.ranks_file)
@@ -91,38 +91,44 @@ def write_run(
         "dtype": encoding.dtype,
         "eot_id": eot,
     }
-    manifest = {
-        **told,
-        "source": source,
-        "encoding": encoding.name,
-        "ranks_sha256": encoding.ranks_sha256,
-        "seed": 0,
-        "shard_tokens": options["shard_tokens"],
-        "validation": 0.0,
-        "tokens": sum(info.tokens for info in infos),
-        "documents": sum(info.documents for info in infos),
-        "shards": [info.to_dict() for info in infos],
-    }
-    path = os.path.join(tokens, source, MANIFEST)
-    storage.write_json(path, manifest)
+    entries = {}
+    for source, own in infos.items():
+        manifest = {
+            **told,
+            "source": source,
+            "encoding": encoding.name,
+            "ranks_sha256": encoding.ranks_sha256,
+            "seed": 0,
+            "shard_tokens": options["shard_tokens"],
+            "validation": 0.0,
+            "tokens": sum(info.tokens for info in own),
+            "documents": sum(info.documents for info in own),
+            "shards": [info.to_dict() for info in own],
+        }
+        path = os.path.join(tokens, source, MANIFEST)
+        storage.write_json(path, manifest)
+        entries[source] = version_entry(source, MANIFEST, storage.sha256(path), own)
     version = {
         "version": 1,
         "parent": None,
         "kind": "initial",
         "encoding": {**told, "name": encoding.name, "ranks": ENCODING_FILE, "sha256": encoding.ranks_sha256},
-        "sources": {source: version_entry(source, MANIFEST, storage.sha256(path), infos)},
+        "sources": entries,
     }
     storage.write_json(os.path.join(tokens, VERSION_FILE), version)
-    config = {**options, "source": source, "eot_id": eot, "ranks_sha256": encoding.ranks_sha256}
-    inputs = digest([[own[name] for name in ("relative_path", "sha256", "sidecar")] for own in files])
+    several = {source: len(own) for source, own in files.items()}  # how many of the files, in turn, are whose
+    named = {"sources": several} if len(several) > 1 else {"source": next(iter(several))}
+    config = {**options, **named, "eot_id": eot, "ranks_sha256": encoding.ranks_sha256}
+    every = [file for own in files.values() for file in own]
+    inputs = digest([[own[name] for name in ("relative_path", "sha256", "sidecar")] for own in every])
     record = {
         "id": digest(["import", config, inputs]),
         "config": {"import": config},
         "config_hash": digest(config),
         "versions": {"quern": __version__},
-        "counts": {"documents": manifest["documents"]},
+        "counts": {"documents": sum(entry["documents"] for entry in entries.values())},
         "inputs": inputs,
-        "files": list(files),
+        "files": every,
         "status": "complete",
     }
     storage.write_json(os.path.join(folder, "run.json"), record)

@@ -145,3 +145,42 @@ def test_very_short_documents_are_taken_some_at_a_time(tmp_path: Path, monkeypat
         taken += [(offset, batch.tokens[first:last].tolist()) for offset, first, last in places]
     offsets = [0, *np.cumsum([2 * len(document) for document in documents]).tolist()][:-1]
     assert taken == list(zip(offsets, documents, strict=True))
+
+
+def test_several_sources_are_each_as_a_run_of_its_own(ranks: str, tmp_path: Path) -> None:
+    """Also where two have files of one name; the order of the files is that of each source."""
+    given = {"web": ("b", "a"), "code": ("a",), "imported": ("c",)}
+    files = {
+        source: [write(FORMATS[0], tmp_path / source, name, draw(sum(map(ord, source + name)))) for name in names]
+        for source, names in given.items()
+    }
+    words = [
+        f"web={files['web'][0]}",
+        str(files["imported"][0]),
+        f"code={tmp_path / 'code'}/*",
+        f"web={files['web'][1]}",
+    ]
+    report = ingest(words, str(tmp_path / "run"), options(ranks, FORMATS[0]))
+    assert report.source == "web, imported, code"
+    version = storage.read_json(str(tmp_path / "run" / "tokens" / "VERSION.json"))
+    assert version["sources"].keys() == given.keys()
+    for source, paths in files.items():
+        alone = tmp_path / f"{source}-alone"
+        ingest(list(map(str, paths)), str(alone), options(ranks, FORMATS[0], source=source))
+        assert plain.read_run(tmp_path / "run", source) == plain.read_run(alone, source)
+        own = storage.read_json(str(alone / "tokens" / "VERSION.json"))
+        assert version["sources"][source] == own["sources"][source]
+        assert verdicts(alone).items() <= verdicts(tmp_path / "run").items()
+    # which file is of which source is in the identity of the run
+    ids = {storage.read_json(str(tmp_path / name / "run.json"))["id"] for name in ("run", "web-alone", "code-alone")}
+    ingest([f"other={path}" for path in map(str, files["web"])], str(tmp_path / "other"), options(ranks, FORMATS[0]))
+    ids.add(storage.read_json(str(tmp_path / "other" / "run.json"))["id"])
+    assert len(ids) == 4
+
+
+def test_a_file_whose_name_has_an_equals_sign_is_a_file(ranks: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(FORMATS[0], tmp_path, "part=3", draw(1))
+    assert ingest([path.name], "run", options(ranks, FORMATS[0])).source == "imported"
+    with pytest.raises(InputError, match=r"nothing-\*"):
+        ingest(["web=nothing-*"], "other", options(ranks, FORMATS[0]))
