@@ -97,8 +97,8 @@ def ingest(files: Sequence[str], out: str, options: ImportOptions) -> ImportRepo
     """Make the data run ``out``, which must not be there, from token files, in the order given.
 
     ``files``: each a path, of ``options.source``, or ``NAME=PATH`` of the source ``NAME``, where ``PATH`` may be a
-    glob, of which the format's files count. A document that does not end with an EOT gets one. Each file must hold a document. Ids are those of
-    ``options.encoding``.
+    glob, of which the format's files count. A document that does not end with an EOT gets one. Each file must hold a
+    document. Ids are those of ``options.encoding``.
 
     Raises:
         InputError: an option, a file, an index or a sidecar is wrong (file and record are named), the encoding cannot
