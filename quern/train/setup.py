@@ -53,7 +53,7 @@ from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
 from quern.train.trainer import Trainer
 
-__all__ = ["Checked", "check", "layout_of", "open_trainer"]
+__all__ = ["Checked", "check", "check_settings", "layout_of", "open_trainer"]
 
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class Checked:
     held_out: tuple[Corpus, ...]
 
 
-def check(config: TrainConfig, world: int) -> Checked:
-    """Check everything in a config that needs no device.
+def check_settings(config: TrainConfig, world: int, vocab_size: int) -> Layout:
+    """Check what needs neither a device nor the data; ``vocab_size``: of the encoding.
 
     Raises:
         InputError: naming the field, what it is and what would fit.
@@ -91,10 +91,19 @@ def check(config: TrainConfig, world: int) -> Checked:
     if config.float8.products is not None and config.float8.implementation == "torchao":
         Torchao.of(config.float8.products)
     run_record.check_run_dir(config.run_dir)
-    corpus = Corpus([source.path for source in config.data], config.seq_len)
-    check_init_from(config, _encoding(corpus))
     by_key = {f"{where}global_batch": batch for where, batch in batches.items() if batch}
-    layout = _check_layout(config, corpus.vocab_size, plan, by_key)
+    return _check_layout(config, vocab_size, plan, by_key)
+
+
+def check(config: TrainConfig, world: int) -> Checked:
+    """Check everything in a config that needs no device.
+
+    Raises:
+        InputError: naming the field, what it is and what would fit.
+    """
+    corpus = Corpus([source.path for source in config.data], config.seq_len)
+    layout = check_settings(config, world, corpus.vocab_size)
+    check_init_from(config, _encoding(corpus))
     plan_mixture(config, corpus)
     return Checked(corpus, layout, open_held_out(config))
 

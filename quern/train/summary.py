@@ -12,7 +12,7 @@ from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan
 from quern.parallel.planning.stages import stage_costs, stage_parameters
 from quern.parallel.planning.traffic import Step, buffer_elements, elements_held, traffic
-from quern.train.batches.corpus import Corpus
+from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.batches.mixture import plan_mixture
 from quern.train.begin import ahead
 from quern.train.config import TrainConfig
@@ -142,14 +142,14 @@ def _first_of_each_pipeline_rank(plan: MeshPlan) -> range:
     return range(0, plan.world_size, plan.world_size // plan.pp)
 
 
-def summarise(config: TrainConfig, corpus: Corpus, laid: Layout) -> dict[str, Any]:
+def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout) -> dict[str, Any]:
     """Plain data for ``--dry-run``.
 
     Raises:
         InputError: the run of the config cannot be taken up as :func:`quern.train.begin.ahead` says.
         QuernError: so too.
     """
-    goes_on = ahead(config, corpus)
+    goes_on = ahead(config, corpus) if isinstance(corpus, Corpus) else None
     shape = config.model.shape(corpus.vocab_size)
     step, plan = step_of(config, shape, laid), laid.plan
     mixture: OrderPlan = plan_mixture(config, corpus)

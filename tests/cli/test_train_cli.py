@@ -88,7 +88,7 @@ def test_a_dry_run_shows_the_shape_of_the_checkpoint_it_would_begin_with(
     summary = json.loads(said(capfd, "train", config, *keys, "--dry-run", "--json"))
     assert {name: summary["model"][name] for name in shape.model_dump()} == shape.model_dump()
     assert summary["init_from"] == str(tmp_path / "w")
-    printed = CliRunner().invoke(app, ["train", str(config), *keys, "--dry-run"])
+    printed = CliRunner().invoke(app, ["train", str(config), *keys, "--dry-run", "--config"])
     assert yaml.safe_load(printed.stdout)["model"]["ffn_dim"] == 40
     assert f"a fresh run begins with those of {tmp_path / 'w'}" in printed.stderr
     assert not (tmp_path / "run").exists()
@@ -135,12 +135,15 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         (("nope=1",), "nope: unknown key; known keys: activation_checkpointing, attention, "),
         (("--nproc", "0"), "--nproc: expected 1 rank or more, got 0"),
         (("--json",), "--json: expected together with --dry-run"),
+        (("--config",), "--config and --assume-tokens: expected together with --dry-run"),
+        (("--assume-tokens", "1e3"), "--config and --assume-tokens: expected together with --dry-run"),
+        (("--assume-tokens", "10", "--dry-run"), "source web has 10 tokens; expected at least"),
     ],
 )
 def test_a_config_that_cannot_train_is_refused_in_one_line(
     config: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
-    dry = () if "--json" in arguments else ("--dry-run",)
+    dry = () if {"--json", "--config", "--assume-tokens"} & {*arguments} else ("--dry-run",)
     assert expected in refused("train", config, *arguments, *dry)
     assert not (config.parent / "run").exists()
 
@@ -153,7 +156,7 @@ def test_the_config_of_a_run_that_was_moved_begins_no_other_run(config: Path, mo
     assert done.returncode == 0, done.stderr
     goes_on = "it is complete at step 6, nothing to do"
     for path in ("run/config.yaml", f"{config.parent}/run/config.yaml"):
-        assert goes_on in CliRunner().invoke(app, ["train", path, "--dry-run"]).stderr
+        assert goes_on in CliRunner().invoke(app, ["train", path, "--dry-run"]).stdout
     os.rename("run", "moved")
     told = refused("train", "moved/config.yaml", "--dry-run")
     assert told == refused("train", "moved/config.yaml")
@@ -162,7 +165,7 @@ def test_the_config_of_a_run_that_was_moved_begins_no_other_run(config: Path, mo
     )
     assert not Path("run").exists()
     (command,) = re.findall("run_dir=[^ ]*/moved", told)
-    assert goes_on in CliRunner().invoke(app, ["train", "moved/config.yaml", command, "--dry-run"]).stderr
+    assert goes_on in CliRunner().invoke(app, ["train", "moved/config.yaml", command, "--dry-run"]).stdout
     shutil.copy("moved/config.yaml", "moved/mine.yaml")
     for path in ("moved/mine.yaml", "moved/checkpoints/step_00000003/config.yaml"):
         assert CliRunner().invoke(app, ["train", path, "--dry-run"]).exit_code == 0
@@ -183,8 +186,8 @@ def test_a_dry_run_says_from_where_a_run_would_go_on(config: Path, capfd: pytest
     ):
         result = CliRunner().invoke(app, ["train", str(config), "--dry-run", *keys])
         assert result.exit_code == 0, result.output
-        assert told in result.stderr
-        assert "weights" not in result.stderr
+        assert told in result.stdout
+        assert "weights  " not in result.stdout
     for keys, told in (
         ("resume.step=3", "checkpoints: has no checkpoint of step 3 (there are: 2, 4, 6)"),
         ("resume.step=good", "resume.step: no checkpoint is good yet"),
@@ -201,15 +204,35 @@ def test_a_dry_run_says_from_where_a_run_would_go_on(config: Path, capfd: pytest
     assert sorted(path.name for path in config.parent.rglob("*")) == before
 
 
+def test_a_dry_run_without_the_data_plans_as_one_with_data_of_that_size(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = json.loads(said(capfd, "train", config, "--dry-run", "--json", "--nproc", 2))
+    tokens = real["order"]["sources"][0]["tokens"]
+    shutil.rmtree(config.parent / "data")
+    assumed = ("--assume-tokens", tokens, "--vocab-size", 300)
+    plan = json.loads(said(capfd, "train", config, "--dry-run", "--json", "--nproc", 2, *assumed))
+    assert plan["corpus"]["fingerprint"] is None
+    for found in (real, plan):
+        del found["corpus"], found["order"]["order"]
+        for row in found["order"]["sources"]:
+            del row["ident"]
+    assert plan == real
+    printed = CliRunner().invoke(app, ["train", str(config), "--dry-run", *map(str, assumed)]).stdout
+    assert "order          that of the data, which is assumed" in printed
+    assert "quern bench measures peak memory" in printed
+    assert not (config.parent / "run").exists()
+
+
 def test_a_dry_run_of_a_small_model_tells_its_sizes(config: Path) -> None:
     path = yaml.safe_load(config.read_text())["data"][0]["path"]
     shards = corpora.make_shards(random.Random(6), [[400]])
     (twin,) = corpora.write_run(config.parent / "other", {"web": shards}, run_id="r2")
     sources = f"data=[{{path: {path}, max_epochs: 9}}, {{path: {twin}, max_epochs: 9, weight: 0}}]"
     told = CliRunner().invoke(app, ["train", str(config), "--dry-run", sources])
-    assert re.search(r"^model state +\d+\.\d KiB at 16 bytes", told.stderr, re.MULTILINE), told.output
-    assert re.search(r"^a checkpoint +\d+\.\d KiB; to copy it, \d", told.stderr, re.MULTILINE)
-    assert f"  {path} 100.00%, " in told.stderr
+    assert re.search(r"^model state +\d+\.\d KiB at 16 bytes", told.stdout, re.MULTILINE), told.output
+    assert re.search(r"^a checkpoint +\d+\.\d KiB; to copy it, \d", told.stdout, re.MULTILINE)
+    assert f"  {path} 100.00%, " in told.stdout
 
 
 @pytest.mark.parametrize(
@@ -251,7 +274,8 @@ def planned(config: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -
         result = CliRunner().invoke(app, ["train", str(config), "--dry-run", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     assert not (config.parent / "run").exists()
-    return result.stderr
+    assert result.stderr == ""
+    return result.stdout
 
 
 def test_the_rate_of_the_last_step_is_told(

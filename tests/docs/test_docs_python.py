@@ -40,3 +40,18 @@ def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(loop, "docs/python.md", "exec"), names)
     kinds = [json.loads(line)["kind"] for line in Path("runs/mine/ledger.jsonl").read_text().splitlines()]
     assert kinds == ["order", "start", "complete", "end", "resume", "end"]
+
+
+def test_the_notebook_says_what_it_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cell by cell, but for the losses, which are the machine's own."""
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
+    names: dict[str, Any] = {}
+    losses = re.compile(r"(?<=loss )[0-9.]+$", re.MULTILINE)
+    with in_process.engine():
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                capsys.readouterr()
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+                shown = "".join(line for output in cell["outputs"] for line in output["text"])
+                assert losses.sub("", capsys.readouterr().out) == losses.sub("", shown), cell["id"]
+    assert {output["name"] for cell in notebook["cells"] for output in cell.get("outputs", ())} == {"stdout"}

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
-from quern.cli.output import JSON, err_console, json_stdout, plain, reports_errors
+from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.cli.train import fork
 from quern.config import dump_yaml
 from quern.errors import InputError
@@ -56,26 +56,36 @@ def train(
         typer.Option("--nproc", help="Ranks: as many processes on this machine; planned alone by --dry-run."),
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print config, sizes, layout, memory, traffic and order; start nothing.")
+        bool, typer.Option("--dry-run", help="Print sizes, layout, memory, traffic and order; start nothing.")
     ] = False,
+    show_config: Annotated[
+        bool, typer.Option("--config", help="With --dry-run: print the whole config to stdout, the rest to stderr.")
+    ] = False,
+    assume_tokens: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --dry-run: plan without the data, as if each source had so many tokens (15e9)."),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="With --assume-tokens: ids of the encoding.")] = 128_256,
     json: bool = JSON,
 ) -> None:
     """Train CONFIG, or resume it. Exit code 3: ended by a signal, after a checkpoint."""
     if json and not dry_run:
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
+    if not dry_run and (show_config or assume_tokens is not None):
+        raise InputError("--config and --assume-tokens: expected together with --dry-run")
     resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
 
-    checked = check(resolved, nproc)
     if dry_run:
-        from quern.train.summary import summarise
-
-        summary = summarise(resolved, checked.corpus, checked.layout)
         with json_stdout(json) as emit:
+            summary = _plan(resolved, nproc, assume_tokens, vocab_size)
             emit(summary)
             if not json:
-                _print_summary(resolved, summary)
+                if show_config:
+                    print(dump_yaml(resolved), end="")
+                _print_summary(resolved, summary, err_console() if show_config else out_console())
         return
+    check(resolved, nproc)
     code = _here(resolved) if nproc == 1 else _ranks(resolved.run_dir, config, overrides or (), nproc)
     if code:
         raise typer.Exit(code)
@@ -84,6 +94,20 @@ def train(
 app.command("fork")(fork.fork)
 app.command("keys")(keys_command(TrainConfig))
 app.command("init")(init_command(TrainConfig, TRAIN_CASES, "quern train run"))
+
+
+def _plan(config: TrainConfig, nproc: int, assume_tokens: float | None, vocab_size: int) -> dict[str, Any]:
+    """What ``--dry-run`` says, of the data or of what is assumed of it."""
+    from quern.train.batches.corpus import AssumedCorpus
+    from quern.train.setup import check, check_settings
+    from quern.train.summary import summarise
+
+    if assume_tokens is None:
+        checked = check(config, nproc)
+        return summarise(config, checked.corpus, checked.layout)
+    paths = tuple(source.path for source in config.data)
+    corpus = AssumedCorpus(paths, config.seq_len, int(assume_tokens), vocab_size)
+    return summarise(config, corpus, check_settings(config, nproc, vocab_size))
 
 
 def _here(config: TrainConfig) -> int:
@@ -106,9 +130,7 @@ def _ranks(run_dir: str, config: str, overrides: Sequence[str], nproc: int) -> i
     return code if code >= 0 else 128 - code  # as a shell shows a death by signal
 
 
-def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
-    print(dump_yaml(config), end="")
-    console = err_console()
+def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Console) -> None:
     model, begins = summary["model"], summary["init_from"]
     parameters, memory, order = summary["parameters"], summary["state_memory_gib"], summary["order"]
     rate = summary["learning_rate"]
@@ -131,7 +153,8 @@ def _print_summary(config: TrainConfig, summary: dict[str, Any]) -> None:
         *((f"  {row['name']}", f"{row['share']:.2%}, {row['epochs']:.2f} epochs of {row['tokens']:,} tokens")
           for row in order["sources"]),
         ("learning rate", f"{rate['peak']:.4g}, {config.schedule.kind}; {rate['last_step']:.4g} in the last step"),
-        ("order", order["order"]),
+        ("order", "that of the data, which is assumed" if summary["corpus"]["fingerprint"] is None else order["order"]),
+        ("left out", "activations, gathered weights and what the allocator keeps: quern bench measures peak memory"),
     ]  # fmt: skip
     if (fp8 := summary["float8"]) is not None:
         left = f"; in {config.precision} stay {', '.join(fp8['left_out'])} of every block" if fp8["left_out"] else ""

@@ -17,7 +17,7 @@ from quern.errors import InputError
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
 
-__all__ = ["Corpus", "Verified", "exclusive", "share_files"]
+__all__ = ["AssumedCorpus", "Corpus", "Verified", "exclusive", "share_files"]
 
 #: What VERSION.json says of the encoding, and the same field of a source's manifest.
 _ENCODING_FIELDS = {
@@ -178,6 +178,43 @@ class Corpus:
             for path, sha256 in found:
                 files[path] = (sha256, _stamp(path)[0])
         return files
+
+
+@dataclass(frozen=True)
+class _AssumedReader:
+    total_tokens: int
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class AssumedCorpus:
+    """What a plan asks of a :class:`Corpus` that is not there: ``tokens`` of each path, of ``vocab_size`` ids."""
+
+    paths: tuple[str, ...]
+    seq_len: int
+    tokens: int
+    vocab_size: int
+    fingerprint: None = None
+
+    @property
+    def readers(self) -> tuple[Any, ...]:
+        """One a path."""
+        return tuple(_AssumedReader(self.tokens, path) for path in self.paths)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many each has."""
+        return (max(0, self.tokens - 1) // self.seq_len,) * len(self.paths)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Identities that no data has."""
+        return tuple(f"assumed/{path}" for path in self.paths)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of every path 0: no corpus version."""
+        return (0,) * len(self.paths)
 
 
 def _open(path: str) -> ShardReader:

@@ -14,7 +14,7 @@ from quern.errors import InputError
 from quern.mixtures.order import Order, Phase
 from quern.mixtures.recipe import MixtureSource, OrderPlan, plan_order
 from quern.mixtures.word import quantise
-from quern.train.batches.corpus import Corpus
+from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.config import TrainConfig
 
 __all__ = ["Mixture", "carry_on", "plan_mixture", "source_names"]
@@ -34,7 +34,7 @@ def source_names(config: TrainConfig) -> list[str]:
     return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
 
 
-def plan_mixture(config: TrainConfig, corpus: Corpus) -> OrderPlan:
+def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPlan:
     """Plan the order of a config over its corpus, and what its steps read.
 
     Raises:
