@@ -17,6 +17,7 @@ from quern import storage
 from quern.errors import QuernError
 from quern.remote import hold, lease
 from support.remote.s3_server import Fault, Server
+from support.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -44,17 +45,10 @@ def sigint(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_it_beats_while_it_is_held_and_goes_with_the_block(server: Server) -> None:
     with take(server):
         first = written(server)
-        wait_until(lambda: written(server)["beat"] > first["beat"] + 1)
+        until(lambda: written(server)["beat"] > first["beat"] + 1)
         assert written(server)["owner"] == first["owner"]
     assert server.objects() == {}
 
@@ -87,7 +81,7 @@ def test_of_many_that_begin_at_once_one_gets_it(server: Server) -> None:
     threads = [threading.Thread(target=begin, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(refused) == 3)
+    until(lambda: len(refused) == 3)
     assert len(got) == 1
     got[0].let_go()
     for thread in threads:
@@ -108,7 +102,7 @@ def test_its_age_is_the_time_since_it_was_written(server: Server, monkeypatch: p
     """By the store's clock: where that cannot be told, by watching."""
     of_another_machine(server)
     mine = lease.Lease(f"{server.url}/.lease.json", "run", 0.2, 30.0)
-    wait_until(lambda: mine._age_s() >= 1)
+    until(lambda: mine._age_s() >= 1)
     with take(server, stale_s=0.5):
         assert written(server)["owner"] != "f" * 32
     of_another_machine(server)
@@ -159,7 +153,7 @@ def test_who_loses_it_is_stopped(server: Server, sigint: None) -> None:
     def work() -> None:
         with take(server):
             of_another_machine(server)
-            wait_until(lambda: False)
+            until(lambda: False)
 
     with pytest.raises(QuernError, match=r"another driver has taken this run over.*not heard of for 2 s"):
         work()
@@ -170,7 +164,7 @@ def test_who_loses_the_outer_of_two_is_stopped_in_the_inner(server: Server) -> N
     def work() -> None:
         with take(server), hold(f"{server.url}/inner.json", "inner", period_s=60, stale_s=120):
             of_another_machine(server)
-            wait_until(lambda: False)
+            until(lambda: False)
 
     with pytest.raises(QuernError, match="another driver has taken this run over"):
         work()
@@ -238,11 +232,11 @@ def test_who_loses_it_as_its_block_ends_is_interrupted_in_nothing_else(
         with take(server) as one:
             held.append(one)
             of_another_machine(server)
-            wait_until(lambda: one.lost)
+            until(lambda: one.lost)
 
     with pytest.raises(QuernError, match="another driver has taken this run over"):
         work()
-    wait_until(lambda: outside)
+    until(lambda: outside)
     assert outside == [False]
 
 
@@ -251,8 +245,8 @@ def test_a_store_that_fails_for_a_while_takes_nothing_away(server: Server, what:
     with take(server):
         beat = written(server)["beat"]
         server.proxy.faults = [Fault(what, "PUT", ".lease", 5)]
-        wait_until(lambda: server.proxy.struck(what) == 5)
-        wait_until(lambda: written(server)["beat"] > beat + 3)
+        until(lambda: server.proxy.struck(what) == 5)
+        until(lambda: written(server)["beat"] > beat + 3)
     assert server.objects() == {}
 
 
@@ -277,7 +271,7 @@ def test_who_finds_something_else_where_its_lease_was_is_stopped(server: Server)
     def work() -> None:
         with take(server):
             server.write(".lease.json", b"[" * 100_000)
-            wait_until(lambda: False)
+            until(lambda: False)
 
     with pytest.raises(QuernError, match="another driver has taken this run over"):
         work()

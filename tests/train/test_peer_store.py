@@ -5,12 +5,10 @@ The other node is a real server on loopback; what is on its disk is looked at wi
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import io
 import os
-import random
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ import pytest
 from quern.errors import InputError
 from quern.remote.retry import Backoff, StoreError
 from quern.train.checkpoint.format.manifest import FileRecord
-from quern.train.checkpoint.mirror.peer_server import PeerServer
 from quern.train.checkpoint.mirror.peer_store import PeerStore
 from quern.train.checkpoint.store.errors import SourceError
 from quern.train.checkpoint.store.store import Store
@@ -29,52 +26,23 @@ from quern.train.checkpoint.tiers import mover as mover_module
 from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.target import open_target
 from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader
+from support.train.peer_case import MIB, TOKEN, Node, content, record_of, tree
 
-TOKEN = "5ec2e7" * 10 + "abcd"
-MIB = 1 << 20
 LIMIT_S = 120  # a wait of a test
-
-
-def content(size: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(size)
-
-
-def record(data: bytes) -> FileRecord:
-    return FileRecord(hashlib.sha256(data).hexdigest(), len(data))
 
 
 def write(folder: Path, files: dict[str, bytes]) -> dict[str, FileRecord]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    return {name: record(data) for name, data in files.items()}
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    """Every file below ``root``, hidden ones too."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
-class Node:
-    """Another node: its disk, and the server over it."""
-
-    def __init__(self, root: Path, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.root = root
-        self.server = PeerServer(str(root), host, port, TOKEN)
-        self.port = self.server.port
-        self.url = f"peer://[{host}]:{self.port}" if ":" in host else f"peer://{host}:{self.port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    return {name: record_of(data) for name, data in files.items()}
 
 
 @pytest.fixture
 def node(tmp_path):
-    node = Node(tmp_path / "there")
-    yield node
-    node.close()
+    """Another node: its disk, and the server over it."""
+    with contextlib.closing(Node(tmp_path / "there")) as node:
+        yield node
 
 
 @pytest.fixture
@@ -124,17 +92,11 @@ def test_files_are_mirrored_and_what_stands_there_is_not_sent_again(node, start,
     assert uploader.unfinished == []
 
 
-def test_an_address_of_ipv6(start, tmp_path):
-    try:
-        node = Node(tmp_path / "there", host="::1")
-    except Exception as error:
-        pytest.skip(f"no IPv6 on this machine ({error})")
-    try:
+def test_an_address_of_ipv6(tmp_path):
+    with contextlib.closing(Node(tmp_path / "there", host="::1")) as node:
         records = write(tmp_path / "here", {"a": b"data"})
         PeerStore(node.url, TOKEN).put(10, "a", str(tmp_path / "here" / "a"), records["a"])
         assert tree(node.root) == {"step_00000010/a": b"data"}
-    finally:
-        node.close()
 
 
 def test_the_token_is_seen_by_nobody_else(node, start, monkeypatch):
@@ -166,12 +128,9 @@ def test_a_node_that_comes_back_gets_its_files(start, tmp_path):
     assert (failed.step, failed.permanent, failed.dropped) == (10, False, False)
     assert f"127.0.0.1:{port}: step_00000010/a: given up after" in failed.why
     assert uploader.unfinished == [(10, False)]
-    node = Node(tmp_path / "there", port=port)
-    try:
+    with contextlib.closing(Node(tmp_path / "there", port=port)) as node:
         until(uploader, Uploaded)
         assert tree(node.root) == {"step_00000010/a": content(1000)}
-    finally:
-        node.close()
 
 
 def test_rotten_and_pruned_files_are_dropped_and_others_go_on(node, start, tmp_path):
@@ -184,13 +143,13 @@ def test_rotten_and_pruned_files_are_dropped_and_others_go_on(node, start, tmp_p
     (tmp_path / "20").rmdir()
     uploader = start(node.url)
     for step in (30, 20, 10):
-        uploader.upload(step, str(tmp_path / f"{step}"), {"a": record(content(5000, step))})
+        uploader.upload(step, str(tmp_path / f"{step}"), {"a": record_of(content(5000, step))})
     *failed, done = until(uploader, Uploaded)
     assert done.step == 10
     assert {event.step: (event.permanent, event.dropped) for event in failed} == dict.fromkeys((20, 30), (True, True))
     why = {event.step: event.why for event in failed}
     assert why[20] == f"{tmp_path}/20: is no longer there; a was not moved and never will be"
-    assert why[30].startswith(f"{tmp_path}/30/a: expected SHA-256 {record(content(5000, 30)).sha256}, has another")
+    assert why[30].startswith(f"{tmp_path}/30/a: expected SHA-256 {record_of(content(5000, 30)).sha256}, has another")
     assert tree(node.root) == {"step_00000010/a": content(5000, 10)}
     assert uploader.unfinished == []
 
@@ -205,7 +164,7 @@ def test_local_files_that_are_not_what_was_saved(node, tmp_path, there, message)
     if there is not None:
         path.write_bytes(there)
     with pytest.raises(SourceError, match=rf"^{path}: {message}.*; not mirrored$"):
-        PeerStore(node.url, TOKEN).put(10, "a", str(path), record(b"data"))
+        PeerStore(node.url, TOKEN).put(10, "a", str(path), record_of(b"data"))
     assert tree(node.root) == {}
 
 

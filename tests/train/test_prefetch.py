@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from quern.train.batches import prefetch as prefetch_module
 from quern.train.batches.prefetch import Prefetch
 from support.train.hand_clock import HandClock
+from support.waits import until
 
 
 def running() -> set[threading.Thread]:
@@ -26,13 +27,6 @@ def _no_thread_is_left() -> Iterator[None]:
     before = running()
     yield
     assert running() == before
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "waited for 120 s"
-        time.sleep(0.001)
 
 
 def test_values_come_in_order_and_the_thread_ends_with_them() -> None:

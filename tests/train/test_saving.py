@@ -37,6 +37,7 @@ from quern.train.processes import agree
 from quern.train.processes.agree import Agreement
 from support.programs import forked, kill, python
 from support.train import checkpoint_case as CASE
+from support.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -49,13 +50,6 @@ def manager(run: Path, mode: str, **config) -> CheckpointManager:
 
 def steps(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
-
-
-def wait_for(what) -> None:
-    limit = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def begin(checkpoints: CheckpointManager, step: int, state: TrainState, *keep: Keep) -> None:
@@ -202,13 +196,13 @@ def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
         assert checkpoints.async_save.progress() == Progress()
         begin(checkpoints, 3, state)
         assert checkpoints.async_save.advance(Progress()) is None
-        wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
+        until(lambda: checkpoints.async_save.progress() == Progress(ended=1))
         assert steps(run) == []  # written, and nobody has gathered the checksums
         assert checkpoints.async_save.advance(Progress()) is None
         assert steps(run) == []
         assert checkpoints.async_save.advance(Progress(ended=1)) is None
         assert checkpoints.async_save.advance(Progress(ended=1)) is None  # said a step ago, of the same
-        wait_for(lambda: checkpoints.async_save.progress() == Progress(published=1))
+        until(lambda: checkpoints.async_save.progress() == Progress(published=1))
         assert steps(run) == [3]
         outcome = checkpoints.async_save.advance(Progress(published=1))
         assert outcome is not None
@@ -267,7 +261,7 @@ def test_a_writer_that_fails_or_is_killed_costs_its_save_alone(tmp_path, what, m
             os.kill(writer, signal.SIGSTOP)  # it gets the request and does not act
         begin(checkpoints, 2, state)
         if what in ("written", "publishing", "not started again"):
-            wait_for(lambda: checkpoints.async_save.progress() == Progress(ended=1))
+            until(lambda: checkpoints.async_save.progress() == Progress(ended=1))
         if what == "publishing":
             os.kill(writer, signal.SIGSTOP)
             assert checkpoints.async_save.advance(Progress(ended=1)) is None
@@ -305,7 +299,7 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     writer = int(os.read(reader, 100))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    wait_for(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
+    until(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
 
 
 def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, monkeypatch):

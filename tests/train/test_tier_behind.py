@@ -16,7 +16,8 @@ from quern.train.checkpoint.mirror.disk import Disk
 from quern.train.checkpoint.tiers import replication as module
 from quern.train.checkpoint.tiers.replication import ReplicationWorker
 from quern.train.checkpoint.tiers.upload import Died, Event, Failed, Progress, Waiting
-from support.train.tier_case import MINE, PATIENCE_S, SMALL, Mover, Server, check, checkpoint, until
+from support.train.tier_case import MINE, PATIENCE_S, SMALL, Mover, Server, check, checkpoint
+from support.waits import until
 
 
 @pytest.fixture(autouse=True)

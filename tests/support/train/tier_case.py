@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ def manifest(step: int, files: Mapping[str, FileRecord], **changes: Any) -> Mani
         "optimizer": True, "scalars": {}, "written_by": {}, "files": files,
     }  # fmt: skip
     return Manifest(**(fields | changes))
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.002)
 
 
 def checkpoint(root: Path, step: int, tensors: Path | None = None) -> str:
