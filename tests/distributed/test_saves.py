@@ -34,17 +34,13 @@ def config_for(run: str, paths: list[str], parallel: dict[str, int], **checkpoin
     return CASE.settings(run, paths, precision="fp64", parallel=parallel, checkpoint={"interval": 2, **checkpoint})
 
 
-def nan_at_5(data_step: int) -> float:
-    return float("nan") if data_step == 5 else 1.0
-
-
 def live(run: str, paths: list[str], parallel: dict[str, int], checkpoint: dict[str, Any], stop: bool) -> Any:
     """One life of this rank; with ``stop``, the last rank hears a signal in step 3."""
     import torch.distributed as dist
 
     stops = stop and dist.get_rank() == dist.get_world_size() - 1
     config = config_for(run, paths, parallel, **checkpoint)
-    left = CASE.live(config, stop_at=3 if stops else None, factor=nan_at_5)
+    left = CASE.live(config, stop_at=3 if stops else None, factor=CASE.nan_at_5)
     return left.start.step, left.complete, left.state
 
 
@@ -54,17 +50,16 @@ def files_of(run: Path) -> dict[str, str]:
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def folders(run: Path) -> list[str]:
-    """Also those of saves in work, whose names begin with a dot."""
-    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """One process that is not interrupted, and whose loop stands still while a checkpoint is written."""
     folder = tmp_path_factory.mktemp("whole")
     paths = CASE.write_corpus(folder / "data")
-    return folder / "run", paths, CASE.live(config_for(str(folder / "run"), paths, {}, mode="sync"), factor=nan_at_5)
+    return (
+        folder / "run",
+        paths,
+        CASE.live(config_for(str(folder / "run"), paths, {}, mode="sync"), factor=CASE.nan_at_5),
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(kept_ra
     other = tmp_path / "other"
     shutil.copytree(run, other)
 
-    alone = CASE.live(config_for(str(run), paths, {}, mode="process", overlap=overlap), factor=nan_at_5)
+    alone = CASE.live(config_for(str(run), paths, {}, mode="process", overlap=overlap), factor=CASE.nan_at_5)
     assert (alone.start.step, alone.complete) == (6, True)
     assert CASE.worst_ratio(alone.state, expected.state) < EQUAL
     split = kept_ranks(live, 2, str(other), paths, TP2, {"mode": "thread", "overlap": overlap}, False)
@@ -87,7 +82,7 @@ def test_written_by_processes_of_shards_read_by_one_and_by_split_tensors(kept_ra
         assert (start, complete) == (6, True)
         assert CASE.worst_ratio(state, expected.state) < EQUAL
     for folder in (run, other):
-        assert folders(folder) == [f"step_{step:08d}" for step in (2, 4, 6, 8, 9)]
+        assert CASE.folders(folder) == [f"step_{step:08d}" for step in (2, 4, 6, 8, 9)]
         rows = CASE.rows(folder)
         for step, row in CASE.rows(straight).items():
             assert {**rows[step], "loss": 0, "grad_norm": 0} == {**row, "loss": 0, "grad_norm": 0}
@@ -119,12 +114,8 @@ def test_who_writes_changes_no_bit_on_two_ranks(kept_ranks, tmp_path, paths, par
     assert len([name for name in expected if name.endswith(".distcp")]) >= 10
     for how in HOW:
         assert files_of(tmp_path / how) == expected, how
-        assert timeless(tmp_path / how) == timeless(tmp_path / "sync"), how
+        assert CASE.timeless(tmp_path / how) == CASE.timeless(tmp_path / "sync"), how
         assert CASE.rows(tmp_path / how) == CASE.rows(tmp_path / "sync"), how
-
-
-def timeless(run: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in entry.items() if name != "time"} for entry in CASE.ledger(run)]
 
 
 def one_rank_is_full(run: str, paths: list[str], mode: str, full_rank: int, steps: list[int]) -> tuple[str, bool]:
@@ -156,7 +147,7 @@ def test_a_rank_that_cannot_write_fails_the_save_of_all(kept_ranks, tmp_path, pa
     assert kept_ranks(one_rank_is_full, 2, str(goes_on), paths, mode, full_rank, [4]) == [("", True)] * 2
     failed = [(entry["step"], entry["why"]) for entry in CASE.ledger(goes_on) if entry["kind"] == "checkpoint_failed"]
     assert failed == [(4, why)]
-    assert folders(goes_on) == [f"step_{step:08d}" for step in (2, 6, 8, 9)]
+    assert CASE.folders(goes_on) == [f"step_{step:08d}" for step in (2, 6, 8, 9)]
 
     found = kept_ranks(one_rank_is_full, 2, str(ends), paths, mode, full_rank, [4, 6])
     newest = ends / "checkpoints" / "step_00000002"

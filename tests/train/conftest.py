@@ -24,3 +24,11 @@ def server(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3_server.Ser
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         yield server
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A data run."""
+    from support.train.run_case import write_corpus  # imports torch, which most of these tests do, but not all
+
+    return write_corpus(tmp_path_factory.mktemp("data"))

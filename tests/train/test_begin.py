@@ -10,7 +10,6 @@ import pytest
 from quern.config import load_config
 from quern.errors import InputError, QuernError
 from quern.parallel.local import LocalRanks
-from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import data_step, skips_before
 from support.processes import files_of
@@ -29,7 +28,7 @@ def old(tmp_path_factory):
     folder = tmp_path_factory.mktemp("old")
     paths = case.write_corpus(folder / "data")
     case.live(case.settings(folder / "run", paths, steps=STEPS, checkpoint={"interval": 1}), kill_at=6)
-    assert names(folder / "run") == [1, 2, 3, 4, 5, 6]
+    assert case.steps_of(folder / "run") == [1, 2, 3, 4, 5, 6]
     return folder / "run", paths
 
 
@@ -46,10 +45,6 @@ def config(run, old):
         return case.settings(run, old[1], steps=STEPS, **changes)
 
     return make
-
-
-def names(run: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
 
 
 def damage(run: Path, step: int) -> None:
@@ -121,7 +116,7 @@ def test_a_rollback_that_is_asked_for_anew_is_done_anew(config, run):
 def test_checkpoints_of_a_left_branch_are_never_taken(config, run):
     """3 and 4 go as the new branch passes them, 6 waits; 5 is written anew, and damaged."""
     case.live(config(resume={"step": 2}, data_skip=3), kill_at=6)
-    assert names(run) == [1, 2, 5, 6]
+    assert case.steps_of(run) == [1, 2, 5, 6]
     damage(run, 5)
     left = case.live(config(), kill_at=4)
     assert where(left) == ("resume", 2, 5)
@@ -149,10 +144,10 @@ def test_pruning_counts_the_own_branch_only(config, run):
     keep = {"interval": 5, "keep_last": 2}
     guard = {"health_window": 1, **CALM}  # none is kept for want of healthy steps
     case.live(config(resume={"step": 2}, data_skip=3, checkpoint=keep, guard=guard), kill_at=6)
-    assert names(run) == [2, 5, 6]  # 6 waits until the run passes it
+    assert case.steps_of(run) == [2, 5, 6]  # 6 waits until the run passes it
     left = case.live(config(checkpoint=keep, guard=guard))
     assert where(left) == ("resume", 5, 8)
-    assert names(run) == [5, STEPS]
+    assert case.steps_of(run) == [5, STEPS]
 
 
 def test_what_to_skip_counts_from_the_checkpoint_that_is_left(config, run):
@@ -161,7 +156,7 @@ def test_what_to_skip_counts_from_the_checkpoint_that_is_left(config, run):
     case.live(config(resume={"step": 1}, data_skip=3, checkpoint=every), kill_at=4)
     case.live(config(resume={"step": 3}, data_skip=2, checkpoint=every), kill_at=5)
     assert moves(run) == [("start", 0, 0), ("rollback", 1, 4), ("rollback", 3, 8)]
-    for step in names(run):
+    for step in case.steps_of(run):
         if step > 1:
             damage(run, step)
     with pytest.raises(InputError, match=r"skipped data steps 6 to 7; .*: 7 goes beyond them, 3 reads them"):
@@ -253,7 +248,7 @@ def healthy(tmp_path_factory, old):
     folder = tmp_path_factory.mktemp("healthy") / "run"
     config = case.settings(folder, old[1], guard=GOOD, checkpoint={"interval": 2, "mode": "sync"})
     case.live(config, factor=lambda data_step: float("nan") if data_step == 6 else 1.0)
-    assert names(folder) == [2, 4, 6, 8, 9]
+    assert case.steps_of(folder) == [2, 4, 6, 8, 9]
     assert [entry["step"] for entry in case.ledger(folder) if entry["kind"] == "good"] == [2, 4]
     return folder
 
@@ -302,7 +297,7 @@ def test_a_launcher_that_asks_for_good_again_goes_on(copies):
     run, config = copies("again")
     back = config(resume={"step": "good"}, data_skip=3)
     assert where(case.live(back, kill_at=8)) == ("rollback", 4, 7)
-    assert names(run) == [2, 4, 6, 8, 9]  # 9 is of the branch that was left
+    assert case.steps_of(run) == [2, 4, 6, 8, 9]  # 9 is of the branch that was left
     assert where(case.live(back, kill_at=8)) == ("resume", 8, 11)
     assert where(case.live(config(), kill_at=8)) == ("resume", 8, 11)
     assert where(case.live(back)) == ("rollback", 6, 12)

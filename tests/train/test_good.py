@@ -315,11 +315,6 @@ def test_lines_of_health_are_checked_and_prove_progress(tmp_path: Path) -> None:
 # ---- with the trainer
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return case.write_corpus(tmp_path_factory.mktemp("data"))
-
-
 def told(run: Path) -> list[tuple[str, int]]:
     """Lines of the ledger that are about health and checkpoints."""
     kinds = ("start", "resume", "rollback", "checkpoint", "skipped", "spike", "non_finite", "good", "end")

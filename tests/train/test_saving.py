@@ -21,7 +21,6 @@ import torch
 
 from quern.train.checkpoint.format.files import FILE_BYTES, deal_files
 from quern.train.checkpoint.format.folder import FolderLock
-from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.retention.prune import Keep
 from quern.train.checkpoint.save import background
@@ -37,6 +36,7 @@ from quern.train.processes import agree
 from quern.train.processes.agree import Agreement
 from support.programs import forked, kill, python
 from support.train import checkpoint_case as CASE
+from support.train.run_case import steps_of
 from support.waits import until
 
 pytestmark = pytest.mark.slow
@@ -46,10 +46,6 @@ WAIT_S = 120.0
 
 def manager(run: Path, mode: str, **config) -> CheckpointManager:
     return CheckpointManager(str(run), CheckpointConfig(mode=mode, **config))
-
-
-def steps(run: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
 
 
 def begin(checkpoints: CheckpointManager, step: int, state: TrainState, *keep: Keep) -> None:
@@ -90,7 +86,7 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
             assert outcome.checkpoint.step == step
             assert checkpoints.async_save.finish() is None
         begin(checkpoints, 3, state)
-    assert steps(run) == [1, 2]
+    assert steps_of(run) == [1, 2]
     with manager(run, "sync"):
         assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001", "step_00000002"]
     for step in (1, 2):
@@ -185,7 +181,7 @@ def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
             CASE.fill(state, step)
             begin(checkpoints, step, state, checkpoints.keep([1]))
             saved(checkpoints)
-            assert steps(run) == stand
+            assert steps_of(run) == stand
 
 
 def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
@@ -197,13 +193,13 @@ def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
         begin(checkpoints, 3, state)
         assert checkpoints.async_save.advance(Progress()) is None
         until(lambda: checkpoints.async_save.progress() == Progress(ended=1))
-        assert steps(run) == []  # written, and nobody has gathered the checksums
+        assert steps_of(run) == []  # written, and nobody has gathered the checksums
         assert checkpoints.async_save.advance(Progress()) is None
-        assert steps(run) == []
+        assert steps_of(run) == []
         assert checkpoints.async_save.advance(Progress(ended=1)) is None
         assert checkpoints.async_save.advance(Progress(ended=1)) is None  # said a step ago, of the same
         until(lambda: checkpoints.async_save.progress() == Progress(published=1))
-        assert steps(run) == [3]
+        assert steps_of(run) == [3]
         outcome = checkpoints.async_save.advance(Progress(published=1))
         assert outcome is not None
         assert outcome.error is None
@@ -275,7 +271,7 @@ def test_a_writer_that_fails_or_is_killed_costs_its_save_alone(tmp_path, what, m
             assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000001"]
         else:
             assert outcome.error is None
-            assert steps(run) == [1, 2]
+            assert steps_of(run) == [1, 2]
         if what in ("writing", "publishing"):
             assert f"process {process.pid})" in str(outcome.error)
         if what == "full disk":
@@ -323,7 +319,7 @@ def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, 
         checkpoints.async_save.begin(4, state, CASE.position(4))  # lost: it is closed before anybody publishes it
         checkpoints.async_save.wait_staged()
     assert process.returncode == 0
-    assert steps(run) == [1, 2, 3]
+    assert steps_of(run) == [1, 2, 3]
     with manager(run, "sync"):
         names = [".lock", "step_00000001", "step_00000002", "step_00000003"]
         assert sorted(os.listdir(run / "checkpoints")) == names

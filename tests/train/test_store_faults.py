@@ -56,11 +56,6 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return run_case.write_corpus(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, where a run has minutes."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.config import TrainConfig
 from quern.train.processes.ranks import open_ranks
 from quern.train.setup import open_trainer
@@ -58,6 +59,11 @@ def _merge(base: Merged, changes: Mapping[str, Any]) -> Merged:
         old = merged.get(name)
         merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def nan_at_5(data_step: int) -> float:
+    """For the ``factor`` of :func:`live`."""
+    return float("nan") if data_step == 5 else 1.0
 
 
 @dataclass
@@ -161,6 +167,26 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def ledger(run_dir: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(run_dir, "ledger.jsonl").read_text().splitlines()]
+
+
+def told(run_dir: Path | str, *kinds: str) -> list[int]:
+    """Of which steps the ledger's lines of these kinds are."""
+    return [entry["step"] for entry in ledger(run_dir) if entry["kind"] in kinds]
+
+
+def timeless(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The ledger without times."""
+    return [{name: value for name, value in entry.items() if name != "time"} for entry in ledger(run_dir)]
+
+
+def steps_of(run_dir: Path | str) -> list[int]:
+    """After which steps there are checkpoints."""
+    return [checkpoint.step for checkpoint in list_checkpoints(str(run_dir))]
+
+
+def folders(run_dir: Path | str) -> list[str]:
+    """Those of checkpoints, also of saves in work, whose names begin with a dot."""
+    return sorted(path.name for path in Path(run_dir, "checkpoints").iterdir() if path.is_dir())
 
 
 FACTS = ("data_step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "skipped", "non_finite", "loss_spike")
