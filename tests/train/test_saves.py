@@ -38,9 +38,17 @@ WAIT_S = 120.0
 PROCESS_LONG = pytest.param("process", marks=pytest.mark.long)
 
 
-# ---- saves that fail
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def outcome(run: Path) -> tuple[list[int], list[int], list[int]]:
+    """The steps of saves that failed, of the run's end, and of the checkpoints that there are."""
+    return case.told(run, "checkpoint_failed"), case.told(run, "end", "stopped"), case.steps_of(run)
+
+
+# ---- saves that fail
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, where: str, steps: set[int]) -> None:
@@ -53,7 +61,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, steps: set[int]) -> Non
             found = re.search(r"step_(\d{8})", step_of(*arguments))
             assert found is not None
             if int(found[1]) in steps:
-                raise FULL
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return whole(*arguments, **named)
 
         monkeypatch.setattr(owner, name, maybe)
@@ -104,17 +112,16 @@ def whole(tmp_path_factory, paths):
     return run, case.live(case.settings(run, paths, checkpoint={"interval": 2}), factor=case.nan_at_5)
 
 
-FAILURES = [
-    ("sync", "writing"), ("process", "a limit"),
-    ("thread", "writing"), ("thread", "publishing"), ("thread", "beginning"), ("thread", "copying"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("mode", "where"), FAILURES)
-def test_a_save_that_fails_costs_itself_alone(tmp_path, paths, whole, monkeypatch, caplog, mode, where):
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        ("sync", "writing"), ("process", "a limit"), ("thread", "writing"), ("thread", "publishing"),
+        ("thread", "beginning"), ("thread", "copying"),
+    ],
+)  # fmt: skip
+def test_a_save_that_fails_costs_itself_alone(run, paths, whole, monkeypatch, caplog, mode, where):
     """Those after 4 and 8 steps fail, and not in a row: with two allowed in a row the count began anew at 6."""
     failing(monkeypatch, where, {4, 8})
-    run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 2, "mode": mode, "max_failures": 2})
     left = case.live(config, factor=case.nan_at_5)
     assert left.complete
@@ -145,19 +152,16 @@ def command(config: Any, folder: Path) -> list[str]:
     return [str(file)]
 
 
-def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypatch, capsys):
-    run = tmp_path / "run"
+def test_too_many_failures_in_a_row_end_the_run(tmp_path, run, paths, whole, monkeypatch, capsys):
     config = case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "max_failures": 2})
     with monkeypatch.context() as full:
         failing(full, "writing", {4, 6})
         assert main(command(config, tmp_path)) == 1
-    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("WARNING ")]
-    (line,) = said
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("WARNING "))
     full = rf"error: {run}/checkpoints: No space left on device \(.* MiB are free on /.*\); make room and .*"
     newest = f"the newest checkpoint is {run}/checkpoints/step_00000002"
     assert re.fullmatch(rf"{full}; 2 saves in a row failed \(checkpoint\.max_failures 2\), and {newest}", line)
-    assert case.told(run, "checkpoint_failed") == [4, 6]
-    assert case.told(run, "end", "stopped") == []
+    assert outcome(run) == ([4, 6], [], [2])
     assert case.folders(run) == ["step_00000002"]
     life = case.live(config, factor=case.nan_at_5)
     assert (life.start.step, life.complete) == (2, True)
@@ -165,23 +169,19 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path, paths, whole, monkeypa
     assert checkpoints(run) == checkpoints(whole[0])
 
 
+@pytest.mark.parametrize("stop_at", [None, 3])
 @pytest.mark.parametrize("mode", ["thread", PROCESS_LONG])
-def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path, paths, monkeypatch, mode):
+def test_a_last_save_that_fails_ends_the_run_with_an_error(run, paths, monkeypatch, mode, stop_at):
     """However many may fail, and also where a signal makes it the last."""
-    for number, stop_at in enumerate((None, 3)):
-        run = tmp_path / f"run{number}"
-        last = case.STEPS if stop_at is None else stop_at + 3
-        config = case.settings(run, paths, checkpoint={"interval": 2, "mode": mode, "max_failures": 99})
-        with monkeypatch.context() as full:
-            failing(full, "a limit" if mode == "process" else "writing", {last})
-            with pytest.raises(QuernError, match=r"No space left on device|File too large") as caught:
-                case.live(config, stop_at=stop_at)
-        assert not isinstance(caught.value, InputError)
-        newest = f"the newest checkpoint is {run}/checkpoints/step_{(last - 1) // 2 * 2:08d}"
-        assert str(caught.value).endswith(f"; the checkpoint after step {last} was not saved, and {newest}")
-        assert case.told(run, "checkpoint_failed") == [last]
-        assert case.told(run, "end", "stopped") == []
-        assert case.steps_of(run) == list(range(2, last, 2))
+    last = case.STEPS if stop_at is None else stop_at + 3
+    config = case.settings(run, paths, checkpoint={"interval": 2, "mode": mode, "max_failures": 99})
+    failing(monkeypatch, "a limit" if mode == "process" else "writing", {last})
+    with pytest.raises(QuernError, match=r"No space left on device|File too large") as caught:
+        case.live(config, stop_at=stop_at)
+    assert not isinstance(caught.value, InputError)
+    newest = f"the newest checkpoint is {run}/checkpoints/step_{(last - 1) // 2 * 2:08d}"
+    assert str(caught.value).endswith(f"; the checkpoint after step {last} was not saved, and {newest}")
+    assert outcome(run) == ([last], [], list(range(2, last, 2)))
 
 
 def finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,41 +190,32 @@ def finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [None, 3])
-def test_the_last_save_is_tried_though_the_one_before_has_failed(tmp_path, paths, monkeypatch, stop_at):
+def test_the_last_save_is_tried_though_the_one_before_has_failed(run, paths, monkeypatch, stop_at):
     """With one failure allowed too few: the run has nothing to lose any more, and its end is in the last one."""
     finished_by_the_next(monkeypatch)
     last, before = (case.STEPS, case.STEPS - 1) if stop_at is None else (6, 4)
     failing(monkeypatch, "writing", {before})
-    run = tmp_path / "run"
     left = case.live(
         case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "max_failures": 1}), stop_at=stop_at
     )
     assert (left.complete, left.stopped_by) == ((True, None) if stop_at is None else (False, "SIGTERM"))
-    assert case.told(run, "checkpoint_failed") == [before]
-    assert case.told(run, "end", "stopped") == [last]
-    assert case.steps_of(run) == [*range(2, before, 2), last]
+    assert outcome(run) == ([before], [last], [*range(2, before, 2), last])
     assert verify(list_checkpoints(str(run))[-1].path) == []
 
 
-@pytest.mark.parametrize(("failed", "told_of"), [({6}, [6]), ({8, 9}, [8, 9])])
-def test_a_failure_in_flight_ends_the_run_where_the_next_is_not_the_last_or_fails_too(
-    tmp_path, paths, monkeypatch, failed, told_of
-):
+@pytest.mark.parametrize("failed", [{6}, {8, 9}])
+def test_a_failure_in_flight_ends_the_run_where_the_next_is_not_the_last_or_fails_too(run, paths, monkeypatch, failed):
     finished_by_the_next(monkeypatch)
     failing(monkeypatch, "writing", failed)
-    run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "max_failures": 1})
     with pytest.raises(QuernError, match="No space left on device"):
         case.live(config)
-    assert case.told(run, "checkpoint_failed") == told_of
-    assert case.told(run, "end", "stopped") == []
-    assert case.steps_of(run) == list(range(2, min(failed), 2))
+    assert outcome(run) == (sorted(failed), [], list(range(2, min(failed), 2)))
 
 
 @pytest.mark.long
-def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole):
+def test_a_full_disk_ends_a_process_with_one_line(tmp_path, run, paths, whole):
     """The system itself refuses: no file of the process, or of its writer, may grow as long as that of the tensors."""
-    run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 1, "mode": "process", "max_failures": 2})
     done = run_within(max(os.path.getsize(file) for file in whole[0].rglob("*.distcp")) - 1, command(config, tmp_path))
     assert done.returncode == 1, done.stderr
@@ -239,9 +230,8 @@ def test_a_full_disk_ends_a_process_with_one_line(tmp_path, paths, whole):
 
 
 @pytest.mark.long
-def test_memory_that_cannot_be_had_ends_a_process_before_its_first_step(tmp_path, paths):
+def test_memory_that_cannot_be_had_ends_a_process_before_its_first_step(tmp_path, run, paths):
     """The snapshot's memory is a file that the writer has too."""
-    run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 1, "mode": "process", "max_failures": 99})
     done = run_within(50_000, command(config, tmp_path))
     said = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
@@ -272,7 +262,7 @@ def facts(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_who_writes_changes_no_bit(tmp_path, paths, whole, monkeypatch, overlap):
+def test_who_writes_changes_no_bit(run, paths, whole, monkeypatch, overlap):
     """A process is held against the same run where some of its saves fail, above.
 
     Every other thread begins to copy late, so that what the loop does not wait for would be of a step too far.
@@ -284,7 +274,6 @@ def test_who_writes_changes_no_bit(tmp_path, paths, whole, monkeypatch, overlap)
         hand_on(*arguments)
 
     monkeypatch.setattr(snapshot, "_hand_on", late)
-    run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 2, "mode": "thread", "overlap": overlap})
     left = case.live(config, factor=case.nan_at_5)
     assert case.differences(left.state, whole[1].state) == []
@@ -296,9 +285,8 @@ def test_who_writes_changes_no_bit(tmp_path, paths, whole, monkeypatch, overlap)
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])
-def test_a_signal_at_a_save_loses_nothing(tmp_path, paths, stop_at):
+def test_a_signal_at_a_save_loses_nothing(run, paths, stop_at):
     """Heard in step s, it is known at the end of s + 1 where a save is due then, and of s + 2 elsewhere."""
-    run = tmp_path / "run"
     config = case.settings(run, paths, checkpoint={"interval": 4, "mode": "thread"})
     left = case.live(config, stop_at=stop_at)
     assert (left.complete, left.stopped_by) == (False, "SIGTERM")
