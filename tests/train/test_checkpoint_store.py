@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import random
 import subprocess
 import sys
 import textwrap
@@ -37,7 +36,7 @@ from quern.train.checkpoint.store.store import Store, prune_store
 from support.remote import s3_server
 from support.remote.s3_server import Fault
 from support.train import tier_case
-from support.train.tier_case import record
+from support.train.tier_case import content, record
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +44,6 @@ PART = 64 << 10  # of a request; one test sends parts as large as they are
 STEP = 1000
 FOLDER = "step_00001000"
 OFTEN = 10**6
-
-
-def content(size: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 def manifest(files: dict[str, bytes], step: int = STEP) -> bytes:

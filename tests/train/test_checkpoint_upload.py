@@ -38,7 +38,7 @@ from quern.train.processes.spawn import spawn
 from support.programs import python
 from support.remote.s3_server import Fault
 from support.train import tier_case
-from support.train.tier_case import record
+from support.train.tier_case import content, record
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +47,6 @@ PIECE = 64 << 10  # of a file that is read in this process
 OFTEN = 10**6
 LIMIT_S = 120  # a wait of a test
 REAL = sys.executable
-
-
-def content(size: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, bytes]:
@@ -66,6 +62,12 @@ def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, byte
 
 def records(files: dict[str, bytes], *, last: bool = False) -> dict[str, FileRecord]:
     return {name: record(data) for name, data in files.items() if (name == "manifest.json") == last}
+
+
+def asked(number: int, step: int, folder: Path, files: dict[str, bytes]) -> dict[str, Any]:
+    """What a mover is told to upload ``files``, without their manifest."""
+    plain = {name: vars(found) for name, found in records(files).items()}
+    return {"number": number, "step": step, "folder": str(folder), "files": plain, "last": None}
 
 
 @pytest.fixture
@@ -335,9 +337,7 @@ def test_it_ends_with_its_input_in_the_middle_of_a_transfer(server, start, tmp_p
     files = checkpoint(tmp_path, 10, {"a": 5000})
     code = [python(), "-m", "quern.train.checkpoint.tiers.mover", server.url]
     process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    plain = {name: vars(found) for name, found in records(files).items()}
-    asked = {"upload": {"number": 1, "step": 10, "folder": str(tmp_path), "files": plain, "last": None}}
-    process.stdin.write(json.dumps(asked) + "\n")
+    process.stdin.write(json.dumps({"upload": asked(1, 10, tmp_path, files)}) + "\n")
     process.stdin.flush()
     wait_for(lambda: server.proxy.count("PUT"))
     out, _ = process.communicate(timeout=LIMIT_S)  # closes the input
@@ -348,14 +348,12 @@ def test_it_ends_with_its_input_in_the_middle_of_a_transfer(server, start, tmp_p
 def test_a_signal_does_not_end_it_and_the_end_of_its_input_does(server, tmp_path):
     """What a scheduler sends to all processes of a job; the trainer saves once more then, and that is to be moved."""
     files = checkpoint(tmp_path, 10, {"a": 5000})
-    plain = {name: vars(found) for name, found in records(files).items()}
     code = [sys.executable, "-m", "quern.train.checkpoint.tiers.mover", server.url]
     process = spawn(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     process.send_signal(signal.SIGTERM)  # before it is more than an interpreter
     answers = (json.loads(line) for line in process.stdout)
     for number, step in enumerate((10, 20, 30)):
-        asked = {"number": number, "step": step, "folder": str(tmp_path), "files": plain, "last": None}
-        process.stdin.write(json.dumps({"upload": asked}) + "\n")
+        process.stdin.write(json.dumps({"upload": asked(number, step, tmp_path, files)}) + "\n")
         process.stdin.flush()
         assert next(answer for answer in answers if "progress" not in answer).get("uploaded") == step
         process.send_signal((signal.SIGTERM, signal.SIGINT)[number % 2])
@@ -387,8 +385,7 @@ def test_it_ends_with_its_parent(server, tmp_path):
 
 def test_lines_that_are_no_requests_are_told_and_passed_over(server, tmp_path):
     files = checkpoint(tmp_path, 10, {"a": 5})
-    plain = {name: vars(found) for name, found in records(files).items()}
-    good = {"number": 1, "step": 10, "folder": str(tmp_path), "files": plain, "last": None}
+    good = asked(1, 10, tmp_path, files)
     bad = [
         "", "{", "[]", "3", '{"upload": 3}', '{"cancel": "all"}', '{"other": 1}', "null",
         *(json.dumps({"upload": good | change}) for change in (
@@ -440,6 +437,10 @@ class Bench:
         asked = {"number": self.asked, "step": step, "folder": folder, "files": {} if last else found}
         self.mover.tell({"upload": {**asked, "last": found if last else None}})
 
+    def work(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.mover.work()
+
     def objects(self) -> set[str]:
         root = self.url.removeprefix("memory:/") + "/"
         names = (name for name in fsspec.filesystem("memory").store if name.startswith(root))
@@ -456,8 +457,7 @@ def test_the_newest_goes_first(bench):
     for step in (20, 40, 10, 30):
         bench.ask(step)
     bench.ask(40, "b", last=True)
-    for _ in range(5):
-        bench.mover.work()
+    bench.work(5)
     assert [said["uploaded"] for said in bench.said] == [40, 40, 30, 20, 10]
     names = {f"step_{step:08d}/a" for step in (10, 20, 30, 40)}
     assert bench.objects() == names | {"step_00000040/b"}
@@ -469,8 +469,7 @@ def test_a_manifest_that_is_due_goes_before_newer_files(bench):
     for step in (20, 30):
         bench.ask(step)
     bench.ask(20, "m", last=True)
-    for _ in range(4):
-        bench.mover.work()
+    bench.work(4)
     assert [(said["uploaded"], said["last"]) for said in bench.said] == [
         (20, True), (10, True), (30, False), (20, False),
     ]  # fmt: skip
@@ -488,12 +487,11 @@ def test_a_manifest_that_is_not_due_keeps_nothing_waiting(bench, monkeypatch):
     monkeypatch.setattr(Store, "put", refuse)
     bench.ask(10, "m", last=True)
     bench.ask(20)
-    bench.mover.work()
-    bench.mover.work()
+    bench.work(2)
     assert bench.said[-1]["uploaded"] == 20
     bench.ask(30)
     bench.now = 5.0
-    bench.mover.work()
+    bench.work()
     assert bench.said[-1]["uploaded"] == 10
 
 
@@ -506,16 +504,16 @@ def test_a_local_read_that_fails_is_tried_again_and_a_missing_file_is_not(bench,
     bench.ask(20)
     with monkeypatch.context() as patch:
         patch.setattr(pieces, "open", broken, raising=False)
-        bench.mover.work()
+        bench.work()
     why = f"{bench.folder}/20/a: cannot be read ({os.strerror(number)}); not uploaded"
     answer = {"failed": 20, "number": 2, "last": False, "why": why, "permanent": False, "dropped": False}
     assert bench.said == [answer]
     (bench.folder / "10" / "a").unlink()
-    bench.mover.work()
+    bench.work()
     assert (bench.said[1]["failed"], bench.said[1]["dropped"]) == (10, True)
     assert [job.step for job in bench.mover._waiting] == [20]
     bench.now = 60.0
-    bench.mover.work()
+    bench.work()
     assert bench.said[2]["uploaded"] == 20
     assert bench.objects() == {"step_00000020/a"}
 
@@ -524,11 +522,8 @@ def test_a_checkpoint_that_was_pruned_is_dropped(bench):
     files = checkpoint(bench.folder / "10", 10, {"a": 5, "b": 5})
     bench.store.put(10, "a", str(bench.folder / "10" / "a"), record(files["a"]))
     shutil.rmtree(bench.folder / "10")
-    plain = {name: vars(found) for name, found in records(files).items()}
-    bench.mover.tell(
-        {"upload": {"number": 1, "step": 10, "folder": f"{bench.folder}/10", "files": plain, "last": None}}
-    )
-    bench.mover.work()
+    bench.mover.tell({"upload": asked(1, 10, bench.folder / "10", files)})
+    bench.work()
     why = f"{bench.folder}/10: is no longer there; b was not moved and never will be"
     answer = {"failed": 10, "number": 1, "last": False, "why": why, "permanent": True, "dropped": True}
     assert bench.said == [answer]
@@ -540,8 +535,7 @@ def test_rotten_files_are_dropped_and_others_go_on(bench):
     bench.ask(20, size=5000)
     rotten, data = bench.folder / "20" / "a", content(5000, 20)
     rotten.write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
-    bench.mover.work()
-    bench.mover.work()
+    bench.work(2)
     failed, done = bench.said
     assert (failed["failed"], failed["permanent"], failed["dropped"]) == (20, True, True)
     assert str(rotten) in failed["why"]
@@ -561,12 +555,12 @@ def test_a_transfer_under_way_is_cancelled(bench, monkeypatch):
 
     monkeypatch.setattr(bench, "take", cancel)
     bench.ask(10, size=9 * PIECE)
-    bench.mover.work()
+    bench.work()
     assert bench.said == [{"cancelled": 10}]
     assert bench.taken == [PIECE, PIECE]
     assert bench.objects() == set()
     bench.ask(20)
-    bench.mover.work()
+    bench.work()
     assert bench.said[-1]["uploaded"] == 20
     assert bench.mover._waiting == []
 
@@ -576,7 +570,7 @@ def test_what_waits_is_cancelled_and_never_begun(bench):
         bench.ask(step)
     bench.mover.tell({"cancel": 20})
     bench.mover.tell({"cancel": 30})
-    bench.mover.work()
+    bench.work()
     assert bench.said[:2] == [{"cancelled": 20}, {"cancelled": 30}]
     assert bench.said[2]["uploaded"] == 10
     assert bench.objects() == {"step_00000010/a"}
@@ -586,8 +580,7 @@ def test_what_waits_is_replaced_and_never_begun(bench):
     bench.ask(10, "a")
     bench.ask(10, "b")
     bench.ask(10, "c", last=True)
-    for _ in range(2):
-        bench.mover.work()
+    bench.work(2)
     assert [(said["uploaded"], said["number"], said["last"]) for said in bench.said] == [(10, 3, True), (10, 2, False)]
     assert bench.objects() == {"step_00000010/b", "step_00000010/c"}
     assert bench.mover._waiting == []
@@ -604,8 +597,7 @@ def test_what_is_under_way_is_replaced_without_a_word(bench, monkeypatch):
 
     monkeypatch.setattr(bench, "take", ask_anew)
     bench.ask(10, "a", size=2 * PIECE)
-    for _ in range(3):
-        bench.mover.work()
+    bench.work(3)
     assert [said["number"] for said in bench.said] == [3, 2]
     assert bench.objects() == {"step_00000010/b", "step_00000010/c"}
 
@@ -619,7 +611,7 @@ def test_a_cancel_at_the_last_moment_is_answered_and_heeded(bench, monkeypatch, 
 
     monkeypatch.setattr(Store, "put", put)
     bench.ask(10)
-    bench.mover.work()
+    bench.work()
     assert [next(iter(said)) for said in bench.said] == (["uploaded"] if error is None else []) + ["cancelled"]
     assert bench.mover._waiting == []
 
@@ -636,7 +628,7 @@ def test_a_manifest_that_waits_is_looked_at_again_soon(tmp_path, monkeypatch, re
     plain = [{name: vars(record(files[name]))} for name in (".metadata", "manifest.json")]
     asked = {"number": 7, "step": 40, "folder": str(tmp_path / "40"), "files": plain[0], "last": plain[1]}
     bench.mover.tell({"upload": asked})
-    bench.mover.work()
+    bench.work()
     why = f"{bench.url}/step_00000040: b: is not there; the manifest waits for it"
     waiting = {"waiting": 40, "number": 7, "last": True, "why": why}
     assert bench.said == [waiting]
@@ -644,14 +636,14 @@ def test_a_manifest_that_waits_is_looked_at_again_soon(tmp_path, monkeypatch, re
         looked = bench.now
         bench.ask(number)
         bench.now = looked + 0.99 * seconds
-        bench.mover.work()
+        bench.work()
         assert bench.said[-1]["uploaded"] == number
         bench.now = looked + seconds
-        bench.mover.work()
+        bench.work()
         assert bench.said[-1] == waiting
     bench.store.put(40, "b", str(tmp_path / "40" / "other"), record(files["b"]))
     bench.now += after_s[-1]
-    bench.mover.work()
+    bench.work()
     assert bench.said[-1]["uploaded"] == 40
     assert bench.said[-1]["bytes"] == len(files["manifest.json"])
     assert len(bench.said) == 2 + 2 * len(after_s)
@@ -660,7 +652,7 @@ def test_a_manifest_that_waits_is_looked_at_again_soon(tmp_path, monkeypatch, re
 
 def test_every_byte_is_asked_of_the_bandwidth(bench):
     bench.ask(10, size=2 * PIECE + 7)
-    bench.mover.work()
+    bench.work()
     assert sum(bench.taken) == 2 * PIECE + 7
 
 
@@ -678,20 +670,19 @@ def test_what_fails_waits_its_time_and_others_go_by(bench, monkeypatch, transien
     monkeypatch.setattr(Store, "renew", lambda store: renewed.append(bench.now))
     for step in (30, 40, 20):
         bench.ask(step)
-    bench.mover.work()
+    bench.work()
     answer = {"failed": 40, "number": 2, "last": False, "why": "refused", "permanent": not transient, "dropped": False}
     assert bench.said == [answer]
-    bench.mover.work()
-    bench.mover.work()
+    bench.work(2)
     assert [said.get("uploaded") for said in bench.said[1:]] == [30, 20]
     assert renewed == [0.0]  # once, before the next request
     bench.now = 59.0
     bench.ask(10)
-    bench.mover.work()
+    bench.work()
     assert bench.said[-1]["uploaded"] == 10
     renewed.append(bench.now)
     bench.now = 60.0
-    bench.mover.work()
+    bench.work()
     assert bench.said[-1]["uploaded"] == 40
 
 
@@ -707,12 +698,12 @@ def test_an_error_nobody_thought_of_ends_nothing(bench, monkeypatch):
 
     monkeypatch.setattr(Store, "put", fail)
     bench.ask(10)
-    bench.mover.work()
+    bench.work()
     assert "ZeroDivisionError: who knows" in bench.said[0]["why"]
     assert bench.said[0]["permanent"]
     assert not bench.said[0]["dropped"]
     bench.now = 61.0
-    bench.mover.work()
+    bench.work()
     assert bench.said[1]["uploaded"] == 10
 
 
@@ -725,7 +716,7 @@ def test_progress_is_told_once_a_second(bench, monkeypatch):
 
     monkeypatch.setattr(bench, "take", slow)
     bench.ask(10, size=10 * PIECE)
-    bench.mover.work()
+    bench.work()
     told = [said for said in bench.said if "progress" in said]
     assert [said["bytes"] for said in told] == [4 * PIECE, 7 * PIECE, 10 * PIECE]  # at 1.2 s, 2.4 s and 3.6 s
     assert {said["total"] for said in told} == {10 * PIECE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ PATIENCE_S = 30.0
 SMALL = {".metadata", "config.yaml", "ledger.jsonl"}
 TENSORS = {f"__{rank}_{n}.distcp" for rank in range(4) for n in range(2)}
 MINE = {name for name in TENSORS if name[2] in "01"}
+
+
+def content(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
 
 
 def record(data: bytes) -> FileRecord:
