@@ -228,6 +228,24 @@ def test_skipped_steps_are_told(tmp_path: Path, paths: list[str]) -> None:
     [told] = [entry for entry in CASE.ledger(tmp_path / "run") if entry["kind"] == "skipped"]
     assert (told["step"], told["data_step"], told["reason"]) == (1, 1, "overflow")
     assert TrainingRun(str(tmp_path / "run")).attempts[0].skipped.tolist() == [1]
+    with quern.batches(settings(tmp_path, paths), start=2) as batches:
+        take(batches, 4)
+        batches.skipped(4)
+    told = [entry for entry in CASE.ledger(tmp_path / "run") if entry["kind"] == "skipped"][-1]
+    assert (told["step"], told["data_step"]) == (4, 4)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told_steps = [(row["attempt"], row["step"], row["data_step"]) for row in rows]
+    assert told_steps == [(0, 0, 0), (0, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 4)]
+
+
+def test_a_damaged_shard_is_refused_unless_it_is_not_to_be_read(tmp_path: Path, paths: list[str]) -> None:
+    shard = Path(paths[0], "shard_00000.bin")
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match=r"shard_00000\.bin: is damaged"):
+        quern.batches(settings(tmp_path, paths))
+    quern.batches(settings(tmp_path, paths, verify_shards=False)).close()
 
 
 def test_a_start_that_was_not_reached_is_refused(tmp_path: Path, paths: list[str]) -> None:
