@@ -83,6 +83,15 @@ class TrainingRun:
 
         return load_config(os.path.join(self.path, CONFIG_FILE), TrainConfig)
 
+    @property
+    def of_other_trainer(self) -> bool:
+        """Whether another trainer has the weights, and the checkpoints, and reads by ``quern.batches``."""
+        try:
+            record = storage.read_json(os.path.join(self.path, "run.json"))
+        except InputError:
+            return False
+        return isinstance(record, dict) and record.get("trainer") == "other"
+
     # ---- steps
 
     @property

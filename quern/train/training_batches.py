@@ -281,9 +281,8 @@ class TrainingBatches(Closes):
         self._attempt = sum(entry["kind"] in MOVES for entry in ledger.entries)
         if self._attempt and start > (known := reached(ledger.entries)):
             known = max(known, steps_of_metrics(config.run_dir, self._attempt - 1))
-            if (
-                start > known + 1
-            ):  # a loop that saves a step's weights may have ended before it asked for the next batch
+            # A loop may have saved a step's weights and ended before it asked for the next batch.
+            if start > known + 1:
                 raise InputError(
                     f"start: the run in {config.run_dir} has completed {known} steps, got {start}; give the number of "
                     "optimizer steps that the checkpoint's weights have taken"

@@ -145,6 +145,29 @@ def test_exposure_says_what_the_command_prints(
             training.exposure(**wrong)
 
 
+def test_which_checkpoints_of_another_trainer_are_clean_is_told_by_their_steps(
+    folder: Path, training: quern.Lineage, tmp_path: Path
+) -> None:
+    """A purge knows no checkpoint of theirs, and names no command that would begin a run of quern's own."""
+    table = training.sql("select step from steps where surviving order by step")
+    docs = {
+        document["doc_id"]
+        for step in table["step"].to_pylist()
+        for row in training.step(step)["sequences"]
+        for document in row["documents"]
+        if document["targets"]
+    }
+    found = [training.exposure(doc=doc) for doc in sorted(docs)[:40]]
+    late = max(found, key=lambda answer: answer["first_step"] or 0)
+    first, doc = late["first_step"], late["asked"]["doc"]
+    assert (late["trainer"], first > 0) == ("other", True)
+    result = CliRunner().invoke(app, ["exposure", str(folder / "train"), "--doc", doc])
+    assert f"checkpoints  the other trainer's own: those after at most {first} steps are clean" in result.output
+    result = CliRunner().invoke(app, ["purge", str(folder / "data"), "--doc", doc, "--mode", "mask", "--dry-run"])
+    assert f"it loads a checkpoint after at most {first} steps, and gives quern.batches that number" in result.output
+    assert "quern train" not in result.output
+
+
 def test_a_match_is_kept_for_exposure(
     folder: Path, tmp_path: Path, data: quern.Lineage, training: quern.Lineage, printed: Callable[..., Any]
 ) -> None:

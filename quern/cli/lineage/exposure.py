@@ -119,6 +119,11 @@ def _never(never: Row) -> list[str]:
 
 
 def _print_checkpoints(answer: Row) -> None:
+    if answer["trainer"] == "other":
+        first = answer["first_step"]
+        which = f"those after at most {first:,} steps are clean" if first is not None else "none has seen them"
+        print(f"checkpoints  the other trainer's own: {which if answer['known'] else 'not known'}")
+        return
     rows = answer["checkpoints"]
     seen = [row for row in rows if row["saw"]]
     unknown = [row for row in rows if row["saw"] is None]

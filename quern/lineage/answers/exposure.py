@@ -168,7 +168,8 @@ def _answer(
     checkpoints += [_checkpoint(seen, False) for seen in verdict.unseen]
     checkpoints += [_checkpoint(seen, None) for seen in verdict.unknown]
     return {
-        "train_run": run.path, "asked": dict(given), "steps_complete": run.reached,
+        "train_run": run.path, "trainer": "other" if run.of_other_trainer else "quern",
+        "asked": dict(given), "steps_complete": run.reached,
         "documents": tally.documents, "documents_without_tokens": tally.without_tokens, "spans": tally.spans,
         "exposures": tally.surviving, "applied": tally.applied, "purged": tally.purged, "abandoned": tally.abandoned,
         "of_unknown_version": tally.unsure,

@@ -37,7 +37,7 @@ class VersionChange:
 
 def resume(
     run: TrainingRun, lineages: Sequence[IndexedRun], verdict: Clean, tainted: bool, change: VersionChange | None,
-    data_run: str, doc_ids: bytes,
+    data_run: str, doc_ids: bytes, first: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """``command`` (None: ``why_not`` says why), its ``arguments``, ``step`` (of the checkpoint it goes back to; None:
     it goes on from the newest, or begins anew in ``run_dir``), ``run_in`` (the folder that its relative paths are
@@ -45,10 +45,15 @@ def resume(
 
     ``lineages``: the data run, as the training run finds it. ``tainted``: whether the present weights took anything in,
     or may have; if not, the run just goes on. ``data_run``: the one that is purged of ``doc_ids``.
+    ``first``: the first step whose update had any of it.
     """
     answer: dict[str, Any] = {
         "command": None, "arguments": None, "step": None, "run_dir": None, "run_in": None, "notes": [], "why_not": None,
     }  # fmt: skip
+    if run.of_other_trainer:
+        known = "any number of" if first is None else f"at most {first:,}"
+        return answer | {"why_not": f"another trainer has the weights; it loads a checkpoint after {known} steps, and "
+                                    "gives quern.batches that number as start"}  # fmt: skip
     try:
         config = run.config
         arguments = _arguments(run, config, lineages, verdict, tainted, change, answer)

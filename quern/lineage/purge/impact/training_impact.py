@@ -124,7 +124,8 @@ def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChan
         "unknown": [_checkpoint(seen) for seen in verdict.unknown], "audit": told,
         "last_clean": None if verdict.last is None else _checkpoint(verdict.last),
         "damaged_checkpoints": dict(train.damaged), "init_from": init_from(train),
-        "resume": resume(train, lineages, verdict, _is_tainted(train, tally, verdict), change, run, doc_ids),
+        "resume": resume(train, lineages, verdict, _is_tainted(train, tally, verdict), change, run, doc_ids,
+                         first=steps[0] if steps else None),
         "warnings": [*_warnings(train, tally, unknown, change, store), *told],
     }  # fmt: skip
 
