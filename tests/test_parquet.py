@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import threading
 from pathlib import Path
@@ -89,6 +90,23 @@ def test_what_cannot_be_read_names_its_file(tmp_path: Path, store: bool) -> None
 def test_the_error_of_another_file_stays(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=str(tmp_path)), open_table(written(str(tmp_path / "t"))):
         tmp_path.read_bytes()
+
+
+def test_a_block_that_fails_at_another_file_says_so(tmp_path: Path) -> None:
+    path = written(str(tmp_path / "t.parquet"))
+    for error in (FileNotFoundError(errno.ENOENT, "gone", "other"), BrokenPipeError(errno.EPIPE, "the reader left")):
+        with pytest.raises(type(error)), open_table(path):
+            raise error
+
+
+def test_the_reason_is_told_whatever_the_length_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str) -> None:
+        raise PermissionError(errno.EACCES, f"[Errno 13] Failed to open local file '{path}'. Detail: [errno 13]")
+
+    monkeypatch.setattr(pa, "OSFile", refused)
+    long = str(tmp_path / ("x" * 200))
+    with pytest.raises(InputError, match=r"x: cannot be read: Permission denied$"), open_table(long):
+        pass
 
 
 def test_the_callers_thread_alone_reads_python_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,12 @@ class TrainingRun:
                         reasons[identity] = str(error)
         return reasons
 
+    def data_folders(self) -> list[str]:
+        """Where the data runs of any attempt's sources may be, the likeliest first of each source."""
+        identities = dict.fromkeys(ident for own in self.attempts for ident in self.order_of(own).ids)
+        paths = (path for identity in identities for path in self._candidates(identity))
+        return list(dict.fromkeys(os.path.dirname(os.path.dirname(path)) for path in paths))
+
     def _opened(self, identity: str) -> Iterator[IndexedRun | str]:
         """The data runs in which a source may be, the likeliest first, or why one cannot be opened."""
         return (self._open(os.path.dirname(os.path.dirname(path))) for path in self._candidates(identity))

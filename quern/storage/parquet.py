@@ -8,7 +8,9 @@ columns of a row group are fetched at once (``pre_buffer``).
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,10 @@ from quern import storage
 from quern.errors import InputError, QuernError, one_line
 
 __all__ = ["Table", "null_count", "open_table", "read_batches", "read_table", "require_columns", "table_in"]
+
+
+#: What no reading ends with: the block that reads a table writes another file.
+_OF_WRITING = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class Table(pq.ParquetFile):
@@ -64,7 +70,7 @@ def open_table(
     Raises:
         InputError: the file is not there, or cannot be read, inside the block too: what Arrow refuses there.
     """
-    local = storage.is_local(path)
+    local, inside = storage.is_local(path), False
     try:
         with (
             pa.OSFile(storage.split(path)[1]) if local else storage.open_read(path) as source,
@@ -72,15 +78,21 @@ def open_table(
         ):
             if columns:
                 require_columns(path, table.schema_arrow.names, columns, expected)
+            inside = True
             yield table
     except QuernError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
-        if missing is not None and isinstance(error, FileNotFoundError):
-            raise InputError(f"{path}: {missing}") from None
-        if isinstance(error, FileNotFoundError) or getattr(error, "filename", None) is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        if inside and (getattr(error, "filename", None) is not None or number in _OF_WRITING):
             raise  # of another file: Arrow gives no name
-        raise InputError(f"{path}: cannot be read: {one_line(error, 120)}") from None
+        if isinstance(error, FileNotFoundError):
+            if missing is None:
+                raise
+            raise InputError(f"{path}: {missing}") from None
+        # Arrow's message of a local file begins with its path, however long
+        why = os.strerror(number) if local and number else one_line(error, 120)
+        raise InputError(f"{path}: cannot be read: {why}") from None
 
 
 def read_batches(

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, get_args
 
@@ -128,9 +128,9 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
 
 def layout_of(parallel: ParallelConfig, plan: MeshPlan, compute_dtype: torch.dtype, **settings: Any) -> Layout:
     """The layout that a config's section ``parallel`` describes; ``settings``: the fields that other sections say."""
-    same = ("async_tp", "nvlink_domain", "tp_across_domains", "schedule", "stages_per_rank", "stage_layers")
-    own = {name: getattr(parallel, name) for name in same}
-    return Layout(compute_dtype, plan, reshard_after_forward=parallel.resharding, **own, **settings)
+    same = {field.name for field in fields(Layout)} & ParallelConfig.model_fields.keys()
+    own = {name: getattr(parallel, name) for name in same} | {"reshard_after_forward": parallel.resharding}
+    return Layout(compute_dtype, plan, **own, **settings)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class _Pending:
     data_step: int
     valid_tokens: int
     values: torch.Tensor
-    """:class:`.figures.Figures`, on their way to the host."""
+    """:class:`quern.train.step.figures.Figures`, on their way to the host."""
     lr: float
     tokens: int
     wait_s: float

@@ -33,6 +33,21 @@ def check(world: int, keys: dict[str, Any], task: dict[str, Any] = TASK, vocab_s
     check_layout(shape, layout_of(parallel, plan_mesh(parallel, world), torch.float32, **given), about)
 
 
+def test_every_key_of_the_section_reaches_the_layout_or_the_mesh() -> None:
+    """A key that is taken and does nothing would be worse than none."""
+    other = {"dp_shard": 4, "reshard_after_forward": 2, "schedule": "zbv_zero_bubble", "stages_per_rank": 3,
+             "stage_layers": (1, 2), "nvlink_domain": 4}  # fmt: skip
+    for name, field in ParallelConfig.model_fields.items():
+        if name in ("cp", "ep", "zero"):  # their one value
+            continue
+        usual = ParallelConfig(dp_shard=2)
+        value = other.get(name, not field.default if isinstance(field.default, bool) else 2)
+        changed = usual.model_copy(update={name: value})
+        of = [layout_of(own, plan_mesh(own, own.dp_replicate * (own.dp_shard or 1) * own.tp * own.pp), torch.float32)
+              for own in (usual, changed)]  # fmt: skip
+        assert of[0] != of[1], name
+
+
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     # ranks, parallel, model, task, what is said
     (5, {"tp": 5}, {}, {},

@@ -33,9 +33,9 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Another seed is another site.")] = 0,
     json: bool = JSON,
 ) -> None:
-    """Write a sample site of 320 pages, grind it into tokens, hold every verdict against what a person expects, and
-    train a small model on them that is killed, goes on, and is held against n-gram models; then walk a page from its
-    URL to the steps that read it, and back; and purge a domain, prove it gone, and go on without it.
+    """Write a sample site of 320 pages, process it into tokens, compare every verdict with what a person expects,
+    and train a small model on them that is killed, resumes, and is compared with n-gram models; then trace a page from
+    its URL to the steps that read it, and back; and purge a domain, verify the purge, and resume without it.
     """
     began = time.monotonic()
     with json_stdout(json) as emit:

@@ -184,7 +184,7 @@ def _lines(run_dir: str, status: dict[str, Any]) -> Iterator[str]:
         said = f"{driver['state']}, heard of {format_duration(driver['heard_s_ago'])} ago"
         yield f"  driver      {driver['host']} pid {driver['pid']}, {said}"
     elif status["status"] != "complete":
-        yield "  driver      never heard of"
+        yield "  driver      has written no heartbeat yet"
     if phase is not None:
         left = f"{phase['done']:,}/{phase['partitions']:,} partitions ({phase['share']:.0%}), {phase['left']:,} left"
         rate = f", {counted(phase['pages'], 'page')} ({phase['pages_per_s'] or 0:,.0f}/s)" if phase["pages"] else ""

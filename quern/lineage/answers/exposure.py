@@ -52,8 +52,8 @@ def exposure_answer(
     selections = _selections(run, given, unknown)
     tally = Tally(run)
     kept = _first_rows(walk(run, selections, tally), limit, abandoned)
-    documents = {own.lineage.run: own.lineage.documents(own.documents) for own in selections}
-    told = settle(tally, unknown, {data_run: b"".join(own.doc_ids) for data_run, own in documents.items()})
+    asked = {own.lineage.run: own.lineage.documents(own.documents).doc_ids for own in selections} if unknown else {}
+    told = settle(tally, unknown, {data_run: b"".join(doc_ids) for data_run, doc_ids in asked.items()})
     answer = _answer(run, given, tally, clean(run, tally, store=store), unknown)
     answer |= {"limit": limit, "rows": _rows(selections, kept), "rows_left_out": _left_out(tally, kept, abandoned)}
     return {**answer, "audit": told}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from quern import storage
 from quern.lineage.purge.apply.transaction import take_up
 from quern.lineage.purge.record import journal
@@ -22,8 +20,7 @@ def open_data_run(run: str) -> IndexedRun:
 def open_training_run(path: str) -> TrainingRun:
     """The training run in a folder; :func:`open_data_run` says what happens in the data runs that it read."""
     train = TrainingRun(path)
-    folders = {folder for attempt in train.attempts for folder in attempt.paths.values()}
-    for run in sorted({os.path.dirname(os.path.dirname(folder)) for folder in folders} - {""}):
+    for run in train.data_folders():
         _finish_purge(run)
     return train
 

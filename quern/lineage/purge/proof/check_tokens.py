@@ -151,7 +151,7 @@ def _check_shard(job: _Job, shard: _Shard) -> tuple[Check, Check]:
     except FileNotFoundError:  # which is told already
         return tokens, sums
     except InputError as error:
-        tokens.found(shard.spans, str(error))
+        tokens.found(shard.spans, str(error).removeprefix(f"{storage.join(job.run, shard.spans)}: "))
         return tokens, sums
     try:
         if _scan(job, shard, spans, tokens) != shard.sha256:

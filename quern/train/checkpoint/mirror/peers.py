@@ -38,7 +38,7 @@ HASH_BYTES_PER_S = 100e6
 READ = 256 << 10
 MAX_LISTING = 16 << 20
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 15.0
-#: Answers that another attempt may change: slow or broken body, another sender, wrong bytes, busy, a disk's hiccup.
+#: Answers that another attempt may change: slow or broken body, another sender, wrong bytes, busy, a disk's error.
 _PASSING = (400, 408, 409, 422, 500, 503)
 
 T = TypeVar("T")

@@ -69,7 +69,7 @@ def _left(run_dir: str, checkpoint: Checkpoint) -> bool:
     try:
         return abandoned_in(run_dir, read_manifest(checkpoint.path)) is not None
     except QuernError as error:
-        log.warning("%s: counts as one of the run's (%s)", checkpoint.path, error)
+        log.warning("%s: cannot be judged, and is kept as one of the run's branch (%s)", checkpoint.path, error)
         return False
 
 

@@ -148,7 +148,7 @@ class CheckpointScheduler:
             self._ended(outcome)
 
     def step(self, step: int, healthy: bool, seconds: float) -> None:
-        """Record a step's duration; on rank 0."""
+        """Record a step's health, write `good` lines of checkpoints that it confirms, and its duration; on rank 0."""
         self.health.observe(step, healthy)
         self._note_good()
         if self._interval is not None and seconds > 0:
