@@ -116,8 +116,8 @@ def write_run(
         "sources": entries,
     }
     storage.write_json(os.path.join(tokens, VERSION_FILE), version)
-    several = {source: len(own) for source, own in files.items()}  # how many of the files, in turn, are whose
-    named = {"sources": several} if len(several) > 1 else {"source": next(iter(several))}
+    whose = [[source, len(own)] for source, own in files.items()]  # how many of the files, in turn, are of which
+    named = {"sources": whose} if len(whose) > 1 else {"source": whose[0][0]}
     config = {**options, **named, "eot_id": eot, "ranks_sha256": encoding.ranks_sha256}
     every = [file for own in files.values() for file in own]
     inputs = digest([[own[name] for name in ("relative_path", "sha256", "sidecar")] for own in every])

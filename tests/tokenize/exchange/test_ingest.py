@@ -172,9 +172,12 @@ def test_several_sources_are_each_as_a_run_of_its_own(ranks: str, tmp_path: Path
         assert version["sources"][source] == own["sources"][source]
         assert verdicts(alone, source) == verdicts(tmp_path / "run", source)
     # which file is of which source is in the identity of the run
-    ids = {storage.read_json(str(tmp_path / name / "run.json"))["id"] for name in ("run", "web-alone", "code-alone")}
-    ingest([f"other={path}" for path in map(str, files["web"])], str(tmp_path / "other"), options(ranks, FORMATS[0]))
-    ids.add(storage.read_json(str(tmp_path / "other" / "run.json"))["id"])
+    one, other = files["web"]
+    ids = set()
+    for number, names in enumerate(("xx", "xy", "yx", "yy")):
+        out = tmp_path / f"named{number}"
+        ingest([f"{names[0]}={one}", f"{names[1]}={other}"], str(out), options(ranks, FORMATS[0]))
+        ids.add(storage.read_json(str(out / "run.json"))["id"])
     assert len(ids) == 4
 
 
