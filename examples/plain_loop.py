@@ -8,6 +8,7 @@ answer for the run in the config's ``run_dir``.
 
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def main(config: str, folder: str) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    newest, start = os.path.join(folder, "newest.pt"), 0
+    newest, start = os.path.join(folder, "newest.pt"), None
     if os.path.exists(newest):
         state = torch.load(newest, weights_only=True)
         model.load_state_dict(state["model"])
@@ -39,10 +40,12 @@ def main(config: str, folder: str) -> None:
 
     with quern.batches(config, rank, world, start) as batches:
         for batch in batches:
-            for micro in batch.micro_batches:
+            for number, micro in enumerate(batch.micro_batches, 1):
                 # The sum over this rank's targets, divided by the targets of all ranks; DDP divides by the ranks.
-                loss = replicated(**micro.for_transformers(), num_items_in_batch=batch.valid_tokens).loss
-                (loss * world).backward()
+                last = number == len(batch.micro_batches)
+                with nullcontext() if last else replicated.no_sync():
+                    loss = replicated(**micro.for_transformers(), num_items_in_batch=batch.valid_tokens).loss
+                    (loss * world).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -51,7 +54,10 @@ def main(config: str, folder: str) -> None:
                 if rank == 0:
                     os.makedirs(folder, exist_ok=True)
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
-                    torch.save(state, newest + ".part")
+                    with open(newest + ".part", "wb") as file:
+                        torch.save(state, file)
+                        file.flush()
+                        os.fsync(file.fileno())
                     os.replace(newest + ".part", newest)
                 batches.saved(done)
     dist.destroy_process_group()

@@ -6,13 +6,15 @@ The same command goes on from the newest checkpoint. Afterwards ``quern lineage 
 answer for the run in the config's ``run_dir``.
 """
 
+import glob
+import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 import quern
 
@@ -37,6 +39,12 @@ class Told(TrainerCallback):
         self.batches.saved(state.global_step)
 
 
+def checkpoints(folder: str) -> list[tuple[int, str]]:
+    """Steps and paths of those that are whole: the Trainer writes this file last."""
+    states = glob.glob(os.path.join(folder, "checkpoint-*", "trainer_state.json"))
+    return [(json.loads(Path(state).read_text())["global_step"], os.path.dirname(state)) for state in states]
+
+
 def main(config: str, folder: str) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
@@ -44,8 +52,7 @@ def main(config: str, folder: str) -> None:
         vocab_size=50304, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
-    newest = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    start = int(newest.rpartition("-")[2]) if newest else 0
+    start, newest = max(checkpoints(folder), default=(None, None))
     with quern.batches(config, rank, world, start, looks_ahead=True) as batches:
         trainer = OrderedTrainer(
             model=LlamaForCausalLM(shape),

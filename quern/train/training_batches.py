@@ -11,7 +11,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from quern import __version__, storage
 from quern.closes import Closes
 from quern.config import digest, dump_yaml, given_config
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.loader import Loader, MicroBatch
@@ -65,12 +67,13 @@ class MicroBatchTensors:
     places: Tensor
     """int64 [B]: place of each sequence in the step's global batch."""
 
-    def for_transformers(self) -> dict[str, Tensor]:
-        """What models of transformers take. ``labels`` let them compute a loss, ``shift_labels`` are what it is of; by
-        ``position_ids`` that restart they see that attention stays inside a document."""
+    def for_transformers(self) -> dict[str, Any]:
+        """What models of transformers (5.0 or later) take. ``labels`` let them compute a loss, ``shift_labels`` are
+        what it is of; by ``position_ids`` that restart they see that attention stays inside a document, but only where
+        they keep no cache, and with flash attention only for one sequence at a time (``micro_batch`` 1)."""
         return {
             "input_ids": self.tokens, "position_ids": self.positions.long(), "labels": self.targets,
-            "shift_labels": self.targets,
+            "shift_labels": self.targets, "use_cache": False,
         }  # fmt: skip
 
 
@@ -91,7 +94,7 @@ def batches(
     config: Config,
     rank: int = 0,
     world: int = 1,
-    start: int = 0,
+    start: int | None = None,
     *,
     overrides: Sequence[str] = (),
     looks_ahead: bool = False,
@@ -100,12 +103,13 @@ def batches(
 
     ``config``: of a training run (a YAML file, a mapping or a :class:`TrainConfig`). What decides samples counts:
     ``run_dir``, ``data``, ``phases``, ``seed``, ``seq_len``, ``global_batch``, ``micro_batch``, ``steps``,
-    ``document_mask``, ``verify_shards``; the rest is the trainer's own. ``start``: how many steps the weights have
-    taken: 0, or what the checkpoint says that the loop goes on from. ``overrides``: ``["steps=100"]``, of a file.
-    ``looks_ahead``: see :class:`TrainingBatches`.
+    ``document_mask``, ``verify_shards``; the rest is the trainer's own. ``start``: how many steps the
+    weights have taken, as the checkpoint says that the loop goes on from; None: a new run. ``overrides``:
+    ``["steps=100"]``, of a file. ``looks_ahead``: see :class:`TrainingBatches`.
 
     Raises:
-        InputError: the config, the corpus, or what ``run_dir`` holds does not fit, or ``start`` was not reached there.
+        InputError: the config, the corpus, or what ``run_dir`` holds does not fit, ``start`` was not reached there, or
+            is not given and there is a run.
         QuernError: another trainer is at work in ``run_dir``, or its ledger is damaged.
     """
     if isinstance(config, str | os.PathLike):
@@ -120,7 +124,7 @@ class TrainingBatches(Closes):
 
     All ranks open it with equal arguments but ``rank``; rank 0 writes ``run_dir``: ``ledger.jsonl``, ``config.yaml``,
     ``run.json``, ``metrics.jsonl``. Ranks do not talk to each other: the others need to see ``run_dir`` only to go on
-    (``start`` > 0).
+    (with ``start``). Nothing is written before the first batch is asked for.
 
     **What counts as read.** To ask for the next batch says that the step before is complete; :meth:`complete` says it
     of the last one. With ``looks_ahead``, for loops that take batches before they have computed the one before, only
@@ -131,12 +135,15 @@ class TrainingBatches(Closes):
     batches of a step).
     """
 
-    def __init__(self, config: TrainConfig, rank: int, world: int, start: int, *, looks_ahead: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, rank: int, world: int, given: int | None, *, looks_ahead: bool = False
+    ) -> None:
+        start = given or 0
         _check(config, rank, world, start)
         self.config, self._looks_ahead = config, looks_ahead
         self.step, self.steps = start, config.steps
         self._first, self._done, self._handed = start, start, start
-        self._ended = False
+        self._begun = self._ended = self._closed = False
         self._valid: dict[int, int] = {}
         """Targets of steps that were handed out and are not complete yet."""
         self._parts = ExitStack()
@@ -152,6 +159,7 @@ class TrainingBatches(Closes):
             if rank == 0:
                 self._ledger = self._open_ledger()
             entries = self._entries()
+            self._check_start(entries, given)
             self._data_step, mixture = _place(config, corpus, entries, start)
             self._loader = Loader(
                 corpus, mixture.order, rank=rank, world=world, micro_batch=config.micro_batch,
@@ -160,11 +168,12 @@ class TrainingBatches(Closes):
             )  # fmt: skip
             self._parts.callback(self._loader.close)
             self.order, self.fingerprint = mixture.order.hash, corpus.fingerprint
-            self._batch_sizes = {phase.global_batch for phase in mixture.order.phases}
-            self._per_rank = world * config.micro_batch
-            if self._ledger is not None:
-                self._record(self._ledger, corpus, mixture, world)
             stop = self._data_step + config.steps - start
+            self._batch_sizes = {
+                mixture.order.global_batch_at(step) for step in _changes(mixture, self._data_step, stop)
+            }
+            self._per_rank = world * config.micro_batch
+            self._record = partial(self._describe, corpus, mixture, world)
             self._batches = iter(self._loader.prefetch(self._data_step, stop, _DEPTH))
         except BaseException:
             self._parts.close()
@@ -176,6 +185,11 @@ class TrainingBatches(Closes):
         return self
 
     def __next__(self) -> StepTensors:
+        if self._closed:
+            raise ValueError("the batches are closed: read them inside of the with block")
+        if self._ledger is not None and not self._begun:
+            self._record(self._ledger)
+            self._begun = True
         if not self._looks_ahead and self._handed > self._done:
             self.complete(self._handed)
         batch = next(self._batches)  # ends after the last step
@@ -188,16 +202,17 @@ class TrainingBatches(Closes):
         """Micro-batches of a step.
 
         Raises:
-            InputError: phases change the global batch, and with it their number.
+            InputError: phases to come change the global batch, and with it their number.
         """
         if len(self._batch_sizes) > 1:
             raise InputError("phases: the global batch changes, and with it the number of micro-batches of a step")
         return next(iter(self._batch_sizes)) // self._per_rank
 
-    def dataset(self) -> IterableDataset[dict[str, Tensor]]:
+    def dataset(self) -> IterableDataset[dict[str, Any]]:
         """The micro-batches one after the other, as transformers' models take them, for
         ``DataLoader(dataset, batch_size=None)``, without workers: a thread makes batches ahead already. A step is
-        :attr:`accumulation` of them."""
+        :attr:`accumulation` of them. The loader is not for ``accelerator.prepare``, which would deal the share of rank
+        0 out to all ranks."""
         _ = self.accumulation
         return _Dataset(self)
 
@@ -222,13 +237,17 @@ class TrainingBatches(Closes):
 
     def saved(self, step: int) -> None:
         """Say that ``step`` steps are complete and that a checkpoint of their weights is durable: a line of the ledger,
-        on disk when this returns. Without it a run can go on all the same, unless its machine loses power.
+        on disk when this returns. Later steps may be complete by then. Without it a run can go on all the same, unless
+        its machine loses power.
 
         Raises:
-            ValueError: as :meth:`complete`.
+            ValueError: it is more than was handed out, or less than the start.
         """
-        self.complete(step)
-        if self._ledger is not None and not self._ended:
+        if not self._first <= step <= self._handed:
+            raise ValueError(f"step: expected {self._first} to {self._handed}, the batches handed out, got {step}")
+        if step > self._done:
+            self.complete(step)
+        if self._ledger is not None and self._begun and not self._ended:
             self._ledger.append("complete", step=step)
 
     def skipped(self, step: int, reason: str = "skipped by the trainer") -> None:
@@ -244,19 +263,21 @@ class TrainingBatches(Closes):
 
     def close(self) -> None:
         """Stop the reading thread, and record where the run ended if all that was handed out is complete."""
-        if self._handed == self._done:
-            self._end()
-        self._ledger = self._metrics = None
-        self._parts.close()
+        try:
+            if self._handed == self._done:
+                self._end()
+        finally:
+            self._ledger, self._metrics, self._closed = None, None, True
+            self._parts.close()
 
     def _end(self) -> None:
         """The ledger's last line, once."""
-        if self._ledger is not None and not self._ended:
-            self._ended = True
+        if self._ledger is not None and self._begun and not self._ended:
             if self._done == self.steps:
                 self._ledger.append("end", step=self._done)
             else:
                 self._ledger.append("stopped", step=self._done, signal=None)
+            self._ended = True
 
     # ---- the run's records
 
@@ -266,7 +287,11 @@ class TrainingBatches(Closes):
     def _open_ledger(self) -> Ledger:
         root = checkpoints_folder(self.config.run_dir)
         os.makedirs(root, exist_ok=True)
+        held = _OPEN.get(os.path.realpath(root))
+        if held is not None and not held._closed:  # a lock of this process's own would not keep it out
+            raise QuernError(f"{self.config.run_dir}: this process reads batches of the run already; close those first")
         self._parts.enter_context(closing(FolderLock(root)))
+        _OPEN[os.path.realpath(root)] = self
         return self._parts.enter_context(Ledger(os.path.join(self.config.run_dir, LEDGER_FILE)))
 
     def _entries(self) -> Sequence[Mapping[str, Any]]:
@@ -275,24 +300,40 @@ class TrainingBatches(Closes):
         path = os.path.join(self.config.run_dir, LEDGER_FILE)
         return read_ledger(path) if self._first and os.path.isfile(path) else []
 
-    def _record(self, ledger: Ledger, corpus: Corpus, mixture: Mixture, world: int) -> None:
+    def _check_start(self, entries: Sequence[Mapping[str, Any]], given: int | None) -> None:
+        """Refuse a start that the run has not reached, and one that is not given where a run has got on."""
+        moves = [place for place, entry in enumerate(entries) if entry["kind"] in MOVES]
+        self._attempt = len(moves)
+        if not moves:
+            return
+        last = entries[moves[-1] :]
+        known = max(reached(last), steps_of_metrics(self.config.run_dir, self._attempt - 1))
+        if given is None and known:
+            raise InputError(
+                f"start: the run in {self.config.run_dir} has completed {known} steps; give the number of optimizer "
+                "steps that the checkpoint's weights have taken (0: from the beginning again), or another run_dir"
+            )
+        # A loop may have saved a step's weights and ended before it asked for the next batch.
+        ended = any(entry["kind"] in ("end", "stopped") for entry in last) or last[0].get("looks_ahead")
+        if self._first > known + (not ended):
+            raise InputError(
+                f"start: the run in {self.config.run_dir} has completed {known} steps since it was last opened, got "
+                f"{self._first}; give the number of optimizer steps that the checkpoint's weights have taken"
+            )
+        if self._first < known and self._ledger is not None:
+            log.warning("the run goes back from step %d to step %d", known, self._first)
+
+    def _describe(self, corpus: Corpus, mixture: Mixture, world: int, ledger: Ledger) -> None:
         """The line that opens the attempt, and the files that describe the run; before a token is read."""
         config, start = self.config, self._first
-        self._attempt = sum(entry["kind"] in MOVES for entry in ledger.entries)
-        if self._attempt and start > (known := reached(ledger.entries)):
-            known = max(known, steps_of_metrics(config.run_dir, self._attempt - 1))
-            # A loop may have saved a step's weights and ended before it asked for the next batch.
-            if start > known + 1:
-                raise InputError(
-                    f"start: the run in {config.run_dir} has completed {known} steps, got {start}; give the number of "
-                    "optimizer steps that the checkpoint's weights have taken"
-                )
+        if self._attempt and start > reached(ledger.entries):
             ledger.append("complete", step=start)
         paths = {ident: reader.path for ident, reader in zip(corpus.ids, corpus.readers, strict=True)}
         ledger.move(
             "resume" if self._attempt else "start", start, self._data_step, mixture.order,
             versions=dict(zip(corpus.ids, corpus.versions, strict=True)), fingerprint=corpus.fingerprint,
             document_mask=config.document_mask, paths=paths, dp=world, micro_batch=config.micro_batch,
+            looks_ahead=self._looks_ahead,
         )  # fmt: skip
         announce(config.run_dir, mixture.order.hash, paths)
         storage.publish_bytes(os.path.join(config.run_dir, CONFIG_FILE), dump_yaml(config).encode())
@@ -308,11 +349,15 @@ class TrainingBatches(Closes):
         log.info("step %d, data step %d, order %s", start, self._data_step, mixture.order.hash)
 
 
-class _Dataset(IterableDataset[dict[str, Tensor]]):
+#: Those that are open in this process on rank 0, by their folder.
+_OPEN: WeakValueDictionary[str, TrainingBatches] = WeakValueDictionary()
+
+
+class _Dataset(IterableDataset[dict[str, Any]]):
     def __init__(self, own: TrainingBatches) -> None:
         self._own = own
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:
             raise InputError("num_workers: expected 0; a thread makes batches ahead already")
         for batch in self._own:
@@ -343,6 +388,11 @@ def _place(
     if start:
         raise InputError(f"start: no run has begun in {config.run_dir}: expected 0, got {start}")
     return 0, Mixture(plan_mixture(config, corpus).order, tuple(range(len(corpus.ids))))
+
+
+def _changes(mixture: Mixture, first: int, stop: int) -> list[int]:
+    """The data steps from ``first`` to ``stop`` at which a phase holds that did not before, ``first`` among them."""
+    return [first, *(phase.first_step for phase in mixture.order.phases if first < phase.first_step < stop)]
 
 
 def _tensors(batch: MicroBatch) -> MicroBatchTensors:

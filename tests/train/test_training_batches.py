@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import subprocess
+import threading
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ import torch
 
 import quern
 from quern.config import dump_yaml
-from quern.errors import InputError
+from quern.errors import InputError, QuernError
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
 from quern.train.config import TrainConfig
+from quern.train.history.ledger import Ledger
 from quern.train.training_batches import StepTensors, TrainingBatches
 from support.programs import python
 from support.train import corpora as CORPORA
@@ -169,7 +172,7 @@ def test_a_file_a_mapping_and_overrides(tmp_path: Path, paths: list[str]) -> Non
         with quern.batches(given, rank=0, world=1) as batches:
             found.append((batches.order, batches.steps))
     assert len(set(found)) == 1
-    with quern.batches(file, overrides=["steps=3"]) as batches:
+    with quern.batches(file, start=0, overrides=["steps=3"]) as batches:
         assert len(take(batches)) == 3
     with pytest.raises(InputError, match="overrides: expected only with a config file"):
         quern.batches(config, overrides=["steps=3"])
@@ -211,8 +214,8 @@ def test_a_loop_that_looks_ahead_says_what_is_complete(tmp_path: Path, paths: li
 def test_the_end_is_recorded_once_all_steps_are_complete(tmp_path: Path, paths: list[str]) -> None:
     with quern.batches(settings(tmp_path, paths)) as batches:
         take(batches)
-    with pytest.raises(StopIteration):
-        next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
     assert kinds(tmp_path) == ["order", "start", "end"]
     with quern.batches(settings(tmp_path, paths), start=CASE.STEPS) as batches:
         assert take(batches) == []
@@ -256,15 +259,23 @@ def test_a_start_that_was_not_reached_is_refused(tmp_path: Path, paths: list[str
     take(batches, 4)
     batches.close()  # as a kill leaves it: of step 3 nobody said that it is complete
     before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
-    with pytest.raises(InputError, match="has completed 3 steps, got 5; give the number of optimizer steps"):
+    with pytest.raises(
+        InputError, match="has completed 3 steps since it was last opened, got 5; give the number of optimizer steps"
+    ):
         quern.batches(config, start=5)
     assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
-    quern.batches(config, start=4).close()  # a loop that saves may have ended before it asked for another batch
-    assert stops(tmp_path) == [(0, 4, False), (4, 4, True)]
-    quern.batches(config, start=2).close()
+    assert quern.batches(config, start=4).close() is None  # nothing was read: nothing is written
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
+    with quern.batches(config, start=4) as batches:  # the loop may have saved before it asked for another batch
+        batches.complete(next(batches).step + 1)
+    assert stops(tmp_path) == [(0, 4, False), (4, 5, True)]
+    with pytest.raises(InputError, match="has completed 5 steps since it was last opened, got 6"):
+        quern.batches(config, start=6)  # it said where it ended
+    with quern.batches(config, start=2) as batches:
+        batches.complete(next(batches).step + 1)
     told = [(entry["kind"], entry["step"]) for entry in CASE.ledger(tmp_path / "run")[1:]]
     assert told == [
-        ("start", 0), ("complete", 4), ("resume", 4), ("stopped", 4), ("resume", 2), ("stopped", 2),
+        ("start", 0), ("complete", 4), ("resume", 4), ("stopped", 5), ("resume", 2), ("stopped", 3),
     ]  # fmt: skip
 
 
@@ -274,13 +285,105 @@ def test_what_was_saved_survives_the_loss_of_the_metrics(tmp_path: Path, paths: 
         batches.saved(5)
         take(batches, 2)
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    quern.batches(settings(tmp_path, paths), start=5).close()
-    assert stops(tmp_path)[-1] == (5, 5, True)
+    with quern.batches(settings(tmp_path, paths), start=5) as batches:
+        batches.complete(next(batches).step + 1)
+    assert stops(tmp_path)[-1] == (5, 6, True)
+
+
+def test_a_start_that_was_forgotten_is_refused(
+    tmp_path: Path, paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(tmp_path, paths)
+    with quern.batches(config) as batches:
+        take(batches, 4)
+    with pytest.raises(InputError, match=r"start: the run in .* has completed 3 steps; give the number of optimizer"):
+        quern.batches(config)
+    with quern.batches(config, start=0) as batches:
+        assert next(batches).step == 0
+    assert "the run goes back from step 3 to step 0" in caplog.text
+
+
+def test_a_checkpoint_may_become_durable_some_steps_later(tmp_path: Path, paths: list[str]) -> None:
+    with quern.batches(settings(tmp_path, paths)) as batches:
+        take(batches, 4)
+        batches.saved(2)
+        batches.saved(4)
+        with pytest.raises(ValueError, match="step: expected 0 to 4, the batches handed out, got 5"):
+            batches.saved(5)
+    told = [(entry["kind"], entry.get("step")) for entry in CASE.ledger(tmp_path / "run")[2:]]
+    assert told == [("complete", 2), ("complete", 4), ("stopped", 4)]
+
+
+def test_one_process_does_not_open_a_run_twice(tmp_path: Path, paths: list[str]) -> None:
+    """A lock of the process's own would not keep it out; what is closed, or forgotten, is no longer open."""
+    config = settings(tmp_path, paths)
+    batches = quern.batches(config)
+    next(batches)
+    with pytest.raises(QuernError, match="this process reads batches of the run already; close those first"):
+        quern.batches(config, start=0)
+    batches.close()
+    with pytest.raises(ValueError, match="the batches are closed"):
+        next(batches)
+    batches = quern.batches(config, start=0)
+    del batches
+    gc.collect()
+    quern.batches(config, start=0).close()
+
+
+def test_what_is_open_is_closed_if_the_ledger_takes_no_line(
+    tmp_path: Path, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = quern.batches(settings(tmp_path, paths))
+    batches.complete(next(batches).step + 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "append", lambda *given, **told: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batches.close()
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "quern-prefetch" and thread.is_alive()]
+    quern.batches(settings(tmp_path, paths), start=1).close()
+
+
+def test_batch_sizes_of_the_past_do_not_count(tmp_path: Path, paths: list[str]) -> None:
+    config = settings(tmp_path, paths, phases=[{"first_step": 3, "global_batch": 16}])
+    with quern.batches(config) as batches:
+        take(batches, 5)
+        batches.saved(5)
+    with quern.batches(config, start=5) as batches:
+        assert batches.accumulation == 4
+    with quern.batches(config, start=2) as batches, pytest.raises(InputError, match="phases: the global batch changes"):
+        _ = batches.accumulation
+
+
+def test_a_model_of_transformers_attends_inside_documents_alone(tmp_path: Path, paths: list[str]) -> None:
+    """Other tokens in all documents of a row but its last change nothing of the last one's logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(shape)
+    with quern.batches(settings(tmp_path, paths)) as batches:
+        micro = next(batches).micro_batches[0]
+    changed = 0
+    for row in range(len(micro.tokens)):
+        own = micro.documents[row] == micro.documents[row].max()
+        inputs = {
+            name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
+            for name, value in micro.for_transformers().items()
+        }
+        other = torch.where(own, inputs["input_ids"], 1 + inputs["input_ids"] % 200)
+        logits = [model(**(inputs | {"input_ids": ids})).logits[0] for ids in (inputs["input_ids"], other)]
+        assert torch.equal(logits[0][own], logits[1][own])
+        changed += int((~own).any()) and int(not torch.equal(logits[0][~own], logits[1][~own]))
+    assert changed > 0
 
 
 def test_runs_of_two_trainers_do_not_share_a_folder(tmp_path: Path, paths: list[str]) -> None:
     config = settings(tmp_path, paths)
-    quern.batches(config).close()
+    with quern.batches(config) as batches:
+        next(batches)
     with pytest.raises(InputError, match=r"run_dir: .* holds a run of a trainer that reads by quern\.batches"):
         CASE.live(config)
     CASE.live(CASE.settings(tmp_path / "trained", paths, steps=4))
@@ -307,7 +410,8 @@ def test_wrong_arguments_are_refused_before_a_run_begins(
 
 
 def test_a_data_run_knows_who_read_it(tmp_path: Path, paths: list[str]) -> None:
-    quern.batches(settings(tmp_path, paths)).close()
+    with quern.batches(settings(tmp_path, paths)) as batches:
+        next(batches)
     [line] = (tmp_path / "data" / "consumers.jsonl").read_text().splitlines()
     assert json.loads(line)["train_run"] == str(tmp_path / "run")
 
@@ -315,11 +419,12 @@ def test_a_data_run_knows_who_read_it(tmp_path: Path, paths: list[str]) -> None:
 def test_the_dataset_gives_micro_batches_one_by_one(tmp_path: Path, paths: list[str]) -> None:
     with quern.batches(settings(tmp_path, paths)) as batches:
         whole = [micro.for_transformers() for batch in batches for micro in batch.micro_batches]
-    with quern.batches(settings(tmp_path, paths)) as batches:
+    with quern.batches(settings(tmp_path, paths), start=0) as batches:
         loader = torch.utils.data.DataLoader(batches.dataset(), batch_size=None)
         for found, expected in zip(loader, whole, strict=True):
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with quern.batches(settings(tmp_path, paths)) as batches:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected if name != "use_cache")
+    with quern.batches(settings(tmp_path, paths), start=0) as batches:
         workers = torch.utils.data.DataLoader(batches.dataset(), batch_size=None, num_workers=1)
         with pytest.raises(InputError, match="num_workers: expected 0"):
             next(iter(workers))

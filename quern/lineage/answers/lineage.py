@@ -39,7 +39,8 @@ _EXPOSURES = pa.schema(
 
 
 class Lineage:
-    """A data run or a training run, opened for questions. It stays as it was when it was opened.
+    """A data run or a training run, opened for questions. :meth:`sql` reads what is there now; the others answer as of
+    the first question of this object: open the run again after it has grown.
 
     :meth:`show` and :meth:`match` are of a data run, :meth:`exposure` and :meth:`step` of a training run, :meth:`sql`
     of both. Answers have the keys that the command of the same name prints with ``--json``. The first question that
