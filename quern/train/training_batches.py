@@ -10,13 +10,11 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from quern import __version__, storage
@@ -25,8 +23,9 @@ from quern.config import digest, dump_yaml, given_config
 from quern.errors import InputError, QuernError
 from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
-from quern.train.batches.loader import Loader, MicroBatch
+from quern.train.batches.loader import Loader
 from quern.train.batches.mixture import Mixture, carry_on, plan_mixture
+from quern.train.batches.tensors import StepTensors, tensors_of
 from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, checkpoints_folder, list_checkpoints
 from quern.train.config import MetricsConfig, TrainConfig
@@ -38,7 +37,7 @@ from quern.train.init_from import load_run_config
 from quern.train.run_record import RUN_FILE, check_run_dir
 from quern.train.step.metrics import Metrics
 
-__all__ = ["MicroBatchTensors", "StepTensors", "TrainingBatches", "batches"]
+__all__ = ["TrainingBatches", "batches"]
 
 log = logging.getLogger(__name__)
 
@@ -46,48 +45,6 @@ log = logging.getLogger(__name__)
 _DEPTH = 4
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | TrainConfig
-
-
-@dataclass(frozen=True)
-class MicroBatchTensors:
-    """B sequences of L tokens that a rank computes at a time. Integers on the CPU; they may be written to."""
-
-    tokens: Tensor
-    """int64 [B, L]."""
-    targets: Tensor
-    """int64 [B, L]: the token after each; -100 where there is none to learn. They are shifted already."""
-    positions: Tensor
-    """int32 [B, L]; with ``document_mask`` they restart where a document starts."""
-    documents: Tensor
-    """int32 [B, L]: number of the document in its row, from 0; without ``document_mask`` all 0. A token attends to
-    those of its own document alone."""
-    cu_seqlens: Tensor
-    """int32 [documents + 1]: where each starts among the B·L tokens, then B·L, as attention of variable length takes
-    it; without ``document_mask`` rows."""
-    places: Tensor
-    """int64 [B]: place of each sequence in the step's global batch."""
-
-    def for_transformers(self) -> dict[str, Any]:
-        """What models of transformers (5.0 or later) take. ``labels`` let them compute a loss, ``shift_labels`` are
-        what it is of; by ``position_ids`` that restart they see that attention stays inside a document, but only where
-        they keep no cache, and with flash attention only for one sequence at a time (``micro_batch`` 1)."""
-        return {
-            "input_ids": self.tokens, "position_ids": self.positions.long(), "labels": self.targets,
-            "shift_labels": self.targets, "use_cache": False,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StepTensors:
-    """A rank's share of an optimizer step."""
-
-    step: int
-    """From 0."""
-    data_step: int
-    """Step of the order that it reads."""
-    valid_tokens: int
-    """Targets of the whole global batch, over all ranks: the loss is a sum over targets divided by it."""
-    micro_batches: tuple[MicroBatchTensors, ...]
 
 
 def batches(
@@ -195,7 +152,7 @@ class TrainingBatches(Closes):
         batch = next(self._batches)  # ends after the last step
         step, self.step, self._handed = self.step, self.step + 1, self.step + 1
         self._valid[step] = batch.valid_tokens
-        return StepTensors(step, batch.data_step, batch.valid_tokens, tuple(map(_tensors, batch.micro_batches)))
+        return StepTensors(step, batch.data_step, batch.valid_tokens, tuple(map(tensors_of, batch.micro_batches)))
 
     @property
     def accumulation(self) -> int:
@@ -393,15 +350,3 @@ def _place(
 def _changes(mixture: Mixture, first: int, stop: int) -> list[int]:
     """The data steps from ``first`` to ``stop`` at which a phase holds that did not before, ``first`` among them."""
     return [first, *(phase.first_step for phase in mixture.order.phases if first < phase.first_step < stop)]
-
-
-def _tensors(batch: MicroBatch) -> MicroBatchTensors:
-    arrays = (
-        batch.tokens_BL,
-        batch.targets_BL,
-        batch.positions_BL,
-        batch.documents_BL,
-        batch.cu_seqlens,
-        batch.indices,
-    )
-    return MicroBatchTensors(*map(torch.from_numpy, arrays))

@@ -19,9 +19,10 @@ from quern.config import dump_yaml
 from quern.errors import InputError, QuernError
 from quern.lineage.training import TrainingRun
 from quern.mixtures.order import Order
+from quern.train.batches.tensors import StepTensors
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import Ledger
-from quern.train.training_batches import StepTensors, TrainingBatches
+from quern.train.training_batches import TrainingBatches
 from support.programs import python
 from support.train import corpora as CORPORA
 from support.train import run_case as CASE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -14,17 +14,16 @@ import numpy as np
 
 from quern import storage
 from quern.config import dump_yaml
+from quern.data_pipeline.report.counters import TokenLengths
 from quern.data_pipeline.report.funnel import all_alarms, funnel, main_reasons
+from quern.data_pipeline.report.languages import languages_section, seen
 from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
 from quern.data_pipeline.report.stats import committed
 from quern.data_pipeline.report.survey import (
     CHAR_EDGES,
-    NO_HOST,
-    OUTCOMES,
     WORD_EDGES,
     Budget,
     Survey,
-    TokenLengths,
     survey,
 )
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
@@ -33,19 +32,12 @@ from quern.words import counted
 __all__ = ["render", "survey_run", "write_report"]
 
 NUM_REASONS = 30
-NUM_LANGUAGES = 20
-NUM_HOSTS = 20
 NUM_DAMAGE = 100
 NUM_ALARMS = 100
 #: Bins of lengths that a histogram has at least (eight are a factor of ten): one alone has no scale.
 LEAST_BINS = 10
 #: Width of the first row of the funnel in a drawing 1,000 wide; the rest is for what flows out.
 FLOW = 800.0
-
-_LEGEND = (
-    '<p class="legend"><span><i class="kept"></i>in the corpus</span><span><i class="duplicate"></i>duplicate</span>'
-    '<span><i class="dropped"></i>dropped</span></p>'
-)
 
 
 def write_report(
@@ -104,7 +96,7 @@ def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[s
         ("funnel", "Funnel", _funnel(stats)),
         ("reasons", "Reasons", _reasons(stats)),
         ("sources", "Sources and tokens", _sources(stats, found)),
-        ("languages", "Languages and hosts", _languages_and_hosts(stats, found)),
+        ("languages", "Languages and hosts", languages_section(stats, found)),
         ("lengths", "Lengths", _lengths(found)),
         ("duplicates", "Duplicates", duplicates_section(stats, found, config.get("duplicates", {}))),
         ("samples", "Samples", samples_section(found)),
@@ -263,60 +255,11 @@ def _losses_by_source(stats: Mapping[str, Any]) -> str:
     return "<h3>What each stage dropped</h3>" + table(head, rows)
 
 
-def _stacked(label: str, counts: Sequence[int]) -> Bar:
-    note = f"{num(sum(counts))} <small>· {percent(counts[0], sum(counts))} in</small>"
-    return Bar(label, tuple(zip(OUTCOMES, counts, strict=True)), note)
-
-
-def _languages_and_hosts(stats: Mapping[str, Any], found: Survey) -> str:
-    if not found.languages:
-        return ""
-    ranked = sorted(found.languages.items(), key=lambda item: (-sum(item[1]), item[0]))
-    languages = [_stacked(show(name, 24), counts) for name, counts in ranked[:NUM_LANGUAGES]]
-    if len(ranked) > NUM_LANGUAGES:
-        rest = [sum(counts[i] for _, counts in ranked[NUM_LANGUAGES:]) for i in range(len(OUTCOMES))]
-        languages.append(_stacked(f"{num(len(ranked) - NUM_LANGUAGES)} others", rest))
-    hosts = [
-        _stacked(f'<span title="{show(name)}">{show(name, 60)}</span>', n) for name, n in found.hosts.top(NUM_HOSTS)
-    ]
-    known = counted(len(found.hosts.counts.keys() - {NO_HOST}), "host")
-    if found.hosts.lost:
-        known = f"more than {known}; a host's counts may be short by up to {num(found.hosts.lost)}"
-    return (
-        _lead(f"{_seen(found)} Languages as they were identified; {known}.")
-        + _LEGEND
-        + f'<div class="two"><div><h3>Languages</h3>{bars(languages, "narrow")}</div>'
-        + f"<div><h3>Hosts with the most pages</h3>{bars(hosts)}</div></div>"
-        + _tokens_by(stats)
-    )
-
-
-def _tokens_by(stats: Mapping[str, Any]) -> str:
-    """Tokens of the most frequent languages and hosts, where the run has counted them."""
-    parts = []
-    for what, own in sorted(stats.get("tokens_by", {}).items(), reverse=True):
-        rows = [
-            [show(name, 60), num(tokens), percent(tokens, own["tokens"]), num(documents)]
-            for name, tokens, documents in own["most"][:NUM_HOSTS]
-        ]
-        parts.append(f"<div>{table([what, 'tokens', 'of all', 'documents'], rows)}</div>")
-    return f'<h3>Tokens</h3><div class="two">{"".join(parts)}</div>' if parts else ""
-
-
-def _seen(found: Survey) -> str:
-    if found.complete:
-        return ""
-    return (
-        f"From {num(found.rows_read)} of {num(found.rows)} pages "
-        f"({num(found.partitions_read)} of {num(found.partitions)} partitions, chosen by key)."
-    )
-
-
 def _lengths(found: Survey) -> str:
     if not found.chars.sum():
         return ""
     lead = (
-        f"{_seen(found)} Documents whose text reached the quality gate: above the line those it passed, duplicates "
+        f"{seen(found)} Documents whose text reached the quality gate: above the line those it passed, duplicates "
         "included; below it those it dropped. The scale of lengths is logarithmic."
         + (f" {num(found.purged)} of them were purged since, and are not counted here." if found.purged else "")
     )
@@ -411,5 +354,5 @@ def _footer(run_dir: str, run: Mapping[str, Any], found: Survey) -> str:
     facts = [f"Run {show(run_dir)}"]
     facts += [f"{show(key.replace('_', ' '))} {show(run[key])}" for key in ("id", "config_hash") if run.get(key)]
     versions = ", ".join(f"{show(name)} {show(version)}" for name, version in run.get("versions", {}).items())
-    seen = "" if found.complete else f"<p>{_seen(found)}</p>"
-    return f"<p>{' · '.join(facts)}</p><p>{versions}</p>{seen}"
+    part = "" if found.complete else f"<p>{seen(found)}</p>"
+    return f"<p>{' · '.join(facts)}</p><p>{versions}</p>{part}"

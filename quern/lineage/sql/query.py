@@ -1,33 +1,13 @@
-"""Runs SQL over a run, through DuckDB views of its verdicts, documents, duplicates, tokens and training steps.
-
-Of a data run:
-
-- ``verdicts``: one row a page-carrying record, as in the verdict files, and ``kept``: whether it is in the corpus's
-  current version. A verdict file knows only what the chain dropped. Here a page that was removed as a duplicate, and
-  not restored since, has ``stage`` = 'duplicate' and the kind (exact, url, near) as its ``reason``, and one that was
-  purged ``stage`` = 'purged' and 'version 2', say; ``kept`` is true where ``stage`` is null;
-- ``documents``: the verdicts that reached the quality gate, with ``text`` and ``extracted`` (null where it is the text;
-  both null once a purge has taken the text). ``kept`` is that of ``verdicts``: in the document files it says only that
-  the chain did not drop the page;
-- ``spans``: stream, source, held_out, shard, start, length (EOT included), purged, purged_since (the corpus version
-  that purged it: who read an earlier one saw it), doc_id of the current version;
-- ``duplicates``: every document of a cluster, with kind, duplicate_of, similarity and band if it was removed;
-- ``steps``: train_run, attempt (from 0), step, data_step, first_sample, global_batch, applied, surviving: a row for
-  each step of the registered training runs that is complete for certain.
-
-Of a training run: its own ``steps``. Ids and hashes are hex text. Nothing is written but DuckDB's spill files, and
-those outside of the run.
-"""
+"""Runs SQL over a run's views (:mod:`.views`) in DuckDB. Nothing is written but DuckDB's spill files, and those outside
+of the run."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,17 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from quern import storage
-from quern.data_pipeline.committed import missing_tables, named
-from quern.data_pipeline.dedup.schemas import DECISIONS
 from quern.data_pipeline.execution.run_directory import is_complete
 from quern.errors import InputError, QuernError, first_line
-from quern.lineage.index.changes import Purges, written_by
-from quern.lineage.index.decided import Redecided
 from quern.lineage.sql.guard import check
-from quern.lineage.sql.steps import steps_table
+from quern.lineage.sql.views import VIEWS, Note, define, quoted
 from quern.train.history.branch import LEDGER_FILE
-from quern.train.history.consumers import read_consumers
-from quern.words import counted
 
 if TYPE_CHECKING:
     import duckdb
@@ -53,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["UNFINISHED", "VIEWS", "QueryResult", "default_memory", "query", "query_table"]
 
 UNFINISHED = "the run is not complete; what it has written so far is read"
-VIEWS = ("documents", "duplicates", "spans", "steps", "verdicts")
 
 _DATA_FOLDERS = ("verdicts", "documents", "duplicates", "tokens")
 _DEFAULT_MEMORY_BYTES = 4 << 30
@@ -61,25 +34,6 @@ _DEFAULT_MEMORY_BYTES = 4 << 30
 #: they are: more at once take no less time.
 _RESULT_BYTES = 256 << 20
 _ROWS_AT_ONCE = 16
-_SPANS_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*(?:\.val)?)/[A-Za-z0-9_.-]+\.parquet")
-
-#: Types of the columns that every run has, for tables of which there is no file yet.
-_VERDICT = {
-    "doc_id": "BLOB", "source": "VARCHAR", "url": "VARCHAR", "canonical_url": "VARCHAR", "surt": "VARCHAR",
-    "host": "VARCHAR", "source_file": "VARCHAR", "record_offset": "BIGINT", "record_length": "BIGINT",
-    "record_id": "VARCHAR", "fetched_at": "TIMESTAMPTZ", "payload_digest": "VARCHAR", "charset": "VARCHAR",
-    "language": "VARCHAR", "language_score": "DOUBLE", "pre_filter_hash": "BLOB", "post_filter_hash": "BLOB",
-    "stage": "VARCHAR", "reason": "VARCHAR", "failed_rules": "VARCHAR[]",
-}  # fmt: skip
-_DOCUMENT = {"doc_id": "BLOB", "text": "VARCHAR", "extracted": "VARCHAR"}
-_SPAN = {"doc_id": "BLOB", "start": "BIGINT", "length": "BIGINT", "purged": "BOOLEAN"}
-_DECISION = {
-    "doc_id": "BLOB", "kind": "VARCHAR", "duplicate_of": "BLOB", "cluster_id": "BLOB", "similarity": "DOUBLE",
-    "band": "SMALLINT",
-}  # fmt: skip
-_CLUSTER = {"doc_id": "BLOB", "cluster_id": "BLOB"}
-
-Note = Callable[[str], None]
 R = TypeVar("R")
 
 
@@ -150,7 +104,7 @@ def _run(
             alias = os.path.join(scratch, "run")  # no query can know it, and nothing in it is a glob or a quote
             os.symlink(run, alias)
             try:
-                _define(connection, run, training, alias, wanted, note)
+                define(connection, run, training, alias, wanted, note)
                 _lock(connection, alias)
                 return fetch(connection, sql)
             except duckdb.InterruptException:
@@ -191,7 +145,7 @@ def _settings(memory_bytes: int | None, threads: int | None, scratch: str) -> di
 
 def _lock(connection: duckdb.DuckDBPyConnection, alias: str) -> None:
     """From here on: the views' folders, no other file, no network, no setting."""
-    folders = ", ".join(_text(os.path.join(alias, name, "")) for name in _DATA_FOLDERS)
+    folders = ", ".join(quoted(os.path.join(alias, name, "")) for name in _DATA_FOLDERS)
     connection.execute(f"SET allowed_directories = [{folders}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -250,164 +204,3 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
             free = f"{name}_{number}"
         found.append(free)
     return tuple(found)
-
-
-# ---- the views
-
-
-def _define(
-    connection: duckdb.DuckDBPyConnection, run: str, training: bool, alias: str, wanted: frozenset[str], note: Note
-) -> None:
-    connection.execute("SET TimeZone = 'UTC'")
-    connection.execute("CREATE SCHEMA source")  # what the views are made of: SHOW TABLES leaves it out
-    if wanted & {"verdicts", "documents", "duplicates", "spans"}:
-        _define_purges(connection, run)
-    if wanted & {"verdicts", "documents", "duplicates"}:
-        _note_missing(run, wanted, note)
-        _define_pages(connection, run, alias)
-    if "spans" in wanted:
-        _define_spans(connection, run, alias)
-    if "steps" in wanted:
-        runs = [run] if training else dict.fromkeys(started.train_run for started in read_consumers(run))
-        connection.register("ledgers", steps_table(runs, note))
-        connection.execute("CREATE TABLE steps AS FROM ledgers")
-        connection.unregister("ledgers")
-
-
-def _note_missing(run: str, wanted: frozenset[str], note: Note) -> None:
-    folders = {"verdicts", "duplicates"} | ({"documents"} & wanted)
-    if missing := missing_tables(run, folders):
-        note(
-            f"{run}: {counted(len(missing), 'committed table')} missing, without which the views are: {named(missing)}"
-        )
-
-
-def _define_purges(connection: duckdb.DuckDBPyConnection, run: str) -> None:
-    """The documents that the current version has purged, and since when."""
-    version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    connection.register("purged", Purges(os.path.join(run, "tokens"), version).table())
-    connection.execute("CREATE TABLE source.purges AS SELECT doc_id, version FROM purged")
-    connection.unregister("purged")
-
-
-def _define_pages(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    for name, pattern, columns in (
-        ("verdict_rows", "verdicts/*/*.parquet", _VERDICT),
-        ("document_rows", "documents/*/*.parquet", _DOCUMENT),
-        ("recorded_rows", DECISIONS, _DECISION),
-        ("cluster_rows", "duplicates/clusters.parquet", _CLUSTER),
-    ):
-        there = next(glob.iglob(os.path.join(glob.escape(run), pattern)), None) is not None
-        files = f"[{_text(os.path.join(alias, pattern))}]" if there else ""
-        connection.execute(f"CREATE VIEW source.{name} AS {_scan(files, columns)}")
-    _define_decisions(connection, run)
-    connection.execute(
-        """
-        CREATE VIEW source.pages AS
-        SELECT v.doc_id AS id, v.* REPLACE (
-            lower(hex(v.doc_id)) AS doc_id,
-            lower(hex(pre_filter_hash)) AS pre_filter_hash,
-            lower(hex(post_filter_hash)) AS post_filter_hash,
-            CASE WHEN v.stage IS NOT NULL THEN v.stage WHEN d.kind IS NOT NULL THEN 'duplicate'
-                WHEN p.version IS NOT NULL THEN 'purged' END AS stage,
-            CASE WHEN v.stage IS NOT NULL THEN v.reason WHEN d.kind IS NOT NULL THEN d.kind
-                ELSE 'version ' || p.version END AS reason),
-            v.stage IS NULL AND d.kind IS NULL AND p.version IS NULL AS kept
-        FROM source.verdict_rows v LEFT JOIN source.decision_rows d ON v.doc_id = d.doc_id
-            LEFT JOIN source.purges p ON v.doc_id = p.doc_id
-        """
-    )
-    connection.execute("CREATE VIEW verdicts AS SELECT * EXCLUDE (id) FROM source.pages")
-    connection.execute(
-        """
-        CREATE VIEW documents AS
-        SELECT p.* EXCLUDE (id, kept), d.text, d.extracted, p.kept
-        FROM source.pages p LEFT JOIN source.document_rows d ON p.id = d.doc_id WHERE p.post_filter_hash IS NOT NULL
-        """
-    )
-    connection.execute(
-        """
-        CREATE VIEW duplicates AS
-        SELECT lower(hex(coalesce(c.doc_id, d.doc_id))) AS doc_id,
-            lower(hex(coalesce(c.cluster_id, d.cluster_id))) AS cluster_id,
-            d.kind, lower(hex(d.duplicate_of)) AS duplicate_of, d.similarity, d.band
-        FROM source.cluster_rows c FULL JOIN source.decision_rows d ON c.doc_id = d.doc_id
-        """
-    )
-
-
-def _define_decisions(connection: duckdb.DuckDBPyConnection, run: str) -> None:
-    """The decisions that hold in the current version: recorded ones, but where a later version decided anew."""
-    version, _ = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    connection.register("redecided", Redecided(os.path.join(run, "tokens"), version).table())
-    connection.execute("CREATE TABLE source.redecided AS FROM redecided")
-    connection.unregister("redecided")
-    columns = ", ".join(_DECISION)
-    connection.execute(
-        f"""
-        CREATE VIEW source.decision_rows AS
-        SELECT {columns} FROM source.recorded_rows r
-        WHERE NOT EXISTS (SELECT 1 FROM source.redecided n WHERE n.doc_id = r.doc_id)
-        UNION ALL SELECT {columns} FROM source.redecided WHERE kind IS NOT NULL
-        """
-    )
-
-
-def _define_spans(connection: duckdb.DuckDBPyConnection, run: str, alias: str) -> None:
-    _, shards = _shards(os.path.join(run, "tokens", "VERSION.json"))
-    paths = [os.path.join(alias, "tokens", file) for _, _, file in shards]
-    connection.execute("CREATE TABLE source.shard_files (path VARCHAR, stream VARCHAR, shard INTEGER, written INTEGER)")
-    if shards:
-        tokens = os.path.join(run, "tokens")
-        written = [written_by(os.path.join(tokens, file)) for _, _, file in shards]
-        columns = [paths, [stream for stream, _, _ in shards], [number for _, number, _ in shards], written]
-        connection.execute("INSERT INTO source.shard_files SELECT unnest(?), unnest(?), unnest(?), unnest(?)", columns)
-    files = f"[{', '.join(map(_text, paths))}]" if paths else ""
-    rows = _scan(files, _SPAN | {"filename": "VARCHAR"}, ", filename = true")
-    connection.execute(
-        f"""
-        CREATE VIEW spans AS
-        SELECT f.stream, regexp_replace(f.stream, '\\.val$', '') AS source, suffix(f.stream, '.val') AS held_out,
-            f.shard, s.start, s.length, s.purged,
-            CASE WHEN s.purged THEN least(coalesce(p.version, f.written), f.written) END AS purged_since,
-            lower(hex(s.doc_id)) AS doc_id
-        FROM ({rows}) s JOIN source.shard_files f ON s.filename = f.path
-            LEFT JOIN source.purges p ON s.purged AND s.doc_id = p.doc_id
-        """
-    )
-
-
-def _shards(path: str) -> tuple[int, list[tuple[str, int, str]]]:
-    """The version, and (stream, number of the shard, spans file below ``tokens/``) of every shard of it; 0 and none
-    without one."""
-    if not os.path.exists(path):
-        return 0, []
-    version = storage.read_json(path)
-    current = version.get("version") if isinstance(version, dict) else None
-    if type(current) is not int or current < 1:
-        raise InputError(f"{path}: version: expected an integer ≥ 1, got {current!r:.60}")
-    sources = version.get("sources")
-    if not isinstance(sources, dict):
-        raise InputError(f"{path}: sources: expected a mapping, got {sources!r:.60}")
-    found = []
-    for stream, listed in sources.items():
-        shards = listed.get("shards") if isinstance(listed, dict) else None
-        for number, shard in enumerate(shards if isinstance(shards, list) else ()):
-            file = shard.get("spans") if isinstance(shard, dict) else None
-            match = _SPANS_FILE.fullmatch(str(file))
-            if match is None or match[1] != stream:
-                raise InputError(f"{path}: sources.{stream}.shards.{number}.spans: expected a file of it, got {file!r}")
-            found.append((stream, number, match[0]))
-    return current, found
-
-
-def _scan(files: str, columns: Mapping[str, str], options: str = "") -> str:
-    """SQL that reads Parquet ``files`` (a list literal), or has no rows if there are none."""
-    if files:
-        return f"SELECT * FROM read_parquet({files}, hive_partitioning = false{options})"
-    return f"SELECT {', '.join(f'NULL::{kind} AS {name}' for name, kind in columns.items())} WHERE false"
-
-
-def _text(value: str) -> str:
-    """A string literal."""
-    return "'" + value.replace("'", "''") + "'"

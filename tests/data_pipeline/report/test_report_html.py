@@ -21,11 +21,13 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.page.document import HASH, make_doc_id
 from quern.data_pipeline.report import clusters as report_clusters
+from quern.data_pipeline.report import languages
 from quern.data_pipeline.report import page as report_html
 from quern.data_pipeline.report import survey as report_survey
+from quern.data_pipeline.report.counters import TopCounter
 from quern.data_pipeline.report.page import write_report
 from quern.data_pipeline.report.pieces import link, percent, show
-from quern.data_pipeline.report.survey import Budget, TopCounter, survey
+from quern.data_pipeline.report.survey import Budget, survey
 from quern.errors import QuernError
 from support.named_cases import each
 
@@ -74,7 +76,7 @@ def plain_attributes(make: Callable[..., Any], tmp_path_factory: pytest.TempPath
     """Of the page of a run that nobody means harm with."""
     made = make(tmp_path_factory.mktemp("plain") / "run", pages=30)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_html, "NUM_HOSTS", 1000)
+        patch.setattr(languages, "NUM_HOSTS", 1000)
         return {attribute for _, attribute, _ in Page(written(made, max_samples=500)).attributes}
 
 
@@ -134,7 +136,7 @@ def test_documents_without_a_url_are_named_by_their_record(
 def test_hostile_strings_of_a_page_are_shown_and_never_act(
     make: Callable[..., Any], plain_attributes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(report_html, "NUM_HOSTS", 1000)
+    monkeypatch.setattr(languages, "NUM_HOSTS", 1000)
     made = make(tmp_path / "run", pages=30, **{"url": "http://a.example/", name: EVIL})
     text = written(made, max_samples=500)
     page = Page(text)
