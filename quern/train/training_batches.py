@@ -81,7 +81,7 @@ class TrainingBatches(Closes):
 
     All ranks open it with equal arguments but ``rank``; rank 0 writes ``run_dir``: ``ledger.jsonl``, ``config.yaml``,
     ``run.json``, ``metrics.jsonl``. Ranks do not talk to each other: the others need to see ``run_dir`` only to go on
-    (with ``start``). Nothing is written before the first batch is asked for.
+    (with ``start``). The ledger gets no line before the first batch is asked for.
 
     **What counts as read.** To ask for the next batch says that the step before is complete; :meth:`complete` says it
     of the last one. With ``looks_ahead``, for loops that take batches before they have computed the one before, only
@@ -271,8 +271,8 @@ class TrainingBatches(Closes):
                 "steps that the checkpoint's weights have taken (0: from the beginning again), or another run_dir"
             )
         # A loop may have saved a step's weights and ended before it asked for the next batch.
-        ended = any(entry["kind"] in ("end", "stopped") for entry in last) or last[0].get("looks_ahead")
-        if self._first > known + (not ended):
+        exact = any(entry["kind"] in ("end", "stopped") for entry in last) or last[0].get("looks_ahead")
+        if self._first > known + (not exact):
             raise InputError(
                 f"start: the run in {self.config.run_dir} has completed {known} steps since it was last opened, got "
                 f"{self._first}; give the number of optimizer steps that the checkpoint's weights have taken"

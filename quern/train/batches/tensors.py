@@ -33,7 +33,7 @@ class MicroBatchTensors:
     """int64 [B]: place of each sequence in the step's global batch."""
 
     def for_transformers(self) -> dict[str, Any]:
-        """What models of transformers (5.0 or later) take. ``labels`` let them compute a loss, ``shift_labels`` are
+        """What models of transformers (tested with 5.23) take. ``labels`` let them compute a loss, ``shift_labels`` are
         what it is of; by ``position_ids`` that restart they see that attention stays inside a document, but only where
         they keep no cache, and with flash attention only for one sequence at a time (``micro_batch`` 1)."""
         return {
