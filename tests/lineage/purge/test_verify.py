@@ -211,6 +211,15 @@ def test_spans_with_a_gap(case: P.Case) -> None:
     assert failed(case)["tokens"] == [(below(case, spans), None, None)]
 
 
+def test_spans_that_cannot_be_read_are_named_once(case: P.Case) -> None:
+    _, spans, _, _ = spot(case, kept(case)[0])
+    spans.write_bytes(b"no table")
+    (finding,) = (own for check in prove(case).checks for own in check.findings if check.name == "tokens")
+    assert finding.file == below(case, spans)
+    assert str(spans) not in finding.what
+    assert "cannot be read" in finding.what
+
+
 # ---- tables
 
 
