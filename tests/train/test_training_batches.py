@@ -265,7 +265,7 @@ def test_a_start_that_was_not_reached_is_refused(tmp_path: Path, paths: list[str
     ):
         quern.batches(config, start=5)
     assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
-    assert quern.batches(config, start=4).close() is None  # nothing was read: nothing is written
+    quern.batches(config, start=4).close()  # nothing was read: the ledger gets no line
     assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
     with quern.batches(config, start=4) as batches:  # the loop may have saved before it asked for another batch
         batches.complete(next(batches).step + 1)
