@@ -39,6 +39,12 @@ def one_line(error: BaseException, chars: int = 300) -> str:
     return " ".join(str(error).split())[:chars] or type(error).__name__
 
 
+def named_line(error: BaseException) -> str:
+    """``ValueError: what it says``, the first line of it; the name of the class alone where it says nothing."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message: Arrow, DuckDB and Ray draw and tell more below it. Where it has no message,
     the name of its class."""

@@ -57,7 +57,7 @@ def run_data(
 
 
 def run_resolved(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> dict[str, Any]:
-    """The whole data road for a resolved config, from the beginning or from where it was left; returns what
+    """Run every stage of a resolved config, from the beginning or from where it was left; returns what
     ``stats.json`` holds. ``tell`` takes lines for the person beside the progress.
 
     Raises:
@@ -67,7 +67,9 @@ def run_resolved(config: DataRun, tell: Callable[[str], None] = _to_stderr) -> d
     partitions = pages.plan_sources(config)
     build_chains(config)
     if not is_complete(config.run_dir):
-        _check_encoding(config)  # a missing encoding is an error now, not after hours of pages, and founds no run
+        _check_encoding(
+            config
+        )  # a missing encoding is an error now, not after hours of pages, and leaves no run directory
     plain = config.model_dump(mode="json")
     with open_run(config.run_dir, plain, pages.inputs_identity(partitions)) as directory:
         if directory.complete:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from quern.errors import QuernError
+from quern.errors import QuernError, named_line
 from quern.train import tracebacks
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_run_config
@@ -83,7 +83,7 @@ def _told(config: TrainConfig) -> int:
         if file is None:
             raise
         if not launch.launched():
-            print(f"error: rank {rank}: {tracebacks.one_line(error)}; its traceback: {file}", file=sys.stderr)
+            print(f"error: rank {rank}: {named_line(error)}; its traceback: {file}", file=sys.stderr)
         return 1
 
 

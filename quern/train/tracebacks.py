@@ -13,10 +13,11 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from quern.errors import named_line
 from quern.filesystem import open_own
 from quern.train.checkpoint.format.manifest import list_checkpoints
 
-__all__ = ["clear", "file_of", "keep", "one_line", "verdict"]
+__all__ = ["clear", "file_of", "keep", "verdict"]
 
 _FOLDER = "tracebacks"
 _STOPPED = 3  # of quern.train: saved, and ended by a signal
@@ -34,12 +35,6 @@ def clear(run_dir: str) -> None:
     shutil.rmtree(os.path.join(run_dir, _FOLDER), ignore_errors=True)
 
 
-def one_line(error: BaseException) -> str:
-    """``ValueError: what it says``, without what follows its first line."""
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
     """Write the traceback to its file; return the path, None if it cannot be written."""
     file = file_of(run_dir, rank)
@@ -47,7 +42,7 @@ def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
     try:
         os.makedirs(os.path.dirname(file), exist_ok=True)
         with open(file, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as stream:
-            stream.write(f"{time.time():.6f} {one_line(error)}\n{''.join(lines)}")
+            stream.write(f"{time.time():.6f} {named_line(error)}\n{''.join(lines)}")
     except OSError:
         return None
     return file

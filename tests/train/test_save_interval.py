@@ -204,8 +204,8 @@ def test_a_restored_cadence_answers_as_the_one_before(before, after):
         ({"steps": 0}, "steps: expected an integer ≥ 1, got 0"),
         ({"steps": 2.5}, "steps: expected an integer ≥ 1, got 2.5"),
         ({"steps": True}, "steps: expected an integer ≥ 1, got True"),
-        ({"cost.5": 1.0}, "cost.5: is no field of a cadence's state"),
-        ({"speed": 1.0}, "speed: is no field of a cadence's state"),
+        ({"cost.5": 1.0}, "cost.5: is not a field of the save interval's state"),
+        ({"speed": 1.0}, "speed: is not a field of the save interval's state"),
     ],
 )
 def test_a_state_that_is_none_is_refused_and_changes_nothing(change: Mapping[str, Any], message: str):

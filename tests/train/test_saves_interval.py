@@ -201,5 +201,5 @@ def test_costs_that_cannot_be_read_are_measured_anew(tmp_path, paths, monkeypatc
     (warning,) = [
         r.getMessage() for r in caplog.records if r.name == scheduler.__name__ and r.levelno == logging.WARNING
     ]
-    assert warning.endswith("cadence.speed: is no field of a cadence's state")
+    assert warning.endswith("cadence.speed: is not a field of the save interval's state")
     assert "stall 10 s (assumed)" in decisions(caplog)[0]

@@ -198,7 +198,7 @@ class Watchdog:
         signal.setitimer(signal.ITIMER_PROF, self.limit_s)
 
     def judge(self) -> None:
-        """The page has been read: from here on its wall time counts too."""
+        """Count the page's wall time too, from here on: it has been read."""
         signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * self.limit_s)
 
     def rest(self) -> None:

@@ -138,7 +138,8 @@ def _refuses(address: str) -> bool:
 
 
 def pulse_of(local: bool) -> Pulse:
-    """Of a local Ray, which nobody else would start again; or of a cluster's control store, which may come back."""
+    """The check that Ray still lives: a local one, which nobody else would start again, or a cluster's control store,
+    which may come back."""
     import ray
 
     store = str(ray.get_runtime_context().gcs_address)

@@ -75,8 +75,8 @@ def is_complete(path: str) -> bool:
 def open_run(path: str, config: Mapping[str, Any], identity: str = "") -> Iterator[RunDirectory]:
     """Create or resume the run at ``path`` for a resolved ``config`` (plain data).
 
-    The run's ``id`` is a digest of the config and ``identity``, which tells what its inputs are: two crawls ground by
-    one recipe are two runs wherever their tokens meet.
+    The run's ``id`` is a digest of the config and ``identity``, which tells what its inputs are: two crawls under
+    one config are two runs wherever their tokens meet.
 
     Raises:
         InputError: the folder holds another run (its config differs in keys that decide bytes; they are named), an

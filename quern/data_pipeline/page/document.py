@@ -28,7 +28,7 @@ HASH = pa.binary(16)
 #: The fault of a page that took more memory to read than its worker may have.
 OUT_OF_MEMORY = "quarantine.memoryerror"
 
-#: What can drop a page, in the order of the road. A null stage means kept.
+#: What can drop a page, in the order of the stages. A null stage means kept.
 STAGES = ("read", "purged", "url", "language", "extract", "quality", "pii", "toxicity", "quarantine")
 
 

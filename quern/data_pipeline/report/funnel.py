@@ -23,7 +23,7 @@ PRE_SKIP = "language:language.pre_skip"
 #: Alarms that the terminal shows.
 MAX_SHOWN = 20
 
-#: Rows of the funnel in the order of the road: (key, label). The language guess comes before extraction.
+#: Rows of the funnel in the order of the stages: (key, label). The language guess comes before extraction.
 _ROAD = (
     ("read", "read"),
     ("quarantine", "quarantine"),

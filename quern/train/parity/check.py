@@ -1,7 +1,7 @@
 """Runs the parity matrix on this machine: starts ranks, runs every case, and compares it with one process.
 
 On CPU ranks talk through gloo. On CUDA each has a GPU of its own (nccl beside gloo), and cases of more ranks than GPUs
-are left out; that road is unverified on GPU.
+are left out; this has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from quern.errors import InputError, QuernError
+from quern.errors import InputError, QuernError, named_line
 
 __all__ = ["Agreement", "describe"]
 
@@ -24,8 +24,7 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return named_line(error)
 
 
 class Agreement:

@@ -75,7 +75,7 @@ def finish(run: str, intent: Intent, deletion_set: pa.Table, clock: Clock | None
         why = one_line(error)
         raise QuernError(
             f"{run}: corpus version {intent.after} holds, but the purge is not at its end ({step}: {why}); the next "
-            "purge, verify or data run goes on with it"
+            "command that may write to the run goes on with it"
         ) from error
     return {name: _plain(value) for name, value in report.items() if name not in ("anchor", "record")}
 

@@ -231,7 +231,7 @@ def _carry_out(
         except Exception as second:
             raise QuernError(
                 f"{run}: the purge failed ({one_line(error)}), and could not be undone ({one_line(second)}); the next "
-                "purge, verify or data run does so first; the corpus is as it was"
+                "command that may write to the run does so first; the corpus is as it was"
             ) from error
         if not done:
             raise _failed(run, error) from error

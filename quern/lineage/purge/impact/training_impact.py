@@ -38,13 +38,12 @@ OTHERS = (
 
 
 def training_impact(
-    run: str, doc_ids: Iterable[bytes], train_runs: Sequence[str] = (), *, change: VersionChange | None = None,
-    store: bool = False,
+    run: str, doc_ids: Iterable[bytes], train_runs: Sequence[str] = (), *, change: VersionChange | None = None
 ) -> Row:  # fmt: skip
     """The known readers of documents of the data run ``run`` (local or on a store), as plain JSON data.
 
     ``doc_ids``: of the deletion set. ``train_runs``: folders, beside those that are registered. ``change``: the version
-    that the purge makes or has made; None: it makes none. ``store``: also checkpoints that only a run's store has.
+    that the purge makes or has made; None: it makes none.
 
     A training run that cannot be judged is in ``not_judged`` with the reason; nothing is raised for it. ``registered``
     counts those that the data run was told of; None where that is not known: ``unregistered`` says why.
@@ -64,7 +63,7 @@ def training_impact(
     for real, path in (given | registered).items():
         told: Row = {"path": path, "given": real in given, "registered": real in registered}
         try:
-            rows.append(told | _judge(path, run, run_id, ids, change, store))
+            rows.append(told | _judge(path, run, run_id, ids, change))
         except (QuernError, OSError) as error:
             not_judged.append(told | {"why": _why(path, error)})
     return {
@@ -95,7 +94,7 @@ def _why(path: str, error: Exception) -> str:
     return str(error) if isinstance(error, QuernError) else f"cannot be read ({error})"
 
 
-def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChange | None, store: bool) -> Row:
+def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChange | None) -> Row:
     train = TrainingRun(path, {run_id: os.path.abspath(storage.split(run)[1])} if storage.is_local(run) else None)
     own = dict.fromkeys(
         identity
@@ -109,7 +108,7 @@ def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChan
         raise InputError(next(iter(unknown.values())))
     tally, documents = _tally(train, lineages, doc_ids)
     told = settle(tally, unknown, {run: doc_ids})
-    verdict = clean(train, tally, store=store)
+    verdict = clean(train, tally)
     newest = train.attempts[-1]
     steps = sorted(step for step, (_, applied) in tally.steps.items() if applied)
     return {
@@ -126,7 +125,7 @@ def _judge(path: str, run: str, run_id: str, doc_ids: bytes, change: VersionChan
         "damaged_checkpoints": dict(train.damaged), "init_from": init_from(train),
         "resume": resume(train, lineages, verdict, _is_tainted(train, tally, verdict), change, run, doc_ids,
                          first=steps[0] if steps else None),
-        "warnings": [*_warnings(train, tally, unknown, change, store), *told],
+        "warnings": [*_warnings(train, tally, unknown, change), *told],
     }  # fmt: skip
 
 
@@ -190,9 +189,7 @@ def init_from(train: TrainingRun) -> str | None:
         return None
 
 
-def _warnings(
-    train: TrainingRun, tally: Tally, unknown: Mapping[str, str], change: VersionChange | None, store: bool
-) -> list[str]:
+def _warnings(train: TrainingRun, tally: Tally, unknown: Mapping[str, str], change: VersionChange | None) -> list[str]:
     newest, found = train.attempts[-1], []
     for reason in unknown.values():
         found.append(f"{reason}: what it read there is not known")
@@ -213,7 +210,7 @@ def _warnings(
         )
     if (started := init_from(train)) is not None:
         found.append(f"the weights began as {started}; what they saw before is not known here")
-    if not store and _has_store(train):
+    if _has_store(train):
         found.append("checkpoints that only its store has are not listed")
     found += [f"{path} is not judged: {why}" for path, why in train.damaged.items()]
     return found

@@ -57,7 +57,7 @@ DELETION_SET_SCHEMA = pa.schema(
         pa.field("post_filter_hash", HASH),
         pa.field("why", pa.string(), nullable=False),  # one of WHY
         pa.field("through", HASH),  # the document that drew it in; null where it was selected
-        pa.field("stage", pa.string()),  # what dropped it on the chain's road; null where nothing did
+        pa.field("stage", pa.string()),  # the stage that dropped it; null where none did
         pa.field("removed_as", pa.string()),  # the kind of the decision that removes it, if one does
     ]
 )

@@ -337,7 +337,7 @@ class SaveInterval:
             while len(values) < WINDOW and (field := f"{name}.{len(values)}") in left:
                 values.append(_check(field, left.pop(field), above=name == "step"))
         if left:
-            raise InputError(f"{min(left, key=str)}: is no field of a cadence's state")
+            raise InputError(f"{min(left, key=str)}: is not a field of the save interval's state")
         self._figures, self._steps = figures, steps
 
 

@@ -77,7 +77,7 @@ class _Job:
 
     @classmethod
     def parse(cls, asked: Any, place: int) -> _Job:
-        """Raises InputError if ``asked`` is no request."""
+        """The job that a decoded request asks for; raises InputError if ``asked`` is no request."""
         try:
             step, folder, number = asked["step"], asked["folder"], asked["number"]
             files, last = (

@@ -187,8 +187,8 @@ class Tiers:
         return False
 
     def published(self, checkpoint: Checkpoint, removed: Collection[str], store: bool) -> None:
-        """A checkpoint stands, others are removed; ``store``: what :meth:`stores` said on rank 0. Not collective; on
-        every rank."""
+        """Copy a new checkpoint to the other tiers, and drop what the ``removed`` ones left there. Not collective, on
+        every rank. ``store``: what :meth:`stores` said on rank 0."""
         if self._replication is None:
             return
         self._replication.published(checkpoint.step, checkpoint.path, store=store)
@@ -221,7 +221,7 @@ class Tiers:
             try:
                 self.disk.remove([step for step in self.disk.steps() if step not in standing])
             except OSError as error:
-                log.warning("%s: not tidied (%s)", self.disk.root, describe(error))
+                log.warning("%s: what a killed writer left could not be removed (%s)", self.disk.root, describe(error))
 
         self.agreement.all_or_raise_with_keepalive(remove)
 

@@ -66,8 +66,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What was asked for a step before this is forgotten, and no longer worked on; files of it that were moved already
-    stay there."""
+    """A request to give up the uploads of ``step`` that were asked for before; files that were moved already stay."""
 
     step: int
 
