@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 
 from quern import storage
-from quern.cli.demo import baselines
 from quern.cli.demo.baselines import NGram, TokenStream, read_stream
 from quern.tokenize.shard_format import MANIFEST, VERSION_FILE, ShardWriter, version_entry
 
@@ -37,7 +35,7 @@ def random_documents(rng: np.random.Generator, count: int, vocab_size: int, long
 
 
 class Dictionaries:
-    """The same counts and the same interpolation, one token at a time; weights come from the model under test."""
+    """The same counts and the same interpolation, one token at a time."""
 
     def __init__(self, documents: list[list[int]], order: int, vocab_size: int) -> None:
         self.order, self.vocab_size = order, vocab_size
@@ -47,14 +45,12 @@ class Dictionaries:
                 for length in range(min(order, at + 1)):
                     self.seen[length][tuple(document[at - length : at])][document[at]] += 1
 
-    def chance(self, weights: list[np.ndarray], before: list[int], token: int) -> float:
+    def chance(self, before: list[int], token: int) -> float:
         chance = 1 / self.vocab_size
         for length in range(min(self.order, len(before) + 1)):
             counter = self.seen[length].get(tuple(before[len(before) - length :]))
             if counter:
-                total = sum(counter.values())
-                weight = weights[length][min(int(4 * math.log2(total / len(counter))), 63)]
-                chance = weight * counter[token] / total + (1 - weight) * chance
+                chance = (counter[token] + len(counter) * chance) / (sum(counter.values()) + len(counter))
         return chance
 
 
@@ -70,7 +66,7 @@ def test_losses_are_those_of_dictionaries(order: int) -> None:
     for document in held_out:
         assert math.isnan(next(losses))
         for at in range(1, len(document)):
-            expected = -math.log(dictionaries.chance(model._weights, document[:at], document[at]))
+            expected = -math.log(dictionaries.chance(document[:at], document[at]))
             assert next(losses) == pytest.approx(expected, rel=1e-12)
     assert next(losses, None) is None
 
@@ -94,53 +90,6 @@ def test_no_token_is_impossible(seed: int) -> None:
     nll = model.nll(stream_of([rng.integers(0, 9, 50).tolist()]))
     assert np.isfinite(nll[1:]).all()
     assert (nll[1:] > 0).all()
-
-
-def test_tuned_weights_are_the_likeliest_for_the_tuning_documents() -> None:
-    """As likely as a general maximiser makes them, which knows nothing of expectations."""
-    rng = np.random.default_rng(8)
-    vocab_size = 30
-    stream = stream_of(random_documents(rng, 300, vocab_size, longest=40))
-    counted, tuning = baselines._tuning_split(stream, np.random.default_rng(0))
-    model = NGram(3, vocab_size)
-    model._count([counted])
-    evidence = model._evidence(tuning)
-    used = [(n, int(b)) for n, level in enumerate(evidence) for b in np.unique(level.buckets[level.buckets >= 0])]
-
-    def loss(weights: list[np.ndarray]) -> float:
-        return -float(np.log(baselines._chances(evidence, weights, vocab_size)[-1]).mean())
-
-    def loss_of(logits: np.ndarray) -> float:
-        weights = [np.zeros(64) for _ in evidence]
-        for (order, bucket), logit in zip(used, logits, strict=True):
-            weights[order][bucket] = 1 / (1 + math.exp(-logit))
-        return loss(weights)
-
-    least = min(minimize(loss_of, np.full(len(used), start), bounds=[(-12, 12)] * len(used)).fun for start in (-1, 1))
-    tuned = baselines._tune(evidence, vocab_size)
-    assert loss(tuned) == pytest.approx(least, abs=5e-4)
-    assert loss([np.full(64, 0.5)] * 3) > least + 0.01
-    assert len(used) > 6
-
-
-def test_tuning_documents_are_whole_few_and_never_both() -> None:
-    rng = np.random.default_rng(1)
-    purged = (rng.random(200) < 0.2).tolist()
-    stream = stream_of(random_documents(rng, 200, 50, longest=60), purged)
-    counted, tuning = baselines._tuning_split(stream, np.random.default_rng(3))
-    assert counted.purged is not None
-    assert tuning.purged is not None
-    assert (counted.purged | tuning.purged).all()
-    assert ((~counted.purged ^ ~tuning.purged) == ~np.array(purged)).all()
-    lengths = np.diff(stream.starts, append=len(stream.tokens))
-    share = lengths[~tuning.purged].sum() / lengths[~np.array(purged)].sum()
-    assert 0.03 < share <= 0.05
-
-
-def test_one_long_document_gives_its_end() -> None:
-    counted, tuning = baselines._tuning_split(stream_of([list(range(100))]), np.random.default_rng(0))
-    assert counted.tokens.tolist() == list(range(95))
-    assert tuning.tokens.tolist() == list(range(95, 100))
 
 
 @pytest.mark.slow
@@ -173,13 +122,10 @@ def test_purged_documents_count_for_nothing() -> None:
     documents = random_documents(rng, 40, 8)
     purged = [index % 5 == 0 for index in range(40)]
     kept = [document for document, gone in zip(documents, purged, strict=True) if not gone]
-    with_holes, without = NGram(3, 8), NGram(3, 8)
-    with_holes._count([stream_of(documents, purged)])
-    without._count([stream_of(kept)])
-    for ours, expected in zip(with_holes._tables, without._tables, strict=True):
-        assert ours.keys.tolist() == expected.keys.tolist()
-        assert ours.counts.tolist() == expected.counts.tolist()
-    model = without.fit([stream_of(kept)])
+    model = NGram(3, 8).fit([stream_of(kept)])
+    held_out = stream_of(random_documents(rng, 10, 8))
+    with_holes = NGram(3, 8).fit([stream_of(documents, purged)])
+    np.testing.assert_array_equal(with_holes.nll(held_out), model.nll(held_out))
     nll = model.nll(stream_of(documents, purged))
     mask = np.repeat(purged, [len(document) for document in documents])
     assert np.isnan(nll[mask]).all()
@@ -247,5 +193,8 @@ def test_bad_sizes_are_refused() -> None:
         NGram(4, 65_536)
     with pytest.raises(ValueError, match="below 5"):
         NGram(1, 5).fit([stream_of([[1, 5]])])
-    with pytest.raises(ValueError, match="tuning"):
-        NGram(2, 5).fit([stream_of([[1]])])
+
+
+def test_without_a_target_every_token_is_equally_likely() -> None:
+    model = NGram(2, 5).fit([stream_of([[1]])])
+    assert model.nll(stream_of([[1, 2, 4]]))[1:].tolist() == pytest.approx([math.log(5)] * 2)
