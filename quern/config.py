@@ -257,8 +257,10 @@ _EXPECTED = {
 def _explain(error: ValidationError, model: type[BaseModel], name: str, overridden: Sequence[str]) -> str:
     """The first error of the list as one line; the rest are counted."""
     details = error.errors(include_url=False)
+    deeper = {tuple(_plain_loc(d)[:-1]) for d in details}
+    details = [d for d in details if tuple(_plain_loc(d)) not in deeper] or details  # a mapping is not meant as text
     detail = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
-    loc = [part for part in detail["loc"] if not _is_union_tag(part)]
+    loc = _plain_loc(detail)
     field = ".".join(str(part) for part in loc) or "(top level)"
     given = any(field == key or field.startswith(key + ".") or key.startswith(field + ".") for key in overridden)
     where = f"{name} (override)" if given else name
@@ -299,8 +301,12 @@ def _expected(kind: str, ctx: Mapping[str, Any], field: str) -> str | None:
 
 def _same_union(details: list[Any], detail: Any) -> bool:
     """Pydantic reports one error for each branch of a union; that is one mistake."""
-    plain = [part for part in detail["loc"] if not _is_union_tag(part)]
-    return all([part for part in d["loc"] if not _is_union_tag(part)] == plain for d in details)
+    return all(_plain_loc(d) == _plain_loc(detail) for d in details)
+
+
+def _plain_loc(detail: Any) -> list[int | str]:
+    """Where an error is, without the branches of unions."""
+    return [part for part in detail["loc"] if not _is_union_tag(part)]
 
 
 def _is_union_tag(part: int | str) -> bool:

@@ -136,6 +136,13 @@ class PipelineConfig(ChainConfig):
                 raise ValueError(
                     f"sources.{number}.near_duplicates: expected true with duplicates.url_threshold above 0"
                 )
+        classes: dict[str | None, str] = {}
+        for rule in (rule for source in self.sources for rule in self.chain_of(source).rules):
+            if classes.setdefault(rule.name, rule.rule) != rule.rule:
+                raise ValueError(
+                    f"extra: the name {rule.name!r} is of {classes[rule.name]} and of {rule.rule}, and columns have "
+                    f"the name of their rule; give one another with name"
+                )
         return self
 
     def chain_of(self, source: SourceWithRecipe) -> ChainConfig:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Limit", "limits"]
+__all__ = ["Limit", "config_of", "limits", "rules_of"]
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,33 @@ _ZERO = {
 }
 
 
-def limits(config: Mapping[str, Any], source: str | None = None) -> dict[str, Limit]:
+def config_of(record: Any, source: str | None = None) -> dict[str, Any]:
+    """The resolved config in a data run's record, empty where it has none; of a ``source`` with a recipe with the
+    sections of the recipe."""
+    config = _section(record, "config") if isinstance(record, dict) else {}
+    sources = config.get("sources")
+    for own in sources if isinstance(sources, list) else ():
+        if isinstance(own, dict) and own.get("name") == source and isinstance(own.get("recipe"), dict):
+            return {**config, **own["recipe"]}
+    return {**config}
+
+
+def rules_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rules of one's own in a config, by name: class and options."""
+    rules = config.get("extra")
+    return {
+        str(rule.get("name")): {"rule": rule.get("rule"), "options": rule.get("options")}
+        for rule in (rules if isinstance(rules, list) else ())
+        if isinstance(rule, dict)
+    }
+
+
+def limits(config: Mapping[str, Any]) -> dict[str, Limit]:
     """The limits of a data run's resolved config, by measurement; a rule that is off, or only measures, has none.
-    Those of a ``source`` with a recipe are the recipe's where it has the section.
 
     A measurement at a limit passes; ``toxicity.lexicon_density`` fails only together with enough hits. A config of
     another version of quern may say less, and gives fewer.
     """
-    sources = config.get("sources")
-    for own in sources if isinstance(sources, list) else ():
-        if isinstance(own, dict) and own.get("name") == source and isinstance(own.get("recipe"), dict):
-            config = {**config, **own["recipe"]}
     found = {"language.guess_score": Limit(least=_number(_section(config, "language").get("pre_skip")))}
     found |= _quality(_section(config, "quality"))
     toxicity = _section(config, "toxicity")

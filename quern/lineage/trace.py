@@ -17,7 +17,7 @@ from quern.errors import InputError
 from quern.lineage.difference import difference
 from quern.lineage.index.changes import PURGED, RESTORED
 from quern.lineage.index.columns import I64
-from quern.lineage.limits import limits
+from quern.lineage.limits import config_of, limits, rules_of
 from quern.lineage.store import IndexedRun, Stream
 from quern.storage.parquet import Table, open_table
 from quern.tokenize.encoding import load_encoding
@@ -210,7 +210,7 @@ def trace(lineage: IndexedRun, number: int, text_chars: int | None = TEXT_CHARS)
         "reason": row["reason"],
         "failed_rules": list(row["failed_rules"] or ()),
         "verdict_file": {"file": row["file"], "row": row["row"]},
-        "measures": _measures(lineage.run, row),
+        **_measures(lineage.run, row),
         "duplicates": _duplicates(lineage, number, decision, stored),
         "span": span,
         "text": _text(lineage, row, span, stored, text_chars),
@@ -218,11 +218,12 @@ def trace(lineage: IndexedRun, number: int, text_chars: int | None = TEXT_CHARS)
     }
 
 
-def _measures(run: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Name, value, whether its rule failed, and the limits of the run's config where it names them."""
+def _measures(run: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """``measures``: name, value, whether its rule failed, and the limits of the run's config where it names them;
+    ``rules``: name → class and options of the rules of one's own that judged the page."""
     record = storage.read_json(os.path.join(run, "run.json"))
-    config = record.get("config") if isinstance(record, dict) else None
-    known = limits(config, row["source"]) if isinstance(config, dict) else {}
+    config = config_of(record, row["source"])
+    known = limits(config)
     failed = set(row["failed_rules"] or ())
     found = []
     for name in row:
@@ -237,7 +238,7 @@ def _measures(run: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "limit": None if limit is None else limit.to_dict(),
             }
         )
-    return found
+    return {"measures": found, "rules": rules_of(config)}
 
 
 def _duplicates(

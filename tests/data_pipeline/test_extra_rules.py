@@ -64,6 +64,8 @@ def test_the_example_drops_poems_and_is_in_columns_and_funnel(home: Path) -> Non
     assert [row[3] for row in verdicts("few.short_lines")] == list(SHARES.values())
     assert (stats["by_stage"], stats["rules"]) == ({"no_poems": 1}, ["few", "no_poems"])
     shown = CliRunner().invoke(app, ["data", "report", "run"], env={"COLUMNS": "200"}).stdout
+    life = CliRunner().invoke(app, ["lineage", "show", "run", "--shard", "s/shard_00000", "--token", "0"]).stdout
+    assert "few: my_rules:NoPoems with max_short_lines 0.5\n" in life
     lines = [line.split() for line in shown.splitlines()]
     assert ["no_poems", "3", "1", "33.3%", "2", "66.7%", why, "1"] in lines
     assert ["few", "3", "–", "3", "100.0%"] in lines
@@ -74,12 +76,23 @@ def test_a_changed_source_is_refused_and_the_same_one_goes_on(home: Path) -> Non
     stats = run_config(given)
     assert run_config(given)["by_reason"] == stats["by_reason"]
     (home / "my_rules.py").write_text(EXAMPLE.replace("< 40", "< 41"))
-    with pytest.raises(InputError, match=r"holds a run with another config: extra\.0\.source_digest is "):
+    with pytest.raises(InputError, match=r"another config: extra\.0\.source_digest is .* here \(my_rules:NoPoems\)"):
         run_config(given)
     pinned = json.loads((home / "run" / "run.json").read_text())["config"]["extra"]
     (home / "c.yaml").write_text(yaml.safe_dump(config(list(SHARES), pinned)))
     with pytest.raises(InputError, match=r"c\.yaml: extra: my_rules:NoPoems: the source of my_rules has changed"):
         load_config("c.yaml", DataRun)
+
+
+def test_one_name_of_two_rules_in_two_recipes_is_refused(home: Path) -> None:
+    (home / "others.py").write_text(EXAMPLE)
+    given = config(list(SHARES), ["my_rules:NoPoems"])
+    given["sources"][0]["recipe"] = {"extra": ["others:NoPoems"]}
+    given["sources"].append({"name": "t", "kind": "jsonl", "paths": "in.jsonl"})
+    with pytest.raises(
+        ValueError, match="extra: the name 'no_poems' is of others:NoPoems and of my_rules:NoPoems, and"
+    ):
+        run_config(given)
 
 
 @pytest.mark.slow
@@ -121,6 +134,7 @@ BROKEN = {
     "Elsewhere": "    columns = ('a',)\n    def measure(self, page):\n        return {'b': 1}\n",
     "NotANumber": "    columns = ('a',)\n    def measure(self, page):\n        return {'a': float('nan')}\n",
     "Nothing": "    def measure(self, page):\n        return None\n",
+    "Writes": "    def measure(self, page):\n        page.text = 'mine'\n        return {}\n",
     "Told": "    def measure(self, page):\n        return {}\n    def decide(self, _):\n        return 'Why not?'\n",
 }
 
@@ -131,6 +145,7 @@ BROKEN = {
         ("Elsewhere", "extra: broken:Elsewhere: measured 'b', which is none of its columns"),
         ("NotANumber", "extra: broken:NotANumber: column a: expected a finite number or None, got nan"),
         ("Nothing", "extra: broken:Nothing: measure: expected a mapping of columns to numbers, got None"),
+        ("Writes", "extra: broken:Writes: measure: has changed page.text; a rule measures, and changes nothing"),
         ("Told", "extra: broken:Told: decide: expected names of small letters, digits and _, got 'Why not?'"),
     ],
 )
@@ -163,6 +178,7 @@ def test_an_error_of_a_rule_quarantines_the_page(home: Path) -> None:
         ({"rule": "my_rules:NoPoems", "name": "quality"}, "its name 'quality' is taken or too long"),
         ({"rule": "my_rules:NoPoems", "options": {"max_short": 1}}, "max_short: unknown key; did you mean 'max_short_"),
         ({"rule": "my_rules:NoPoems", "options": {"max_short_lines": "0.8"}}, "max_short_lines: expected a number"),
+        ({"name": "x"}, "extra.0.rule: missing; this key is required"),
         ({"rule": "my_rules:NoPoems", "source_digest": "0"}, "has changed: expected digest 0, got "),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from quern.data_pipeline.stages.quality import Quality, QualityConfig, decide
 from quern.data_pipeline.stages.toxicity import ToxicityConfig
-from quern.lineage.limits import limits
+from quern.lineage.limits import config_of, limits
 from support.named_cases import each
 from support.rules_page import PAGE, page
 
@@ -83,10 +83,10 @@ def test_the_page_of_rules_is_what_the_code_says() -> None:
 def test_a_source_with_a_recipe_has_the_recipe_s_limits() -> None:
     run = {"quality": QualityConfig(order=["c4"]).model_dump(mode="json"), "language": {"pre_skip": 0.25}}
     own = {"quality": QualityConfig(order=["gopher"]).model_dump(mode="json")}
-    config = {**run, "sources": [{"name": "plain"}, {"name": "own", "recipe": own}]}
-    assert limits(config, "plain") == limits(run)
-    assert limits(config, "own") == limits({**run, **own})
-    assert "language.guess_score" in limits(config, "own")
+    record = {"config": {**run, "sources": [{"name": "plain"}, {"name": "own", "recipe": own}]}}
+    assert limits(config_of(record, "plain")) == limits(run)
+    assert limits(config_of(record, "own")) == limits({**run, **own})
+    assert "language.guess_score" in limits(config_of(record, "own"))
 
 
 def test_rules_that_only_measure_have_no_limit() -> None:

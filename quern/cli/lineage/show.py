@@ -99,6 +99,9 @@ def _print(console: Console, life: Row, position: int | None) -> None:
         if value is not None:
             console.print(Text.assemble((f"{name:<11}", "bold"), _short(str(value))))
     _print_measures(console, life["measures"])
+    for name, own in life["rules"].items():
+        options = ", ".join(f"{key} {value}" for key, value in (own["options"] or {}).items())
+        console.print(Text(_short(f"{name}: {own['rule']}" + (f" with {options}" if options else ""))))
     _print_change(console, life["change"])
     _print_duplicates(console, life["duplicates"])
     _print_text(console, life["text"])

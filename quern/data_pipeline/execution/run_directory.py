@@ -215,7 +215,8 @@ def _differences(old: Any, new: Any, key: str = "", passed_over: tuple[str, ...]
         yield from _source_differences(before, after)
     elif _are_sections(old) and _are_sections(new) and len(old) == len(new):
         for number, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(before, after, f"{key}.{number}", ())
+            of = f" ({after['rule']})" if "rule" in after and before.get("rule") == after["rule"] else ""
+            yield from (told + of for told in _differences(before, after, f"{key}.{number}", ()))
     elif old != new:
         yield f"{key} is {show(old)} there and {show(new)} here"
 

@@ -135,7 +135,10 @@ class Extra:
         self.measures = tuple(f"{self.name}.{column}" for column in self.rule.columns)
 
     def __call__(self, page: Page) -> Page:
+        text = page.text
         found = self.rule.measure(page)
+        if page.text != text:
+            raise self._wrong("measure: has changed page.text; a rule measures, and changes nothing")
         if not isinstance(found, Mapping):
             raise self._wrong(f"measure: expected a mapping of columns to numbers, got {found!r:.60}")
         for column, value in found.items():
