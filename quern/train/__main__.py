@@ -88,8 +88,11 @@ def _told(config: TrainConfig) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without ending the interpreter first. gloo's threads let go of the last collective's tensors when
-    they get to it, and ask for the interpreter then; one that is ending would end the process with SIGABRT."""
+    """End the process; that of a rank without ending the interpreter first. gloo's threads let go of the last
+    collective's tensors when they get to it, and ask for the interpreter then; one that is ending would end the process
+    with SIGABRT."""
+    if "RANK" not in os.environ:
+        sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # its reader may be gone, and the code is what counts
@@ -99,7 +102,4 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     launch.end_with_launcher()
-    code = main(sys.argv[1:])
-    if "RANK" in os.environ:
-        leave(code)
-    sys.exit(code)
+    leave(main(sys.argv[1:]))

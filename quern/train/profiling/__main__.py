@@ -60,7 +60,4 @@ def _count(text: str) -> int:
 
 if __name__ == "__main__":
     launch.end_with_launcher()
-    code = main(sys.argv[1:])
-    if "RANK" in os.environ:
-        leave(code)
-    sys.exit(code)
+    leave(main(sys.argv[1:]))

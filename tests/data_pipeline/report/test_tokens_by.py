@@ -14,25 +14,36 @@ from rich.console import Console
 
 from quern.data_pipeline import report
 from quern.data_run.config import DataRun
-from quern.demo import write_site
 from support.data_pipeline import in_process
 
-pytestmark = pytest.mark.slow
+#: In three languages, a host each.
+SENTENCES = (
+    "The small river carries the water from the mountains to the sea, page",
+    "Der kleine Fluss trägt das Wasser von den Bergen bis ans Meer, Seite",
+    "La petite rivière porte les eaux de la montagne à la mer, page",
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens_by")
-    warc = Path(write_site(str(folder / "site"), seed=1, pages=160).folder) / "warc"
+    web = folder / "web.jsonl"
+    pages = [
+        {"url": f"https://{host}.org/{number}", "text": f"{words} {number}. " * 40}
+        for number in range(20)
+        for host, words in zip("abc", SENTENCES, strict=True)
+    ]
+    web.write_text("".join(json.dumps(page) + "\n" for page in pages))
     notes = folder / "notes.jsonl"
     notes.write_text(json.dumps({"text": "A note without an address, of some words more than nothing. " * 30}) + "\n")
     in_process.run_config(
         {
             "run_dir": str(folder / "run"), "tokenize": {"encoding": "trained", "vocab_size": 320, "validation": 0.1},
-            "sources": [{"name": "web", "kind": "warc", "paths": [f"{warc}/*"]},
+            "sources": [{"name": "web", "kind": "jsonl", "paths": [str(web)]},
                         {"name": "notes", "kind": "jsonl", "paths": [str(notes)],
                          "recipe": {"quality": {"order": []}, "language": {"keep": None, "threshold": 0}}}],
-            "language": {"keep": None, "threshold": 0, "pre_skip": False}, "quality": {"order": ["gopher"]},
+            "language": {"keep": None, "threshold": 0, "pre_skip": False}, "quality": {"order": []},
+            "duplicates": {"near": False},
         }
     )  # fmt: skip
     return folder / "run"
@@ -59,6 +70,7 @@ def test_they_are_the_sums_over_the_spans(run: Path) -> None:
         assert {name: (tokens, documents) for name, tokens, documents in own["most"]} == expected
         assert (own["names"], own["tokens"]) == (len(expected), total)
         assert own["most"] == sorted(own["most"], key=lambda row: (-row[1], row[0]))
+    assert {"en", "de", "fr"} <= by_hand(run, "language", "(not identified)").keys()
     assert "(no host)" in by_hand(run, "host", "(no host)")
 
 

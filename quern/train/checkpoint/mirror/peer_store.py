@@ -74,16 +74,8 @@ class PeerStore:
         rate: Rate | None = None,
         progress: Callable[[int], object] = lambda n: None,
     ) -> None:
-        """Copy the local file ``path`` there; existing files are not sent, interrupted ones are resumed.
-
-        Args:
-            progress: called with the size of each piece before it is sent; an error it raises ends the transfer.
-
-        Raises:
-            InputError: it is a manifest.
-            SourceError: the local file is missing, or its bytes are not those of ``record``.
-            StoreError: the other node could not be reached, or could not take it.
-        """
+        """See :class:`~quern.train.checkpoint.tiers.target.Target`; what was interrupted is resumed. Raises InputError
+        for a manifest."""
         if name == MANIFEST_FILE:
             raise InputError(f"{self.url}: {name}: a node's disk keeps no manifests")
         peer = replace(self._peer, limit=_Metered(rate, progress))

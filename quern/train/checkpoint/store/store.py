@@ -141,16 +141,8 @@ class Store:
         """Put the local file ``path`` under ``name``, replacing what is there; it appears whole or not at all.
 
         The manifest goes in only if every file it names is there with its size and SHA-256. Putting any other file
-        first takes away a manifest that does not name it with this ``record``: the step is being written anew.
-
-        Args:
-            progress: called with the size of each piece before it is sent; an error it raises ends the transfer.
-
-        Raises:
-            SourceError: the local file is missing or its bytes are not those of ``record``; the name holds nothing new.
-            IncompleteError: the store misses files that the manifest names; what it has under their names may be left
-                of an earlier checkpoint of this step.
-            StoreError: the store refused, or could not be reached.
+        first takes away a manifest that does not name it with this ``record``: the step is being written anew. For the
+        rest see :class:`~quern.train.checkpoint.tiers.target.Target`.
         """
         pieces = FilePieces(path, record, rate, progress)
         if name == MANIFEST_FILE:
