@@ -16,8 +16,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from quern.errors import QuernError, named_line
@@ -29,6 +30,9 @@ from quern.train.processes import launch
 __all__ = ["STOPPED", "leave", "main", "train"]
 
 STOPPED = 3
+#: A rank that has failed closes what it has open, and has this long for it.
+CLOSING_S = 5.0
+_told: list[Exception] = []
 
 USAGE = """\
 usage: torchrun … -m quern.train CONFIG [key=value …]
@@ -48,7 +52,11 @@ def train(config: TrainConfig) -> int:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
-    with open_ranks(config.device) as ranks, open_trainer(config, ranks) as trainer:
+    with (
+        open_ranks(config.device, config.comm.first_timeout_s) as ranks,
+        open_trainer(config, ranks) as trainer,
+        _telling_at_once(config.run_dir),
+    ):
         trainer.fit()
         if trainer.stopped_by is None or trainer.complete:
             return 0
@@ -64,27 +72,52 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     try:
         config = load_run_config(arguments[0], arguments[1:])
-        return _told(config) if "RANK" in os.environ else train(config)
+        return _rank(config) if "RANK" in os.environ else train(config)
     except QuernError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _told(config: TrainConfig) -> int:
-    """As :func:`train`, for one of several ranks: a traceback goes to a file. What the one that failed first has to say
-    would be lost among those of the others, which fail of its connections."""
+def _rank(config: TrainConfig) -> int:
+    """As :func:`train`, for one of several ranks."""
     try:
         return train(config)
-    except QuernError:
-        raise
     except Exception as error:
-        rank = int(os.environ["RANK"])
-        file = tracebacks.keep(config.run_dir, rank, error)
-        if file is None:
+        return _tell(config.run_dir, error)
+
+
+@contextmanager
+def _telling_at_once(run_dir: str) -> Iterator[None]:
+    """An error of one of several ranks is told before anything is closed, and closing gets :data:`CLOSING_S`: it may
+    wait for what ranks do together, and the others wait for this one."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    with tracebacks.writing_stacks(run_dir, int(os.environ["RANK"])):
+        try:
+            yield
+        except Exception as error:
+            end = threading.Timer(CLOSING_S, os._exit, (_tell(run_dir, error),))
+            end.daemon = True
+            end.start()
             raise
-        if not launch.launched():
-            print(f"error: rank {rank}: {named_line(error)}; its traceback: {file}", file=sys.stderr)
-        return 1
+
+
+def _tell(run_dir: str, error: Exception) -> int:
+    """Say once what this rank failed of; returns the exit code. A traceback goes to a file: what the rank that failed
+    first has to say would be lost among those of the others, which fail of its connections."""
+    code = error.exit_code if isinstance(error, QuernError) else 1
+    if error in _told:
+        return code
+    _told.append(error)
+    rank = int(os.environ["RANK"])
+    if isinstance(error, QuernError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif (file := tracebacks.keep(run_dir, rank, error)) is None:
+        traceback.print_exception(error)
+    elif not launch.launched():
+        print(f"error: rank {rank}: {named_line(error)}; its traceback: {file}", file=sys.stderr, flush=True)
+    return code
 
 
 def leave(code: int) -> NoReturn:

@@ -1,33 +1,64 @@
-"""Writes a failed rank's traceback to ``RUN/tracebacks/rank_<N>.txt``, and one line to the terminal.
+"""Writes what a failed rank was at to ``RUN/tracebacks``, and one line to the terminal: of an error the traceback
+(``rank_<N>.txt``), of a rank that hangs or crashes the stacks of its threads (``rank_<N>.stacks.txt``).
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from quern.errors import named_line
 from quern.filesystem import open_own
 from quern.train.checkpoint.format.manifest import list_checkpoints
 
-__all__ = ["clear", "file_of", "keep", "verdict"]
+__all__ = ["clear", "file_of", "keep", "stacks_of", "verdict", "writing_stacks"]
 
 _FOLDER = "tracebacks"
 _STOPPED = 3  # of quern.train: saved, and ended by a signal
 #: First line of a file: when the rank failed, in seconds since the epoch, and the error.
 _HEAD = re.compile(r"(\d+\.\d+) (.*)")
+#: In errors of ranks that wait for another, which does not answer or is gone.
+_IN_VAIN = re.compile(r"tim(ed|e)[ -]?out|connection (closed|reset|refused)", re.IGNORECASE)
 
 
 def file_of(run_dir: str, rank: int) -> str:
     """The path of a rank's traceback."""
     return os.path.join(run_dir, _FOLDER, f"rank_{rank}.txt")
+
+
+def stacks_of(run_dir: str, rank: int) -> str:
+    """The path of the stacks of a rank's threads."""
+    return os.path.join(run_dir, _FOLDER, f"rank_{rank}.stacks.txt")
+
+
+@contextmanager
+def writing_stacks(run_dir: str, rank: int) -> Iterator[None]:
+    """Have a crash in the block (a fault of memory, SIGABRT) write the stacks of all threads before the process dies.
+    The launcher asks a rank that hangs for them so."""
+    file = stacks_of(run_dir, rank)
+    try:
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        stream = open(file, "w", encoding="utf-8", opener=open_own)  # noqa: SIM115 (closed below)
+    except OSError:
+        yield
+        return
+    with stream:
+        faulthandler.enable(stream)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+            with suppress(OSError):
+                os.unlink(file)
 
 
 def clear(run_dir: str) -> None:
@@ -41,8 +72,9 @@ def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
     lines = traceback.format_exception(error)
     try:
         os.makedirs(os.path.dirname(file), exist_ok=True)
+        told = re.sub(r"\[/\S+:\d+\] ", "", named_line(error))  # gloo names the place in its source
         with open(file, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as stream:
-            stream.write(f"{time.time():.6f} {named_line(error)}\n{''.join(lines)}")
+            stream.write(f"{time.time():.6f} {told}\n{''.join(lines)}")
     except OSError:
         return None
     return file
@@ -52,8 +84,8 @@ def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
     """One line for the exit codes of the ranks, as Popen gives them (None: still there): who failed first, and what to
     do. None where no rank failed, or a rank has said why itself, with ``error: …``.
 
-    A death by signal comes first: the others fail of the connection that it left. Then the traceback that was written
-    first.
+    A death by signal comes first: the others fail of the connection that it left. Then a rank that is still there,
+    while the others have waited in vain. Then the traceback that was written first.
     """
     newest = [checkpoint.step for checkpoint in list_checkpoints(run_dir)][-1:]
     after = f"newest checkpoint step {newest[0]}; the same command goes on" if newest else "there is no checkpoint yet"
@@ -77,4 +109,10 @@ def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
     if not found or len(found) < sum(code not in (0, _STOPPED, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
+    hung = [number for number, code in enumerate(codes) if code is None]
+    if hung and all(_IN_VAIN.search(error) for _, _, error in found):
+        stacks = [stacks_of(run_dir, number) for number in hung]
+        named = f"rank {hung[0]} does" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} do"
+        where = "".join(f"; stacks: {file}" for file in stacks if os.path.isfile(file) and os.path.getsize(file))
+        return f"{named} not answer, and rank {rank} waited in vain ({what}){where}; {after}"
     return f"rank {rank}: {what}; its traceback: {file_of(run_dir, rank)}; {after}"

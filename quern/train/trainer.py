@@ -115,6 +115,8 @@ class Trainer(Closes):
         with _listening(self), self.profiler:
             for step in self.steps():
                 self.train_step(step)
+                if step == self.start.step:
+                    self.ranks.wait_at_most(self.config.comm.timeout_s)
                 self.validate_if_due(step)
                 self.save_if_due(step)
                 self.profiler.step(step)

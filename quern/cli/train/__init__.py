@@ -124,7 +124,9 @@ def _ranks(run_dir: str, config: str, overrides: Sequence[str], nproc: int) -> i
     command = module("quern.train", config, *overrides)
     with launch.started(command, launch.environments(nproc), launch.send) as workers:
         code = launch.wait(workers) or 0
-        said = tracebacks.verdict(run_dir, [worker.poll() for worker in workers]) if code else None
+        codes = [worker.poll() for worker in workers]
+        launch.abort(workers)
+        said = tracebacks.verdict(run_dir, codes) if code else None
         if said is not None:
             print(f"error: {said}", file=sys.stderr)
     return code if code >= 0 else 128 - code  # as a shell shows a death by signal

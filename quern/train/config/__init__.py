@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,7 +15,7 @@ from quern.train.config.float8 import Float8Config
 from quern.train.config.numbers import Count, NonNegative, Weight
 
 __all__ = [
-    "CheckpointConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
+    "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
     "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProfileConfig", "ResumeConfig",
     "ScheduleConfig", "TrainConfig", "ValidationConfig",
 ]  # fmt: skip
@@ -137,6 +138,16 @@ class CompileConfig(Section):
     """Backend of ``torch.compile``."""
 
 
+class CommConfig(Section):
+    """How long ranks wait for each other. What waits longer has lost a rank: the run fails, and says which."""
+
+    first_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """[seconds] Longest wait of a collective until the first step is done: ranks load, compile and connect each at its
+    own pace."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """[seconds] Longest wait of a collective after the first step."""
+
+
 class GuardConfig(Section):
     """The reaction to a step whose loss or gradient norm is abnormal. Decided on device."""
 
@@ -218,6 +229,7 @@ class ProfileConfig(Section):
 class TrainConfig(Section):
     """A training run."""
 
+    later: ClassVar[Mapping[str, Any]] = {"comm": CommConfig().model_dump()}
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
     data: Annotated[tuple[DataConfig, ...], Field(min_length=1)]
@@ -260,6 +272,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
+    comm: CommConfig = CommConfig()
     guard: GuardConfig = GuardConfig()
     forensics: ForensicsConfig = ForensicsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

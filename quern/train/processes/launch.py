@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GRACE_S", "LOOPBACK", "Worker", "end_with_launcher", "ending_signals", "environments", "free_port", "launched",
-    "leave_lost_terminal", "leaving", "send", "started", "wait",
+    "GRACE_S", "LOOPBACK", "Worker", "abort", "end_with_launcher", "ending_signals", "environments", "free_port",
+    "launched", "leave_lost_terminal", "leaving", "send", "started", "wait",
 ]  # fmt: skip
 
-GRACE_S = 20.0
+GRACE_S = 10.0
 """After one process has failed, the others have this long to notice before they are killed."""
 
 LOOPBACK = "127.0.0.1"
@@ -170,6 +170,14 @@ def wait(workers: Sequence[Worker], has_failed: Callable[[bool], bool] = bool) -
             return failed
         time.sleep(0.1)
     return failed or min((worker.returncode for worker in workers if worker.returncode), default=0)
+
+
+def abort(workers: Sequence[Worker], within_s: float = 2.0) -> None:
+    """End with SIGABRT those that still run: they write their stacks, where they can."""
+    send(workers, signal.SIGABRT)
+    end = time.monotonic() + within_s
+    while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def send(workers: Sequence[Worker], number: int) -> None:

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from quern.errors import InputError
 from quern.train.processes import launch
 
 __all__ = ["Ranks", "choose_device", "open_ranks"]
-
-#: A collective that waits longer than this has lost a peer.
-TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,22 @@ class Ranks:
         return value
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, on the host: the tensor is the CPU's, so that gloo sums it and no GPU is waited for."""
         if self.world > 1:
-            dist.barrier()
+            dist.all_reduce(torch.zeros(1, dtype=torch.int64))
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let collectives of every process group wait at most so long from here on. Collective: no clock starts
+        before all ranks are here."""
+        if self.world > 1:
+            self.barrier()
+            for group in (*c10d._world.pg_map,):
+                c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """``auto`` is this rank's GPU when there is one.
+    """``auto`` is this rank's GPU when there is one. Where a launcher shows each process one GPU alone (Slurm's
+    ``--gpus-per-task=1`` sets ``CUDA_VISIBLE_DEVICES``), that is the rank's, whatever its number.
 
     Raises:
         InputError: CUDA asked for where there is none, or more local ranks than GPUs.
@@ -57,17 +64,25 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("device: expected a machine with CUDA, and torch finds none; give device=cpu")
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if count == 1 and visible and "," not in visible and not launch.launched():
+        return torch.device("cuda", 0)
+    if local_rank >= count:
         raise InputError(
-            f"device: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} here); "
-            f"start at most one process a GPU"
+            f"device: local rank {local_rank} has no GPU of its own ({count} here); start at most one process a GPU"
         )
     return torch.device("cuda", local_rank)
 
 
 @contextmanager
-def open_ranks(wanted: str) -> Iterator[Ranks]:
-    """Join the process group of ``torchrun``'s environment; without one, run as a single process."""
+def open_ranks(wanted: str, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """Join the process group of ``torchrun``'s environment; without one, run as a single process. ``timeout_s``: how
+    long a rank waits for the others, until :meth:`Ranks.wait_at_most`.
+
+    Where the block raises, a group with GPUs is left as it is, and the process has to end: to close it, NCCL would wait
+    for ranks that wait for this one.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(wanted, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -77,7 +92,11 @@ def open_ranks(wanted: str) -> Iterator[Ranks]:
     if joins:
         # gloo beside nccl: objects and barriers of the host travel without touching the GPU's streams
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT, **_meeting())
+        timeout = timedelta(seconds=timeout_s)
+        # of this one GPU, so that groups are split from the first one's connections, and none opens a context elsewhere
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=bound, **_meeting(timeout))
+    failed = True
     try:
         if dist.is_initialized():
             yield Ranks(dist.get_rank(), dist.get_world_size(), device)
@@ -85,12 +104,13 @@ def open_ranks(wanted: str) -> Iterator[Ranks]:
             if world > 1:
                 raise InputError(f"WORLD_SIZE is {world} and RANK is not set; start with torchrun or --nproc")
             yield Ranks(0, 1, device)
+        failed = False
     finally:
-        if joins and dist.is_initialized():
+        if joins and dist.is_initialized() and not (failed and device.type == "cuda"):
             dist.destroy_process_group()
 
 
-def _meeting() -> dict[str, Any]:
+def _meeting(timeout: timedelta) -> dict[str, Any]:
     """Where ranks that our launcher has started meet: this machine's loopback, as torch by itself listens on every
     address of the machine. Of other ranks nothing, torch finds what their launcher has set.
     """
@@ -101,5 +121,5 @@ def _meeting() -> dict[str, Any]:
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     heard = socket.create_server((address, port)).detach() if rank == 0 else None
-    store = dist.TCPStore(address, port, world, rank == 0, TIMEOUT, wait_for_workers=False, master_listen_fd=heard)
+    store = dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, master_listen_fd=heard)
     return {"store": store, "rank": rank, "world_size": world}
