@@ -69,6 +69,8 @@ class IsolationConfig(Section):
 #: Sections of which a source may have its own; the other keys of a config hold for the run, duplicates among them.
 RECIPE_SECTIONS = ("urls", "extract", "language", "quality", "pii", "toxicity", "extra")
 _OF_THE_RUN = ("run_dir", "seed", "workers", "ray", "isolation", "sources", "purge_list", "duplicates", "tokenize")
+#: Of these, what would change a source's documents or tokens.
+_DECIDING = ("purge_list", "duplicates", "tokenize")
 
 
 class SourceWithRecipe(SourceConfig):
@@ -92,10 +94,11 @@ class SourceWithRecipe(SourceConfig):
         named = f"{recipe}: " if isinstance(recipe, str) else ""
         try:
             raw = read_yaml(recipe) if isinstance(recipe, str) else recipe
-            if left_out := [key for key in raw if key in _OF_THE_RUN]:
+            left_out = [key for key in raw if key in _OF_THE_RUN]
+            if decide := [key for key in left_out if key in _DECIDING]:
                 log.warning(
                     "source %s: recipe: %s%s: not taken; what the run's own config says holds for all sources",
-                    info.data.get("name"), named, ", ".join(left_out),
+                    info.data.get("name"), named, ", ".join(decide),
                 )  # fmt: skip
             own = validate({key: raw[key] for key in raw if key not in left_out}, ChainConfig, named.rstrip(": "))
         except InputError as error:

@@ -35,6 +35,7 @@ from quern.data_pipeline.page.document import OUT_OF_MEMORY, Page
 from quern.data_pipeline.rows import PageRows
 from quern.data_pipeline.sources import Partition, ReadLog, SourceConfig, read
 from quern.data_pipeline.stages.extra.modules import Sources, load_module
+from quern.data_pipeline.stages.extra.rules import RuleError
 from quern.data_pipeline.stages.tombstones import fingerprints
 from quern.errors import QuernError
 
@@ -266,7 +267,8 @@ def _judge(chain: Chain, page: Page, quarantine: str | None) -> tuple[Page, int]
             raise
         except Exception as error:  # one page's parser error must not cost the others
             log.warning("%s at %s: %s: %s", page.source_file, page.position, type(error).__name__, error)
-            quarantine = f"quarantine.{type(error).__name__.lower()}"
+            name = error.reason if isinstance(error, RuleError) else type(error).__name__.lower()
+            quarantine = f"quarantine.{name}"
     page.failures.clear()
     page.text = page.extracted = None
     page.fail("quarantine", quarantine)

@@ -108,7 +108,7 @@ def _run_pages(
     there = _forget_others(config.run_dir, {(p.source, p.name) for p in partitions})
     entries = _standing(config.run_dir, tasks, there)
     sizes = [partition.size for partition in partitions]
-    progress.start_phase("pages", len(tasks), sum(sizes), lambda: pages_in_work(markers))
+    progress.start_phase("pages", len(tasks), sum(sizes), lambda: pages_in_work(markers), num_resumed=len(entries))
     for index, entry in entries.items():
         progress.partition_done(entry["counts"], sizes[index], resumed=True, source=entry["source"])
     todo = sorted((i for i in range(len(tasks)) if i not in entries), key=lambda i: (-sizes[i], i))

@@ -337,7 +337,7 @@ def _why_no_text(row: Mapping[str, Any], span: Mapping[str, Any] | None) -> str:
     if span is not None:
         return "its tokens were purged"
     if row["post_filter_hash"] is None:
-        return "no text is stored: the page was dropped before the quality gate"
+        return "no text is stored: the page was dropped before the quality gate, or quarantined"
     return "its text is not stored any more"
 
 

@@ -159,7 +159,7 @@ def test_a_rule_that_answers_wrongly_ends_the_run(home: Path, name: str, told: s
 def test_an_error_of_a_rule_quarantines_the_page(home: Path) -> None:
     (home / "broken.py").write_text(f"from quern import Rule\nclass Raises(Rule):\n{BROKEN['Raises']}")
     stats = run_config(config([PROSE], ["broken:Raises"]))
-    assert stats["by_reason"] == {"quarantine:quarantine.keyerror": 1}
+    assert stats["by_reason"] == {"quarantine:quarantine.raises.keyerror": 1}
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def test_funnel_so_far_is_a_share_of_all_pages_largest_drop_first() -> None:
     progress.partition_done({"pages": 100, "kept": 0, "by_stage": {"quality": 100}}, 0)
     progress.end_phase()
     assert "kept 15.0%, quality −60.0%, language −25.0%" in stream.getvalue()
+    progress.start_phase("tokens", 4, None, num_resumed=3)
+    assert stream.getvalue().endswith("tokens: 4 partitions, 3 of them done before\n")
 
 
 def test_nothing_is_said_while_nothing_happens() -> None:

@@ -77,7 +77,7 @@ def test_each_source_is_judged_by_its_own_recipe(tmp_path: Path, caplog: pytest.
         stats = run_config(mixed)
     named = [record.getMessage() for record in caplog.records if "recipe" in record.getMessage()]
     assert named == [
-        f"source code: recipe: {CODE}: run_dir, sources, duplicates, tokenize: not taken; "
+        f"source code: recipe: {CODE}: duplicates, tokenize: not taken; "
         "what the run's own config says holds for all sources"
     ]
     assert {name: own["kept"] for name, own in stats["sources"].items()} == {"plain": 1, "german": 1, "code": 3}

@@ -89,8 +89,10 @@ class RunProgress:
         total_partitions: int,
         total_bytes: int | None = None,
         count_in_work: Callable[[], int] | None = None,
+        num_resumed: int = 0,
     ) -> None:
-        """Begin a phase; with ``total_bytes`` of input the estimate is better than by partitions.
+        """Begin a phase, of whose partitions ``num_resumed`` were done before; with ``total_bytes`` of input the
+        estimate is better than by partitions.
 
         ``count_in_work`` tells at any moment how many pages the unfinished partitions are through with.
         """
@@ -111,7 +113,8 @@ class RunProgress:
                 self._draw(now)
             else:
                 much = f", {size(total_bytes)}" if total_bytes else ""
-                self._line(f"{name}: {counted(total_partitions, 'partition')}{much}")
+                done = f", {num_resumed:,} of them done before" if num_resumed else ""
+                self._line(f"{name}: {counted(total_partitions, 'partition')}{much}{done}")
                 self._drawn = now
 
     def partition_done(

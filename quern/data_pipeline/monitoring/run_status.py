@@ -157,6 +157,8 @@ def _rows(run_dir: str, pages: dict[str, int]) -> dict[str, dict[str, int]]:
     folder = storage.join(run_dir, "commits")
     num: Counter[str] = Counter()
     for path in storage.list_files(folder):
+        if path.endswith("/shards/all/version.json"):
+            continue  # it says that all of them are there
         num[path.split("/commits/")[-1].split("/")[0]] += 1
     return {name: {"commits": count, **(pages if name == "pages" else {"pages": 0, "kept": 0})}
             for name, count in sorted(num.items(), key=_place)}  # fmt: skip

@@ -92,7 +92,7 @@ def print_funnel(stats: Mapping[str, Any], console: Console) -> None:
             f"{row.share:.1%}" if row.dropped else "",
             f"{row.left:,}",
             f"{row.left / stats['pages']:.1%}" if stats["pages"] else "",
-            ", ".join(f"{reason} {count:,}" for reason, count in row.reasons if row.stage != "pre_skip"),
+            ", ".join(f"{reason} {count:,}" for reason, count in row.reasons),
         ]
         table.add_row(*(Text(cell) for cell in cells), style="" if row.dropped else "dim")
     console.print(table)

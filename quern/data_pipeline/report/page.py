@@ -159,7 +159,7 @@ def _funnel(stats: Mapping[str, Any]) -> str:
     for row in funnel(stats, num_reasons=2):
         css = "" if row.dropped else ' class="idle"'
         kind = "duplicate" if row.stage == "duplicates" else ""
-        reasons = ", ".join(f"{show(name)} {num(count)}" for name, count in row.reasons if row.stage != "pre_skip")
+        reasons = ", ".join(f"{show(name)} {num(count)}" for name, count in row.reasons)
         out = f"−{num(row.dropped)} · {percent(row.dropped, row.entered)} of {num(row.entered)}" if row.dropped else "–"
         lines.append(
             f'<li{css}><span class="stage">{show(row.label)}</span>'

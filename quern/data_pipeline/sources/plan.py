@@ -6,6 +6,7 @@ never on the order of entries, on other files or on the working directory.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -218,6 +219,8 @@ def _planned(source: SourceConfig, by_relative: dict[str, str]) -> list[Partitio
 def _wanted(source: SourceConfig, entry: str) -> str:
     if source.kind not in TREE_KINDS:
         return ""
+    if not storage.exists(_normal(entry)) and not glob.has_magic(entry):
+        return ": there is no such file or folder"
     names = suffixes_of(source)
     told = " with a suffix of " + " ".join(names[:12]) + (" …" if len(names) > 12 else "")
     why = left_out(_normal(entry), names) if storage.is_folder(_normal(entry)) else None

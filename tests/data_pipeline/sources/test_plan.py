@@ -180,6 +180,8 @@ def test_a_tree_leaves_out_what_is_hidden_linked_or_of_another_kind(tmp_path: Pa
     assert relatives(plan(source(tmp_path / "repo", kind="code"))) == ["a.py", "pkg/b.py"]
     assert relatives(plan(source(f"{tmp_path}/repo/", kind="code"))) == ["a.py", "pkg/b.py"]
     assert relatives(plan(source(tmp_path / "repo", kind="code", suffixes=[".png"]))) == ["logo.png"]
+    with pytest.raises(InputError, match=r"matches no file: there is no such file or folder$"):
+        plan(source(tmp_path / "scr", kind="code"))
     with pytest.raises(InputError, match=r"matches no file with a suffix of \.txt \.md \.rst"):
         plan(source(tmp_path / "repo", kind="text"))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -15,7 +15,9 @@ from quern.data_pipeline.page.document import STAGES, Page
 from quern.data_pipeline.stages.extra.modules import Sources, find_sources, known_sources, load_module
 from quern.errors import InputError, QuernError
 
-__all__ = ["Extra", "ExtraConfig", "Rule", "resolve_rules", "sources_of"]
+__all__ = ["Extra", "ExtraConfig", "Rule", "RuleError", "resolve_rules", "sources_of"]
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,49}")
 _RULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -124,6 +126,14 @@ def _load(config: ExtraConfig, sources: Sources) -> Rule:
     return validate(config.options, kind, f"{config.rule}: options")
 
 
+class RuleError(Exception):
+    """A rule of one's own has raised an error, which quarantines the page as ``quarantine.RULE.ERROR``."""
+
+    def __init__(self, rule: str, error: Exception) -> None:
+        super().__init__(f"extra rule {rule}: {type(error).__name__}: {error}")
+        self.reason = f"{rule}.{type(error).__name__.lower()}"
+
+
 class Extra:
     """The stage of one rule: it fills the rule's columns, and records what the page fails."""
 
@@ -136,7 +146,7 @@ class Extra:
 
     def __call__(self, page: Page) -> Page:
         text = page.text
-        found = self.rule.measure(page)
+        found = self._asked(self.rule.measure, page)
         if page.text != text:
             raise self._wrong("measure: has changed page.text; a rule measures, and changes nothing")
         if not isinstance(found, Mapping):
@@ -148,7 +158,7 @@ class Extra:
                 raise self._wrong(f"column {column}: expected a finite number or None, got {value!r:.60}")
             if value is not None:
                 page.measures[f"{self.name}.{column}"] = float(value)
-        failed = self.rule.decide(found)
+        failed = self._asked(self.rule.decide, found)
         if (
             isinstance(failed, str)
             or not isinstance(failed, Iterable)
@@ -161,6 +171,12 @@ class Extra:
             else:
                 page.note(f"{self.name}.{reason}")
         return page
+
+    def _asked(self, method: Callable[[Any], T], given: object) -> T:
+        try:
+            return method(given)
+        except Exception as error:
+            raise RuleError(self.name, error) from error
 
     def _wrong(self, what: str) -> QuernError:
         return QuernError(f"extra: {self.config.rule}: {what}")
