@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -28,6 +30,7 @@ from quern.data_pipeline.execution.isolation import InFlightMarker, Watchdog, ma
 from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.errors import QuernError
+from support.processes import environment
 
 WORDS = "the quick brown fox jumps over a lazy dog and that have with to of be while rivers run down into valleys"
 
@@ -56,9 +59,7 @@ def write_source(folder: Path, num: int, special: dict[int, str]) -> str:
 def trapped(task: PartitionTask) -> dict[str, Any]:
     """process_partition with a parser that does what the page's text says, as C code would: holding the lock."""
     partition_module.FLUSH_PAGES = 4
-    plain = partition_module._chain.__wrapped__ if hasattr(partition_module._chain, "__wrapped__") else None
-    assert plain is not None
-    chain = plain(task.chain.model_dump_json())
+    chain = partition_module._chain.__wrapped__(task.chain.model_dump_json())
 
     class Trapped:
         measures = chain.measures
@@ -99,21 +100,32 @@ def pool() -> Iterator[Engine]:
         yield engine
 
 
-def settings(folder: Path, source: str) -> PipelineConfig:
+def settings(folder: Path, source: str, **isolation: Any) -> PipelineConfig:
     return PipelineConfig.model_validate(
         {
             "run_dir": str(folder / "run"),
             "sources": [{"name": "s", "kind": "jsonl", "paths": source}],
             "language": {"keep": None, "threshold": 0, "pre_skip": False},
             "quality": {"order": []},
-            "isolation": {"page_timeout_s": 1.5},
+            "isolation": {"page_timeout_s": 1.5, **isolation},
         }
     )
 
 
+def run(config: PipelineConfig, engine: Engine | None = None) -> tuple[pages.PagesResult, int]:
+    """What came of it, and how many errors it told of."""
+    with RunProgress(background=False) as progress:
+        result = pages.run(config, pages.plan_sources(config), engine or InProcess(), progress)
+        return result, progress.snapshot()["errors"]["num"]
+
+
 def verdicts(folder: Path) -> dict[str, tuple[str | None, str | None]]:
-    table = pq.read_table(next((folder / "run" / "verdicts").rglob("*.parquet")))
-    return {row["record_id"]: (row["stage"], row["reason"]) for row in table.to_pylist()}
+    return {row["record_id"]: (row["stage"], row["reason"]) for row in verdict_table(folder).to_pylist()}
+
+
+def verdict_table(folder: Path) -> pa.Table:
+    (path,) = (folder / "run" / "verdicts").rglob("*.parquet")
+    return pq.read_table(path)
 
 
 @pytest.mark.slow
@@ -123,8 +135,7 @@ def test_bad_pages_cost_themselves_and_a_kill_costs_nothing(
     special = {2: "crash", 5: "error", 7: "once", 9: "hang", 13: "memory"}
     config = settings(tmp_path, write_source(tmp_path, 20, special))
     monkeypatch.setattr(pages, "process_partition", trapped)
-    with RunProgress(background=False) as progress:
-        result = pages.run(config, pages.plan_sources(config), pool, progress)
+    result, _ = run(config, pool)
     found = verdicts(tmp_path)
     assert len(found) == 20
     assert (tmp_path / "once").exists(), "the kill happened"
@@ -165,12 +176,9 @@ def slow_to_read(task: PartitionTask) -> dict[str, Any]:
 def test_a_page_that_is_slow_to_read_costs_itself_and_not_the_run(
     pool: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(tmp_path, write_source(tmp_path, 6, {}))
-    config = config.model_copy(update={"isolation": config.isolation.model_copy(update={"page_timeout_s": 1.0})})
     monkeypatch.setattr(pages, "process_partition", slow_to_read)
-    with RunProgress(background=False) as progress:
-        pages.run(config, pages.plan_sources(config), pool, progress)
-        assert progress.snapshot()["errors"]["num"] == 1
+    _, num_errors = run(settings(tmp_path, write_source(tmp_path, 6, {}), page_timeout_s=1.0), pool)
+    assert num_errors == 1
     found = verdicts(tmp_path)
     assert found.pop("3") == ("quarantine", "quarantine.timeout")
     assert len(found) == 5
@@ -190,22 +198,14 @@ def test_a_page_that_takes_too_much_memory_to_read_costs_itself(pool: Engine, tm
     lines[3] = b'{"id": "3", "text": "' + "\U0001f600".encode() + b"a" * (160 << 20) + b'"}'
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(b"".join(gzip.compress(line + b"\n", 1) for line in lines))
-    config = settings(tmp_path, str(path))
-    (source,) = config.sources
     limit = 480 + max(mib for _, mib in pool.map(private_mib, [(0,), (1,)], label="memory"))
-    config = config.model_copy(
-        update={
-            "isolation": config.isolation.model_copy(update={"worker_memory_mib": limit, "page_timeout_s": 60.0}),
-            "sources": (source.model_copy(update={"max_bytes": 200 << 20}),),
-        }
-    )
-    with RunProgress(background=False) as progress:
-        pages.run(config, pages.plan_sources(config), pool, progress)
-        assert progress.snapshot()["errors"]["num"] == 0
-    (table,) = [pq.read_table(found) for found in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
-    assert list(zip(table["record_offset"].to_pylist(), table["reason"].to_pylist(), strict=True))[3][1] == (
-        "quarantine.memoryerror"
-    )
+    config = settings(tmp_path, str(path), worker_memory_mib=limit, page_timeout_s=60.0)
+    (source,) = config.sources
+    config = config.model_copy(update={"sources": (source.model_copy(update={"max_bytes": 200 << 20}),)})
+    _, num_errors = run(config, pool)
+    assert num_errors == 0
+    table = verdict_table(tmp_path)
+    assert table["reason"].to_pylist() == [None, None, None, "quarantine.memoryerror", None, None]
     assert table["stage"].to_pylist() == [None, None, None, "quarantine", None, None]
 
 
@@ -225,14 +225,12 @@ def test_memory_that_is_short_between_pages_is_given_back_once(
             yield page
 
     monkeypatch.setattr(partition_module, "read", short)
-    with RunProgress(background=False) as progress:
-        if times == 1:
-            pages.run(config, pages.plan_sources(config), InProcess(), progress)
-            assert set(verdicts(tmp_path).values()) == {(None, None)}
-            assert len(verdicts(tmp_path)) == 10
-        else:
-            with pytest.raises(QuernError, match=r"s/in\.jsonl.*: out of memory twice .* expected more than 6144 MiB"):
-                pages.run(config, pages.plan_sources(config), InProcess(), progress)
+    if times == 1:
+        run(config)
+        assert verdicts(tmp_path) == dict.fromkeys(map(str, range(10)), (None, None))
+    else:
+        with pytest.raises(QuernError, match=r"s/in\.jsonl.*: out of memory twice .* expected more than 6144 MiB"):
+            run(config)
 
 
 def test_markers_of_a_run_on_a_store_are_no_other_user_s_business(tmp_path: Path) -> None:
@@ -262,12 +260,8 @@ def test_a_run_on_a_store_leaves_no_markers_on_the_machines_of_its_workers(
         return judge(chain, page, quarantine)
 
     monkeypatch.setattr(partition_module, "_judge", looking)
-    with RunProgress(background=False) as progress:
-        if fails:
-            with pytest.raises(QuernError, match="a list is missing"):
-                pages.run(config, pages.plan_sources(config), InProcess(), progress)
-        else:
-            pages.run(config, pages.plan_sources(config), InProcess(), progress)
+    with pytest.raises(QuernError, match="a list is missing") if fails else nullcontext():
+        run(config)
     assert seen[0]
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -313,9 +307,7 @@ def test_a_partition_goes_on_behind_its_last_finished_rows(
     monkeypatch.setattr(partition_module, "FLUSH_SECONDS", float("inf"))
 
     def once(folder: Path) -> dict[str, str]:
-        config = settings(folder, source)
-        with RunProgress(background=False) as progress:
-            pages.run(config, pages.plan_sources(config), InProcess(), progress)
+        run(settings(folder, source))
         commit = json.loads(next((folder / "run" / "commits" / "pages").rglob("*.json")).read_text())
         counts = {k: v for k, v in commit["counts"].items() if k not in ("stage_seconds", "cpu_seconds")}
         return {"counts": counts, "outputs": commit["outputs"]}
@@ -366,11 +358,9 @@ def test_the_marker_names_the_page_in_work_and_outlives_its_writer(tmp_path: Pat
 SLOW = """
 import ctypes, sys, time
 from pathlib import Path
-from quern.data_pipeline import partition, run as pages
+from data_pipeline import test_isolation
+from quern.data_pipeline import partition
 from quern.data_pipeline.execution import isolation
-from quern.data_pipeline.config import PipelineConfig
-from quern.data_pipeline.execution.engine import InProcess
-from quern.data_pipeline.monitoring.progress import RunProgress
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 partition.FLUSH_PAGES = 6
@@ -407,18 +397,10 @@ def other_judge(chain, page, quarantine):
 if what == "others":
     partition.read, partition._set_down = slow_read, slow_set_down
 partition._judge = other_judge
-settings = {
-    "run_dir": str(folder / "run"),
-    "sources": [{"name": "s", "kind": "jsonl", "paths": str(folder / "in.jsonl")}],
-    "language": {"keep": None, "threshold": 0, "pre_skip": False},
-    "quality": {"order": []},
-    "isolation": {"page_timeout_s": 1.5},
-}
-config = PipelineConfig.model_validate(settings)
+config = test_isolation.settings(folder, str(folder / "in.jsonl"))
 own = config.chain_of(config.sources[0])
 partition._chain(partition.canonical_json(own))(partition.Page("s", "f", "f", 0, media="text", raw="Warm up."))
-with RunProgress(background=False) as progress:
-    pages.run(config, pages.plan_sources(config), InProcess(), progress)
+test_isolation.run(config)
 """
 
 
@@ -429,18 +411,18 @@ def test_the_clock_of_a_page_counts_its_own_work_and_nothing_else(tmp_path: Path
     """
     write_source(tmp_path, 16, {})
 
-    def run(what: str) -> subprocess.CompletedProcess[str]:
+    def program(what: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", SLOW, str(tmp_path), what]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment())
 
-    assert "KeyboardInterrupt" in run("die").stderr
+    assert "KeyboardInterrupt" in program("die").stderr
     assert len(list((tmp_path / "run" / ".work").rglob("part-*"))) == 2
-    done = run("others")
+    done = program("others")
     assert done.returncode == 0, done.stderr[-2000:]
     assert set(verdicts(tmp_path).values()) == {(None, None)}
     shutil.rmtree(tmp_path / "run")
     for what, number, place in (("burn", signal.SIGPROF, "in burn"), ("hang", signal.SIGALRM, "in other_judge")):
-        assert run(what).returncode == -number
+        assert program(what).returncode == -number
         (stack,) = (tmp_path / "run" / ".work").rglob("*.stack")
         last = InFlightMarker.take(str(stack).removesuffix(".stack"))
         assert last is not None
@@ -509,10 +491,6 @@ def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another
     plain = settings(tmp_path, source)
     masked = plain.model_copy(update={"pii": type(plain.pii)(action="measure")})
 
-    def run(config: PipelineConfig) -> None:
-        with RunProgress(background=False) as progress:
-            pages.run(config, pages.plan_sources(config), InProcess(), progress)
-
     judge = partition_module._judge
 
     def dying(chain: Any, page: Any, quarantine: Any) -> Any:
@@ -534,9 +512,8 @@ def test_rows_of_a_config_that_came_and_went_are_not_mixed_with_those_of_another
     left = {path.parent.name for path in (tmp_path / "run" / ".work").rglob("part-*")}
     assert len(left) == 1, "the parts of A stand, B wrote beside them"
     run(plain)
-    (table,) = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
+    table = verdict_table(tmp_path)
     shutil.rmtree(tmp_path / "run")
     run(plain)
-    (whole,) = [pq.read_table(path) for path in (tmp_path / "run" / "verdicts").rglob("*.parquet")]
     assert table.num_rows == 10
-    assert table.equals(whole)
+    assert table.equals(verdict_table(tmp_path))
