@@ -139,6 +139,11 @@ CASES = [
 ]
 
 
+def scrubbed(text: str | None, config: PiiConfig | None = None, language: str | None = None) -> Page:
+    """The page of a text, as the stage leaves it."""
+    return ScrubPii(config or PiiConfig())(Page("s", "f", "f", 0, text=text, language=language))
+
+
 def unmarked(text: str) -> tuple[str, list[str]]:
     parts = text.replace("»", "«").split("«")
     return "".join(parts), parts[1::2]
@@ -179,8 +184,7 @@ def test_exactly_what_is_marked_is_found() -> None:
 def test_national_numbers_need_a_word_for_phone() -> None:
     def check(language: str, marked: str) -> None:
         text, expected = unmarked(marked)
-        page = Page("s", "f", "f", 0, text=text, language=language)
-        result = ScrubPii(PiiConfig())(page)
+        result = scrubbed(text, language=language)
         assert result.measures["pii.phones"] == len(expected)
         for number in expected:
             assert number not in (result.text or "")
@@ -189,14 +193,14 @@ def test_national_numbers_need_a_word_for_phone() -> None:
 
 
 def test_phone_regions_add_to_the_language() -> None:
-    page = Page("s", "f", "f", 0, text="Tel: 030 901820", language="xx")
-    assert ScrubPii(PiiConfig(phone_regions=("DE",)))(page).text == "Tel: |||PHONE_NUMBER|||"
+    config = PiiConfig(phone_regions=("DE",))
+    assert scrubbed("Tel: 030 901820", config, language="xx").text == "Tel: |||PHONE_NUMBER|||"
 
 
 def test_page_is_masked_and_counted() -> None:
     text = "Ann: ann@example.com, +49 30 901820.\nbob@example.com 8.8.8.8 2620:fe::fe\n"
     text += "4111 1111 1111 1111 DE89370400440532013000"
-    page = ScrubPii(PiiConfig())(Page("s", "f", "f", 0, text=text))
+    page = scrubbed(text)
     assert page.text == (
         "Ann: |||EMAIL_ADDRESS|||, |||PHONE_NUMBER|||.\n|||EMAIL_ADDRESS||| |||IP_ADDRESS||| |||IP_ADDRESS|||\n"
         "|||CREDIT_CARD||| |||IBAN|||"
@@ -207,44 +211,39 @@ def test_page_is_masked_and_counted() -> None:
     assert page.failures == []
 
 
-def test_measuring_leaves_the_text() -> None:
-    page = ScrubPii(PiiConfig(action="measure"))(Page("s", "f", "f", 0, text="ann@example.com"))
+@pytest.mark.parametrize("limits", [{}, {"max_spans": 0}])
+def test_measuring_leaves_the_text_and_drops_nothing(limits: dict[str, int]) -> None:
+    page = scrubbed("ann@example.com", PiiConfig(action="measure", **limits))
     assert page.text == "ann@example.com"
     assert page.measures["pii.emails"] == 1
+    assert page.failures == []
 
 
 def test_types_not_asked_for_are_neither_masked_nor_measured() -> None:
-    stage = ScrubPii(PiiConfig(types=("ipv4",)))
-    page = stage(Page("s", "f", "f", 0, text="ann@example.com 8.8.8.8"))
+    config = PiiConfig(types=("ipv4",))
+    page = scrubbed("ann@example.com 8.8.8.8", config)
     assert page.text == "ann@example.com |||IP_ADDRESS|||"
-    assert stage.measures == tuple(page.measures) == ("pii.ipv4",)
+    assert ScrubPii(config).measures == tuple(page.measures) == ("pii.ipv4",)
 
 
 def test_page_without_text_or_data_stays() -> None:
-    stage = ScrubPii(PiiConfig(max_spans=0))
-    assert stage(Page("s", "f", "f", 0)).measures == {}
-    page = stage(Page("s", "f", "f", 0, text=""))
+    config = PiiConfig(max_spans=0)
+    assert scrubbed(None, config).measures == {}
+    page = scrubbed("", config)
     assert (page.text, page.failures) == ("", [])
     assert set(page.measures.values()) == {0.0}
 
 
 def test_too_many_finds_fail() -> None:
-    stage = ScrubPii(PiiConfig(max_spans=2))
-    assert stage(Page("s", "f", "f", 0, text="a@b.com 8.8.8.8")).failures == []
-    page = stage(Page("s", "f", "f", 0, text="a@b.com 8.8.8.8 c@d.com"))
-    assert page.failures == [("pii", "pii.too_many")]
-
-
-def test_measuring_drops_nothing() -> None:
-    page = ScrubPii(PiiConfig(action="measure", max_spans=0))(Page("s", "f", "f", 0, text="ann@example.com"))
-    assert page.measures["pii.emails"] == 1
-    assert page.failures == []
+    config = PiiConfig(max_spans=2)
+    assert scrubbed("a@b.com 8.8.8.8", config).failures == []
+    assert scrubbed("a@b.com 8.8.8.8 c@d.com", config).failures == [("pii", "pii.too_many")]
 
 
 def test_a_text_of_personal_data_alone_does_not_pass_where_tags_are_empty() -> None:
-    stage = ScrubPii(PiiConfig(tags=PiiTags(email="")))
-    assert stage(Page("s", "f", "f", 0, text=" ann@example.com\n")).failures == [("pii", "pii.nothing_left")]
-    assert stage(Page("s", "f", "f", 0, text="ann@example.com.")).failures == []
+    config = PiiConfig(tags=PiiTags(email=""))
+    assert scrubbed(" ann@example.com\n", config).failures == [("pii", "pii.nothing_left")]
+    assert scrubbed("ann@example.com.", config).failures == []
 
 
 def test_tags_are_the_config_s() -> None:
@@ -337,17 +336,14 @@ SEEN = {
     st.sampled_from([" and ", ", ", "\n", " | ", "; ", "。", "\n\n- "]),
 )
 def test_only_what_is_personal_is_replaced(parts: list[str], between: str) -> None:
-    scrubbed, counts = scrub(between.join(parts))
-    assert scrubbed == between.join(SEEN[part] for part in parts)
+    text, counts = scrub(between.join(parts))
+    assert text == between.join(SEEN[part] for part in parts)
     assert sum(counts.values()) == sum(SEEN[part] != part for part in parts)
 
 
-def test_overlapping_finds_are_one() -> None:
+def test_overlapping_finds_are_one_and_leave_no_half_behind() -> None:
     # an address literal holds an IPv4 address, and the mail address covers it
     assert [(span.type, span.start, span.end) for span in find("a@[8.8.8.8]")] == [("email", 0, 11)]
-
-
-def test_overlapping_finds_leave_no_half_behind() -> None:
     # a Berlin number as far as its plan allows, and a card that begins with its last group
     assert scrub("+49 30 9018 4111 1111 1111 1111 x")[0] == "|||PHONE_NUMBER||| x"
 
