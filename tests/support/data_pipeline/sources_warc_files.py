@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 from pathlib import Path
 
 from warcio.statusandheaders import StatusAndHeaders
@@ -55,6 +56,12 @@ def many(count: int, *, compress: bool = True) -> list[bytes]:
         record(b"<html><body>" + b"page %d " % i * 400 + b"</body></html>", url=f"http://e.com/{i}", compress=compress)
         for i in range(count)
     ]
+
+
+def random_texts(count: int) -> list[str]:
+    """Texts that do not compress well, so that damage in the middle of a file is damage in the middle of its texts."""
+    source = random.Random(5)
+    return [source.randbytes(300).hex() for _ in range(count)]
 
 
 def pages(path: Path, log: ReadLog | None = None, **settings: object) -> list[Page]:
