@@ -17,9 +17,8 @@ from pydantic import ValidationError
 from quern.data_pipeline.extraction.extract import Extract, ExtractConfig
 from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.stages import language
-from quern.data_pipeline.stages.language import Language, LanguageConfig, LanguageGuess, identify, visible_text
+from quern.data_pipeline.stages.language import Language, LanguageConfig, LanguageGuess, identify
 from quern.errors import InputError, QuernError
-from support.growth import assert_grows_tamely
 from support.named_cases import each
 
 ENGLISH = "The miller sets the stone, pours the grain and waits until the sacks are full of flour. " * 5
@@ -183,14 +182,11 @@ def guessed(raw: str, **config: Any) -> Page:
     return LanguageGuess(LanguageConfig(**{"keep": ["en"], **config}))(page(raw))
 
 
-def test_surely_unwanted_page_is_skipped_and_labelled() -> None:
+def test_only_a_surely_unwanted_page_is_skipped_and_it_is_labelled() -> None:
     done = guessed(html(GERMAN))
     assert done.failures == [("language", "language.pre_skip")]
     assert done.language == "de"
     assert done.measures["language.guess_score"] < 0.02
-
-
-def test_wanted_and_mixed_pages_are_not_skipped() -> None:
     for raw in (html(ENGLISH), html(GERMAN * 2 + ENGLISH * 2)):
         done = guessed(raw)
         assert done.failures == []
@@ -198,9 +194,10 @@ def test_wanted_and_mixed_pages_are_not_skipped() -> None:
 
 
 def test_probability_of_several_kept_languages_adds_up() -> None:
-    one = guessed(html(GERMAN + ENGLISH), keep=["en"]).measures["language.guess_score"]
-    two = guessed(html(GERMAN + ENGLISH), keep=["de"]).measures["language.guess_score"]
-    both = guessed(html(GERMAN + ENGLISH), keep=["de", "en"]).measures["language.guess_score"]
+    one, two, both = (
+        guessed(html(GERMAN + ENGLISH), keep=keep).measures["language.guess_score"]
+        for keep in (["en"], ["de"], ["de", "en"])
+    )
     assert both == pytest.approx(min(one + two, 1.0))
 
 
@@ -222,103 +219,6 @@ def test_a_language_in_one_part_of_a_long_page_is_seen() -> None:
     assert guessed(html(ENGLISH * 8 + GERMAN * 8 + ENGLISH * 8)).failures == []
 
 
-def test_visible_text() -> None:
-    def check(raw: str, visible: str) -> None:
-        assert visible_text(raw) == visible
-
-    each(
-        [
-            ("<p>a<b class='x'>b</b></p>c", "a b c"),
-            ("<SCRIPT>no</Script>yes<style>no</style>", "yes"),
-            ("a<!-- no <p> -->b", "a b"),
-            ("a<script>no", "a no"),  # never closed: its tags go, the page after it is not lost
-            ("<script>'<style>'</script>yes</style>", "yes"),
-            ("<scripty>yes</scripty>", "yes"),
-            ("a < b > c", "a c"),
-            ("a<p", "a"),
-            ("", ""),
-        ],
-        check,
-    )
-
-
-def spelled_out(raw: str) -> str:
-    """The same by one look at a character: hidden elements and comments that are closed go, then tags."""
-    names = ("script", "style", "noscript", "template", "svg", "textarea")
-    shown, at = "", 0
-    while at < len(raw):
-        lower = raw[at:].lower()
-        end = -1
-        if lower.startswith("<!--"):
-            end = raw.find("-->", at + 4)
-            end = end + 3 if end >= 0 else -1
-        for name in names:
-            behind = raw[at + 1 + len(name) : at + 2 + len(name)]
-            if lower.startswith(f"<{name}") and not (behind.isascii() and (behind.isalnum() or behind == "-")):
-                close = raw.lower().find(f"</{name}", at + 1 + len(name))
-                if close >= 0:
-                    end = close + 2 + len(name)
-                    while end < len(raw) and raw[end] not in "<>":
-                        end += 1
-                    end += raw[end : end + 1] == ">"
-        shown, at = (shown + " ", end) if end >= 0 else (shown + raw[at], at + 1)
-    text, inside = "", False
-    for char in shown:
-        if char == "<":
-            inside = True
-            text += " "
-        elif char == ">" and inside:
-            inside = False
-        elif not inside:
-            text += char
-    return " ".join(text.split())
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "<",
-                ">",
-                " ",
-                "a",
-                "<p>",
-                "</p ",
-                "<script",
-                "<SCRIPT>",
-                "</script",
-                "</Script>",
-                "<style>",
-                "</style>",
-                "<!--",
-                "-->",
-                "<svg/>",
-                "</svg",
-                "\n",
-                "\x1c",
-                "-",
-                "é",
-                "<spam>",
-                "<t",
-                "<n",
-                "<!",
-            ]
-        ),
-        max_size=12,
-    ).map("".join)
-)
-def test_visible_text_is_what_a_look_at_each_character_leaves(raw: str) -> None:
-    assert visible_text(raw) == spelled_out(raw)
-
-
-@pytest.mark.slow
-def test_visible_text_takes_linear_time() -> None:
-    """Sixteen times the text; quadratic would be 256."""
-    units = ["<script>", "<script", "<!--", "<", "<p ", "<svg><style>", "</script>", "<script></style>"]
-    each(units, lambda unit: assert_grows_tamely(visible_text, unit * 4_000, unit * 64_000, 64))
-
-
 # --- the model
 
 
@@ -337,7 +237,17 @@ def test_model_can_be_given_by_path(tmp_path: Path) -> None:
     assert identify(ENGLISH, str(copy)) == identify(ENGLISH)
 
 
-def test_missing_and_foreign_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_model_loaded() -> Iterator[None]:
+    """Before the test and after it."""
+    language._load.cache_clear()
+    yield
+    language._load.cache_clear()
+
+
+def test_missing_and_foreign_models_are_refused(
+    no_model_loaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match="no such file"):
         identify(ENGLISH, str(tmp_path / "absent.ftz"))
     other = tmp_path / "other.ftz"
@@ -345,15 +255,11 @@ def test_missing_and_foreign_models_are_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InputError, match="not a fastText model"):
         identify(ENGLISH, str(other))
     monkeypatch.setattr(language, "_installed_model", lambda: str(other))
-    language._load.cache_clear()
-    try:
-        with pytest.raises(InputError, match="expected the lid"):
-            identify(ENGLISH)
-    finally:
-        language._load.cache_clear()
+    with pytest.raises(InputError, match="expected the lid"):
+        identify(ENGLISH)
 
 
-def test_another_fasttext_api_is_refused_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_fasttext_api_is_refused_loudly(no_model_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import fasttext.FastText
 
     class Other:
@@ -361,12 +267,8 @@ def test_another_fasttext_api_is_refused_loudly(monkeypatch: pytest.MonkeyPatch)
             pass
 
     monkeypatch.setattr(fasttext.FastText, "_FastText", Other)
-    language._load.cache_clear()
-    try:
-        with pytest.raises(QuernError, match="install fasttext-predict"):
-            identify(ENGLISH)
-    finally:
-        language._load.cache_clear()
+    with pytest.raises(QuernError, match="install fasttext-predict"):
+        identify(ENGLISH)
 
 
 def test_impossible_settings_are_refused() -> None:
@@ -390,10 +292,10 @@ def test_impossible_settings_are_refused() -> None:
 def test_defaults_are_those_of_fineweb() -> None:
     config = LanguageConfig()
     assert (config.keep, config.threshold, config.pre_skip, config.model) == (None, 0.65, 0.02, None)
-    assert LanguageConfig(pre_skip=False).pre_skip is False
 
 
 def test_zero_is_a_probability_and_not_off() -> None:
+    assert LanguageConfig(pre_skip=False).pre_skip is False
     for config in (LanguageConfig(pre_skip=0), LanguageConfig.model_validate_json('{"pre_skip": 0}')):
         assert config.pre_skip is not False
         assert config.pre_skip == 0
