@@ -31,6 +31,7 @@ from quern.train.checkpoint.tools.reader import write_weights
 from quern.train.history.ledger import read_ledger
 from support.programs import kill, python
 from support.train import corpora
+from support.waits import until
 
 
 @pytest.fixture
@@ -359,16 +360,14 @@ def test_two_processes_train_what_one_does(config: Path, capfd: pytest.CaptureFi
     assert planned == {"bytes": sum(sizes), "copy_gib_per_rank": sum(sizes) / 2 / 2**30}
 
 
-def started(config: Path, **how: object) -> subprocess.Popen[bytes]:
+def started(config: Path, *keys: str, by: str | None = None, **how: object) -> subprocess.Popen[bytes]:
     """Two ranks that have made some steps of many."""
     process = subprocess.Popen(
-        [python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
-         "data.0.max_epochs=100000", "checkpoint.interval=0"], env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
+        [by or python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
+         "data.0.max_epochs=100000", *keys], env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
     )  # fmt: skip
     metrics = config.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        time.sleep(0.05)
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
     return process
 
 
@@ -378,7 +377,7 @@ def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Pat
     """The second as a terminal is closed: nothing can be written to it any more."""
     run = config.parent / "run"
     ours, terminal = os.openpty()
-    process = started(config, stderr=terminal)
+    process = started(config, "checkpoint.interval=0", stderr=terminal)
     os.close(terminal)
     if number == signal.SIGHUP:
         os.close(ours)
@@ -395,7 +394,7 @@ def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Pat
 
 @pytest.mark.slow
 def test_ranks_end_with_a_command_that_is_killed(config: Path) -> None:
-    process = started(config)
+    process = started(config, "checkpoint.interval=0")
     folder = config.parent / "run" / "checkpoints"
     rank = json.loads((folder / ".lock").read_text())["pid"]
     assert kill(process) == -signal.SIGKILL
@@ -413,14 +412,7 @@ def test_ranks_end_with_a_command_that_is_killed(config: Path) -> None:
 @pytest.mark.long
 def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
     """One of two ranks is killed; the command ends with a code that says so, and leaves no process."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
-         "data.0.max_epochs=100000"], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    metrics = config.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        time.sleep(0.05)
+    process = started(config, by=sys.executable, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(int(children[1]), signal.SIGKILL)
