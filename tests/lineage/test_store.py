@@ -113,10 +113,8 @@ def test_many_doc_ids_are_found_at_once(lineage: IndexedRun, oracle: Oracle) -> 
 def test_every_url_finds_all_that_canonicalise_alike(lineage: IndexedRun, oracle: Oracle) -> None:
     for url in sorted({row["url"] for row in oracle.rows} - {None}):
         canonical = canonicalize(url)
-        if canonical is None:
-            expected = oracle.where(lambda row, url=url: row["url"] == url)
-        else:
-            expected = oracle.where(lambda row, canonical=canonical: row["canonical"] == canonical)
+        key, value = ("url", url) if canonical is None else ("canonical", canonical)
+        expected = oracle.where(lambda row, key=key, value=value: row[key] == value)
         assert lineage.find(url=url).tolist() == expected, url
 
 
@@ -163,14 +161,15 @@ HOSTS = [
 ]  # fmt: skip
 
 
-def test_a_host_and_a_domain_are_what_the_rows_hosts_say(lineage: IndexedRun, oracle: Oracle) -> None:
-    def check(name: str) -> None:
-        own = host(canonicalize(f"http://{name}/") or "")
-        assert lineage.find(host=name).tolist() == oracle.where(lambda row: row["name"] == own)
-        below = oracle.where(lambda row: row["name"] is not None and f".{row['name']}".endswith(f".{own}"))
-        assert lineage.find(domain=name).tolist() == below
+def check_host(lineage: IndexedRun, oracle: Oracle, name: str) -> None:
+    own = host(canonicalize(f"http://{name}/") or "")
+    assert lineage.find(host=name).tolist() == oracle.where(lambda row: row["name"] == own)
+    below = oracle.where(lambda row: row["name"] is not None and f".{row['name']}".endswith(f".{own}"))
+    assert lineage.find(domain=name).tolist() == below, name
 
-    each(HOSTS, check)
+
+def test_a_host_and_a_domain_are_what_the_rows_hosts_say(lineage: IndexedRun, oracle: Oracle) -> None:
+    each(HOSTS, lambda name: check_host(lineage, oracle, name))
 
 
 def test_hosts_with_the_marks_of_a_surt_are_no_false_hits(tmp_path: Path) -> None:
@@ -196,10 +195,7 @@ def test_hosts_with_the_marks_of_a_surt_are_no_false_hits(tmp_path: Path) -> Non
     runs.write_listing(tmp_path / "run", found, identity="odd")
     lineage, oracle = IndexedRun(str(tmp_path / "run")), Oracle(found)
     for name in ("a.com", "b.com", "com", "abcd", "www.a.com", "a,b.com", "[abcd::1]"):
-        own = host(canonicalize(f"http://{name}/") or "")
-        assert lineage.find(host=name).tolist() == oracle.where(lambda row, own=own: row["name"] == own)
-        below = oracle.where(lambda row, own=own: f".{row['name']}".endswith(f".{own}"))
-        assert lineage.find(domain=name).tolist() == below, name
+        check_host(lineage, oracle, name)
 
 
 @pytest.mark.parametrize("name", ["", "example.com/x", "example.com:8080", "a b", "http://example.com", "a@b", "%zz"])
@@ -327,10 +323,9 @@ def test_segments_change_no_answer_but_the_numbers(tmp_path: Path, documents: in
     def expected(fits: Callable[[Row], bool]) -> list[int]:
         return sorted(number[row["doc_id"]] for row in oracle.rows if fits(row))
 
-    below = [".example.com", ".www.example.com"]
-    for domain in below:
-        found = lineage.find(domain=domain[1:]).tolist()
-        assert found == expected(lambda row, d=domain: row["name"] is not None and f".{row['name']}".endswith(d))
+    for domain in ("example.com", "www.example.com"):
+        found = lineage.find(domain=domain).tolist()
+        assert found == expected(lambda row, d=domain: row["name"] is not None and f".{row['name']}".endswith(f".{d}"))
     for row in oracle.rows[::7]:
         assert lineage.find(doc=row["doc_id"]).tolist() == [number[row["doc_id"]]]
         found = lineage.verdict(number[row["doc_id"]])
