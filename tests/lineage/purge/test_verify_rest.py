@@ -6,8 +6,7 @@ import fcntl
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from quern.errors import InputError, QuernError
 from quern.lineage.purge.apply import finish
 from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.proof.findings import MAX_FINDINGS, Check
-from quern.lineage.purge.proof.verify import verify
+from quern.lineage.purge.proof.verify import Proof, verify
 from quern.lineage.purge.record import audit
 from quern.lineage.purge.selection.deletion_set import find_deletion_set
 from quern.lineage.purge.selection.select import Wanted
@@ -30,6 +29,18 @@ from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, prove, spot
 
 pytestmark = pytest.mark.slow
+
+
+def asked(case: P.Case, doc_ids: Iterable[bytes], mode: Any = "mask", **more: Any) -> Request:
+    """That these documents be purged."""
+    wanted = Wanted(doc_ids=frozenset(doc_ids))
+    return Request(str(case.run), mode, lambda run: find_deletion_set(run, wanted), {"doc": ["…"]}, **more)
+
+
+def check_of(proof: Proof, name: str) -> Check:
+    (check,) = [check for check in proof.checks if check.name == name]
+    return check
+
 
 # ---- the audit log
 
@@ -83,22 +94,15 @@ def test_a_missing_entry(case: P.Case) -> None:
 def test_the_last_entry_is_anchored(made: P.Case, tmp_path: Path) -> None:
     """An edit of it, of an earlier one with the chain made anew, and its removal; nothing is purged on top of one."""
     case = made.at(tmp_path)
-
-    def request(doc_id: bytes) -> Request:
-        wanted = Wanted(doc_ids=frozenset({doc_id}))
-        return Request(
-            str(case.run), "mask", lambda run: find_deletion_set(run, wanted), {"doc": ["…"]}, reason="asked for"
-        )
-
     for doc_id in (case.placed[0], case.placed[5]):
-        purge(request(doc_id))
+        purge(asked(case, [doc_id], reason="asked for"))
     paths = [case.run / f"audit/0000{number}.json" for number in (1, 2)]
     bytes_of = [path.read_bytes() for path in paths]
     told = json.loads((case.run / "tokens/VERSION.json").read_text())["audit"]
     assert told == {"entry": 2, "sha256": P.versions.sha256(paths[1])}
 
     def findings() -> list[str]:
-        (check,) = [check for check in verify(str(case.run)).checks if check.name == "audit"]
+        check = check_of(verify(str(case.run)), "audit")
         assert check.notes == []
         return [found.file for found in check.findings]
 
@@ -110,7 +114,7 @@ def test_the_last_entry_is_anchored(made: P.Case, tmp_path: Path) -> None:
     paths[1].write_text(json.dumps({**json.loads(bytes_of[1]), "previous": P.versions.sha256(paths[0])}))
     assert findings() == ["tokens/VERSION.json"]
     with pytest.raises(InputError, match="entry 2 of the audit log was changed, or one before it"):
-        purge(request(case.placed[9]))
+        purge(asked(case, [case.placed[9]], reason="asked for"))
     paths[0].write_bytes(bytes_of[0])
     paths[1].unlink()
     assert "tokens/VERSION.json" in findings()
@@ -156,37 +160,28 @@ def test_what_is_no_key(case: P.Case, tmp_path: Path, size: int | None, told: st
 # ---- what is left over
 
 
-def superseded(case: P.Case) -> tuple[str, str, str]:
-    """Shard, spans and manifest that the mask took the place of."""
+def superseded(case: P.Case, made: P.Case) -> list[str]:
+    """Shard, spans and manifest that the mask took the place of, put back."""
     shard, spans, _, _ = spot(case, case.placed[0])
-    names = (below(case, path).replace(".v2.", ".") for path in (shard, spans, shard.parent / "manifest.v2.json"))
-    one, two, three = names
-    return one, two, three
+    paths = (shard, spans, shard.parent / "manifest.v2.json")
+    names = [below(case, path).replace(".v2.", ".") for path in paths]
+    for name in names:
+        (case.run / name).write_bytes((made.run / name).read_bytes())
+    return names
 
 
 def test_an_old_shard(case: P.Case, made: P.Case) -> None:
-    names = superseded(case)
-    for name in names:
-        (case.run / name).write_bytes((made.run / name).read_bytes())
+    names = superseded(case, made)
     (case.run / "tokens/changes.v3.parquet").write_bytes(b"")
     assert {file for file, _, _ in failed(case)["left over"]} == {"tokens/changes.v3.parquet", *names}
 
 
-@contextmanager
-def reading(manifest: Path) -> Iterator[None]:
-    with manifest.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
-
-
 def test_an_old_shard_that_is_being_read(case: P.Case, made: P.Case) -> None:
-    names = superseded(case)
-    for name in names:
-        (case.run / name).write_bytes((made.run / name).read_bytes())
-    (before,) = [check for check in prove(case).checks if check.name == "left over"]
-    assert not any("reader" in found.what for found in before.findings)
-    with reading(case.run / names[2]):
-        (check,) = [check for check in prove(case).checks if check.name == "left over"]
+    *_, manifest = superseded(case, made)
+    assert not any("reader" in found.what for found in check_of(prove(case), "left over").findings)
+    with (case.run / manifest).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        check = check_of(prove(case), "left over")
     assert check.num_findings == 3
     assert all("a reader has it open" in found.what for found in check.findings)
 
@@ -287,10 +282,7 @@ def test_a_purge_as_it_is_made(made: P.Case, tmp_path: Path, modes: tuple[Any, A
     """Not by hand: two of them, one after the other."""
     case = made.at(tmp_path)
     for number, (mode, doc_ids) in enumerate(zip(modes, (case.placed[:4], case.placed[4:9]), strict=True), 1):
-        wanted = Wanted(doc_ids=frozenset(doc_ids))
-        report = purge(
-            Request(str(case.run), mode, lambda run, own=wanted: find_deletion_set(run, own), {"doc": ["…"]})
-        )
+        report = purge(asked(case, doc_ids, mode))
         assert report["documents_purged"] >= len(doc_ids) - 1
         found = verify(str(case.run), deep=True)
         assert [(check.name, check.findings, check.unknown) for check in found.checks if check.status != "pass"] == []
@@ -301,16 +293,14 @@ def test_the_command_finishes_a_purge_that_was_cut_off(
     made: P.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case = made.at(tmp_path)
-    wanted = Wanted(doc_ids=frozenset(case.placed[:4]))
 
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    request = Request(str(case.run), "mask", lambda run: find_deletion_set(run, wanted), {"doc": ["…"]})
     with monkeypatch.context() as patched:
         patched.setattr(finish, "clean", fails)
         with pytest.raises(QuernError, match="the purge is not at its end"):
-            purge(request)
+            purge(asked(case, case.placed[:4]))
     assert not verify(str(case.run)).holds
     done = CliRunner().invoke(app, ["lineage", "verify", str(case.run), "--json", "--deep"])
     assert done.exit_code == 0, done.output
