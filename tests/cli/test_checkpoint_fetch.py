@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from quern.train.checkpoint.format.manifest import FileRecord, Manifest
-from quern.train.checkpoint.store import stored
 from support import checkpoint_commands
+from support.checkpoint_commands import flip, unreachable_store
 from support.train import checkpoint_case as CASE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -119,13 +119,6 @@ def held(folder: Path) -> dict[str, bytes]:
 def whole(step: int, offset: int = 0) -> dict[str, bytes]:
     """What a checkpoint in one folder holds."""
     return {**contents(step), "manifest.json": manifest(step, contents(step), offset)}
-
-
-def flip(path: Path) -> str:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return str(path)
 
 
 def leftovers(place: Place) -> list[str]:
@@ -298,13 +291,9 @@ def test_a_store_that_cannot_be_reached_is_asked_once(
     place: Place, as_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing listens there. What is here is enough for step 3; of step 5 it cannot be told."""
-    variables = {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(stored, "PATIENCE_S", 0.0)
+    url = unreachable_store(monkeypatch)
     place.save(3)
-    place.configure("s3://bucket/run")
+    place.configure(url)
     made = as_json(place.run, place.root / "out")
     assert held(place.root / "out") == whole(3)
     (note,) = made["notes"]
@@ -315,7 +304,7 @@ def test_a_store_that_cannot_be_reached_is_asked_once(
     error = invoke(place.run, place.root / "x", code=1).stderr
     assert "step_00000005: 1 of 6 files" in error  # an older one is not taken in its place
     assert "the store cannot be reached" in error
-    assert "the store cannot be reached" in invoke("s3://bucket/run", place.root / "x", code=1).stderr
+    assert "the store cannot be reached" in invoke(url, place.root / "x", code=1).stderr
     assert leftovers(place) == ["out"]
 
 

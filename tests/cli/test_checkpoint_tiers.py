@@ -15,10 +15,9 @@ import pytest
 from quern.config import dump_yaml
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import read_manifest
-from quern.train.checkpoint.store import stored
 from quern.train.checkpoint.tools.reader import iter_weights, write_weights
 from quern.train.config import TrainConfig
-from support.checkpoint_commands import invoke
+from support.checkpoint_commands import flip, invoke, unreachable_store
 from support.train import checkpoint_case as CASE
 
 STEPS = (10, 20, 30, 40)
@@ -32,16 +31,21 @@ def checkpoint(run: Path, step: int) -> Path:
     return folder(run / "checkpoints", step)
 
 
+def write(target: Path, *, seed: int, num_layers: int | None = None, **told: Any) -> None:
+    """A whole checkpoint of which the manifest says what is ``told``."""
+    shape = CASE.shape() if num_layers is None else CASE.shape(num_layers=num_layers)
+    tensors = {name: CASE.numbers("weight", name, size, seed) for name, size in CASE.sizes(shape).items()}
+    manifest = write_weights(str(target), shape, tensors)
+    (target / "manifest.json").write_bytes(replace(manifest, **told).to_bytes())
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Steps 10 to 40, whole, with a store configured that is not there yet."""
     found = tmp_path / "run"
     (found / "checkpoints").mkdir(parents=True)
     for step in STEPS:
-        tensors = {name: CASE.numbers("weight", name, size, step) for name, size in CASE.sizes(CASE.shape()).items()}
-        manifest = write_weights(str(checkpoint(found, step)), CASE.shape(), tensors)
-        named = replace(manifest, step=step, run="a" * 32)
-        (checkpoint(found, step) / "manifest.json").write_bytes(named.to_bytes())
+        write(checkpoint(found, step), seed=step, step=step, run="a" * 32)
     configure(found)
     return found
 
@@ -74,24 +78,13 @@ def to_nodes(run: Path, step: int, *nodes: str) -> list[Path]:
     return [place / file.name for place in folders]
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def steps(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*"))
 
 
 @pytest.fixture
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A store where nothing listens."""
-    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(stored, "PATIENCE_S", 0.0)
-    return "s3://bucket/run"
+    return unreachable_store(monkeypatch)
 
 
 # ---- list
@@ -120,10 +113,8 @@ def test_list_with_store_says_what_is_stored(run: Path, as_json: Callable[..., A
     (folder(store, 10) / "manifest.json").unlink()
     (folder(store, 40) / "manifest.json").write_text("{}")
     shutil.copytree(folder(store, 20), folder(store, 50))  # whose manifest is step 20's
-    tensors = {name: CASE.numbers("weight", name, size, 99) for name, size in CASE.sizes(CASE.shape()).items()}
     shutil.rmtree(folder(store, 30))
-    manifest = replace(write_weights(str(folder(store, 30)), CASE.shape(), tensors), step=30)
-    (folder(store, 30) / "manifest.json").write_bytes(manifest.to_bytes())
+    write(folder(store, 30), seed=99, step=30)
     found = as_json("list", run, "--store")
     rows = {row["step"]: row for row in found["checkpoints"]}
     assert {step: (row["tensors"], row["stored"], row["valid"]) for step, row in rows.items()} == {
@@ -249,11 +240,8 @@ def test_verify_reads_a_store(run: Path, as_json: Callable[..., Any]) -> None:
 
 def test_verify_of_a_store_looks_into_the_metadata(run: Path) -> None:
     """Every checksum is right, and the tensors are another model's."""
-    tensors = {n: CASE.numbers("weight", n, s, 1) for n, s in CASE.sizes(CASE.shape(num_layers=1)).items()}
-    target = folder(run.parent / "store", 7)
-    target.parent.mkdir()
-    manifest = write_weights(str(target), CASE.shape(num_layers=1), tensors)
-    (target / "manifest.json").write_bytes(replace(manifest, step=7, model=CASE.shape()).to_bytes())
+    (run.parent / "store").mkdir()
+    write(folder(run.parent / "store", 7), seed=1, num_layers=1, step=7, model=CASE.shape())
     out = invoke("verify", f"file://{run.parent}/store", code=1).stdout.replace("\n", "")
     assert "step_00000007/.metadata: blocks.1." in out
 

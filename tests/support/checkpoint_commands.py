@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 from quern.cli.checkpoint import app
+from quern.train.checkpoint.store import stored
 
 
 def invoke(*arguments: Any, code: int = 0) -> Result:
@@ -15,3 +18,20 @@ def invoke(*arguments: Any, code: int = 0) -> Result:
     assert result.exit_code == code, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
+
+
+def flip(path: Path) -> str:
+    """Change a bit in the middle of a file; its path."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return str(path)
+
+
+def unreachable_store(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store where nothing listens."""
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(stored, "PATIENCE_S", 0.0)
+    return "s3://bucket/run"
