@@ -50,12 +50,6 @@ def test_without_a_list_nothing_fails_and_the_url_is_made_canonical() -> None:
     assert TombstonesByText(None)(page(text="x")).failures == []
 
 
-def test_purged_place_fails(tmp_path: Path) -> None:
-    stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(doc_id=make_doc_id("web", "f.warc.gz", 7))]))
-    assert stage(page(position=7)).failures == [("purged", "purged.doc_id")]
-    assert stage(page(position=8)).failures == []
-
-
 def test_a_place_counts_only_where_urls_do_not_tell_that_it_is_another_page(tmp_path: Path) -> None:
     """The same line of another crawl's file of that name has the same doc_id."""
     own = make_doc_id("web", "f.warc.gz", 7)
@@ -90,9 +84,8 @@ def test_a_place_counts_only_where_urls_do_not_tell_that_it_is_another_page(tmp_
     ],
 )
 def test_purged_url_fails_in_every_spelling(tmp_path: Path, url: str | None, fails: bool) -> None:
-    stage = Tombstones(
-        purge_list(tmp_path / "p.parquet", [row(url="https://example.com/a"), row(url="https://b.org/")])
-    )
+    rows = [row(url="https://example.com/a"), row(url="https://b.org/")]
+    stage = Tombstones(purge_list(tmp_path / "p.parquet", rows))
     assert stage(page(url)).failures == ([("purged", "purged.canonical_url")] if fails else [])
 
 
@@ -132,7 +125,8 @@ def test_ids_that_end_in_zero_bytes_are_found(tmp_path: Path) -> None:
 def test_many_ids_are_all_found_and_no_other(tmp_path: Path) -> None:
     listed = [make_doc_id("web", "f.warc.gz", i) for i in range(0, 4000, 2)]
     stage = Tombstones(purge_list(tmp_path / "p.parquet", [row(doc_id=i) for i in listed]))
-    assert [bool(stage(page(position=i)).failures) for i in range(4000)] == [i % 2 == 0 for i in range(4000)]
+    for i in range(4000):
+        assert stage(page(position=i)).failures == ([] if i % 2 else [("purged", "purged.doc_id")]), i
 
 
 def test_folder_of_lists_is_one_list(tmp_path: Path) -> None:
@@ -165,15 +159,12 @@ def test_both_stages_hold_one_list_until_it_changes(tmp_path: Path, monkeypatch:
     assert by_text(page(text="b")).failures == []
 
 
-def test_missing_list_is_named(tmp_path: Path) -> None:
+def test_what_is_no_list_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone\.parquet: no such purge list"):
         Tombstones(str(tmp_path / "gone.parquet"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty: expected \*\.parquet files"):
         Tombstones(str(tmp_path / "empty"))
-
-
-def test_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1 but no more")
     with pytest.raises(InputError, match=r"x\.parquet: cannot be read"):
         TombstonesByText(str(tmp_path / "x.parquet"))
