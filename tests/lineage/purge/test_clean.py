@@ -29,8 +29,6 @@ from support.purge import purge_case as P
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> P.Case:
@@ -214,26 +212,21 @@ class Page(HTMLParser):
 
 def test_the_report_shows_no_purged_text(case: P.Case) -> None:
     page = (case.run / "report.html").read_text()
-    shown = {doc_id for doc_id in case.deletion_set if _long(case, doc_id) and _beginning(case, doc_id) in page}
-    assert len(shown) >= 3
-    left = {doc_id for doc_id in case.listing.texts if doc_id not in case.deletion_set and _long(case, doc_id)}
-    others = {doc_id for doc_id in left if _beginning(case, doc_id) in page}
-    assert others
+    gone, before = set(case.deletion_set), _begun(case, page)
+    assert len(before & gone) >= 3
+    assert before - gone
     clean(str(case.run), case.table(), P.PURGE)
     page = (case.run / "report.html").read_text()
-    assert not [doc_id for doc_id in case.deletion_set if _long(case, doc_id) and _beginning(case, doc_id) in page]
-    assert {doc_id for doc_id in left if _beginning(case, doc_id) in page} == others
+    assert _begun(case, page) == before - gone
     assert "Its text was purged." in Page(page).text
     assert report.shown_documents(page) is not None
-    assert not report.shown_documents(page) & set(case.deletion_set)
+    assert not report.shown_documents(page) & gone
 
 
-def _long(case: P.Case, doc_id: bytes) -> bool:
-    return len(case.listing.texts.get(doc_id, "")) > 200
-
-
-def _beginning(case: P.Case, doc_id: bytes) -> str:
-    return show(case.listing.texts[doc_id][:200])
+def _begun(case: P.Case, page: str) -> set[bytes]:
+    """Documents of which the page shows the beginning of a long text."""
+    texts = case.listing.texts.items()
+    return {doc_id for doc_id, text in texts if len(text) > 200 and show(text[:200]) in page}
 
 
 def test_a_report_that_shows_none_of_them_stays(case: P.Case) -> None:
