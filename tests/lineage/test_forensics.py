@@ -32,11 +32,6 @@ from support.processes import files_of
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {"parallel": {"dp_shard": 2}},
-    "pp2": {"parallel": {"pp": 2}},
-}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
@@ -50,10 +45,6 @@ def trained(data: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("trained") / "run"
     poison_case.train(str(folder), str(data[0]), {})
     return folder
-
-
-def on_ranks(run: str, data: str, changes: dict[str, Any]) -> None:
-    poison_case.train(run, data, changes)
 
 
 def check(run: Path, step: int) -> dict[str, Any]:
@@ -84,14 +75,15 @@ def test_the_text_that_caused_a_spike_is_named_first(data: tuple[Path, int], tra
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
-def test_on_several_ranks(data: tuple[Path, int], trained: Path, tmp_path: Path, layout: str) -> None:
-    with LocalRanks(2, timeout_s=600, files=files_of(on_ranks), preload=("pytest", "yaml")) as ranks:
-        ranks.call(on_ranks, str(tmp_path / "run"), str(data[0]), LAYOUTS[layout])
+@pytest.mark.parametrize(("layout", "dp_ranks"), [({"dp_shard": 2}, {0, 1}), ({"pp": 2}, {0})], ids=["dp2", "pp2"])
+def test_on_several_ranks(
+    data: tuple[Path, int], trained: Path, tmp_path: Path, layout: dict[str, int], dp_ranks: set[int]
+) -> None:
+    with LocalRanks(2, timeout_s=600, files=files_of(poison_case.train), preload=("pytest", "yaml")) as ranks:
+        ranks.call(poison_case.train, str(tmp_path / "run"), str(data[0]), {"parallel": layout})
     found, alone = check(tmp_path / "run", data[1]), check(trained, data[1])
     assert found["documents"][0]["share"] == pytest.approx(alone["documents"][0]["share"], abs=0.05)
-    ranks_of = {row["dp_rank"] for row in found["sequences"]}
-    assert ranks_of == ({0, 1} if layout == "dp2" else {0})
+    assert {row["dp_rank"] for row in found["sequences"]} == dp_ranks
     assert {row["name"] for row in found["layers"]} == {row["name"] for row in alone["layers"]}
 
 
@@ -301,7 +293,7 @@ def test_documents_are_named_though_half_of_the_sequences_stand_out(data: tuple[
     purge = next(own["command"] for own in found["commands"] if "lineage purge" in own["command"])
     assert purge.startswith(f"quern lineage purge {data[0]} --mode mask --doc ")
     assert all(f"--doc {doc_id}" in purge for doc_id in named)
-    assert accepted(purge)
+    assert_accepted(purge)
     assert any("data_skip=" in own["command"] for own in found["commands"])
 
     gradient = rewritten(trained, data[1], lambda place, number: number in targets, ["grad_norm_spike"])
@@ -312,11 +304,11 @@ def test_documents_are_named_though_half_of_the_sequences_stand_out(data: tuple[
     assert purge in [own["command"] for own in both["commands"]]
 
 
-def accepted(command: str) -> bool:
-    """Whether the command line has this command with these options, and what it is given can be carried out."""
+def assert_accepted(command: str) -> None:
+    """The command line has this command with these options, and what it is given can be carried out."""
     result = CliRunner().invoke(cli_app, [*shlex.split(command)[1:], "--dry-run"])
     assert result.exit_code == 0, result.output
-    return "nothing was done" in result.output
+    assert "nothing was done" in result.output
 
 
 def test_everything_raised_alike_is_no_document_s_doing(data: tuple[Path, int], trained: Path) -> None:
