@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import random
 import unicodedata
@@ -79,16 +80,11 @@ def plain_matches(
     rows: list[Row] = []
     start = 0
     for document in documents:
-        ends = []
-        for token in document:
-            ends.append((ends[-1] if ends else 0) + len(vocabulary[token]))
         words = plain_words(
             b"\n".join(b"".join(vocabulary[t] for t in part) for part in split_controls(document, vocabulary))
         )
         # a control token stands for one byte that separates
-        ends = []
-        for token in document:
-            ends.append((ends[-1] if ends else 0) + (len(vocabulary[token]) or 1))
+        ends = list(itertools.accumulate(len(vocabulary[token]) or 1 for token in document))
         for number, grams in enumerate(wanted):
             spans, held = [], set()
             for length in {len(gram) for gram in grams}:
@@ -169,9 +165,7 @@ def test_words_of_any_tokens_are_those_of_their_bytes(documents: list[list[int]]
     ids = [token for document in documents for token in (*document, EOT)]
     expected, at = [], 0
     for document in documents:
-        ends = []
-        for token in document:
-            ends.append((ends[-1] if ends else 0) + len(VOCABULARY[token]))
+        ends = list(itertools.accumulate(len(VOCABULARY[token]) for token in document))
         for word, first, stop in plain_words(b"".join(VOCABULARY[token] for token in document)):
             expected.append((word.encode(), at + token_at(ends, first), at + token_at(ends, stop - 1) + 1))
         at += len(document) + 1
@@ -269,9 +263,8 @@ def test_thirteen_words_in_a_row_match_whatever_stands_between_them(tmp_path: Pa
 
 def test_no_gram_reaches_over_a_document_end_or_a_control_token_joins_words(tmp_path: Path) -> None:
     half, rest = THIRTEEN[:30], THIRTEEN[30:]
-    path = write(
-        tmp_path, [[as_bytes(half), as_bytes(rest), [*as_bytes("on"), EOT, *as_bytes(THIRTEEN[2:])]]], VOCABULARY
-    )
+    documents = [as_bytes(half), as_bytes(rest), [*as_bytes("on"), EOT, *as_bytes(THIRTEEN[2:])]]
+    path = write(tmp_path, [documents], VOCABULARY)
     assert rows_of(path, [Item("i", 1, (THIRTEEN,))], 13) == []
     # a control token inside separates words and is otherwise nothing
     path = write(tmp_path / "2", [[[*as_bytes(half), EOT, EOT, *as_bytes(rest)]]], VOCABULARY)
