@@ -355,14 +355,9 @@ def test_a_source_that_loses_most_of_its_documents_raises_an_alarm(plain):
 def test_pages_that_were_dropped_before_play_no_part(plain):
     dropped = plain.Doc("to be or not", fetched=1, stage="quality", position=1)
     kept = plain.Doc("to be or not", fetched=2, position=2)
-    result = plain.deduplicate([dropped, kept], SURE)
-    assert (result.decisions, result.clusters, result.report.documents) == ([], {}, {"web": 1})
-
-
-def test_a_run_without_documents_has_empty_tables(plain):
-    result = plain.deduplicate([plain.Doc("gone", stage="url")], SURE)
-    assert (result.decisions, result.clusters, result.report.documents) == ([], {}, {"web": 0})
-    assert plain.deduplicate([], SURE).decisions == []
+    for docs, documents in (([dropped, kept], {"web": 1}), ([dropped], {"web": 0}), ([], {})):
+        result = plain.deduplicate(docs, SURE)
+        assert (result.decisions, result.clusters, result.report.documents) == ([], {}, documents)
 
 
 def test_the_tables_have_the_schema_of_a_run(plain, tmp_path):
