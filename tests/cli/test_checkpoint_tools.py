@@ -18,12 +18,12 @@ import torch
 from quern.config import dump_yaml
 from quern.train.checkpoint.format.folder import FolderLock
 from quern.train.checkpoint.format.manifest import read_manifest
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.config import CheckpointConfig, TrainConfig
 from support.checkpoint_commands import invoke
 from support.programs import python
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 REPOSITORY = Path(__file__).parents[2]
 

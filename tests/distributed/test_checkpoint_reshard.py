@@ -20,11 +20,11 @@ from quern.model.config import ModelShape
 from quern.parallel.planning.mesh import Mesh, MeshPlan, build_mesh
 from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpoints
 from quern.train.checkpoint.format.state import TrainState
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.tools.reader import iter_weights, read_manifest, verify
 from quern.train.config import CheckpointConfig
 from support.distributed.by_hand import Model, laid_out
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 #: Of data parallelism: one rank, FSDP2 on 2, 3 and 4, DDP on 2 and 4, HSDP 2 × 2.
 LAYOUTS = [MeshPlan(*sizes) for sizes in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (4, 1), (2, 2)]]

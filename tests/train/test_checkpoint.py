@@ -24,9 +24,9 @@ from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format import folder as folders
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.retention import prune as pruning
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 pytestmark = pytest.mark.slow
 

@@ -32,12 +32,12 @@ from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format import slices
 from quern.train.checkpoint.format.manifest import FileRecord, read_manifest
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.tools import compare as comparison
 from quern.train.checkpoint.tools.compare import compare
 from quern.train.checkpoint.tools.reader import verify, write_weights
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 pytestmark = pytest.mark.slow
 

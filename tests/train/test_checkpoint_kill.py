@@ -158,8 +158,8 @@ def live(run: Path, base: int, told: int, mode: str = "sync", command: list[str]
     """
     from quern.errors import QuernError
     from quern.train.checkpoint.save import background
-    from quern.train.checkpoint.save.manager import CheckpointManager
     from quern.train.config import CheckpointConfig
+    from support.train.saves import CheckpointManager
 
     doomed = command is not None and command[-2] != "-"
     if command is not None:
@@ -325,9 +325,9 @@ class Victims:
 
 def check(victims: Victims) -> None:
     from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
-    from quern.train.checkpoint.save.manager import CheckpointManager
     from quern.train.checkpoint.tools.reader import verify
     from quern.train.config import CheckpointConfig
+    from support.train.saves import CheckpointManager
 
     for checkpoint in list_checkpoints(str(victims.run)):
         assert verify(checkpoint.path) == []

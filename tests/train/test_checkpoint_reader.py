@@ -14,10 +14,10 @@ import torch
 
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import EncodingInfo, read_manifest
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.tools.reader import iter_weights, verify, weight_sizes, write_weights
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 ENCODING = EncodingInfo("tiny", CASE.VOCAB, 0, hashlib.sha256(CASE.RANKS).hexdigest())
 

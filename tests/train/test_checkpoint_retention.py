@@ -16,9 +16,9 @@ from quern.errors import QuernError
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.retention.prune import Keep, prune
 from quern.train.checkpoint.retention.retention import kept, kept_in_store, survey
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 
 def by_the_words(checkpoints, keep_last, keep_every, protected) -> set[int]:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.tools import rewrite
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.checkpoint.tools.rewrite import MIN_FILE_BYTES, reshard
@@ -27,6 +26,7 @@ from quern.train.config import CheckpointConfig
 from support.processes import environment
 from support.train import checkpoint_case as CASE
 from support.train import run_case
+from support.train.saves import CheckpointManager
 
 pytestmark = pytest.mark.slow
 

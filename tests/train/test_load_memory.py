@@ -34,9 +34,9 @@ from quern.train.checkpoint.format import dcp
 from quern.train.checkpoint.format.dcp import BUFFER_BYTES, load_tensors, needed_files
 from quern.train.checkpoint.format.metadata import StoredSlice
 from quern.train.checkpoint.format.state import TrainState, view_tensors
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.saves import CheckpointManager
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,6 @@ from quern.train.checkpoint.save import background
 from quern.train.checkpoint.save import manager as manager_module
 from quern.train.checkpoint.save.async_save import AsyncSave, Outcome, Progress
 from quern.train.checkpoint.save.background import Process, Thread
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.work import Work
 from quern.train.checkpoint.tiers.tiers import Tiers
 from quern.train.checkpoint.tools.reader import verify
@@ -37,6 +36,7 @@ from quern.train.processes.agree import Agreement
 from support.programs import forked, kill, python
 from support.train import checkpoint_case as CASE
 from support.train.run_case import steps_of
+from support.train.saves import CheckpointManager
 from support.waits import until
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,6 @@ import quern.train.checkpoint.tiers.tiers as tiers
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format.manifest import FileRecord, Manifest
 from quern.train.checkpoint.save import work
-from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.work import Work
 from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
@@ -34,6 +33,7 @@ from support.remote import s3_server
 from support.remote.s3_server import Fault
 from support.train import checkpoint_case as case
 from support.train import run_case
+from support.train.saves import CheckpointManager
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 

@@ -27,7 +27,6 @@ from quern.train.checkpoint.format.manifest import (
     METADATA_FILE,
     Checkpoint,
     Manifest,
-    Position,
     Problem,
     checkpoint_name,
     checkpoints_folder,
@@ -43,7 +42,7 @@ from quern.train.checkpoint.format.state import (
     check_tensors,
     view_tensors,
 )
-from quern.train.checkpoint.retention.prune import Keep, prune
+from quern.train.checkpoint.retention.prune import Keep
 from quern.train.checkpoint.save.async_save import AsyncSave
 from quern.train.checkpoint.save.background import BACKGROUNDS
 from quern.train.checkpoint.tiers.tiers import Tiers
@@ -152,21 +151,6 @@ class CheckpointManager(Closes):
     def close(self) -> None:
         """End the background, and let the run's lock go. A save in flight is lost; the next trainer tidies it away."""
         self._parts.close()
-
-    def save(self, step: int, state: TrainState, position: Position) -> Checkpoint:
-        """Save synchronously, after the save in flight; return the checkpoint once it is durable.
-
-        Raises:
-            QuernError: on every rank; nothing is published, and what was published before stands.
-        """
-        self.async_save.finish()
-        self.async_save.begin(step, state, position)
-        self.async_save.wait_staged()
-        outcome = self.async_save.finish()
-        assert outcome is not None
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.checkpoint
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the run's folder and in its store, ascending; nothing of them is verified."""
@@ -284,7 +268,3 @@ class CheckpointManager(Closes):
         """What the config says is kept, ``steps``, and what is yet to be uploaded."""
         stay = tuple(sorted({*steps, *self.tiers.storing()}))
         return Keep(self.run_dir, self.config.keep_last, self.config.keep_every, self.async_save.published, stay)
-
-    def prune(self, steps: Iterable[int] = ()) -> list[str]:
-        """:func:`quern.train.checkpoint.retention.prune.prune`, on rank 0; elsewhere nothing happens."""
-        return prune(self.keep(steps)) if self.agreement.rank == 0 else []
