@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -126,10 +131,13 @@ def test_the_slurm_scripts_are_sound(name: str) -> None:
     )
 
 
-def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
-    """Run a Slurm script with a Slurm made of shell scripts; what was started by srun, as argument lists."""
+def run_fake(
+    tmp_path: Path, script: str, *arguments: str, code: int = 0, fakes: Mapping[str, str] = MappingProxyType({})
+) -> list[list[str]]:
+    """Run a Slurm script with a Slurm made of shell scripts (``fakes``: other ones), which ends with ``code``; what was
+    started by srun, as argument lists."""
     tools = tmp_path / "bin"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
     record = tmp_path / "record"
     fakes = {
         "scontrol": 'printf "node1\\nnode2\\nnode3\\n"',
@@ -138,6 +146,7 @@ def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
         'case "$*" in *hostname*) echo 10.0.0.1;; *"ray start"*) exec sleep 300;; *"quern data"*)\n'
         f'printf "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" > "{record}.token"\n'
         f'until [ "$(grep -c ray.start "{record}")" = 3 ]; do sleep 0.1; done;; esac',
+        **fakes,
     }
     for name, body in fakes.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -148,7 +157,9 @@ def run_fake(tmp_path: Path, script: str, *arguments: str) -> list[list[str]]:
         [str(DEPLOY / script), *arguments], env=env, capture_output=True, text=True, cwd=tmp_path, check=False,
         timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
+    if not record.exists():
+        return []
     return [line.split("\037")[:-1] for line in record.read_text().splitlines()]
 
 
@@ -175,6 +186,29 @@ def test_the_data_script_starts_ray_once_a_node_and_one_driver(tmp_path: Path) -
 def test_the_training_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     ((*_, _module, module, config, override),) = run_fake(tmp_path, "slurm-train.sh", "c.yaml", "run_dir=/shared/a run")
     assert (module, config, override) == ("quern.train", "c.yaml", "run_dir=/shared/a run")
+
+
+def requeued(tmp_path: Path, said: str, code: int = 1) -> str:
+    """What the training script asks of scontrol after its ranks have said something and ended."""
+    asked = tmp_path / "asked"
+    asked.unlink(missing_ok=True)
+    fakes = {
+        "scontrol": f'[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> "{asked}"',
+        "srun": f'printf "{said}" >&2; exit {code}',
+    }
+    run_fake(tmp_path, "slurm-train.sh", "c.yaml", code=code, fakes=fakes)
+    return asked.read_text() if asked.exists() else ""
+
+
+def test_a_failed_training_goes_back_into_the_queue_without_the_bad_node_and_not_for_ever(tmp_path: Path) -> None:
+    said = "error: rank 9: KeyError\\nsrun: error: node-7: task 1: Exited with exit code 1\\n"
+    said += "srun: error: node2: tasks 0-1: Killed\\n"
+    assert requeued(tmp_path, said) == "requeue 20123\nupdate JobId=20123 ExcNodeList=node-7\n"
+    assert requeued(tmp_path, "") == "requeue 20123\n"
+    assert requeued(tmp_path, said) == ""
+    (tmp_path / "quern-train-20123.short").unlink()
+    assert requeued(tmp_path, "srun: error: $(touch x): task 1: \\n") == "requeue 20123\n"
+    assert requeued(tmp_path, said, code=0) == ""
 
 
 def commands(text: str) -> list[list[str]]:
@@ -214,3 +248,30 @@ def test_the_image_has_what_the_files_ask_of_it() -> None:
         assert all((ROOT / name).exists() for name in source.split()), source
     assert '"ray[default]"' in text, "KubeRay's jobs need the dashboard's job server"
     assert re.search(r"(?m)^torch==", (ROOT / "constraints.txt").read_text())
+    assert re.search(r"apt-get install .*\bg\+\+ ", text), "torch.compile and Triton need a compiler"
+
+
+@pytest.mark.exhaustive
+def test_the_image_for_gpus_can_be_installed(tmp_path: Path) -> None:
+    """pip finds wheels of all that the image has, for its Python, with the torch that PyPI has for CUDA 13."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    (version,) = re.findall(r"(?m)^FROM python:(\d+\.\d+)-slim", dockerfile)
+    assert "TORCH=cu130" in dockerfile
+    pins = (ROOT / "constraints.txt").read_text()
+    (torch,) = re.findall(r"(?m)^torch==[\d.]+", pins)
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text(re.sub(r"(?m)^torch==.*\n", "", pins))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["all"]]
+    platforms = [f"--platform=manylinux_2_{number}_x86_64" for number in range(5, 29)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--isolated", "--dry-run", "--ignore-installed", "--only-binary=:all:",
+         f"--report={tmp_path}/report.json", f"--target={tmp_path}/none", f"--python-version={version}", *platforms,
+         "--platform=manylinux2014_x86_64", f"--constraint={constraints}", torch, *wanted, "ray[default]"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())["install"]
+    versions = {one["metadata"]["name"]: one["metadata"]["version"] for one in found}
+    assert torch.endswith(versions["torch"])
+    assert {"nvidia-cudnn-cu13", "triton"} <= versions.keys()

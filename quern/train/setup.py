@@ -156,7 +156,7 @@ def open_trainer(
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
     _check_kernels(config, precision, ranks.device)
-    _deterministic(config.deterministic)
+    _numerics(config.deterministic)
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
             CheckpointManager(
@@ -275,14 +275,23 @@ def _check_attention(config: TrainConfig, precision: Precision, device: str) -> 
     backend = config.attention
     if backend not in ("auto", "sdpa") and device == "cpu":
         raise InputError(f"attention: {backend} runs on CUDA only; expected auto or sdpa on cpu")
+    masked = config.document_mask and precision.compute in _HALF
+    if backend == "sdpa" and device == "cuda" and masked and config.seq_len % 128 == 64:
+        raise InputError(  # of cuDNN's backward: pytorch/pytorch#196678
+            f"attention: sdpa with document_mask gives gradients of NaN on CUDA where seq_len % 128 is 64, as of "
+            f"{config.seq_len}; expected auto, varlen or flex"
+        )
     if backend == "varlen" and config.document_mask and precision.compute not in _HALF:
         raise InputError(f"attention: varlen computes in bf16 or fp16; expected auto, sdpa or flex in {precision.name}")
 
 
-def _deterministic(wanted: bool) -> None:
-    if wanted:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
+def _numerics(deterministic: bool) -> None:
+    """What torch decides for the whole process. Parts of a BF16 product are summed in FP32 and not in BF16: sums over
+    the tokens of a step are long."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if deterministic:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:

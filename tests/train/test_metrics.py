@@ -138,6 +138,8 @@ def test_a_peak_that_is_given_counts_on_any_device():
         ("NVIDIA H100 PCIe", 756e12, 51e12),
         ("NVIDIA H100 NVL", 835e12, 60e12),
         ("NVIDIA H200", 989.4e12, 67e12),
+        ("NVIDIA H200 NVL", 835.5e12, 60e12),
+        ("NVIDIA GB200", 2500e12, 80e12),
         ("NVIDIA GH200 480GB", 989.4e12, 67e12),
         ("NVIDIA B200", 2250e12, 80e12),
         ("NVIDIA L40S", 362e12, 91.6e12),

@@ -78,6 +78,32 @@ def test_auto_is_what_runs(tmp_path, paths, precision, document_mask, backend):
     assert _model(config, shape, precision_of(precision), CUDA).attention == backend
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "document_mask", "precision", "refused"),
+    [(64, True, "bf16", True), (192, True, "fp16", True), (128, True, "bf16", False), (64, False, "bf16", False),
+     (64, True, "fp32", False), (96, True, "bf16", False)],
+)  # fmt: skip
+def test_sdpa_with_documents_is_refused_where_its_gradients_are_wrong(
+    tmp_path, paths, seq_len, document_mask, precision, refused
+):
+    config = case.settings(
+        tmp_path / "run", paths, seq_len=seq_len, document_mask=document_mask, precision=precision, attention="sdpa"
+    )
+    shape = config.model.shape(case.CORPORA.VOCAB_SIZE)
+    if refused:
+        with pytest.raises(InputError, match=f"attention: sdpa with document_mask .*, as of {seq_len}; expected auto,"):
+            _model(config, shape, precision_of(precision), CUDA)
+    else:
+        assert _model(config, shape, precision_of(precision), CUDA).attention == "sdpa"
+    assert _model(config, shape, precision_of(precision), Ranks(0, 1, torch.device("cpu"))).attention == "sdpa"
+
+
+def test_products_in_bf16_are_summed_in_fp32(tmp_path, paths):
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    with open_ranks("cpu") as ranks, open_trainer(case.settings(tmp_path / "run", paths), ranks):
+        assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is False
+
+
 def test_a_compiler_that_torch_does_not_have(tmp_path, paths):
     config = case.settings(tmp_path / "run", paths, compile={"enabled": True, "backend": "inducter"})
     with pytest.raises(InputError, match=r"compile\.backend: .* got 'inducter'"):

@@ -29,12 +29,13 @@ __all__ = ["Mark", "Metrics", "Utilisation", "memory_gib", "peak_flops"]
 
 log = logging.getLogger(__name__)
 
-#: Dense peaks in TFLOP/s by a part of the device's name: BF16/FP16 tensor cores, and FP32 outside them.
+#: Dense peaks in TFLOP/s by the first part that the device's name has: BF16/FP16 tensor cores, and FP32 outside them.
 #: NVIDIA data sheets (A100 2021, H100 2023, H200 2024, B200 2024), without sparsity.
 _PEAKS = (
+    ("GB200", 2500.0, 80.0),
     ("B200", 2250.0, 80.0),
-    ("H200", 989.4, 67.0),
-    ("GH200", 989.4, 67.0),
+    ("H200 NVL", 835.5, 60.0),
+    ("H200", 989.4, 67.0),  # GH200 too
     ("H100 PCIe", 756.0, 51.0),
     ("H100 NVL", 835.0, 60.0),
     ("H100", 989.4, 67.0),
