@@ -1,17 +1,13 @@
-"""``quern train``: plans, refusals, several processes, and the codes it ends with."""
+"""``quern train``: plans of runs and layouts, and what is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,62 +16,17 @@ import yaml
 from typer.testing import CliRunner
 
 from quern.cli.main import app
-from quern.errors import QuernError
 from quern.model.config import ModelConfig
 from quern.model.hf import expected_tensors
 from quern.parallel.planning import schedules
-from quern.train.checkpoint.format.folder import FolderLock
-from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
-from quern.train.checkpoint.format.metadata import read_metadata
 from quern.train.checkpoint.tools.reader import write_weights
-from quern.train.history.ledger import read_ledger
-from support.programs import kill, python
 from support.train import corpora
-from support.waits import until
+from support.train.command_case import quern, refused, said, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    rng = random.Random(5)
-    (path,) = corpora.write_run(tmp_path / "data", {"web": corpora.make_shards(rng, [[40, 90, 7] * 12, [200] * 4])})
-    plain = {
-        "run_dir": str(tmp_path / "run"),
-        "data": [{"path": str(path), "max_epochs": 100}],
-        "model": {"num_layers": 1, "dim": 16, "num_heads": 2, "tied_embeddings": True},
-        "seq_len": 32,
-        "global_batch": 4,
-        "micro_batch": 1,
-        "steps": 6,
-        "precision": "fp32",
-        "device": "cpu",
-        "schedule": {"warmup": 2},
-        "checkpoint": {"interval": 3},
-        "metrics": {"tensorboard": False},
-    }
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(plain))
-    return tmp_path / "c.yaml"
-
-
-def quern(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [python(), "-m", "quern.cli.main", *map(str, arguments)],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-
-
-def said(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command that succeeds writes to stdout; JSON goes past Python's own streams."""
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return capfd.readouterr().out
-
-
-def refused(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.strip().splitlines()
-    return line
+    return write_config(tmp_path)
 
 
 @pytest.mark.slow
@@ -338,83 +289,3 @@ def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.Mon
     assert "…" not in said
     assert "communication" not in planned(config, monkeypatch)
     assert "ring" not in planned(config, monkeypatch)
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_does(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said(capfd, "train", config, f"run_dir={config.parent / 'one'}")
-    two = quern("train", config, f"run_dir={config.parent / 'two'}", "--nproc", 2)
-    assert two.returncode == 0, two.stderr
-
-    def losses(name: str) -> list[float]:
-        rows = map(json.loads, (config.parent / name / "metrics.jsonl").read_text().splitlines())
-        return [row["loss"] for row in rows if row["kind"] == "step"]
-
-    assert losses("one") == pytest.approx(losses("two"), rel=1e-5)
-    assert len(losses("two")) == 6
-    planned = json.loads(said(capfd, "train", config, "--dry-run", "--json", "--nproc", 2))["checkpoint"]
-    *_, checkpoint = list_checkpoints(str(config.parent / "two"))
-    held = read_metadata(checkpoint.path, read_manifest(checkpoint.path).files).state_dict_metadata
-    sizes = [tensor.size.numel() * tensor.properties.dtype.itemsize for name, tensor in held.items()
-             if name.startswith(("model.", "optimizer.state."))]  # fmt: skip
-    assert planned == {"bytes": sum(sizes), "copy_gib_per_rank": sum(sizes) / 2 / 2**30}
-
-
-def started(config: Path, *keys: str, by: str | None = None, **how: object) -> subprocess.Popen[bytes]:
-    """Two ranks that have made some steps of many."""
-    process = subprocess.Popen(
-        [by or python(), "-m", "quern.cli.main", "train", str(config), "steps=100000", "--nproc", "2",
-         "data.0.max_epochs=100000", *keys], env={**os.environ, "OMP_NUM_THREADS": "1"}, **how,
-    )  # fmt: skip
-    metrics = config.parent / "run" / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
-    return process
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_command_saves_on_every_rank_and_ends_with_3(config: Path, number: signal.Signals) -> None:
-    """The second as a terminal is closed: nothing can be written to it any more."""
-    run = config.parent / "run"
-    ours, terminal = os.openpty()
-    process = started(config, "checkpoint.interval=0", stderr=terminal)
-    os.close(terminal)
-    if number == signal.SIGHUP:
-        os.close(ours)
-    process.send_signal(number)
-    code = process.wait(timeout=120)
-    if number != signal.SIGHUP:
-        os.close(ours)
-    assert code == 3
-    last = read_ledger(run / "ledger.jsonl")[-2:]
-    assert [entry["kind"] for entry in last] == ["checkpoint", "stopped"]
-    assert last[0]["step"] == last[1]["step"]
-    assert (run / "checkpoints" / last[0]["name"] / "manifest.json").exists()
-
-
-@pytest.mark.slow
-def test_ranks_end_with_a_command_that_is_killed(config: Path) -> None:
-    process = started(config, "checkpoint.interval=0")
-    folder = config.parent / "run" / "checkpoints"
-    rank = json.loads((folder / ".lock").read_text())["pid"]
-    assert kill(process) == -signal.SIGKILL
-    deadline, free = time.monotonic() + 120, False
-    while time.monotonic() < deadline and not free:
-        with contextlib.suppress(QuernError):
-            FolderLock(str(folder)).close()
-            free = True
-        time.sleep(0.02)
-    if not free:
-        os.kill(rank, signal.SIGKILL)
-    assert free, "rank 0 goes on"
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_ends_the_others(config: Path) -> None:
-    """One of two ranks is killed; the command ends with a code that says so, and leaves no process."""
-    process = started(config, by=sys.executable, stderr=subprocess.DEVNULL)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 2
-    os.kill(int(children[1]), signal.SIGKILL)
-    assert process.wait(timeout=120) == 128 + signal.SIGKILL
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
