@@ -23,7 +23,10 @@ from quern.parallel.collectives import KEEPING, SUMS_KEPT
 
 __all__ = ["checkpoint_blocks", "kept_operations"]
 
-MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_grouped_mm")
+MATMULS = (
+    "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_grouped_mm",
+    "quern::blockwise_scaled_mm",
+)  # fmt: skip
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",

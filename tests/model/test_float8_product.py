@@ -18,6 +18,7 @@ from quern.model.float8 import product
 from quern.model.float8.product import available, emulated, multiply
 from quern.model.float8.quantise import E4M3, E5M2, Quantised, blocks_1x128, blocks_128x128, rowwise, tensorwise
 from quern.model.float8.recipe import Recipe
+from quern.parallel.activation import kept_operations
 
 PAIRS = [
     (tensorwise, tensorwise),
@@ -147,6 +148,30 @@ def test_a_kernel_is_given_what_its_description_asks_for(left, right, fp8, inner
         a, b = whole_numbers(rows, inner, left, 3), whole_numbers(columns, inner, right, 4)
         found = multiply(left(a.float(), fp8), right(b.float(), E4M3), torch.float32, fast=True)
         assert torch.equal(found, (a @ b.T).float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [blocks_128x128, blocks_1x128])
+def test_a_compiled_product_of_blocks_gives_the_kernel_the_same(right, monkeypatch):
+    """Inductor makes of torch's own operation an older one, with the scales of blocks the wrong way round."""
+    monkeypatch.setattr(product, "_available", lambda *_: True)
+    seen = []
+    monkeypatch.setattr(F, "scaled_mm", lambda *given, **options: seen.append(given) or documented(*given, **options))
+    a, b = whole_numbers(256, 512, blocks_1x128, 3).float(), whole_numbers(384, 512, right, 4).float()
+
+    def work(a: Tensor, b: Tensor) -> Tensor:
+        return multiply(blocks_1x128(a * 1.0, E4M3), right(b, E4M3), torch.float32).relu()
+
+    torch.compiler.reset()
+    found = torch.compile(work, fullgraph=True)(a, b)
+    assert torch.equal(found, (a.double() @ b.double().T).float().relu())
+    assert len(seen) == 1
+    graphs = []
+    torch.compiler.reset()
+    torch.compile(work, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)(a, b)
+    named = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert sum("quern.blockwise_scaled_mm" in name for name in named) == 1
+    assert torch.ops.quern.blockwise_scaled_mm.default in kept_operations(), "selective recomputation keeps products"
 
 
 @formats

@@ -83,17 +83,38 @@ def _by_kernel(
     scaling, kind_a, kind_b = kernel
     num_rows, num_columns = a_MS.data_RS.shape[0], b_NS.data_RS.shape[0]
     a_MS, b_NS = _aligned(a_MS), _aligned(b_NS)
-    out_MN = F.scaled_mm(
-        a_MS.data_RS,
-        b_NS.data_RS.T,
-        _laid_out(a_MS.scale, kind_a),
-        kind_a,
-        _laid_out(b_NS.scale, kind_b).T if kind_b is ScalingType.RowWise else _laid_out(b_NS.scale, kind_b),
-        kind_b,
-        output_dtype=dtype,
-        use_fast_accum=fast and scaling != "blockwise",
-    )
+    data, scales = (a_MS.data_RS, b_NS.data_RS), (a_MS.scale, b_NS.scale)
+    if scaling == "blockwise" and torch.compiler.is_compiling():
+        out_MN: Tensor = _blockwise(*data, *scales, kind_b is ScalingType.BlockWise128x128, dtype)
+    else:
+        out_MN = _scaled_mm(*data, *scales, kind_a, kind_b, dtype, fast and scaling != "blockwise")
     return out_MN[:num_rows, :num_columns]
+
+
+def _scaled_mm(
+    a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, kind_a: ScalingType, kind_b: ScalingType,
+    dtype: torch.dtype, fast: bool,
+) -> Tensor:  # fmt: skip
+    scale_b = _laid_out(scale_b, kind_b)
+    scale_b = scale_b.T if kind_b is ScalingType.RowWise else scale_b
+    return F.scaled_mm(
+        a_MK, b_NK.T, _laid_out(scale_a, kind_a), kind_a, scale_b, kind_b, output_dtype=dtype, use_fast_accum=fast
+    )
+
+
+@torch.library.custom_op("quern::blockwise_scaled_mm", mutates_args=())
+def _blockwise(
+    a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, dtype: torch.dtype
+) -> Tensor:
+    """An operation that inductor does not look into: torch 2.13's makes of this product an older one, which reads the
+    scales of 1×128 blocks transposed, and refuses them (pytorch/pytorch#188996)."""
+    kind_b = ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128
+    return _scaled_mm(a_MK, b_NK, scale_a, scale_b, ScalingType.BlockWise1x128, kind_b, dtype, fast=False)
+
+
+@_blockwise.register_fake
+def _(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, dtype: torch.dtype) -> Tensor:
+    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
 
 
 def _aligned(factor_RS: Quantised) -> Quantised:
