@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from quern.parallel import local
 from quern.parallel.local import LocalRanks, RankError
+from support.waits import has_ended
 
 
 @dataclass
@@ -105,11 +106,7 @@ def read_variable() -> str | None:
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return not has_ended(pid)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -71,8 +71,8 @@ def state_of(folder: str) -> Any:
 
 
 def open_manager(folder: str, store: bool) -> Any:
-    from quern.train.checkpoint.save.manager import CheckpointManager
     from quern.train.config import CheckpointConfig
+    from support.train.saves import CheckpointManager
 
     rank = int(os.environ["RANK"])
     os.environ["GROUP_RANK"] = str(rank)

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import pytest
 
+from support.waits import has_ended
+
 FORKED = Path(__file__).parent / "forked.py"
 
 
@@ -29,10 +31,7 @@ def forked() -> ModuleType:
 
 
 def goes_on(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return not has_ended(process)
 
 
 @pytest.mark.slow

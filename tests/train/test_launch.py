@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from quern.train.processes import launch
+from support.waits import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +179,4 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: str,
 
 
 def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return not has_ended(pid)

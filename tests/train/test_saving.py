@@ -37,7 +37,7 @@ from support.programs import forked, kill, python
 from support.train import checkpoint_case as CASE
 from support.train.run_case import steps_of
 from support.train.saves import CheckpointManager
-from support.waits import until
+from support.waits import has_ended, until
 
 pytestmark = pytest.mark.slow
 
@@ -295,7 +295,7 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     writer = int(os.read(reader, 100))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    until(lambda: not Path(f"/proc/{writer}/cmdline").exists() or not Path(f"/proc/{writer}/cmdline").read_bytes())
+    until(lambda: has_ended(writer))
 
 
 def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from quern.errors import InputError, QuernError
 from quern.train.checkpoint.mirror.peers import PeerError, ServerProcess, new_token
 from quern.train.processes.spawn import spawn
 from support.train.peer_case import FOLDER, MIB, NAME, PLACE, TOKEN, client, content, put, record_of, refused, tree
-from support.waits import until
+from support.waits import has_ended, until
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +156,7 @@ time.sleep(600)
         trainer.kill()
         trainer.wait()
         assert Path(f"/proc/{child}/cmdline").read_bytes()
-        until(lambda: not Path(f"/proc/{server}/cmdline").exists() or not Path(f"/proc/{server}/cmdline").read_bytes())
+        until(lambda: has_ended(server))
     finally:
         trainer.kill()
         trainer.stdout.close()
