@@ -5,8 +5,8 @@ Each order leaves as much weight to the next lower one as it has seen different 
 
     p_n(w | c) = (count(c w) + distinct(c) · p_(n-1)(w | c without its oldest token)) / (count(c) + distinct(c))
 
-down to the uniform distribution. As in training with document masks, a context never crosses into another
-document and a document's first token is no target.
+down to the uniform distribution. As in training with document masks, a context never crosses into another document and
+a document's first token is no target.
 """
 
 from __future__ import annotations
