@@ -8,7 +8,7 @@
 #
 # A rank that fails ends the others, and torchrun starts all of them again, twice at most. Where that does not help, the
 # job is put back into the queue without the node whose task ended first, as long as no three attempts in a row have
-# lasted less than half an hour: then it is not a machine's fault.
+# lasted less than half an hour: then it is not a machine's fault. (Tried with a Slurm of shell scripts, not a real one.)
 #SBATCH --job-name=quern-train
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
@@ -29,11 +29,13 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 log=$(mktemp)
+exec {errors}> >(tee "$log" >&2)
+copying=$!
 began=$SECONDS
 srun --kill-on-bad-exit=1 --wait=60 \
     torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=2 \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port" \
-    -m quern.train "$@" 2> >(tee "$log" >&2) &
+    -m quern.train "$@" 2>&"$errors" &
 ranks=$!
 ended_early=0
 trap 'ended_early=1; kill -TERM "$ranks" 2> /dev/null' TERM
@@ -43,6 +45,8 @@ if [ "$ended_early" = 1 ]; then
     wait "$ranks" || code=$? # the first wait ended with the signal, not with the ranks
     scontrol requeue "$SLURM_JOB_ID"
 elif [ "$code" != 0 ]; then
+    exec {errors}>&-
+    wait "$copying" # all that was said is in the log then
     short="quern-train-$SLURM_JOB_ID.short" # a line for every attempt in a row that failed early
     [ $((SECONDS - began)) -lt 1800 ] || rm -f "$short"
     date >> "$short"
