@@ -158,6 +158,9 @@ def test_phases_are_told_in_the_order_in_which_they_run(run_dir: str) -> None:
         publish_commit(run_dir, phase, "s", "0", inputs={}, config="c", outputs={}, counts={})
     found = read_status(run_dir)
     assert list(found["phases"]) == ["pages", "duplicates", "tokens", "shards", "later"]
+    shards = found["phases"]["shards"]["commits"]
+    storage.write_json(storage.join(run_dir, "commits", "shards", "all", "version.json"), {})  # is no shard
+    assert read_status(run_dir)["phases"]["shards"]["commits"] == shards
     rows = [line.split()[0] for line in describe(run_dir, found) if "committed" in line]
     assert rows == list(found["phases"])
 

@@ -120,6 +120,8 @@ def test_printed_funnel_shows_every_stage_and_no_markup(made: Any) -> None:
     print_funnel(stats, console)
     shown = console.export_text()
     assert "gopher.short_doc[red]" in shown
+    (guess,) = (line for line in shown.splitlines() if line.startswith("language guess"))
+    assert guess.rstrip().endswith(f"language.pre_skip {stats['pre_skip']}"), guess
     assert all(row.label in shown and f"{row.left:,}" in shown for row in funnel(stats))
     assert f"240 pages → {stats['unique']} documents" in shown
     assert "alarm: source wet lost 61 %" in shown
