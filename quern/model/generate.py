@@ -41,7 +41,7 @@ def generate(
     _check(model, tokens, max_new_tokens, temperature, top_k, top_p)
     batch, length = tokens.shape
     shape, capacity = model.shape, length + max_new_tokens
-    dtype = model.compute_dtype or model.output_weight.dtype
+    dtype = model.compute_dtype or next(model.parameters()).dtype
     kv_size = (shape.num_layers, 2, batch, capacity, shape.num_kv_heads, shape.head_dim)
     kv = torch.empty(kv_size, dtype=dtype, device=tokens.device)
     chance_BS = torch.stack([_uniform(seed, row, max_new_tokens) for row in range(batch)]).to(tokens.device)

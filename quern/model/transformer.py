@@ -13,6 +13,8 @@ softmax compute in at least float32.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from quern.model.float8.recipe import Recipe
 from quern.model.loss import chunked_cross_entropy
 from quern.model.rope import Rotation, rotate, rotation
 
-__all__ = ["Attention", "Block", "FeedForward", "Linear", "RMSNorm", "Transformer"]
+__all__ = ["Attention", "Block", "FeedForward", "Head", "Linear", "RMSNorm", "Transformer"]
 
 
 class Linear(nn.Module):
@@ -41,6 +43,14 @@ class Linear(nn.Module):
         if self.recipe is not None:
             return float8_linear(x, self.weight, self.recipe)
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class Head(Linear):
+    """The output projection. Its weight is used in a call of the module, so that FSDP2 can gather it for that call."""
+
+    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Any]) -> Any:  # type: ignore[override]
+        """``use(x, weight)``."""
+        return use(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -151,7 +161,7 @@ class Transformer(nn.Module):
         self.embed: nn.Embedding | None = embed
         self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm: RMSNorm | None = RMSNorm(shape.dim, shape.norm_eps)
-        self.head = None if shape.tied_embeddings else Linear(shape.dim, shape.padded_vocab_size)
+        self.head = None if shape.tied_embeddings else Head(shape.dim, shape.padded_vocab_size)
 
     def forward(
         self,
@@ -190,28 +200,33 @@ class Transformer(nn.Module):
 
     def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
         """``(loss_sum, nll_BL)`` of hidden states after the last norm; a split of the vocabulary replaces it."""
-        loss_sum, nll_N = chunked_cross_entropy(
-            x_BLD.flatten(0, 1),
-            self.output_weight,
-            targets_BL.flatten(),
+        cross_entropy = partial(
+            chunked_cross_entropy,
+            targets_N=targets_BL.flatten(),
             vocab_size=self.shape.vocab_size,
             chunk=self.loss_chunk,
             z_loss=self.z_loss,
         )
+        loss_sum, nll_N = self.with_output_weight(x_BLD.flatten(0, 1), cross_entropy)
         return loss_sum, nll_N.view(targets_BL.shape)
 
     def logits(self, x_BLD: Tensor) -> Tensor:
         """Logits [B, L, vocab_size] in at least float32 of hidden states after the last norm."""
-        weight_VD = self.output_weight[: self.shape.vocab_size]
-        return F.linear(x_BLD, weight_VD.to(x_BLD.dtype)).to(torch.promote_types(x_BLD.dtype, torch.float32))
 
-    @property
-    def output_weight(self) -> Tensor:
-        """The output projection [padded vocabulary, D]: the embedding where the two are tied."""
+        def project(x_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+            logits_BLV = F.linear(x_BLD, weight_VD[: self.shape.vocab_size].to(x_BLD.dtype))
+            return logits_BLV.to(torch.promote_types(x_BLD.dtype, torch.float32))
+
+        logits_BLV: Tensor = self.with_output_weight(x_BLD, project)
+        return logits_BLV
+
+    def with_output_weight(self, x: Tensor, use: Callable[[Tensor, Tensor], Any]) -> Any:
+        """``use(x, weight)`` with the output projection [padded vocabulary, D]: the embedding where the two are
+        tied."""
         if self.head is not None:
-            return self.head.weight
+            return self.head(x, use)
         assert self.embed is not None, "a stretch without norm has no output"
-        return self.embed.weight
+        return use(x, self.embed.weight)
 
     def slice_layers(self, layers: range) -> Transformer:
         """The blocks ``layers`` as a model of their own, with the same modules: with the embedding if the first block

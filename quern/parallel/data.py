@@ -15,26 +15,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from quern.model.transformer import Transformer
+
 __all__ = ["accumulation", "materialise", "replicate", "shard"]
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int
+    model: Transformer, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int
 ) -> nn.Module:
-    """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard): block by block, then what is left, in place.
+    """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard), in place.
 
-    Weights are gathered in ``compute_dtype``; gradients are summed in at least float32. The root keeps embedding,
-    head and final norm gathered from forward to backward: the loss uses the head without calling a module, so only
-    the root's own hooks can gather it. A number for ``reshard_after_forward`` below the shards needs a ``mesh`` of all
-    ranks: torch makes further groups out of it, collectively.
+    Units are every block, the last norm with the head, and the root, which has the embedding. So the head's gathering
+    overlaps with the blocks' forward, and the sum of its gradient, the largest of all, with their backward. Both ends
+    stay gathered from forward to backward. Tied embeddings are the root's, and so is the norm then.
+
+    Weights are gathered in ``compute_dtype``; gradients are summed in at least float32. A number for
+    ``reshard_after_forward`` below the shards needs a ``mesh`` of all ranks: torch makes further groups out of it,
+    collectively.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.promote_types(compute_dtype, torch.float32),
         cast_forward_inputs=False,  # tokens are integers, and rotary tables keep their precision
     )
-    for block in model.blocks.children():  # type: ignore[union-attr]
+    for block in model.blocks.children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    if model.norm is not None and model.head is not None:
+        fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -132,31 +132,33 @@ class _Vocabulary:
 
     def loss(self, x_BlD: Tensor, targets_BL: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Transformer.loss`."""
-        loss_sum, nll_N = chunked_cross_entropy(
-            gather(x_BlD, self.ranks).flatten(0, 1),
-            self.output_weight,
-            targets_BL.flatten(),
-            vocab_size=self.model.shape.vocab_size,
-            chunk=self.model.loss_chunk,
-            z_loss=self.model.z_loss,
-            split=self,
-        )
+
+        def cross_entropy(x_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+            return chunked_cross_entropy(
+                x_ND,
+                _to_local(weight_VD),
+                targets_BL.flatten(),
+                vocab_size=self.model.shape.vocab_size,
+                chunk=self.model.loss_chunk,
+                z_loss=self.model.z_loss,
+                split=self,
+            )
+
+        x_ND = gather(x_BlD, self.ranks).flatten(0, 1)
+        loss_sum, nll_N = self.model.with_output_weight(x_ND, cross_entropy)
         return loss_sum, nll_N.view(targets_BL.shape)
 
     @torch.no_grad()
     def logits(self, x_BlD: Tensor) -> Tensor:
         """See :meth:`Transformer.logits`; without gradient."""
         x_BLD = gather(x_BlD, self.ranks)
-        part_BLV = F.linear(x_BLD, self.output_weight.to(x_BLD.dtype))
+        part_BLV: Tensor = self.model.with_output_weight(
+            x_BLD, lambda x_BLD, weight_VD: F.linear(x_BLD, _to_local(weight_VD).to(x_BLD.dtype))
+        )
         parts = [torch.empty_like(part_BLV) for _ in range(self.ranks.size)]
         dist.all_gather(parts, part_BLV.contiguous(), group=self.group)
         logits_BLV = torch.cat(parts, -1)[..., : self.model.shape.vocab_size]
         return logits_BLV.to(torch.promote_types(x_BLD.dtype, torch.float32))
-
-    @property
-    def output_weight(self) -> Tensor:
-        """This rank's rows of the output projection."""
-        return _to_local(self.model.output_weight)
 
     def max_(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)

@@ -345,12 +345,13 @@ def collectives(case: Case) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_what_is_sent_in_a_step_of_three_micro_batches(kept_ranks: Any) -> None:
-    """Two blocks and the root are gathered and reduced apart; blocks that are resharded are gathered twice."""
+    """Two blocks, norm with head, and the embedding are gathered and reduced apart; blocks that are resharded are
+    gathered twice."""
     cases = (Case(shard=4), Case(shard=4, reshard=False), Case(2, 2), Case(4, 1))
     zero3, zero2, hsdp, ddp = (kept_ranks(collectives, 4, replace(case, accumulate=3))[0] for case in cases)
-    assert zero3 == {"allgather": 3 * (3 + 2), "reduce_scatter": 3 * 3, "allreduce": 0}
-    assert zero2 == {"allgather": 3, "reduce_scatter": 3 * 3, "allreduce": 0}
-    assert hsdp == {"allgather": 3 * (3 + 2), "reduce_scatter": 3 * 3, "allreduce": 3}
+    assert zero3 == {"allgather": 3 * (4 + 2), "reduce_scatter": 3 * 4, "allreduce": 0}
+    assert zero2 == {"allgather": 4, "reduce_scatter": 3 * 4, "allreduce": 0}
+    assert hsdp == {"allgather": 3 * (4 + 2), "reduce_scatter": 3 * 4, "allreduce": 4}
     assert ddp == {"allreduce": 1}
 
 

@@ -22,7 +22,7 @@ BLOCKS = 4
 
 
 class Gathers(TorchDispatchMode):
-    """Notes when a gather is asked for; what computes notes itself."""
+    """Notes when a gather or a scatter is asked for; what computes notes itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +31,8 @@ class Gathers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and "allgather" in func.overloadpacket.__name__:
             self.order.append("gather")
+        if func.namespace == "c10d" and "reduce_scatter" in func.overloadpacket.__name__:
+            self.order.append("scatter")
         return func(*args, **(kwargs or {}))
 
     def noted(self, forward: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
@@ -67,19 +69,21 @@ def order_of_a_step(activation: str) -> list[str]:
 def test_backward_gathers_one_block_ahead(run_ranks: Any) -> None:
     """Forward: each block's gather is queued behind the kernels of the block before it, which a device is far from
     having computed then. Backward: the host waits in the engine, so the next gather is asked for before a block
-    computes. The root's (embedding, norm, head) are gathered once."""
-    forward = ["gather"] + [event for block in range(BLOCKS) for event in ("gather", f"forward {block}")]
-    # the last block's own gather, and with each block the one before it; there is none before the first
-    backward = ["gather"] + [
-        event for block in reversed(range(BLOCKS)) for event in (*(["gather"] if block else []), f"backward {block}")
-    ]
-    assert run_ranks(order_of_a_step, 2, "none") == [forward + backward] * 2
+    computes. The embedding is gathered once, before all, and so are norm and head, behind the last block. The sum
+    of the head's gradient is under way before any block's backward, and after the last there are left the first block's
+    and the embedding's."""
+    forward = ["gather"] + [event for block in range(BLOCKS) for event in ("gather", f"forward {block}")] + ["gather"]
+    # with the head the last block's own gather, and with each block the one before it; there is none before the first
+    backward = ["gather", "scatter"]
+    for block in reversed(range(BLOCKS)):
+        backward += [*(["gather"] if block else []), f"backward {block}", "scatter"]
+    assert run_ranks(order_of_a_step, 2, "none") == [[*forward, *backward, "scatter"]] * 2
 
 
 @pytest.mark.slow
 def test_recomputation_gathers_no_more(run_ranks: Any) -> None:
     plain, again = (run_ranks(order_of_a_step, 2, how)[0] for how in ("none", "full"))
-    assert again.count("gather") == plain.count("gather") == 1 + 2 * BLOCKS
+    assert again.count("gather") == plain.count("gather") == 2 + 2 * BLOCKS
     assert [event for event in again if not event.startswith("forward")] == [
         event for event in plain if not event.startswith("forward")
     ]

@@ -236,16 +236,18 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
     scatters = scattered = copies = copied = 0
     smaller, scales = _float8(step)
     for stage in stages:
-        root = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
-        # each block is a group of its own, and so is what is left, if anything is: it is gathered once and kept
-        for weights, reshard, count in (
-            (block_weights(shape, plan.tp), step.layout.reshard_after_forward, stage.layers),
-            (root, False, 1),
+        ends = end_weights(shape, plan.tp, first=stage.first, last=stage.last)
+        # each block is a unit of its own, and so are the ends, which are gathered once and kept: the embedding, and
+        # the head with the last norm; all in one where the two are tied
+        apart = stage.first and stage.last and not shape.tied_embeddings
+        for weights, reshard, count, smaller_by in (
+            (block_weights(shape, plan.tp), step.layout.reshard_after_forward, stage.layers, smaller),
+            *((unit, False, 1, 0) for unit in ([ends[:1], ends[1:]] if apart else [ends])),
         ):
             size = count * sum(weight.padded(ranks) for weight in weights)
             if not size:
                 continue
-            sent = size * step.compute_bytes - (0 if weights is root else count * smaller)
+            sent = size * step.compute_bytes - count * smaller_by
             for over in gathered(stage.work, reshard, ranks):
                 calls[over] = calls.get(over, 0) + count
                 payloads[over] = payloads.get(over, 0) + sent
