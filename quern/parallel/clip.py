@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Norms", "clip", "global_grad_norm", "local_part"]
+__all__ = ["Norms", "clip", "clip_divisor", "global_grad_norm", "local_part"]
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,19 @@ def global_grad_norm(
     return total if stages is None else _combined(total, stages)
 
 
-@torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale all gradients by ``max_norm / norm`` where that is below 1 (Pascanu et al. 2013), on device, in place.
+def clip_divisor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """What gradients of this norm are divided by so that it is at most ``max_norm`` (Pascanu et al. 2013): 0-d, ≥ 1.
 
     ``norm`` is :func:`global_grad_norm`'s; 1e-6 is added to it as :func:`torch.nn.utils.clip_grad_norm_` does. A
     norm that is not finite leaves gradients that are not either: the step must be skipped.
     """
+    return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    """The same in a pass of its own over the gradients: they are multiplied by ``max_norm / norm``, on device, in
+    place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -18,6 +18,7 @@ from torch import nn
 from quern.closes import Closes
 from quern.errors import QuernError
 from quern.parallel.apply import Parallel
+from quern.parallel.clip import clip_divisor
 from quern.train.batches.feed import Feed, StepInputs
 from quern.train.begin import Start
 from quern.train.checkpoint.format.manifest import Position
@@ -93,6 +94,8 @@ class Trainer(Closes):
     _tokens: int = 0
     _held_out: float = 0.0
     """Loss of the last validation."""
+    _divisor: torch.Tensor | None = None
+    """Of the step's gradients, where the optimizer clips them."""
     saves: CheckpointScheduler = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
@@ -168,21 +171,24 @@ class Trainer(Closes):
         return self._summed[1]
 
     def clip(self, step: int) -> torch.Tensor:
-        """Clip the gradient's norm over all parameters and ranks to ``optimizer.clip``; return the norm before."""
+        """The gradient's norm over all parameters and ranks; :meth:`update` clips by it to ``optimizer.clip``."""
         gradients = self.parallel.gradients
         self.loss_scale.unscale_(gradients.parameters)
         if self.on_gradients is not None:
             self.on_gradients(self, step)
         norm = gradients.norm(self.forensics.norms)
-        if self.config.optimizer.clip is not None:
-            gradients.clip(self.config.optimizer.clip, norm)
+        self._divisor, most = None, self.config.optimizer.clip
+        if most is not None and norm.dtype == torch.float32:
+            self._divisor = clip_divisor(most, norm)
+        elif most is not None:  # the kernel knows a divisor in float32 alone
+            gradients.clip(most, norm)
         return norm
 
     def update(self, step: int, health: Health) -> None:
         """Take one optimizer step, or none if the guard says so; the host does not know which."""
         self.saves.wait_staged()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
-        update(self.optimizer, self._lr(step), health.skip)
+        update(self.optimizer, self._lr(step), health.skip, self._divisor)
         self._tokens += self._sequences(step) * self.config.seq_len
         self._done = step + 1
 

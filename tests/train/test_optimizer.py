@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from quern.parallel.clip import clip_divisor
 from quern.train.config import OptimizerConfig
 from quern.train.step.optimizer import build_optimizer, step
 
@@ -92,6 +93,25 @@ def test_five_steps_and_a_skipped_one_are_the_papers() -> None:
             close(optimizer.state[parameter]["exp_avg_sq"], reference.second[name])
             assert optimizer.state[parameter]["step"] == len(LEARNING_RATES)
     assert torch.equal(model.frozen, torch.ones(2, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("most", [0.5, 1e3], ids=["clipped", "small"])
+def test_the_update_clips_as_it_reads(most: float) -> None:
+    """As torch's own clipping before an update does, in float64."""
+    model, other = weights().float(), weights()
+    optimizer, reference = build_optimizer(model, CONFIG), Reference(other)
+    for number, lr in enumerate(LEARNING_RATES):
+        values = gradients(number, model)
+        set_gradients(model, values)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        step(optimizer, lr, divisor=clip_divisor(most, norm))
+        set_gradients(other, values)
+        torch.nn.utils.clip_grad_norm_([p for p in other.parameters() if p.requires_grad], most)
+        reference.step({name: p.grad.numpy().copy() for name, p in other.named_parameters() if p.grad is not None}, lr)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            np.testing.assert_allclose(parameter.detach().numpy(), reference.weights[name], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(optimizer.state[parameter]["exp_avg"], reference.first[name], rtol=1e-5)
 
 
 def close(found: Any, expected: np.ndarray) -> None:

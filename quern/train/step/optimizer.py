@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019), fused, with skips decided on the device."""
+"""AdamW (Loshchilov & Hutter 2019), fused, with skips decided and gradients clipped on the device."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def step(optimizer: torch.optim.AdamW, lr: float, skip: torch.Tensor | None = None) -> None:
+def step(
+    optimizer: torch.optim.AdamW, lr: float, skip: torch.Tensor | None = None, divisor: torch.Tensor | None = None
+) -> None:
     """One update with learning rate ``lr``, or none where ``skip`` is true.
 
     ``skip``: bool or 0/1, 0-d, on the parameters' device, the same on every rank. The host never reads it: the fused
     kernel does, as it does a gradient scaler's ``found_inf``, and then leaves weights, moments and the count of steps
     bitwise as they were, whatever the gradients hold.
+
+    ``divisor``: float32, 0-d, likewise (:func:`quern.parallel.clip.clip_divisor`). The kernel divides gradients by it
+    where it reads them, as by a gradient scaler's ``grad_scale``, so clipping is no pass over them of its own.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = None if skip is None else skip.to(torch.float32)  # type: ignore[attr-defined]
     optimizer.step()
