@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from quern.model import loss_kernels
+from quern.model.accumulate import add_product
+
 __all__ = ["IGNORE", "Split", "chunked_cross_entropy"]
 
 IGNORE = -100
@@ -47,6 +50,7 @@ def chunked_cross_entropy(
     chunk: int,
     z_loss: float = 0.0,
     split: Split | None = None,
+    compiler: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of -log softmax(h Wᵀ)[target] + ``z_loss`` · log²Z, and each token's first term.
 
@@ -58,6 +62,9 @@ def chunked_cross_entropy(
     With a ``split``, ``weight_VD`` is this rank's rows, ``h_ND`` and ``targets_N`` are the same on its ranks, and so is
     what is returned; the gradient of ``h_ND`` is this rank's share of a sum over them. Collective.
 
+    With a ``compiler``, a backend of ``torch.compile``, all that is computed between the products is two kernels: one
+    reads a chunk's logits, the other overwrites them with their gradient, in the dtype in which the product gave them.
+
     Returns ``(loss_sum, nll_N)``: a scalar with gradient, and detached values, 0 where the target is ignored. Only the
     gradients that are asked for are computed; double backward is an error.
     """
@@ -65,7 +72,7 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk: expected an integer ≥ 1, got {chunk}")
     grad = torch.is_grad_enabled()
     wanted = (grad and h_ND.requires_grad, grad and weight_VD.requires_grad)
-    softmax = _Softmax(vocab_size, z_loss, any(wanted), split)
+    softmax = _Softmax(vocab_size, z_loss, any(wanted), split, compiler)
     loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, softmax, chunk, wanted)
     return loss_sum, nll_N
 
@@ -95,10 +102,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             g_CV = p_CV.to(h_ND.dtype)
             if dh_ND is not None:
                 torch.mm(g_CV, w_VD, out=dh_ND[part])
-            if dw_VD is not None and dw_VD.dtype == g_CV.dtype:
-                torch.addmm(dw_VD, g_CV.T, h_ND[part], out=dw_VD)  # not addmm_, which torch's FLOP counter overlooks
-            elif dw_VD is not None:
-                dw_VD += g_CV.T @ h_ND[part]
+            if dw_VD is not None:
+                add_product(dw_VD, g_CV, h_ND[part])
         ctx.save_for_backward(dh_ND, dw_VD)  # not attributes: activation checkpointing must be able to drop them
         ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(nll_N)
@@ -121,11 +126,14 @@ class _Softmax:
     z_loss: float
     grad: bool
     split: Split | None
+    compiler: str | None
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Each token's loss, its log Z and, if wanted, the gradient of the objective by the logits; all zero where the
         target is ignored. Works in place where it can.
         """
+        if self.compiler is not None:
+            return self._compiled(self.compiler, logits_CV, targets_C)
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         first = 0 if self.split is None else self.split.first_row
         width = logits_CV.shape[1]
@@ -153,3 +161,16 @@ class _Softmax:
             p_CV *= (1 + 2 * self.z_loss * log_z_C)[:, None]
         p_CV.scatter_add_(1, target_C1, -here_C[:, None].to(p_CV.dtype))
         return nll_C, log_z_C, p_CV
+
+    def _compiled(self, compiler: str, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        first = 0 if self.split is None else self.split.first_row
+        rows = max(min(self.vocab_size - first, logits_CV.shape[1]), 0)
+        counted_C = targets_C != IGNORE
+        target_C = (targets_C - first).where(counted_C & (targets_C >= first) & (targets_C < first + rows), -1)
+        log_z_C, log_p_C = loss_kernels.statistics(compiler, logits_CV, target_C, rows, self.split)
+        found = (-log_p_C).where(counted_C, 0), log_z_C.where(counted_C, 0)
+        if not self.grad:
+            return *found, None
+        factor_C = 1 + 2 * self.z_loss * log_z_C
+        g_CV = loss_kernels.gradient(compiler, logits_CV, target_C, log_z_C, factor_C, counted_C, rows)
+        return *found, g_CV

@@ -156,6 +156,8 @@ class Transformer(nn.Module):
         self.attention = attention
         self.loss_chunk = loss_chunk
         self.z_loss = z_loss
+        self.loss_compiler: str | None = None
+        """Set by a layout: the backend of torch.compile for the loss."""
         # from_pretrained, because nn.Embedding's own constructor draws from the global random state
         embed = nn.Embedding.from_pretrained(torch.empty(shape.padded_vocab_size, shape.dim), freeze=False)
         self.embed: nn.Embedding | None = embed
@@ -206,6 +208,7 @@ class Transformer(nn.Module):
             vocab_size=self.shape.vocab_size,
             chunk=self.loss_chunk,
             z_loss=self.z_loss,
+            compiler=self.loss_compiler,
         )
         loss_sum, nll_N = self.with_output_weight(x_BLD.flatten(0, 1), cross_entropy)
         return loss_sum, nll_N.view(targets_BL.shape)

@@ -71,6 +71,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         if layout.compile_backend is not None:
             for block in blocks:
                 block.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs
+            part.loss_compiler = layout.compile_backend
         if mesh.fsdp is not None:  # owns the parameters from here on: whatever changes modules comes before
             shard(
                 part, mesh.fsdp, compute_dtype=layout.compute_dtype, reshard_after_forward=layout.reshard_after_forward

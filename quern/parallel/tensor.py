@@ -142,6 +142,7 @@ class _Vocabulary:
                 chunk=self.model.loss_chunk,
                 z_loss=self.model.z_loss,
                 split=self,
+                compiler=self.model.loss_compiler,
             )
 
         x_ND = gather(x_BlD, self.ranks).flatten(0, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -291,3 +292,27 @@ def test_a_split_vocabulary_with_large_logits():
     assert all(torch.isfinite(value).all() for part in found for value in part)
     expected = plain(h.double() * 1e4, weight.double(), targets).sum()
     torch.testing.assert_close(found[0][0].double(), expected.detach(), rtol=1e-6, atol=0)  # 23 float32 terms
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_compiled_loss_is_that_of_all_logits(compiler: str) -> None:
+    """Inductor's kernels hold no second matrix of a chunk's logits."""
+    z_loss = 1e-2
+    h, weight, targets = case()
+    with torch.no_grad():
+        weight[V:] = 100.0  # padding
+        h[7] *= 1e3  # an ignored token whose exponentials overflow
+    (loss_sum, nll), kernels = run_and_get_code(
+        lambda: chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=9, z_loss=z_loss, compiler=compiler)
+    )
+    assert (len(kernels) >= 2) == (compiler == "inductor")
+    assert not any(f"empty_strided_cpu((9, {PADDED})" in kernel for kernel in kernels)
+    expected = plain(h, weight, targets)
+    log_z = (h @ weight[:V].T).logsumexp(1)[targets != IGNORE]
+    objective = expected.sum() + z_loss * log_z.square().sum()
+    torch.testing.assert_close(nll, expected.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(loss_sum, objective, rtol=1e-13, atol=0)
+    ours = torch.autograd.grad(loss_sum / 7, (h, weight))
+    theirs = torch.autograd.grad(objective / 7, (h, weight))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert torch.count_nonzero(ours[1][V:]) == torch.count_nonzero(ours[0][targets == IGNORE]) == 0

@@ -130,10 +130,10 @@ class ParallelConfig(Section):
 
 
 class CompileConfig(Section):
-    """``torch.compile``, block by block."""
+    """``torch.compile``, block by block, and of the loss."""
 
     enabled: bool = False
-    """Compile each block."""
+    """Compile each block, and what the loss computes between its products."""
     backend: str = "inductor"
     """Backend of ``torch.compile``."""
 
