@@ -52,6 +52,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     the mesh's kind.
     """
     device = device or torch.device(mesh.device_type)
+    if layout.activation_memory_budget is not None:
+        torch._functorch.config.activation_memory_budget = layout.activation_memory_budget
     float8, amaxes = layout.float8, None
     if float8 is not None and float8.implementation == "torchao":
         float8 = Torchao.of(float8)
@@ -67,7 +69,10 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         if float8 is not None:
             use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())
-        checkpoint_blocks(blocks, layout.activation_checkpointing)  # what is compiled must contain the recomputation
+        recomputed = blocks[: layout.recomputed(len(blocks))]
+        checkpoint_blocks(
+            recomputed, layout.activation_checkpointing
+        )  # what is compiled must contain the recomputation
         if layout.compile_backend is not None:
             for block in blocks:
                 block.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs

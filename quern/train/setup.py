@@ -114,6 +114,8 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
         plan,
         precision_of(config.precision).compute,
         activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing_layers=config.activation_checkpointing_layers,
+        activation_memory_budget=config.activation_memory_budget,
         compile_backend=config.compile.backend if config.compile.enabled else None,
         float8=config.float8.products,
         float8_all_gather=config.float8.all_gather,

@@ -88,6 +88,51 @@ def test_what_is_computed_twice() -> None:
     assert again["selective"] == {"mm": 0, attention: 0, "silu": LAYERS}
 
 
+def parallelized(dtype: torch.dtype = torch.float32, **settings: Any) -> Transformer:
+    model = network()
+    parallelize(model, build_mesh(MeshPlan(), "cpu"), Layout(dtype, **settings), torch.device("cpu"))
+    initialise(model, seed=3)
+    return model
+
+
+@pytest.mark.parametrize("layers", [1, 2, 9, None])
+def test_some_layers_recompute(layers: int | None) -> None:
+    model = parallelized(activation_checkpointing="full", activation_checkpointing_layers=layers)
+    loss, _ = model(*batch())
+    with Count() as backward:
+        loss.backward()
+    assert backward.calls["silu"] == min(layers or LAYERS, LAYERS)
+    expected = run("none")[0]
+    assert all(torch.equal(value.grad, expected[name]) for name, value in model.named_parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_memory_budget_bounds_what_compiled_blocks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept are at least a block's inputs, which the budget does not count."""
+    monkeypatch.setattr("torch._functorch.config.activation_memory_budget", 1.0)  # set back at the end
+    kept: dict[float | None, int] = {}
+    for budget in (None, 0.5, 0.0):
+        torch._dynamo.reset()
+        model = parallelized(compile_backend="aot_eager_decomp_partition", activation_memory_budget=budget)
+        model.loss_compiler = None
+        sizes: list[int] = []
+
+        def keep(value: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            if not isinstance(value, torch.nn.Parameter):
+                sizes.append(value.nbytes)
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            loss, _ = model(*batch())
+        loss.backward()
+        kept[budget] = sum(sizes)
+        for name, expected in run("none")[0].items():
+            torch.testing.assert_close(dict(model.named_parameters())[name].grad, expected, rtol=1e-4, atol=1e-6)
+    least = kept[0.0]
+    assert least < kept[0.5] < kept[None]
+    assert kept[0.5] - least <= 0.6 * (kept[None] - least)
+
+
 class Storages(TorchDispatchMode):
     """Every storage that an operator's output lies in, without keeping it alive."""
 

@@ -41,6 +41,7 @@ class Case:
     plan: MeshPlan
     reshard: bool | int = True
     activation: str = "none"
+    recomputed: int | None = None
     micro_batches: int = 3
     tied: bool = False
     dtype: torch.dtype = torch.float64
@@ -79,7 +80,8 @@ class Case:
     def layout(self) -> Layout:
         return Layout(
             self.dtype, self.plan, reshard_after_forward=self.reshard, activation_checkpointing=self.activation,
-            micro_batch=MICRO_BATCH, seq_len=self.seq_len, schedule=self.schedule,
+            activation_checkpointing_layers=self.recomputed, micro_batch=MICRO_BATCH, seq_len=self.seq_len,
+            schedule=self.schedule,
             stages_per_rank=self.stages_per_rank, float8=self.float8, float8_all_gather=self.float8 is not None,
         )  # fmt: skip
 
@@ -210,6 +212,7 @@ def test_two_ranks(run_ranks: Any) -> None:
     compare(run_ranks, [
         Case(MeshPlan(dp_replicate=2), dtype=torch.bfloat16), Case(TWO, activation="full", tied=True),
         Case(TWO, reshard=False), replace(tp, kv_heads=1), replace(tp, activation="selective", dtype=torch.bfloat16),
+        replace(tp, activation="full", recomputed=2),
         Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
     ])  # fmt: skip
 

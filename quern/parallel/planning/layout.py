@@ -24,6 +24,10 @@ class Layout:
     plan: MeshPlan = field(default_factory=MeshPlan)
     reshard_after_forward: bool | int = True
     activation_checkpointing: str = "none"
+    activation_checkpointing_layers: int | None = None
+    """Of each stage the first so many blocks recompute; None = all."""
+    activation_memory_budget: float | None = None
+    """Of what a compiled block would keep for backward, the share that it may; None = all."""
     compile_backend: str | None = None
     """Of ``torch.compile``, block by block; None = not compiled."""
     async_tp: bool = False
@@ -40,6 +44,13 @@ class Layout:
     micro_batch: int = 1
     seq_len: int = 1
     """Sequences of a micro-batch and their tokens, which a pipeline's buffers and cuts go by."""
+
+    def recomputed(self, layers: int) -> int:
+        """How many of a stage's ``layers`` blocks recompute."""
+        if self.activation_checkpointing == "none":
+            return 0
+        most = self.activation_checkpointing_layers
+        return layers if most is None else min(layers, most)
 
     @property
     def scheduling(self) -> str:

@@ -195,14 +195,14 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     shape, tp = step.shape, step.plan.tp
     tokens = step.layout.micro_batch * step.layout.seq_len
     hidden = tokens * shape.dim * step.compute_bytes
-    gathered_again = 0 if step.layout.activation_checkpointing == "none" else 2
-    scattered_again = 2 if step.layout.activation_checkpointing == "full" else 0
+    full = step.layout.activation_checkpointing == "full"
     gathers = scatters = 0
     for stage in stages:
         micro_batches = step.num_micro_batches
         split = 0 if stage.first else stage.work.count("I")
-        gathers += stage.layers * ((2 + 4 + gathered_again) * micro_batches + 2 * split)
-        scatters += stage.layers * (2 + 2 + scattered_again) * micro_batches
+        again = step.layout.recomputed(stage.layers)
+        gathers += stage.layers * ((2 + 4) * micro_batches + 2 * split) + 2 * again * micro_batches
+        scatters += stage.layers * (2 + 2) * micro_batches + 2 * again * full * micro_batches
         for end in (stage.first, stage.last):  # embedding: scattered, its gradient gathered; the loss the other way
             gathers += micro_batches * end
             scatters += micro_batches * end

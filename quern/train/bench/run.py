@@ -175,6 +175,8 @@ def _known(config: TrainConfig) -> dict[str, Any]:
     return {
         "precision": precision,
         "checkpointing": config.activation_checkpointing,
+        "checkpointing_layers": config.activation_checkpointing_layers,
+        "memory_budget": config.activation_memory_budget,
         "compile": config.compile.enabled,
         "document_mask": config.document_mask,
         "seq_len": config.seq_len,

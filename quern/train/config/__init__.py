@@ -229,7 +229,9 @@ class ProfileConfig(Section):
 class TrainConfig(Section):
     """A training run."""
 
-    later: ClassVar[Mapping[str, Any]] = {"comm": CommConfig().model_dump()}
+    later: ClassVar[Mapping[str, Any]] = {
+        "comm": CommConfig().model_dump(), "activation_checkpointing_layers": None, "activation_memory_budget": None,
+    }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
     data: Annotated[tuple[DataConfig, ...], Field(min_length=1)]
@@ -261,6 +263,13 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Which activations are recomputed in backward: none, those of whole blocks, or all but the costly products of a
     block."""
+    activation_checkpointing_layers: Count | None = None
+    """[layers] With ``activation_checkpointing``: the first so many blocks of each stage recompute, the others keep
+    everything; null = all recompute. Example: 16"""
+    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    """[share] With ``compile`` and in place of ``activation_checkpointing``: how much a compiled block may keep for
+    backward, of what it would keep by itself; torch's partitioner recomputes what is cheapest. Null = all. Example:
+    0.5"""
     loss_chunk: Count = 4096
     """[tokens] Tokens whose logits exist at one time."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
@@ -305,6 +314,15 @@ class TrainConfig(Section):
         if self.forensics.steps and max(self.forensics.steps) >= self.steps:
             raise ValueError(
                 f"forensics.steps: expected steps below {self.steps} (steps), got {max(self.forensics.steps)}"
+            )
+        if self.activation_checkpointing_layers is not None and self.activation_checkpointing == "none":
+            raise ValueError("activation_checkpointing_layers: expected full or selective activation_checkpointing too")
+        if self.activation_memory_budget is not None and not self.compile.enabled:
+            raise ValueError("activation_memory_budget: expected only together with compile.enabled")
+        if self.activation_memory_budget is not None and self.activation_checkpointing != "none":
+            raise ValueError(
+                "activation_memory_budget: expected activation_checkpointing none with it, got "
+                f"{self.activation_checkpointing}: both say what is recomputed"
             )
         if self.precision == "fp16" and self.guard.non_finite == "continue":
             raise ValueError(
