@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from quern.torch_versions import addmm_in_float32
+
 __all__ = ["add_product"]
 
 
 def add_product(total_RS: Tensor, a_TR: Tensor, b_TS: Tensor) -> None:
     """``total += aᵀ b``, in place; ``total`` in at least the dtype of the factors.
 
-    On CUDA a product of BF16 or FP16 is added in float32 as it leaves the multiplier (torch from 2.13 on). Elsewhere it
+    On CUDA a product of BF16 or FP16 is added in float32 as it leaves the multiplier. Elsewhere it
     is rounded to the factors' dtype, written and read again.
     """
     if total_RS.dtype == a_TR.dtype:
@@ -28,7 +30,7 @@ def add_product(total_RS: Tensor, a_TR: Tensor, b_TS: Tensor) -> None:
 
 @torch.library.custom_op("quern::add_product", mutates_args=("total_RS",))
 def _add_product(total_RS: Tensor, a_TR: Tensor, b_TS: Tensor) -> None:
-    kernel = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    kernel = addmm_in_float32()
     if total_RS.is_cuda and total_RS.dtype == torch.float32 and kernel is not None:
         kernel(total_RS, a_TR.T, b_TS, torch.float32, out=total_RS)
     else:

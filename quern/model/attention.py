@@ -12,7 +12,6 @@ Without documents every route is SDPA's causal flag, which is the fastest kernel
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -21,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+from quern.torch_versions import VARLEN_TAKES_GQA
 
 __all__ = ["BACKENDS", "Documents", "attend", "attention_mask"]
 
@@ -107,10 +108,6 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-#: torch 2.11 has no ``enable_gqa``; 2.13 refuses fewer key heads without it.
-_VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def _varlen(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, documents: Documents) -> Tensor:
     if q_BLNH.dtype not in (torch.bfloat16, torch.float16):
         name = str(q_BLNH.dtype).removeprefix("torch.")
@@ -118,7 +115,7 @@ def _varlen(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, documents: Documents
     q_TNH, k_TKH, v_TKH = q_BLNH.flatten(0, 1), k_BLKH.flatten(0, 1), v_BLKH.flatten(0, 1)
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
     group = q_TNH.shape[1] // k_TKH.shape[1]
-    if group > 1 and _VARLEN_TAKES_GQA:
+    if group > 1 and VARLEN_TAKES_GQA:
         options["enable_gqa"] = True
     elif group > 1:
         k_TKH, v_TKH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)

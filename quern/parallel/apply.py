@@ -21,6 +21,7 @@ from quern.parallel.planning.float8 import layers_in_float8, use_float8
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.tensor import split_tensors
+from quern.torch_versions import divide_exactly, set_memory_budget
 
 __all__ = ["Parallel", "parallelize"]
 
@@ -53,7 +54,9 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     """
     device = device or torch.device(mesh.device_type)
     if layout.activation_memory_budget is not None:
-        torch._functorch.config.activation_memory_budget = layout.activation_memory_budget
+        set_memory_budget(layout.activation_memory_budget)
+    if layout.float8 is not None and layout.compile_backend is not None:
+        divide_exactly()
     float8, amaxes = layout.float8, None
     if float8 is not None and float8.implementation == "torchao":
         float8 = Torchao.of(float8)

@@ -26,18 +26,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.model.float8.linear import products
 from quern.model.float8.needed_grads import needed_grads
 from quern.model.float8.recipe import Recipe
+from quern.torch_versions import SPLIT_GRADIENTS_JOINED as JOINED
 
 __all__ = ["KEEPING", "SUMS_KEPT", "Ranks", "gather", "gather_multiply", "multiply_scatter", "sum_scatter"]
-
-#: Before 2.13 a split backward pass hands the gradients of a function's several outputs to the first of them, summed
-#: (torch/distributed/pipelining/_backward.py): there several products leave as one output.
-JOINED = TorchVersion(torch.__version__) < "2.13"
 
 SUMS_KEPT: ContextVar[bool] = ContextVar("SUMS_KEPT", default=False)
 """True while a forward is computed again of which every sum over ranks was kept: what was summed is then not needed."""

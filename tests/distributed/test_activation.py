@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from quern.model.attention import Documents
 from quern.model.config import ModelConfig
+from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Inputs
@@ -104,6 +105,15 @@ def test_some_layers_recompute(layers: int | None) -> None:
     assert backward.calls["silu"] == min(layers or LAYERS, LAYERS)
     expected = run("none")[0]
     assert all(torch.equal(value.grad, expected[name]) for name, value in model.named_parameters())  # type: ignore[arg-type]
+
+
+def test_compiled_blocks_round_to_float8_as_eager_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA inductor's division is an approximation, unless it is told otherwise."""
+    monkeypatch.setattr("torch._inductor.config.eager_numerics.division_rounding", False)
+    parallelized(compile_backend="aot_eager")
+    assert not torch._inductor.config.eager_numerics.division_rounding
+    parallelized(torch.bfloat16, compile_backend="aot_eager", float8=Recipe("tensorwise"))
+    assert torch._inductor.config.eager_numerics.division_rounding
 
 
 @pytest.mark.slow

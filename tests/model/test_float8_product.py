@@ -220,7 +220,7 @@ def test_which_products_have_a_kernel(scaling, gpu, cuda, dtypes, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device = CPU if gpu is None else CUDA
     if gpu is None and TorchVersion(torch.__version__) < "2.13":  # 2.11 has none; 2.12 is not known
-        dtypes = dtypes if product._CPU else set()
+        dtypes = dtypes if product.FLOAT8_ON_CPU else set()
     found = {dtype for dtype in (BF16, FP16, FP32, FP64) if available(Recipe(scaling), device, dtype)}
     assert found == dtypes
 

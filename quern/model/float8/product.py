@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType
 
 from quern.model.float8.quantise import Granularity, Quantised
 from quern.model.float8.recipe import Recipe, Scaling
+from quern.torch_versions import FLOAT8_ON_CPU
 
 __all__ = ["ALIGNMENT", "available", "emulated", "multiply"]
 
@@ -35,9 +36,6 @@ _KERNELS: dict[tuple[Granularity, Granularity], tuple[Scaling, ScalingType, Scal
     ("1x128", "128x128"): ("blockwise", ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
     ("row", "128x128"): ("blockwise", ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
 }
-
-_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
-"""Whether this torch has a kernel for the CPU: 2.11 has none."""
 
 
 def available(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
@@ -68,7 +66,7 @@ def emulated(a_MS: Quantised, b_NS: Quantised, dtype: torch.dtype) -> Tensor:
 
 def _available(scaling: Scaling, device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "cpu":
-        return _CPU and scaling != "blockwise" and dtype in _OUTPUTS["tensorwise"]
+        return FLOAT8_ON_CPU and scaling != "blockwise" and dtype in _OUTPUTS["tensorwise"]
     if device.type != "cuda" or torch.version.cuda is None or dtype not in _OUTPUTS[scaling]:
         return False
     gpu = torch.cuda.get_device_properties(device)

@@ -1,0 +1,51 @@
+"""What torch has in some of its versions (2.11 to 2.15) and not in others, and what quern then does.
+
+Every difference that the model or a layout has to know stands here; the rest of the code asks by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.torch_version import TorchVersion
+
+__all__ = [
+    "FLOAT8_ON_CPU", "SPLIT_GRADIENTS_JOINED", "VARLEN_TAKES_GQA", "addmm_in_float32", "divide_exactly",
+    "set_memory_budget",
+]  # fmt: skip
+
+FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+"""The CPU has a kernel for products in FP8: not in 2.11, where they are emulated."""
+
+SPLIT_GRADIENTS_JOINED: bool = TorchVersion(torch.__version__) < "2.13"
+"""A split backward pass hands the gradients of a function's several outputs to the first of them, summed
+(torch/distributed/pipelining/_backward.py): there several products leave as one output."""
+
+VARLEN_TAKES_GQA: bool = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""2.11 has no ``enable_gqa``, and keys are repeated; 2.13 refuses fewer key heads without it."""
+
+
+def addmm_in_float32() -> Callable[..., Tensor] | None:
+    """``addmm.dtype_out``, which adds a product of half precision to float32; it has a kernel on CUDA alone."""
+    found: Callable[..., Tensor] | None = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    return found
+
+
+def divide_exactly() -> None:
+    """Make inductor divide as eager mode does, for the process: by itself its ``x / y`` is an approximation on CUDA,
+    and an FP8 value would depend on whether it was rounded in a compiled block. Without effect before 2.12."""
+    import torch._inductor.config as inductor
+
+    numerics: Any = getattr(inductor, "eager_numerics", None)
+    if hasattr(numerics, "division_rounding"):
+        numerics.division_rounding = True
+
+
+def set_memory_budget(share: float) -> None:
+    """Of what a compiled graph would keep for backward, how much it may keep: for the process."""
+    torch._functorch.config.activation_memory_budget = share
