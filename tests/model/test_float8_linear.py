@@ -9,7 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from quern.model.float8 import linear
@@ -302,3 +304,19 @@ def test_compiled_by_inductor_it_gives_the_same_numbers(scaling):
     compiled = torch.compile(by(recipe), fullgraph=True)
     for found, expected in zip(gradients(compiled, x, weight, dy), gradients(by(recipe), x, weight, dy), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_compiled_tensorwise_looks_for_each_largest_magnitude_once() -> None:
+    """Of input, weight and gradient: three in a forward and backward of five uses."""
+    found: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        found.append(sum("amax" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(by(Recipe("tensorwise")), backend=backend, fullgraph=True)
+    parts = case(torch.bfloat16)
+    for ours, plain in zip(gradients(compiled, *parts), gradients(by(Recipe("tensorwise")), *parts), strict=True):
+        assert torch.equal(ours, plain)
+    assert found == [2, 1]

@@ -61,7 +61,10 @@ class _Float8:
         return multiply(self.gradient(dy_TO), turned, dy_TO.dtype)
 
     def grad_weight(self, dy_TO: Tensor, x_TK: Tensor) -> Tensor:
-        return multiply(self.gradient(dy_TO.T), self.activation(x_TK.T), dy_TO.dtype)
+        if self.recipe.scaling != "tensorwise":
+            return multiply(self.gradient(dy_TO.T), self.activation(x_TK.T), dy_TO.dtype)
+        # what the other products take, turned: in a compiled block both are rounded once, from one largest magnitude
+        return multiply(self.gradient(dy_TO).transposed, self.activation(x_TK).transposed, dy_TO.dtype)
 
     def weight(self, weight_OK: Tensor) -> Quantised:
         """The weight as a factor of forward, and transposed of grad_input, except for rowwise."""
