@@ -24,6 +24,7 @@ from typing import NoReturn
 from quern.errors import QuernError, named_line
 from quern.train import tracebacks
 from quern.train.config import TrainConfig
+from quern.train.debug import recorder
 from quern.train.init_from import load_run_config
 from quern.train.processes import launch
 
@@ -53,7 +54,7 @@ def train(config: TrainConfig) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
     with (
-        open_ranks(config.device, config.comm.first_timeout_s) as ranks,
+        open_ranks(config.device, config.comm.first_timeout_s, config.run_dir) as ranks,
         open_trainer(config, ranks) as trainer,
         _telling_at_once(config.run_dir),
     ):
@@ -111,6 +112,8 @@ def _tell(run_dir: str, error: Exception) -> int:
         return code
     _told.append(error)
     rank = int(os.environ["RANK"])
+    if not isinstance(error, QuernError):
+        recorder.keep(run_dir, rank, error)
     if isinstance(error, QuernError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif (file := tracebacks.keep(run_dir, rank, error)) is None:

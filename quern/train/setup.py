@@ -294,6 +294,8 @@ def _numerics(deterministic: bool) -> None:
     if deterministic:  # without a workspace of its own cuBLAS is not deterministic, and torch refuses every product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+    # else every ``empty`` is filled, of which nothing is read before it is written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: Ranks) -> Transformer:

@@ -19,25 +19,23 @@ from contextlib import contextmanager, suppress
 from quern.errors import named_line
 from quern.filesystem import open_own
 from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.debug.dumps import in_vain, tracebacks_folder
 
 __all__ = ["clear", "file_of", "keep", "stacks_of", "verdict", "writing_stacks"]
 
-_FOLDER = "tracebacks"
 _STOPPED = 3  # of quern.train: saved, and ended by a signal
 #: First line of a file: when the rank failed, in seconds since the epoch, and the error.
 _HEAD = re.compile(r"(\d+\.\d+) (.*)")
-#: In errors of ranks that wait for another, which does not answer or is gone.
-_IN_VAIN = re.compile(r"tim(ed|e)[ -]?out|connection (closed|reset|refused)", re.IGNORECASE)
 
 
 def file_of(run_dir: str, rank: int) -> str:
     """The path of a rank's traceback."""
-    return os.path.join(run_dir, _FOLDER, f"rank_{rank}.txt")
+    return os.path.join(tracebacks_folder(run_dir), f"rank_{rank}.txt")
 
 
 def stacks_of(run_dir: str, rank: int) -> str:
     """The path of the stacks of a rank's threads."""
-    return os.path.join(run_dir, _FOLDER, f"rank_{rank}.stacks.txt")
+    return os.path.join(tracebacks_folder(run_dir), f"rank_{rank}.stacks.txt")
 
 
 @contextmanager
@@ -63,7 +61,7 @@ def writing_stacks(run_dir: str, rank: int) -> Iterator[None]:
 
 def clear(run_dir: str) -> None:
     """Remove tracebacks of an earlier start, before the ranks begin."""
-    shutil.rmtree(os.path.join(run_dir, _FOLDER), ignore_errors=True)
+    shutil.rmtree(tracebacks_folder(run_dir), ignore_errors=True)
 
 
 def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
@@ -110,7 +108,7 @@ def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
     hung = [number for number, code in enumerate(codes) if code is None]
-    if hung and all(_IN_VAIN.search(error) for _, _, error in found):
+    if hung and all(in_vain(error) for _, _, error in found):
         stacks = [stacks_of(run_dir, number) for number in hung]
         named = f"rank {hung[0]} does" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} do"
         where = "".join(f"; stacks: {file}" for file in stacks if os.path.isfile(file) and os.path.getsize(file))

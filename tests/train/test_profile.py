@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quern.train.config import ProfileConfig
+from quern.train.debug.report import report
 from quern.train.step.profile import Profiler
 
 
@@ -80,3 +81,16 @@ def test_a_step_that_fails_leaves_its_trace(tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         failing()
     assert traced(tmp_path / "profile" / "trace_rank0.json") == ["step number 0"]
+
+
+def test_a_snapshot_of_memory_that_ran_out_is_where_debug_looks(tmp_path, monkeypatch):
+    """CUDA's allocator is replaced by one that writes where it is told."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"x"))
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        Profiler(str(tmp_path), ProfileConfig(memory_snapshot=True), 2),
+    ):
+        raise torch.OutOfMemoryError
+    assert report(str(tmp_path))["memory"] == [str(tmp_path / "debug" / "memory_rank2.pickle")]

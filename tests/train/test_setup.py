@@ -27,6 +27,7 @@ def paths(tmp_path):
 
 @pytest.fixture
 def not_deterministic():
+    torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -42,6 +43,7 @@ def test_deterministic_gives_cublas_the_workspace_that_torch_asks_for(
     config = case.settings(tmp_path / "run", paths, deterministic=True, steps=1, schedule={"warmup": 1})
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
         assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
         trainer.fit()
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import psutil
 import pytest
 import torch
 
+from quern.errors import InputError
 from quern.train.checkpoint.format.files import FILE_BYTES, StoredTensor, deal_files
+from quern.train.checkpoint.save import snapshot as snapshots
 from quern.train.checkpoint.save.background import Process
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.snapshot import Memory, Snapshot
@@ -116,12 +120,14 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int, int]] = []
         self.codes: list[int] = []
+        self.devices: list[tuple[str, torch.device]] = []
         self.synchronize: Callable[[], None] = lambda: None
         stream = types.SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
         event = types.SimpleNamespace(record=lambda stream: None, synchronize=lambda: self.synchronize())
         for name, fake in {
             "cudart": lambda: self, "Stream": lambda device: stream, "Event": lambda: event,
             "current_stream": lambda device: stream, "stream": lambda stream: nullcontext(),
+            "set_device": lambda device: self.devices.append((threading.current_thread().name, device)),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, fake)
 
@@ -199,6 +205,47 @@ def test_prepared_memory_is_registered_before_the_first_copy(cuda):
             True, True,
         ]  # fmt: skip
     assert len(cuda.calls) == 1
+
+
+def test_the_thread_is_on_the_ranks_own_gpu_before_it_asks_for_anything(cuda):
+    """A new thread is on the first one."""
+    memory, tensors, device = Memory(), some(), torch.device("cuda", 3)
+    snapshot, seen = Snapshot(memory, device), []
+    cuda.synchronize = lambda: seen.extend(cuda.devices)
+    snapshot.start(tensors, places_of(tensors), lambda: None)
+    snapshot.join()
+    assert seen == [("snapshot", device)]
+
+
+@pytest.mark.parametrize(("held", "free", "fits"), [(0, 12, True), (0, 11, False), (1, 8, True), (1, 7, False)])
+def test_memory_is_pinned_only_where_all_ranks_of_the_machine_have_room(cuda, monkeypatch, held, free, fits):
+    """Three pages for each of four ranks; what a rank has already is let go before."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(snapshots, "_available", lambda: free * PAGE)
+    memory, places = Memory(), places_of([torch.zeros(3 * PAGE, dtype=torch.uint8)])
+    memory.grow(held * PAGE)
+    Snapshot(memory, torch.device("cpu")).check_room(places)
+    snapshot = Snapshot(memory, torch.device("cuda"))
+    if fits:
+        snapshot.check_room(places)
+        return
+    with pytest.raises(InputError, match=r"checkpoint\.mode: .* for the 4 of this machine, .* checkpoint\.mode=sync"):
+        snapshot.check_room(places)
+
+
+def test_the_memory_that_is_available_is_what_psutil_says():
+    told = snapshots._available()
+    assert told == pytest.approx(psutil.virtual_memory().available, rel=0.5)
+
+
+def test_a_save_asks_for_room_before_memory_is_allocated(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Snapshot, "check_room", lambda self, places: asked.append((self._memory.size, len(places))))
+    with CheckpointManager(str(tmp_path / "run"), CheckpointConfig(mode="thread")) as checkpoints:
+        checkpoints.async_save.prepare(case.make(tmp_path))
+    ((size, count),) = asked
+    assert size == 0
+    assert count
 
 
 def test_an_error_of_the_device_is_the_snapshots(cuda):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from quern.errors import InputError
+from quern.train.debug import recorder
 from quern.train.processes import launch
 
 __all__ = ["Ranks", "choose_device", "open_ranks"]
@@ -76,9 +77,10 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def open_ranks(wanted: str, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+def open_ranks(wanted: str, timeout_s: float = 1800.0, run_dir: str | None = None) -> Iterator[Ranks]:
     """Join the process group of ``torchrun``'s environment; without one, run as a single process. ``timeout_s``: how
-    long a rank waits for the others, until :meth:`Ranks.wait_at_most`.
+    long a rank waits for the others, until :meth:`Ranks.wait_at_most`. ``run_dir``: in whose ``debug/`` a failed rank's
+    record of collectives is left.
 
     Where the block raises, a group with GPUs is left as it is, and the process has to end: to close it, NCCL would wait
     for ranks that wait for this one.
@@ -90,6 +92,8 @@ def open_ranks(wanted: str, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     already = dist.is_initialized()
     joins = "RANK" in os.environ and not already
     if joins:
+        if run_dir is not None:
+            recorder.begin(run_dir, int(os.environ["RANK"]), world, cuda=device.type == "cuda")
         # gloo beside nccl: objects and barriers of the host travel without touching the GPU's streams
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)

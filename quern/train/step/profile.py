@@ -10,6 +10,7 @@ import torch
 from torch import profiler
 
 from quern.train.config import ProfileConfig
+from quern.train.debug.dumps import debug_folder
 from quern.train.step.trace import STEP
 
 __all__ = ["Profiler", "recording"]
@@ -25,13 +26,14 @@ def recording() -> Any:
 
 class Profiler:
     """Around the loop; :meth:`step` after each step. Traces go to ``RUN/profile/``, one file a rank, with a
-    mark for each step, as ``quern train profile --trace`` reads them.
+    mark for each step, as ``quern train profile --trace`` reads them; the snapshot of memory to ``RUN/debug/``, in the
+    form that pytorch.org/memory_viz reads.
 
     ``start``: the loop's first step. A run that is taken up among the chosen steps traces those that are left.
     """
 
     def __init__(self, run_dir: str, config: ProfileConfig, rank: int, start: int = 0) -> None:
-        self._folder = os.path.join(run_dir, "profile")
+        self._folder, self._debug = os.path.join(run_dir, "profile"), debug_folder(run_dir)
         self._config = config
         self._rank = rank
         self._start = start
@@ -63,8 +65,8 @@ class Profiler:
     ) -> None:
         self._end()
         if isinstance(error, torch.OutOfMemoryError) and self._config.memory_snapshot:
-            os.makedirs(self._folder, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(os.path.join(self._folder, f"memory_rank{self._rank}.pickle"))
+            os.makedirs(self._debug, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(os.path.join(self._debug, f"memory_rank{self._rank}.pickle"))
 
     def _begin(self, step: int) -> None:
         self._active = recording()

@@ -136,6 +136,9 @@ class AsyncSave:
     def _plan_for(self, view: TensorView) -> Plan:
         plan = self._planner.plan(view.tensors, view.rows)
         if plan is not self._plan:
+            if (snapshot := self._snapshot) is not None:
+                places = [tensor for file in plan.files for tensor in file.tensors]
+                self._agreement.all_or_raise(lambda: snapshot.check_room(places))  # before any of them allocates
             self._agreement.all_or_raise(lambda: self._lay_out(plan))
             self._plan = plan
         return plan

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import torch
 
+from quern.errors import InputError
 from quern.train.checkpoint.format.files import StoredTensor
 
 __all__ = ["Memory", "Snapshot"]
@@ -92,6 +93,19 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
+def _available() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say (Linux's proc says)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
 def _check(code: object) -> None:
     if int(code) != 0:  # type: ignore[call-overload]
         raise OSError(f"the snapshot's memory could not be registered with CUDA (error {code})")
@@ -107,6 +121,23 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
         self._copies = _Copies([])
         self._thread: threading.Thread | None = None
+
+    def check_room(self, places: Sequence[StoredTensor]) -> None:
+        """Refuse to pin what this machine has no memory for, all of its ranks together: the kernel would end one of
+        them. For CUDA alone, and before any rank of the machine calls :meth:`prepare`.
+
+        Raises:
+            InputError: how much is needed, and how much there is.
+        """
+        free = None if self._stream is None else _available()
+        size, ranks = max((place.end for place in places), default=0), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if free is None or (size - self._memory.size) * ranks <= free:
+            return
+        raise InputError(
+            f"checkpoint.mode: thread and process pin {_gib(size)} of the host's memory a rank, {_gib(size * ranks)} "
+            f"for the {ranks} of this machine, which has {_gib(free + self._memory.size * ranks)} of it; give "
+            "checkpoint.mode=sync, which copies nothing, or more machines to split the state over"
+        )
 
     def prepare(self, places: Sequence[StoredTensor]) -> None:
         """Allocate the memory for ``places``, and on CUDA pin it, before the first copy."""
@@ -125,7 +156,7 @@ class Snapshot:
             with torch.cuda.stream(self._stream):
                 copies.help()
                 self._copied.record(self._stream)
-        arguments = (copies, self._copied, then)
+        arguments = (copies, self._copied, then, self._device)
         self._thread = threading.Thread(target=_hand_on, args=arguments, name="snapshot", daemon=True)
         self._thread.start()
 
@@ -197,7 +228,9 @@ class _Copies:
                 self.finished.set()
 
 
-def _hand_on(copies: _Copies, copied: torch.cuda.Event | None, then: Callable[[], None]) -> None:
+def _hand_on(copies: _Copies, copied: torch.cuda.Event | None, then: Callable[[], None], device: torch.device) -> None:
+    if copied is not None:  # a new thread is on the first GPU, and would open a context there
+        torch.cuda.set_device(device)
     copies.help()
     copies.finished.wait()
     try:
