@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 
 from quern.errors import QuernError, named_line
@@ -48,16 +48,18 @@ def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("quern").setLevel(logging.INFO)  # where it goes on, how often it saves, what has been uploaded
+    from quern.train.processes.machine import bind_cores
     from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
-    with (
-        open_ranks(config.device, config.comm.first_timeout_s, config.run_dir) as ranks,
-        open_trainer(config, ranks) as trainer,
-        _telling_at_once(config.run_dir),
-    ):
+    with ExitStack() as opened:
+        ranks = opened.enter_context(open_ranks(config.device, config.comm.first_timeout_s, config.run_dir))
+        if config.process.bind_cores:  # before threads are started
+            bind_cores(ranks.device)
+        trainer = opened.enter_context(open_trainer(config, ranks))
+        opened.enter_context(_telling_at_once(config.run_dir))
         trainer.fit()
         if trainer.stopped_by is None or trainer.complete:
             return 0

@@ -31,6 +31,7 @@ from quern.train.history.branch import newest_until
 from quern.train.history.health import HealthTracker
 from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
+from quern.train.processes.machine import collecting
 from quern.train.processes.ranks import Ranks
 from quern.train.step import figures
 from quern.train.step.forensics import Forensics, Seen
@@ -115,7 +116,7 @@ class Trainer(Closes):
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.saves.prepare(self._everything())
         self.start_loop()
-        with _listening(self), self.profiler:
+        with _listening(self), self.profiler, collecting(self.config.process.gc_interval) as collect:
             for step in self.steps():
                 self.train_step(step)
                 if step == self.start.step:
@@ -123,6 +124,7 @@ class Trainer(Closes):
                 self.validate_if_due(step)
                 self.save_if_due(step)
                 self.profiler.step(step)
+                collect(step)
             self.finish()
 
     def start_loop(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from quern.config import dump_yaml
+from quern.train.debug.report import report
 from support.programs import python
 from support.train import run_case as case
 
@@ -91,5 +92,10 @@ def test_all_ranks_end_and_the_one_that_failed_is_named(tmp_path: Path, fault: s
     assert re.match("error: " + told.replace("RUN", re.escape(str(run))), line), done.stderr
     if fault == "killed":
         assert "Traceback (most recent call last)" in (run / "tracebacks" / "rank_0.txt").read_text()
+    if fault == "raises":
+        missing, *_ = (group["first_missing"] for group in report(str(run))["groups"] if group["first_missing"])
+        assert missing["missing"] == [2]
+        assert {*missing["arrived"]} <= {0, 1, 3}
+        assert any(" in clip" in frame for frame in missing["frames"])
     if fault in ("hangs", "crashes"):
         assert "in clip\n" in (run / "tracebacks" / "rank_2.stacks.txt").read_text()

@@ -36,8 +36,8 @@ def said(capfd: pytest.CaptureFixture[str]) -> Any:
 
 def failing(run: str) -> None:
     """When all are asked for what they have recorded, rank 2 has not called the last collective of the whole group, a
-    reduction of five numbers; it does so behind that, so that all end. Groups of pairs call one of their own before.
-    An error of gloo itself would take torch 15 s to describe."""
+    reduction of five numbers; it does so behind that, so that nothing waits for a time-out. Groups of pairs call one
+    of their own before."""
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     dist.all_reduce(torch.ones(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -68,7 +69,15 @@ def test_nccl_is_bound_to_the_gpu_and_not_closed_by_a_rank_that_failed(
         ("MASTER_PORT", "1"),
     ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("set_device", device)))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # put back at the end
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+    def set_device(device: torch.device) -> None:
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        called.append(("set_device", device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: called.append((backend, how)))
     monkeypatch.setattr(dist, "is_initialized", lambda: len(called) > 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)

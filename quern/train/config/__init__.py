@@ -16,8 +16,8 @@ from quern.train.config.numbers import Count, NonNegative, Weight
 
 __all__ = [
     "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
-    "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProfileConfig", "ResumeConfig",
-    "ScheduleConfig", "TrainConfig", "ValidationConfig",
+    "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProcessConfig", "ProfileConfig",
+    "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
 ]  # fmt: skip
 
 
@@ -148,6 +148,16 @@ class CommConfig(Section):
     """[seconds] Longest wait of a collective after the first step."""
 
 
+class ProcessConfig(Section):
+    """What a rank asks of its process and its machine."""
+
+    bind_cores: bool = True
+    """CUDA: run on the cores of the GPU's NUMA node, unless the launcher has restricted the process already."""
+    gc_interval: NonNegative = 50
+    """[steps] Steps between two collections of Python's garbage, in the same steps on every rank; 0 = when Python
+    likes."""
+
+
 class GuardConfig(Section):
     """The reaction to a step whose loss or gradient norm is abnormal. Decided on device."""
 
@@ -230,7 +240,8 @@ class TrainConfig(Section):
     """A training run."""
 
     later: ClassVar[Mapping[str, Any]] = {
-        "comm": CommConfig().model_dump(), "activation_checkpointing_layers": None, "activation_memory_budget": None,
+        "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(),
+        "activation_checkpointing_layers": None, "activation_memory_budget": None,
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -282,6 +293,7 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     comm: CommConfig = CommConfig()
+    process: ProcessConfig = ProcessConfig()
     guard: GuardConfig = GuardConfig()
     forensics: ForensicsConfig = ForensicsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

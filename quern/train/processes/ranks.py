@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from quern.errors import InputError
 from quern.train.debug import recorder
-from quern.train.processes import launch
+from quern.train.processes import launch, machine
 
 __all__ = ["Ranks", "choose_device", "open_ranks"]
 
@@ -88,6 +88,7 @@ def open_ranks(wanted: str, timeout_s: float = 1800.0, run_dir: str | None = Non
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(wanted, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
+        machine.set_allocator()
         torch.cuda.set_device(device)
     already = dist.is_initialized()
     joins = "RANK" in os.environ and not already

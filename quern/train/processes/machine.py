@@ -1,0 +1,90 @@
+"""What a rank asks of its process before it trains: CUDA's allocator, the cores near its GPU, and when Python collects
+garbage. Allocator and cores are unverified on GPU."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+__all__ = ["bind_cores", "collecting", "set_allocator"]
+
+log = logging.getLogger(__name__)
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch's names of the setting; it complains of the second."""
+
+
+def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let segments of the GPU's memory grow, so that tensors of changing sizes leave no holes in it; before CUDA's
+    first use, and unless the user has given settings."""
+    if not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def bind_cores(device: torch.device, root: str = "/sys") -> set[int] | None:
+    """Let this thread, and those it starts, run on the cores of the GPU's NUMA node alone. Returns these; None where
+    nothing is changed: not on CUDA, on a system that does not say, or where the process is restricted already."""
+    if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
+        return None
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < (os.cpu_count() or 1):
+        return None
+    with suppress(OSError, ValueError, AttributeError):
+        found: Any = torch.cuda.get_device_properties(device)
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int(_read(root, "bus/pci/devices", address, "numa_node"))
+        if node < 0:  # a machine of one node
+            return None
+        cores = _cores(_read(root, "devices/system/node", f"node{node}", "cpulist")) & allowed
+        if cores and cores != allowed:
+            os.sched_setaffinity(0, cores)
+            log.debug("on the %d cores of NUMA node %d", len(cores), node)
+            return cores
+    return None
+
+
+@contextmanager
+def collecting(interval: int) -> Iterator[Callable[[int], None]]:
+    """Yield what is called after each step, with its number: it collects garbage every ``interval`` steps, and nothing
+    else does in the block. 0 = Python does when it likes.
+
+    Ranks wait for each other in each step: if each collected in another one, all would wait for all of them.
+    """
+    if not interval:
+        yield lambda step: None
+        return
+
+    def collect(step: int) -> None:
+        if (step + 1) % interval == 0:
+            gc.collect()
+
+    automatic = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what is there stays to the end, and need not be looked at again
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if automatic:
+            gc.enable()
+
+
+def _read(*parts: str) -> str:
+    with open(os.path.join(*parts), encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _cores(text: str) -> set[int]:
+    """Of ``0-3,8,10-11``."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        cores |= set(range(int(low), int(high or low) + 1))
+    return cores
