@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from quern import storage
+from quern.config import digest
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format import folder as folders
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
@@ -54,10 +58,6 @@ def loaded(run: Path, path: str, **options):
 
 def rewrite(path: str, name: str, data: bytes) -> None:
     """Replace a file and make the manifest agree, as someone would who means harm."""
-    import hashlib
-
-    from quern.config import digest
-
     Path(path, name).write_bytes(data)
     file = Path(path, "manifest.json")
     manifest = json.loads(file.read_text())
@@ -67,20 +67,25 @@ def rewrite(path: str, name: str, data: bytes) -> None:
     file.write_text(json.dumps(manifest))
 
 
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
 # ---- what is saved is what is loaded
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(128, 128), (128, 256), (256, 1), (1, 64), (127, 128)])
-def test_every_tensor_comes_back_bit_for_bit_under_any_padding(tmp_path, before, after, tied):
-    (path,) = save(tmp_path / "run", 5, multiple=before, tied=tied)
-    state, _ = loaded(tmp_path / "run", path, multiple=after, tied=tied)
+def test_every_tensor_comes_back_bit_for_bit_under_any_padding(run, before, after, tied):
+    (path,) = save(run, 5, multiple=before, tied=tied)
+    state, _ = loaded(run, path, multiple=after, tied=tied)
     assert CASE.differences(state, 5) == []
 
 
-def test_torch_reads_the_files_and_finds_no_padding(tmp_path):
+def test_torch_reads_the_files_and_finds_no_padding(run):
     """The oracle is torch's own reader, with torch's own planner."""
-    (path,) = save(tmp_path / "run", 5, multiple=256)
+    (path,) = save(run, 5, multiple=256)
     sizes = CASE.sizes(CASE.shape())
     wanted = {f"model.{name}": torch.full(size, -1.0) for name, size in sizes.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -95,8 +100,8 @@ def test_torch_reads_the_files_and_finds_no_padding(tmp_path):
         assert torch.equal(wanted[f"optimizer.state.{name}.exp_avg_sq"], CASE.numbers("exp_avg_sq", name, size, 5))
 
 
-def test_only_tensors_are_written_and_hyperparameters_are_not_among_them(tmp_path):
-    (path,) = save(tmp_path / "run", 5)
+def test_only_tensors_are_written_and_hyperparameters_are_not_among_them(run):
+    (path,) = save(run, 5)
     metadata = pickle.loads(Path(path, ".metadata").read_bytes())
     assert {type(value).__name__ for value in metadata.state_dict_metadata.values()} == {"TensorStorageMetadata"}
     names = set(metadata.state_dict_metadata)
@@ -110,14 +115,14 @@ def test_only_tensors_are_written_and_hyperparameters_are_not_among_them(tmp_pat
     assert b"step_0" not in Path(path, ".metadata").read_bytes()  # nor the folder it was written in
 
 
-def test_hyperparameters_are_the_configs(tmp_path):
-    (path,) = save(tmp_path / "run", 5, lr=1e-3)
-    state, _ = loaded(tmp_path / "run", path, lr=0.5)
+def test_hyperparameters_are_the_configs(run):
+    (path,) = save(run, 5, lr=1e-3)
+    state, _ = loaded(run, path, lr=0.5)
     assert [group["lr"] for group in state.optimizer.param_groups] == [0.5, 0.5]
     assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path):
+def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path, run):
     def step(state, number):
         tokens = torch.randint(0, 127, (2, 8), generator=torch.Generator().manual_seed(number))
         loss, _ = state.model(tokens[:, :-1], tokens[:, 1:])
@@ -126,9 +131,7 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path):
         state.optimizer.zero_grad()
         return loss.item()
 
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1, pad=0.0)
+    state = CASE.filled(tmp_path, 1, pad=0.0)
     state.optimizer.state.clear()
     losses = [step(state, number) for number in range(2)]
     with manager(run) as checkpoints:
@@ -146,29 +149,27 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path):
             assert torch.equal(value, other.optimizer.state[theirs][slot]), (name, slot)
 
 
-def test_a_save_before_the_first_step_changes_nothing(tmp_path):
+def test_a_save_before_the_first_step_changes_nothing(tmp_path, run):
     state = CASE.make(tmp_path)
     gradients = {}
     for name, parameter in state.model.named_parameters():
         parameter.grad = torch.full_like(parameter, 2.0)
         gradients[name] = parameter.grad
     before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
-    with manager(tmp_path / "run") as checkpoints:
+    with manager(run) as checkpoints:
         path = checkpoints.save(0, state, CASE.position(0)).path
     for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is gradients[name]
         assert bool((parameter.grad == 2.0).all())
         assert float(state.optimizer.state[parameter]["step"]) == 0
-    other, _ = loaded(tmp_path / "run", path)
+    other, _ = loaded(run, path)
     assert {float(slots["step"]) for slots in other.optimizer.state.values()} == {0.0}
     assert all(not slots["exp_avg"].any() for slots in other.optimizer.state.values())
 
 
-def test_extra_tensors_and_scalars_come_back_whatever_their_size(tmp_path):
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 3)
+def test_extra_tensors_and_scalars_come_back_whatever_their_size(tmp_path, run):
+    state = CASE.filled(tmp_path, 3)
     history = torch.tensor([1.0, float("nan"), float("inf"), -0.0])
     state.extra.update(losses=history, entered=torch.tensor(7, dtype=torch.int64))
     with manager(run) as checkpoints:
@@ -184,8 +185,8 @@ def test_extra_tensors_and_scalars_come_back_whatever_their_size(tmp_path):
     assert dict(found.manifest.scalars) == {"best": float("inf"), "scale": 0.1, "skips": 2, "none": None}
 
 
-def test_folder_holds_config_ranks_and_manifest(tmp_path):
-    (path,) = save(tmp_path / "run", 5)
+def test_folder_holds_config_ranks_and_manifest(run):
+    (path,) = save(run, 5)
     assert os.path.basename(path) == "step_00000005"
     assert yaml.safe_load(Path(path, "config.yaml").read_text()) == {
         "run_dir": "x", "steps": 10, "model": {"dim": 6}
@@ -198,9 +199,8 @@ def test_folder_holds_config_ranks_and_manifest(tmp_path):
     assert manifest.model == CASE.shape()
 
 
-def test_a_checkpoint_brings_the_ledger_as_it_was_before(tmp_path):
-    state, run = CASE.make(tmp_path), tmp_path / "run"
-    CASE.fill(state, 3)
+def test_a_checkpoint_brings_the_ledger_as_it_was_before(tmp_path, run):
+    state = CASE.filled(tmp_path, 3)
     position = replace(CASE.position(3), ledger_offset=35)
     with manager(run) as checkpoints:
         (run / "ledger.jsonl").write_bytes(bytes(34))
@@ -212,13 +212,12 @@ def test_a_checkpoint_brings_the_ledger_as_it_was_before(tmp_path):
     assert read_manifest(path).files["ledger.jsonl"].sha256 == hashlib.sha256(bytes(range(35))).hexdigest()
 
 
-def test_optimizer_state_that_is_not_one_steps_is_refused(tmp_path):
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 3)
+def test_optimizer_state_that_is_not_one_steps_is_refused(tmp_path, run):
+    state = CASE.filled(tmp_path, 3)
     state.optimizer.state[state.model.norm.weight]["step"].fill_(2)
-    with manager(tmp_path / "run") as checkpoints, pytest.raises(QuernError, match=r"norm\.weight.*every parameter"):
+    with manager(run) as checkpoints, pytest.raises(QuernError, match=r"norm\.weight.*every parameter"):
         checkpoints.save(3, state, CASE.position(3))
-    assert list_checkpoints(str(tmp_path / "run")) == []
+    assert list_checkpoints(str(run)) == []
 
 
 # ---- another model
@@ -228,14 +227,13 @@ def test_optimizer_state_that_is_not_one_steps_is_refused(tmp_path):
     ("options", "field"),
     [({"vocab": 126}, "vocab_size"), ({"dim": 8}, "dim"), ({"tied": True}, "tied_embeddings")],
 )
-def test_another_models_checkpoint_is_refused_by_field(tmp_path, options, field):
-    (path,) = save(tmp_path / "run", 5)
+def test_another_models_checkpoint_is_refused_by_field(run, options, field):
+    (path,) = save(run, 5)
     with pytest.raises(InputError, match=rf"manifest\.json: model\.{field}: expected"):
-        loaded(tmp_path / "run", path, **options)
+        loaded(run, path, **options)
 
 
-def test_numbers_are_never_rounded_on_load(tmp_path):
-    run = tmp_path / "run"
+def test_numbers_are_never_rounded_on_load(tmp_path, run):
     state = CASE.make(tmp_path)
     state.model.double()
     with manager(run) as checkpoints:
@@ -244,10 +242,8 @@ def test_numbers_are_never_rounded_on_load(tmp_path):
         loaded(run, path)
 
 
-def test_weights_of_another_encoding_of_the_same_size_are_refused(tmp_path):
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+def test_weights_of_another_encoding_of_the_same_size_are_refused(tmp_path, run):
+    state = CASE.filled(tmp_path, 1)
     with manager(run) as checkpoints:
         path = checkpoints.save(1, state, CASE.position(1)).path
         (tmp_path / "other").mkdir()
@@ -264,125 +260,96 @@ def test_weights_of_another_encoding_of_the_same_size_are_refused(tmp_path):
 # ---- which checkpoint is taken
 
 
-def harm_truncate(path: Path) -> str:
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-    return "__0_0.distcp"
+def change(name: str, changed: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """What does this to a file of a checkpoint."""
+    return lambda path: (path / name).write_bytes(changed((path / name).read_bytes()))
 
 
-def harm_flip(path: Path) -> str:
-    file = path / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    return "__0_0.distcp"
+def flipped(data: bytes, at: int, bit: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
 
 
-def harm_delete(path: Path) -> str:
-    (path / "__0_0.distcp").unlink()
-    return "__0_0.distcp"
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).unlink()
 
 
-def harm_metadata(path: Path) -> str:
-    file = path / ".metadata"
-    data = bytearray(file.read_bytes())
-    data[100] ^= 4
-    file.write_bytes(data)
-    return ".metadata"
+flip = change("__0_0.distcp", lambda data: flipped(data, len(data) // 2, 1))
+HARMS = {  # and what is named
+    "truncated": (change("__0_0.distcp", lambda data: data[:-1]), "__0_0.distcp"),
+    "flipped": (flip, "__0_0.distcp"),
+    "deleted": (remove("__0_0.distcp"), "__0_0.distcp"),
+    "metadata": (change(".metadata", lambda data: flipped(data, 100, 4)), ".metadata"),
+    "config": (remove("config.yaml"), "config.yaml"),
+    "manifest": (
+        change("manifest.json", lambda data: data.replace(b'"tokens": 300', b'"tokens": 301')), "manifest.json",
+    ),
+    "no manifest": (remove("manifest.json"), "manifest.json"),
+    "renamed": (lambda path: path.rename(path.with_name("step_00000009")), "manifest.json: step: expected 9"),
+}  # fmt: skip
 
 
-def harm_config(path: Path) -> str:
-    (path / "config.yaml").unlink()
-    return "config.yaml"
-
-
-def harm_manifest(path: Path) -> str:
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"tokens": 300', '"tokens": 301'))
-    return "manifest.json"
-
-
-def harm_no_manifest(path: Path) -> str:
-    (path / "manifest.json").unlink()
-    return "manifest.json"
-
-
-def harm_renamed(path: Path) -> str:
-    path.rename(path.with_name("step_00000009"))
-    return "manifest.json: step: expected 9"
-
-
-HARMS = [
-    harm_truncate, harm_flip, harm_delete, harm_metadata, harm_config, harm_manifest, harm_no_manifest, harm_renamed,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_checkpoint_is_reported_and_the_next_older_taken(tmp_path, harm, caplog):
-    run = tmp_path / "run"
+@pytest.mark.parametrize(("harm", "named"), HARMS.values(), ids=HARMS)
+def test_a_damaged_checkpoint_is_reported_and_the_next_older_taken(tmp_path, run, harm, named, caplog):
     paths = save(run, 1, 2, 3)
-    file = harm(Path(paths[2]))
+    harm(Path(paths[2]))
     state = CASE.make(tmp_path)
     with manager(run) as checkpoints:
         found = checkpoints.latest_valid()
         assert found is not None
         assert found.step == 2
-        assert file in str(checkpoints.rejected[0])
-        assert file in caplog.text
+        assert named in str(checkpoints.rejected[0])
+        assert named in caplog.text
         checkpoints.load(found.path, state)
     assert CASE.differences(state, 2) == []
 
 
-def test_all_damaged_is_an_error_and_none_at_all_is_a_fresh_start(tmp_path):
-    run = tmp_path / "run"
+def test_all_damaged_is_an_error_and_none_at_all_is_a_fresh_start(run):
     with manager(run) as checkpoints:
         assert checkpoints.latest_valid() is None
     for path in save(run, 1, 2):
-        harm_flip(Path(path))
+        flip(Path(path))
     with manager(run) as checkpoints, pytest.raises(QuernError, match=r"no checkpoint is whole.*step_00000002"):
         checkpoints.latest_valid()
     with manager(run, verify=False) as checkpoints:  # sizes alone, as asked
         assert checkpoints.latest_valid().step == 2
 
 
-def test_refused_checkpoints_are_passed_over(tmp_path):
-    run = tmp_path / "run"
-    save(run, 1, 2, 3)
-    with manager(run) as checkpoints:
-        found = checkpoints.latest_valid(lambda manifest: "abandoned" if manifest.step > 1 else None)
-        assert found.step == 1
-        assert [problem.what for problem in checkpoints.rejected] == ["abandoned", "abandoned"]
-        assert checkpoints.latest_valid(lambda manifest: "abandoned") is None
-
-
-def test_no_file_of_a_refused_checkpoint_is_hashed(tmp_path, monkeypatch):
+def test_refused_checkpoints_are_passed_over_and_no_file_of_theirs_is_hashed(run, monkeypatch):
     """A branch that was left may hold terabytes."""
-    run = tmp_path / "run"
     save(run, 1, 2, 3)
     hashed = []
     real = storage.sha256
     monkeypatch.setattr(storage, "sha256", lambda path: hashed.append(path) or real(path))
     with manager(run) as checkpoints:
-        assert checkpoints.latest_valid(lambda manifest: "left" if manifest.step > 1 else None).step == 1
-    assert {Path(path).parent.name for path in hashed} == {"step_00000001"}
+        found = checkpoints.latest_valid(lambda manifest: "abandoned" if manifest.step > 1 else None)
+        assert found.step == 1
+        assert {Path(path).parent.name for path in hashed} == {"step_00000001"}
+        assert [problem.what for problem in checkpoints.rejected] == ["abandoned", "abandoned"]
+        assert checkpoints.latest_valid(lambda manifest: "abandoned") is None
 
 
 # ---- files made to harm
 
 
 @pytest.mark.parametrize("wrap", [lambda bomb: bomb, lambda bomb: {"state_dict_metadata": bomb}, lambda bomb: [bomb]])
-def test_a_foreign_pickle_as_metadata_is_refused_and_does_not_run(tmp_path, wrap):
-    (path,) = save(tmp_path / "run", 5)
+def test_a_foreign_pickle_as_metadata_is_refused_and_does_not_run(tmp_path, run, wrap):
+    (path,) = save(run, 5)
     marker = tmp_path / "marker"
     payload = pickle.dumps(wrap(CASE.Bomb(marker)))
     rewrite(path, ".metadata", payload)
-    with manager(tmp_path / "run") as checkpoints:
+    with manager(run) as checkpoints:
         assert checkpoints.latest_valid() is not None  # its checksums are right: only the reader stands in the way
     with pytest.raises(InputError, match=r"\.metadata: names (posix|os)\.system"):
-        loaded(tmp_path / "run", path)
+        loaded(run, path)
     assert not marker.exists()
     pickle.loads(payload)
     assert marker.exists()  # the payload was a live one
+
+
+def pickled_name(module: str, name: str) -> bytes:
+    """The beginning of a pickle that puts this object on the stack."""
+    words = (b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+    return b"\x80\x04" + b"".join(words) + b"\x93"
 
 
 @pytest.mark.parametrize(
@@ -395,31 +362,20 @@ def test_a_foreign_pickle_as_metadata_is_refused_and_does_not_run(tmp_path, wrap
         ("torch.distributed.checkpoint.metadata", "field"),
     ],
 )
-def test_names_beyond_the_format_are_refused(tmp_path, named):
-    (path,) = save(tmp_path / "run", 5)
-    module, name = (part.encode() for part in named)
-    rewrite(
-        path,
-        ".metadata",
-        b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name + b"\x93.",
-    )
+def test_names_beyond_the_format_are_refused(run, named):
+    (path,) = save(run, 5)
+    rewrite(path, ".metadata", pickled_name(*named) + b".")
     with pytest.raises(InputError, match=rf"\.metadata: names {named[0]}\.{named[1]}"):
-        loaded(tmp_path / "run", path)
+        loaded(run, path)
 
 
-def test_a_pickle_that_alters_the_formats_classes_alters_nothing(tmp_path):
+def test_a_pickle_that_alters_the_formats_classes_alters_nothing(run):
     """BUILD with a slot state sets attributes on whatever stands on the stack: here, on a class."""
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    (path,) = save(tmp_path / "run", 5)
-    module, name = b"torch.distributed.checkpoint.metadata", b"Metadata"
-    rewrite(
-        path, ".metadata",
-        b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name + b"\x93"
-        + b"N}\x8c\x05owned\x88s\x86b.",
-    )  # fmt: skip
+    (path,) = save(run, 5)
+    metadata = pickled_name("torch.distributed.checkpoint.metadata", "Metadata")
+    rewrite(path, ".metadata", metadata + b"N}\x8c\x05owned\x88s\x86b.")
     with pytest.raises(InputError, match=r"\.metadata"):
-        loaded(tmp_path / "run", path)
+        loaded(run, path)
     assert not hasattr(Metadata, "owned")
 
 
@@ -430,8 +386,6 @@ def altered_metadata(path: str, change) -> None:
 
 
 def test_metadata_that_points_elsewhere_or_holds_objects_is_refused(tmp_path):
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
     (tmp_path / "outside").write_bytes(b"x" * 10_000)
 
     def elsewhere(metadata):
@@ -462,10 +416,8 @@ def test_metadata_that_points_elsewhere_or_holds_objects_is_refused(tmp_path):
             loaded(tmp_path / f"run{number}", path)
 
 
-def test_objects_in_a_tensor_file_are_refused_and_do_not_run(tmp_path):
-    import io
-
-    (path,) = save(tmp_path / "run", 5)
+def test_objects_in_a_tensor_file_are_refused_and_do_not_run(tmp_path, run):
+    (path,) = save(run, 5)
     marker = tmp_path / "marker"
     payload = io.BytesIO()
     torch.save(CASE.Bomb(marker), payload)
@@ -478,31 +430,25 @@ def test_objects_in_a_tensor_file_are_refused_and_do_not_run(tmp_path):
     rewrite(path, "__0_0.distcp", data)
     altered_metadata(path, point)
     with pytest.raises(QuernError, match="not loaded"):
-        loaded(tmp_path / "run", path)
+        loaded(run, path)
     assert not marker.exists()
 
 
-def test_a_ranks_file_of_another_encoding_is_refused(tmp_path):
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+def test_a_ranks_file_of_another_encoding_is_refused(tmp_path, run):
+    state = CASE.filled(tmp_path, 1)
     (tmp_path / "ranks.tiktoken").write_bytes(b"other")
-    with (
-        manager(tmp_path / "run") as checkpoints,
-        pytest.raises(InputError, match=r"ranks\.tiktoken: expected SHA-256"),
-    ):
+    with manager(run) as checkpoints, pytest.raises(InputError, match=r"ranks\.tiktoken: expected SHA-256"):
         checkpoints.save(1, state, CASE.position(1))
-    assert os.listdir(tmp_path / "run" / "checkpoints") == [".lock"]
+    assert os.listdir(run / "checkpoints") == [".lock"]
 
 
 # ---- published whole or not at all
 
 
-def test_every_failing_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+def test_every_failing_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path, run, monkeypatch):
     """The disk fails at each sync in turn."""
-    run = tmp_path / "run"
     save(run, 1)
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 2)
+    state = CASE.filled(tmp_path, 2)
     sync, count = os.fsync, 0
     messages: list[str] = []
     with manager(run) as checkpoints:
@@ -535,9 +481,8 @@ def test_every_failing_write_leaves_the_older_checkpoint_and_nothing_else(tmp_pa
     assert CASE.differences(fresh, 2) == []
 
 
-def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, run, monkeypatch):
+    state = CASE.filled(tmp_path, 1)
     events: list[tuple[str, str]] = []
     sizes: dict[str, int] = {}
     sync, rename = os.fsync, os.rename
@@ -552,7 +497,7 @@ def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch
         events.append(("rename", os.path.basename(target)))
         rename(source, target, **options)
 
-    with manager(tmp_path / "run") as checkpoints:
+    with manager(run) as checkpoints:
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(os, "rename", renames)
         path = checkpoints.save(1, state, CASE.position(1)).path
@@ -566,11 +511,9 @@ def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch
     assert events[published + 1] == ("sync", "checkpoints")
 
 
-def test_saving_a_standing_step_replaces_it(tmp_path):
-    run = tmp_path / "run"
+def test_saving_a_standing_step_replaces_it(tmp_path, run):
     (path,) = save(run, 4)
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 77, step=77)
+    state = CASE.filled(tmp_path, 77, step=77)
     with manager(run) as checkpoints:
         assert checkpoints.save(4, state, CASE.position(4)).path == path
     fresh, _ = loaded(run, path)
@@ -578,8 +521,7 @@ def test_saving_a_standing_step_replaces_it(tmp_path):
     assert sorted(os.listdir(run / "checkpoints")) == [".lock", "step_00000004"]
 
 
-def test_opening_tidies_what_a_killed_writer_left(tmp_path):
-    run = tmp_path / "run"
+def test_opening_tidies_what_a_killed_writer_left(run):
     first, second = save(run, 1, 2)
     root, token = run / "checkpoints", "0" * 32
     os.rename(second, root / f".step_00000002.{token}.replaced")  # killed between the two renames of a replacement
@@ -593,8 +535,7 @@ def test_opening_tidies_what_a_killed_writer_left(tmp_path):
     assert os.path.exists(first)
 
 
-def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_free(tmp_path):
-    run = tmp_path / "run"
+def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_free(run):
     script = (
         "import sys; from quern.train.checkpoint.format.folder import FolderLock; "
         "lock = FolderLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
@@ -620,29 +561,25 @@ def prune(run: Path, **config) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(str(run))]
 
 
-def test_pruning_keeps_the_last_and_every_nth(tmp_path):
-    run = tmp_path / "run"
+def test_pruning_keeps_the_last_and_every_nth(run):
     save(run, 2, 4, 5, 6, 8)
     assert prune(run, keep_last=2, keep_every=5) == [5, 6, 8]
     assert prune(run, keep_last=1) == [8]
     assert prune(run, keep_last=1) == [8]
 
 
-def test_pruning_never_removes_the_newest_whole_checkpoint(tmp_path):
-    run = tmp_path / "run"
+def test_pruning_never_removes_the_newest_whole_checkpoint(run):
     paths = save(run, 1, 2, 3, 4)
-    harm_flip(Path(paths[3]))
-    harm_no_manifest(Path(paths[2]))
+    flip(Path(paths[3]))
+    remove("manifest.json")(Path(paths[2]))
     assert prune(run, keep_last=1) == [2, 4]
-    harm_flip(Path(paths[1]))
+    flip(Path(paths[1]))
     assert prune(run, keep_last=1) == [2, 4]  # nothing is whole: nothing goes
 
 
-def test_pruning_leaves_a_branch_that_was_left_until_the_run_passes_it(tmp_path):
-    run = tmp_path / "run"
+def test_pruning_leaves_a_branch_that_was_left_until_the_run_passes_it(tmp_path, run):
     save(run, 1, 2, 3, 8)
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 4)
+    state = CASE.filled(tmp_path, 4)
     with manager(run, keep_last=1) as checkpoints:
         checkpoints.save(4, state, CASE.position(4))
         assert checkpoints.prune() == ["step_00000001", "step_00000002", "step_00000003"]
@@ -651,7 +588,7 @@ def test_pruning_leaves_a_branch_that_was_left_until_the_run_passes_it(tmp_path)
         assert checkpoints.prune() == ["step_00000004", "step_00000008"]
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_logged_and_the_others_go(tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_that_cannot_be_removed_is_logged_and_the_others_go(run, monkeypatch, caplog):
     remove = pruning.remove_folder
 
     def refuses(path, token):
@@ -659,26 +596,22 @@ def test_a_checkpoint_that_cannot_be_removed_is_logged_and_the_others_go(tmp_pat
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         remove(path, token)
 
-    run = tmp_path / "run"
     save(run, 1, 2, 3, 4)
     monkeypatch.setattr(pruning, "remove_folder", refuses)
     assert prune(run, keep_last=1) == [2, 4]
     assert "step_00000002: not removed (Permission denied)" in caplog.text
 
 
-def test_pruning_goes_by_steps_not_by_names(tmp_path):
+def test_pruning_goes_by_steps_not_by_names(tmp_path, run):
     """The ninth digit sorts before the eighth's last."""
-    run = tmp_path / "run"
     save(run, 99_999_998, 99_999_999)
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 4)
+    state = CASE.filled(tmp_path, 4)
     with manager(run, keep_last=1) as checkpoints:
         checkpoints.save(100_000_000, state, CASE.position(4))
         assert checkpoints.prune() == ["step_99999998", "step_99999999"]
 
 
-def test_a_ledger_that_cannot_tell_does_not_end_the_rank_that_prunes(tmp_path, caplog):
-    run = tmp_path / "run"
+def test_a_ledger_that_cannot_tell_does_not_end_the_rank_that_prunes(run, caplog):
     save(run, 1, 2)
     (run / "ledger.jsonl").write_bytes(b"{}\n")
     with manager(run, keep_last=1) as checkpoints:
@@ -686,8 +619,7 @@ def test_a_ledger_that_cannot_tell_does_not_end_the_rank_that_prunes(tmp_path, c
     assert "ledger.jsonl: " in caplog.text
 
 
-def test_a_removed_checkpoint_loses_its_name_first(tmp_path, monkeypatch):
-    run = tmp_path / "run"
+def test_a_removed_checkpoint_loses_its_name_first(run, monkeypatch):
     save(run, 1, 2)
 
     def refuse(path, *arguments, **options):

@@ -69,105 +69,89 @@ def start():
         found.close()
 
 
+@pytest.fixture
+def nvme(tmp_path):
+    return tmp_path / "nvme"
+
+
+@pytest.fixture
+def mirrored(start, nvme):
+    """The work of a node that has a disk, a mirror and a store, and the movers to both."""
+    mirror, store = Mover(), Mover()
+    return start(disk=Disk(str(nvme)), mirror=mirror, store=store), mirror, store
+
+
+@pytest.fixture
+def publish(tmp_path):
+    """Checkpoints of these steps, whose tensors lie beside the manifest or in ``tensors``, are to be stored."""
+
+    def call(behind: ReplicationWorker, *steps: int, tensors: Path | None = None) -> None:
+        for step in steps:
+            behind.published(step, checkpoint(tmp_path, step, tensors), store=True)
+
+    return call
+
+
 # --- what is asked for
 
 
-def test_the_first_node_uploads_its_tensors_then_the_small_files_and_the_manifest_last(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
-    start(store=store).published(4, path, store=True)
-    until(lambda: len(store.asked) == 2)
-    check(store.asked[0], 4, path, MINE)
-    check(store.asked[1], 4, path, SMALL, {"manifest.json"})
+NAMED = {"__3_1.distcp", "__0_0.distcp"}
 
 
-def test_another_node_uploads_its_tensors_alone(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
-    behind = start(store=store, first=False)
-    behind.published(4, path, store=True)
-    until(lambda: behind.unfinished() == ["step 4 to the store"])
-    (asked,) = store.asked
-    check(asked, 4, path, MINE)
-
-
-def test_a_node_that_wrote_nothing_uploads_nothing(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
-    behind = start(store=store, first=False, writes=lambda name: False)
-    behind.published(4, path, store=True)
-    assert behind.wait(PATIENCE_S)
-    assert store.asked == []
-
-
-def test_tensors_come_from_the_node_s_disk_and_small_files_from_the_run(tmp_path, start):
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    path = checkpoint(tmp_path, 4, tensors=nvme)
-    start(disk=Disk(str(nvme)), mirror=mirror, store=store).published(4, path, store=True)
-    until(lambda: len(store.asked) == 2)
-    folder = str(nvme / "step_00000004")
-    (mirrored,) = mirror.asked
-    check(mirrored, 4, folder, MINE)
-    check(store.asked[0], 4, folder, MINE)
-    check(store.asked[1], 4, path, SMALL, {"manifest.json"})
-
-
-def test_what_lies_in_the_run_s_folder_is_not_mirrored(tmp_path, start):
-    """The run had no disks of nodes when it was saved."""
-    mirror, store, path = Mover(), Mover(), checkpoint(tmp_path, 4)
-    disk = Disk(str(tmp_path / "nvme"))
-    disk.open()
-    start(disk=disk, mirror=mirror, store=store).published(4, path, store=True)
-    until(lambda: len(store.asked) == 2)
-    check(store.asked[0], 4, path, MINE)
-    assert mirror.asked == []
-
-
-def test_the_files_that_are_named_are_moved_instead_of_those_that_were_written(tmp_path, start):
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    path = checkpoint(tmp_path, 4, tensors=nvme)
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store, first=False)
-    names = ["__3_1.distcp", "__0_0.distcp"]
+@pytest.mark.parametrize(
+    ("disk", "first", "writes", "names", "moved"),
+    [
+        pytest.param(None, True, MINE, None, MINE, id="the first node"),
+        pytest.param(None, False, MINE, None, MINE, id="another node"),
+        pytest.param(None, False, set(), None, set(), id="it wrote nothing"),
+        pytest.param("in use", True, MINE, None, MINE, id="tensors on the node's disk"),
+        pytest.param("new", True, MINE, None, MINE, id="the run had no disks when it was saved"),
+        pytest.param("in use", False, MINE, NAMED, NAMED, id="the named files"),
+        pytest.param("in use", True, MINE, [], set(), id="another has all, the first node"),
+        pytest.param("in use", False, MINE, [], set(), id="another has all, another node"),
+    ],
+)
+def test_a_node_moves_its_tensors_and_the_first_the_small_files_with_the_manifest(
+    tmp_path, start, nvme, disk, first, writes, names, moved
+):
+    """Tensors come from the node's disk, and only those of it are mirrored; small files come from the run."""
+    mirror, store = Mover(), Mover()
+    path = checkpoint(tmp_path, 4, tensors=nvme if disk == "in use" else None)
+    nvme.mkdir(exist_ok=True)
+    behind = start(disk=disk and Disk(str(nvme)), mirror=mirror, store=store, first=first, writes=writes.__contains__)
     behind.published(4, path, store=True, names=names)
-    until(lambda: store.asked)
-    check(store.asked[0], 4, str(nvme / "step_00000004"), set(names))
-    check(mirror.asked[0], 4, str(nvme / "step_00000004"), set(names))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_no_files_are_named(tmp_path, start, first):
-    """Another node has them all; the small ones are the first node's all the same."""
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    path = checkpoint(tmp_path, 4, tensors=nvme)
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store, first=first)
-    behind.published(4, path, store=True, names=[])
-    until(lambda: behind.unfinished() == ["step 4 to the store"] * first)
-    assert mirror.asked == []
-    assert len(store.asked) == first
-    if first:
-        check(store.asked[0], 4, path, SMALL, {"manifest.json"})
+    until(lambda: "step 4" not in behind.unfinished())
+    folder = str(nvme / "step_00000004") if disk == "in use" else path
+    to_store = [(folder, moved, set())] if moved else []
+    to_store += [(path, SMALL, {"manifest.json"})] if first else []
+    to_mirror = [(folder, moved, set())] if moved and disk == "in use" else []
+    for mover, expected in ((store, to_store), (mirror, to_mirror)):
+        for asked, (where, files, last) in zip(mover.asked, expected, strict=True):
+            check(asked, 4, where, files, last)
+    places = ("step 4 to the next node's disk", "step 4 to the store")
+    assert behind.unfinished() == [what for what, asked in zip(places, (to_mirror, to_store), strict=True) if asked]
+    assert behind.wait(0.0) == (not to_store and not to_mirror)
 
 
 @pytest.mark.parametrize(("to_store", "to_mirror"), [(False, True), (True, False), (False, False)])
-def test_only_where_it_is_to_go(tmp_path, start, to_store, to_mirror):
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    path = checkpoint(tmp_path, 4, tensors=nvme)
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
-    behind.published(4, path, store=to_store, mirror=to_mirror)
+def test_only_where_it_is_to_go(tmp_path, mirrored, nvme, to_store, to_mirror):
+    behind, mirror, store = mirrored
+    behind.published(4, checkpoint(tmp_path, 4, tensors=nvme), store=to_store, mirror=to_mirror)
     until(lambda: "step 4" not in behind.unfinished())
     assert (len(store.asked), len(mirror.asked)) == (2 * to_store, to_mirror)
 
 
-def test_a_mirror_that_is_given_later(tmp_path, start):
-    mirror, nvme = Mover(), tmp_path / "nvme"
-    behind = start(disk=Disk(str(nvme)))
+def test_a_mirror_that_is_given_later(start, nvme, publish):
+    mirror, behind = Mover(), start(disk=Disk(str(nvme)))
     behind.mirror = mirror
-    behind.published(4, checkpoint(tmp_path, 4, tensors=nvme), store=False)
+    publish(behind, 4, tensors=nvme)
     until(lambda: mirror.asked)
 
 
-def test_a_store_that_is_given_later(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
-    behind = start()
+def test_a_store_that_is_given_later(start, publish):
+    store, behind = Mover(), start()
     behind.store = store
-    behind.published(4, path, store=True)
+    publish(behind, 4)
     until(lambda: len(store.asked) == 2)
     assert behind.storing() == {4}
     behind.close()
@@ -191,12 +175,9 @@ def test_a_manifest_that_another_machine_shows_late(tmp_path, start, monkeypatch
 # --- removed steps
 
 
-def test_removed_steps_are_no_longer_moved_and_leave_the_disk(tmp_path, start, caplog):
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    paths = {step: checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4, 6)}
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
-    for step, path in paths.items():
-        behind.published(step, path, store=True)
+def test_removed_steps_are_no_longer_moved_and_leave_the_disk(mirrored, nvme, publish, caplog):
+    behind, mirror, store = mirrored
+    publish(behind, 2, 4, 6, tensors=nvme)
     until(lambda: len(store.asked) == 6)
     mirror.done(2)
     store.done(4)
@@ -205,32 +186,33 @@ def test_removed_steps_are_no_longer_moved_and_leave_the_disk(tmp_path, start, c
     behind.remove(iter([2, 4]))
     until(lambda: os.listdir(nvme) == ["step_00000006"])
     assert (mirror.cancelled, store.cancelled) == ([4], [2])
-    assert caplog.messages.count("the checkpoint after step 2 was removed before it was moved everywhere") == 1
-    assert caplog.messages.count("the checkpoint after step 4 was removed before it was moved everywhere") == 1
+    for step in (2, 4):
+        text = f"the checkpoint after step {step} was removed before it was moved everywhere"
+        assert caplog.messages.count(text) == 1
     until(lambda: behind.unfinished() == ["step 6 to the next node's disk", "step 6 to the store"])
 
 
-def test_what_is_removed_before_its_turn_is_not_asked_for(tmp_path, start):
+def test_what_is_removed_before_its_turn_is_not_asked_for(start, publish):
     store, held, gate = Mover(), threading.Event(), threading.Event()
     store.on_upload = lambda: (held.set(), gate.wait(5))
     behind = start(store=store)
-    behind.published(2, checkpoint(tmp_path, 2), store=True)
+    publish(behind, 2)
     until(held.is_set)
-    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    publish(behind, 4)
     behind.remove([4])
     assert behind.storing() == {2}
     gate.set()
     store.on_upload = lambda: None
-    behind.published(6, checkpoint(tmp_path, 6), store=True)
+    publish(behind, 6)
     until(lambda: {asked[0] for asked in store.asked} == {2, 6})
     until(lambda: not behind._queue)
     assert {asked[0] for asked in store.asked} == {2, 6}
 
 
-def test_what_is_removed_after_it_was_asked_for_is_cancelled(tmp_path, start):
+def test_what_is_removed_after_it_was_asked_for_is_cancelled(start, publish):
     store = Mover()
     behind = start(store=store)
-    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    publish(behind, 4)
     until(lambda: len(store.asked) == 2)
     behind.remove([4])
     until(lambda: store.cancelled == [4])
@@ -240,11 +222,10 @@ def test_what_is_removed_after_it_was_asked_for_is_cancelled(tmp_path, start):
 # --- done, or not
 
 
-def test_it_is_not_finished_before_it_is_done(tmp_path, start):
+def test_it_is_not_finished_before_it_is_done(tmp_path, mirrored, nvme):
     """Looked at within every call to a mover, and all the time from another thread."""
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
+    behind, mirror, store = mirrored
     path = checkpoint(tmp_path, 4, tensors=nvme)
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
     seen: list[list[str]] = []
     stop = threading.Event()
 
@@ -278,11 +259,9 @@ def test_it_is_not_finished_before_it_is_done(tmp_path, start):
     assert behind.wait(PATIENCE_S)
 
 
-def test_it_is_not_finished_when_only_a_part_could_be_asked_for(tmp_path, start):
+def test_it_is_not_finished_when_only_a_part_could_be_asked_for(mirrored, nvme, publish):
     """The mirror was asked, the store's mover failed: the mirror's files are still on their way."""
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    path = checkpoint(tmp_path, 4, tensors=nvme)
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    behind, mirror, store = mirrored
     seen: list[list[str]] = []
     store.on_upload = lambda: 1 // 0
 
@@ -291,41 +270,37 @@ def test_it_is_not_finished_when_only_a_part_could_be_asked_for(tmp_path, start)
             seen.append(behind.unfinished())
 
     mirror.on_poll = look
-    behind.published(4, path, store=True)
+    publish(behind, 4, tensors=nvme)
     until(lambda: len(seen) > 3)
     assert all("step 4 to the next node's disk" in left for left in seen)
 
 
-def test_several_at_once(tmp_path, start):
+def test_several_at_once(start, publish):
     store = Mover()
     behind = start(store=store)
-    paths = {step: checkpoint(tmp_path, step) for step in (2, 4, 6)}
-    for step, path in paths.items():
-        behind.published(step, path, store=True)
+    publish(behind, 2, 4, 6)
     assert behind.unfinished() != []
     until(lambda: behind.unfinished() == [f"step {step} to the store" for step in (2, 4, 6)])
-    for step in paths:
+    for step in (2, 4, 6):
         for last in (False, True):
             assert not behind.wait(0.0)
             store.done(step, last)
     assert behind.wait(PATIENCE_S)
 
 
-def test_what_is_dropped_is_no_longer_waited_for(tmp_path, start):
-    store, path = Mover(), checkpoint(tmp_path, 4)
+def test_what_is_dropped_is_no_longer_waited_for(start, publish):
+    store = Mover()
     behind = start(store=store, first=False)
-    behind.published(4, path, store=True)
+    publish(behind, 4)
     until(lambda: store.asked)
     store.say(Failed(4, False, "x: is no longer there", permanent=True, dropped=True))
     assert behind.wait(PATIENCE_S)
 
 
-def test_steps_that_are_to_be_stored_are_told_until_they_are(tmp_path, start):
+def test_steps_that_are_to_be_stored_are_told_until_they_are(tmp_path, mirrored, nvme, publish):
     """From the call on, and at every moment until the store has all: their files are to stay. A mirror's are not
     waited for."""
-    mirror, store, nvme = Mover(), Mover(), tmp_path / "nvme"
-    paths = {step: checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4, 6)}
-    behind = start(disk=Disk(str(nvme)), mirror=mirror, store=store)
+    behind, mirror, store = mirrored
     gate, seen = threading.Event(), []
 
     def hold() -> None:
@@ -333,10 +308,10 @@ def test_steps_that_are_to_be_stored_are_told_until_they_are(tmp_path, start):
         gate.wait(PATIENCE_S)
 
     store.on_upload = hold
-    behind.published(2, paths[2], store=True)
+    publish(behind, 2, tensors=nvme)
     until(lambda: seen)
-    behind.published(4, paths[4], store=True)
-    behind.published(6, paths[6], store=False)
+    publish(behind, 4, tensors=nvme)
+    behind.published(6, checkpoint(tmp_path, 6, tensors=nvme), store=False)
     assert behind.storing() == {2, 4}
     assert behind.unfinished() == ["step 2", "step 4", "step 6"]
     gate.set()
@@ -355,9 +330,8 @@ def test_steps_that_are_to_be_stored_are_told_until_they_are(tmp_path, start):
     assert len(mirror.unfinished) == 3
 
 
-def test_without_a_store_nothing_is_to_be_stored(tmp_path, start):
-    mirror, nvme = Mover(), tmp_path / "nvme"
-    behind = start(disk=Disk(str(nvme)), mirror=mirror)
+def test_without_a_store_nothing_is_to_be_stored(tmp_path, start, nvme):
+    behind = start(disk=Disk(str(nvme)), mirror=Mover())
     behind.published(4, checkpoint(tmp_path, 4, tensors=nvme), store=False)
     assert behind.storing() == set()
     until(lambda: behind.unfinished() == ["step 4 to the next node's disk"])
@@ -374,6 +348,18 @@ def unreadable(tmp_path: Path, step: int) -> tuple[str, Path, bytes]:
     good = file.read_bytes()
     file.write_bytes(b"{")
     return path, file, good
+
+
+@pytest.fixture
+def two_unreadable(tmp_path, start):
+    """Work of which steps 2 and 4 could not be asked for, its mover, and what makes their manifests whole."""
+    store = Mover()
+    behind = start(store=store)
+    ways = {step: unreadable(tmp_path, step) for step in (2, 4)}
+    for step, (path, _, _) in ways.items():
+        behind.published(step, path, store=True)
+    until(lambda: len(behind._again) == 2)
+    return behind, store, lambda: [file.write_bytes(good) for _, file, good in ways.values()]
 
 
 def test_what_could_not_be_asked_for_is_tried_again_after_a_minute(tmp_path, start, caplog, clock):
@@ -401,32 +387,36 @@ def test_what_could_not_be_asked_for_is_tried_again_after_a_minute(tmp_path, sta
     assert len(store.asked) == 2
 
 
-def test_what_could_not_be_asked_for_and_is_removed_is_forgotten(tmp_path, start, clock):
-    store = Mover()
-    ways = {step: unreadable(tmp_path, step) for step in (2, 4)}
-    behind = start(store=store)
-    for step, (path, _, _) in ways.items():
-        behind.published(step, path, store=True)
-    until(lambda: len(behind._again) == 2)
+def test_what_could_not_be_asked_for_and_is_removed_is_forgotten(clock, two_unreadable):
+    behind, store, repair = two_unreadable
     behind.remove([2])
     until(lambda: behind.unfinished() == ["step 4"])
     assert behind.storing() == {4}
-    for _, file, good in ways.values():
-        file.write_bytes(good)
+    repair()
     clock.now += 60.0
     until(lambda: len(store.asked) == 2)
     turns(store)
     assert [asked[0] for asked in store.asked] == [4, 4]
 
 
+def test_two_that_are_due_together_are_both_tried_again(clock, two_unreadable):
+    behind, store, repair = two_unreadable
+    clock.now += 60.0
+    # both: one that is being tried stands in no list, and may fail after the clock has gone on
+    until(lambda: sum(again > clock.now for again, _ in list(behind._again)) == 2)
+    repair()
+    clock.now += 60.0
+    until(lambda: {asked[0] for asked in store.asked} == {2, 4})
+
+
 # --- what goes wrong
 
 
 @pytest.mark.parametrize("what", ["upload", "poll", "writes", "manifest", "disk"])
-def test_no_error_ends_the_thread(tmp_path, start, caplog, monkeypatch, what):
+def test_no_error_ends_the_thread(tmp_path, start, nvme, caplog, monkeypatch, what):
     """What it met is done in the end."""
     monkeypatch.setattr(module, "_AGAIN_S", 0.05)
-    store, nvme = Mover(), tmp_path / "nvme"
+    store = Mover()
     broken, whole = (checkpoint(tmp_path, step, tensors=nvme) for step in (2, 4))
     wrong = threading.Event()
     wrong.set()
@@ -460,13 +450,12 @@ def test_no_error_ends_the_thread(tmp_path, start, caplog, monkeypatch, what):
     assert behind.wait(PATIENCE_S)
 
 
-def test_a_warning_comes_once_until_something_goes_well(tmp_path, start, caplog):
+def test_a_warning_comes_once_until_something_goes_well(start, publish, caplog):
     caplog.set_level(logging.INFO)
     store, polls = Mover(), []
     store.on_poll = lambda: polls.append(None)
     behind = start(store=store)
-    for step in (2, 4):
-        behind.published(step, checkpoint(tmp_path, step), store=True)
+    publish(behind, 2, 4)
     until(lambda: len(store.asked) == 4)
     failed = Failed(2, False, "bucket/x: AccessDenied", permanent=True, dropped=False)
     text = "checkpoint after step 2: bucket/x: AccessDenied; tried again later"
@@ -513,7 +502,7 @@ def test_a_server_that_died_is_started_again(start, caplog):
     assert servers[1].closed == 1
 
 
-def test_a_server_that_does_not_start_again_holds_up_nothing(tmp_path, start, caplog, clock):
+def test_a_server_that_does_not_start_again_holds_up_nothing(start, publish, caplog, clock):
     """It is tried again, at most once a minute."""
     store, first, last, tries = Mover(), Server(7001), Server(7003), []
 
@@ -529,7 +518,7 @@ def test_a_server_that_does_not_start_again_holds_up_nothing(tmp_path, start, ca
     first.dead = True
     until(lambda: len(tries) == 2)
     assert first.closed
-    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    publish(behind, 4)
     until(lambda: behind.unfinished() == ["step 4 to the store"])
     assert caplog.text.count("did not start") == 1
     for passed in (59.0, 1.0, 59.0, 1.0):
@@ -544,10 +533,10 @@ def test_a_server_that_does_not_start_again_holds_up_nothing(tmp_path, start, ca
     assert behind.wait(PATIENCE_S)
 
 
-def test_close_ends_the_movers_and_the_server_and_leaves_what_is_unfinished(tmp_path, start):
+def test_close_ends_the_movers_and_the_server_and_leaves_what_is_unfinished(start, publish):
     mirror, store, server = Mover(), Mover(), Server(7001)
     behind = start(mirror=mirror, store=store, server=lambda: server)
-    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    publish(behind, 4)
     until(lambda: len(store.asked) == 2)
     behind.close()
     assert (mirror.closed, store.closed, server.closed) == (1, 1, 1)
@@ -555,33 +544,17 @@ def test_close_ends_the_movers_and_the_server_and_leaves_what_is_unfinished(tmp_
     assert not any(thread.name == "checkpoint mover" and thread.is_alive() for thread in threading.enumerate())
 
 
-def test_two_that_are_due_together_are_both_tried_again(tmp_path, start, clock):
-    store = Mover()
-    ways = {step: unreadable(tmp_path, step) for step in (2, 4)}
-    behind = start(store=store)
-    for step, (path, _, _) in ways.items():
-        behind.published(step, path, store=True)
-    until(lambda: len(behind._again) == 2)
-    clock.now += 60.0
-    # both: one that is being tried stands in no list, and may fail after the clock has gone on
-    until(lambda: sum(again > clock.now for again, _ in list(behind._again)) == 2)
-    for _, file, good in ways.values():
-        file.write_bytes(good)
-    clock.now += 60.0
-    until(lambda: {asked[0] for asked in store.asked} == {2, 4})
-
-
-def test_a_step_that_is_saved_again_right_after_it_was_removed_stays_in_the_queue(tmp_path, start, monkeypatch):
+def test_a_step_that_is_saved_again_right_after_it_was_removed_stays_in_the_queue(start, nvme, publish, monkeypatch):
     store, held, gate, seen = Mover(), threading.Event(), threading.Event(), []
-    disk = Disk(str(tmp_path / "nvme"))
+    disk = Disk(str(nvme))
     disk.open()
     behind = start(store=store, disk=disk)
     monkeypatch.setattr(disk, "remove", lambda steps: seen.append((behind.unfinished(), behind.storing())))
     store.on_upload = lambda: (held.set(), gate.wait(5))
-    behind.published(2, checkpoint(tmp_path, 2), store=True)
+    publish(behind, 2)
     until(held.is_set)
     behind.remove([4])
-    behind.published(4, checkpoint(tmp_path, 4), store=True)
+    publish(behind, 4)
     gate.set()
     until(lambda: seen)
     assert seen == [(["step 2 to the store", "step 4"], {2, 4})]

@@ -167,6 +167,13 @@ def make(folder: Path, *, multiple: int = 128, tied: bool = False, lr: float = 1
     return TrainState(model, groups(model, lr), facts(folder, of), {"losses": torch.zeros(4)})
 
 
+def filled(folder: Path, key: int, *, step: float | None = None, pad: float = JUNK) -> TrainState:
+    """A state on one rank that has its numbers."""
+    state = make(folder)
+    fill(state, key, step=step, pad=pad)
+    return state
+
+
 def laid_out(of: ModelShape, mesh: Mesh, schedule: str | None = None) -> Transformer:
     """The model on a layout, weights unset."""
     with torch.device("meta"):
