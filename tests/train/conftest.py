@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from quern.train.checkpoint.tiers.upload import Uploader
 from support.programs import python
 from support.remote import s3_server
 
@@ -15,6 +17,20 @@ from support.remote import s3_server
 def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that quern starts, such as the one that moves checkpoints, are forked."""
     monkeypatch.setattr(sys, "executable", python())
+
+
+@pytest.fixture
+def uploaders(forked_children: None) -> Iterator[Callable[..., Uploader]]:
+    """Starts uploaders, and ends them with the test."""
+    started = []
+
+    def start(url: str, **options: Any) -> Uploader:
+        started.append(Uploader(url, **({"retry_after_s": 0.3} | options)))
+        return started[-1]
+
+    yield start
+    for uploader in started:
+        uploader.close()
 
 
 @pytest.fixture

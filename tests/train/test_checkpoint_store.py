@@ -15,6 +15,7 @@ import sys
 import textwrap
 import tracemalloc
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,17 @@ def put_all(store: Store, disk: Path, files: dict[str, bytes], step: int = STEP)
     put(store, disk, "manifest.json", manifest(files, step), step)
 
 
+class Rate:
+    """Notes what is asked of the bandwidth, each time with what ``look`` sees."""
+
+    def __init__(self, look: Callable[[], Any] = lambda: None) -> None:
+        self.look, self.taken, self.seen = look, [], []
+
+    def take(self, n: int) -> None:
+        self.taken.append(n)
+        self.seen.append(self.look())
+
+
 def there_and_back(place: Place, disk: Path, into: Path, name: str, data: bytes) -> None:
     store, size = place.store(), len(data)
     other = FileRecord(hashlib.sha256(b"other").hexdigest(), size)
@@ -139,10 +151,10 @@ def there_and_back(place: Place, disk: Path, into: Path, name: str, data: bytes)
     assert not store.has(STEP, name, FileRecord(record(data).sha256, size + 1))
     assert not store.has(STEP + 1, name, record(data))
     into.mkdir()
-    taken = []
-    assert store.fetch(STEP, name, record(data), str(into), rate=Taken(taken)) == str(into / name)
+    rate = Rate()
+    assert store.fetch(STEP, name, record(data), str(into), rate=rate) == str(into / name)
     assert {path.name: path.read_bytes() for path in into.iterdir()} == {name: data}
-    assert sum(taken) == size
+    assert sum(rate.taken) == size
     assert store.checkpoints() == []
 
 
@@ -156,26 +168,11 @@ def test_parts_are_such_as_s3_takes(large_parts, server, s3, disk, tmp_path):
     assert server.proxy.count("PUT", "partNumber=") == 3
 
 
-class Taken:
-    def __init__(self, taken: list[int]) -> None:
-        self.taken = taken
-
-    def take(self, n: int) -> None:
-        self.taken.append(n)
-
-
 def test_the_bandwidth_is_asked_for_every_byte_before_it_goes(server, s3, disk):
-    data = content(2 * PART + 5)
-    sent = []
-
-    class Slow:
-        def take(self, n):
-            sent.append((n, server.proxy.count("PUT")))
-
-    seen = []
-    put(s3.store(width=1), disk, "a", data, rate=Slow(), progress=seen.append)
-    assert seen == [PART, PART, 5]
-    assert [(n, n_puts) for n, n_puts in sent] == [(PART, 0), (PART, 1), (5, 2)]
+    rate, progress = Rate(lambda: server.proxy.count("PUT")), []
+    put(s3.store(width=1), disk, "a", content(2 * PART + 5), rate=rate, progress=progress.append)
+    assert progress == rate.taken == [PART, PART, 5]
+    assert rate.seen == [0, 1, 2]
 
 
 def test_a_checkpoint_exists_once_its_manifest_does(place, disk):
@@ -223,14 +220,11 @@ def test_a_local_file_that_cannot_be_read_now_may_be_read_later(place, disk, mon
         (disk / "a").write_bytes(data)
 
         class Broken(io.BytesIO):
-            number = 0
-
-            def read(self, length: int | None = -1, /) -> bytes:
+            def read(self, length: int | None = -1, /, number=number) -> bytes:
                 if self.tell():
-                    raise OSError(self.number, os.strerror(self.number))
+                    raise OSError(number, os.strerror(number))
                 return super().read(500)
 
-        Broken.number = number
         with monkeypatch.context() as patch:
             patch.setattr(pieces, "open", lambda path, mode, data=data, kind=Broken: kind(data), raising=False)
             with pytest.raises(StoreError) as caught:
@@ -241,16 +235,6 @@ def test_a_local_file_that_cannot_be_read_now_may_be_read_later(place, disk, mon
         assert place.server is None or place.server.uploads() == []
     store.put(STEP, "a", str(disk / "a"), record(data))
     assert place.contents() == {f"{FOLDER}/a": data}
-
-
-def test_a_local_file_that_is_something_else_is_missing(place, disk):
-    (disk / "folder").mkdir()
-    (disk / "file").write_bytes(b"")
-    store = place.store()
-    for path, what in (("folder", "Is a directory"), ("file/b", "Not a directory")):
-        with pytest.raises(SourceError, match=rf"cannot be read \({what}\)"):
-            store.put(STEP, "b", str(disk / path), record(b"x"))
-    assert place.contents() == {}
 
 
 def test_writing_a_step_anew_takes_its_manifest_away_first(place, disk):
@@ -292,16 +276,20 @@ def test_bytes_that_rotted_on_the_disk_are_not_put(place, disk):
             assert place.server is None or place.server.uploads() == []
 
 
-def test_a_local_file_of_another_size_or_none_is_not_put(place, disk):
+def test_a_local_file_that_is_missing_or_is_not_what_was_saved_is_not_put(place, disk):
     store, data = place.store(), content(1000)
-    (disk / "a").write_bytes(data[:-1])
-    with pytest.raises(SourceError, match=r"disk/a: expected 1000 bytes, as saved, has 999"):
-        store.put(STEP, "a", str(disk / "a"), record(data))
-    (disk / "a").write_bytes(data + b"x")
-    with pytest.raises(SourceError, match=r"disk/a: expected 1000 bytes, as saved, has more"):
-        store.put(STEP, "a", str(disk / "a"), record(data))
-    with pytest.raises(SourceError, match=r"disk/b: cannot be read \(No such file"):
-        store.put(STEP, "b", str(disk / "b"), record(data))
+    (disk / "folder").mkdir()
+    (disk / "file").write_bytes(b"")
+    (disk / "short").write_bytes(data[:-1])
+    (disk / "long").write_bytes(data + b"x")
+    for path, what in (
+        ("none", r"none: cannot be read \(No such file"), ("folder", r"folder: cannot be read \(Is a directory"),
+        ("file/b", r"file/b: cannot be read \(Not a directory"),
+        ("short", "short: expected 1000 bytes, as saved, has 999"),
+        ("long", "long: expected 1000 bytes, as saved, has more"),
+    ):  # fmt: skip
+        with pytest.raises(SourceError, match=f"disk/{what}"):
+            store.put(STEP, "a", str(disk / path), record(data))
     assert place.contents() == {}
 
 
@@ -416,15 +404,10 @@ def test_what_passes_by_itself_is_tried_again(server, s3, disk, what, size, meth
 @pytest.mark.parametrize(
     ("what", "skip"),
     [
-        ("SlowDown", 0),
-        ("InternalError", 2),
-        ("cut answer", 0),
-        ("cut answer", 2),
-        ("flip", 2),
-        ("stall", 0),
+        ("SlowDown", 0), ("InternalError", 2), ("cut answer", 0), ("cut answer", 2), ("flip", 2), ("stall", 0),
         ("drip", 2),
     ],
-)
+)  # fmt: skip
 def test_a_file_is_fetched_through_faults(server, s3, disk, what, skip):
     data = content(3 * PART + 99)
     server.write(f"{FOLDER}/a", data)
@@ -575,49 +558,6 @@ def test_errors_that_pass_and_errors_that_stay(tmp_path, monkeypatch):
     assert wrong == []
 
 
-def test_the_delays_between_tries():
-    """Full jitter over doubling bounds; the bounds are written out here."""
-    bounds = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    for portion in (0.0, 0.25, 0.99):
-        slept, left = [], [len(bounds)]
-
-        def action(left=left):
-            if not left[0]:
-                return "done"
-            left[0] -= 1
-            raise StoreError("busy", transient=True)
-
-        backoff = Backoff(clock=lambda: 0.0, sleep=slept.append, random=lambda portion=portion: portion)
-        assert backoff.run(action) == "done"
-        assert slept == [bound * portion for bound in bounds]
-
-
-def test_the_budget_is_of_all_tries_and_their_delays():
-    now, tries = [100.0], []
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    def action():
-        now[0] += 7
-        tries.append(now[0])
-        raise StoreError("busy", transient=True)
-
-    backoff = Backoff(base_s=1, cap_s=3, budget_s=36, clock=lambda: now[0], sleep=sleep, random=lambda: 1.0)
-    with pytest.raises(StoreError, match="busy; given up after 4 tries in 34 s") as caught:
-        backoff.run(action)
-    assert tries == [107, 115, 124, 134]  # 1, 2 and 3 seconds between; another try would begin after 37
-    assert caught.value.transient
-    tries.clear()
-    with pytest.raises(StoreError):
-        backoff.run(action, stopped=lambda: True)
-    assert len(tries) == 1
-
-
-def test_machines_do_not_draw_the_same_delays():
-    assert len({Backoff().random() for _ in range(20)}) == 20
-
-
 # -- What a killed process left, and removal.
 
 
@@ -631,12 +571,14 @@ def test_what_a_killed_upload_left_is_given_up(server, s3, disk):
 
 
 def test_what_a_killed_copy_left_is_removed(tmp_path, disk):
+    """Of the file, and of the small file beside it that has its SHA-256; of no other."""
     folder = tmp_path / "store" / FOLDER
     folder.mkdir(parents=True)
-    for name in (f".a.{'0' * 32}.tmp", f".ab.{'0' * 32}.tmp", ".a.tmp"):
+    others = [f".ab.{'0' * 32}.tmp", ".a.tmp"]
+    for name in (f".a.{'0' * 32}.tmp", f"..a.sha256.{'0' * 32}.tmp", *others):
         (folder / name).write_bytes(b"torn")
     put(Store(f"file://{tmp_path}/store"), disk, "a", b"data")
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["a", ".a.sha256", f".ab.{'0' * 32}.tmp", ".a.tmp"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["a", ".a.sha256", *others])
 
 
 def test_what_the_store_says_of_a_file_is_never_older_than_the_file(tmp_path, disk):

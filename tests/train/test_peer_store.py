@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import socket
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers import mover as mover_module
 from quern.train.checkpoint.tiers.mover import Mover
 from quern.train.checkpoint.tiers.target import open_target
-from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Progress, Uploaded, Uploader
+from quern.train.checkpoint.tiers.upload import Cancelled, Died, Failed, Uploaded, Uploader
 from support.train.peer_case import MIB, TOKEN, Node, content, record_of, tree
+from support.train.uploader_case import heard
 
 LIMIT_S = 120  # a wait of a test
 
@@ -46,29 +47,8 @@ def node(tmp_path):
 
 
 @pytest.fixture
-def start(forked_children):
-    """Starts uploaders, and ends them with the test."""
-    started = []
-
-    def start(url: str, **options: Any) -> Uploader:
-        environment = {"QUERN_PEER_TOKEN": TOKEN}
-        started.append(Uploader(url, **({"environment": environment, "retry_after_s": 0.3} | options)))
-        return started[-1]
-
-    yield start
-    for uploader in started:
-        uploader.close()
-
-
-def until(uploader: Uploader, kind: type) -> list:
-    """Events up to the first of ``kind``, without those of progress."""
-    seen: list = []
-    end = time.monotonic() + LIMIT_S
-    while not any(isinstance(event, kind) for event in seen):
-        assert time.monotonic() < end, seen
-        seen += [event for event in uploader.poll() if not isinstance(event, Progress)]
-        time.sleep(0.02)
-    return seen
+def start(uploaders):
+    return partial(uploaders, environment={"QUERN_PEER_TOKEN": TOKEN})
 
 
 def free_port() -> int:
@@ -81,12 +61,12 @@ def test_files_are_mirrored_and_what_stands_there_is_not_sent_again(node, start,
     records = write(tmp_path / "here", files)
     uploader = start(node.url)
     uploader.upload(10, str(tmp_path / "here"), records)
-    (done,) = until(uploader, Uploaded)
+    (done,) = heard(uploader, Uploaded)
     assert (done.step, done.last, done.num_bytes) == (10, False, 2 * MIB + 12)
     assert tree(node.root) == {f"step_00000010/{name}": data for name, data in files.items()}
     (node.root / "step_00000010" / "__1_1.distcp").write_bytes(content(7, 3))
     uploader.upload(10, str(tmp_path / "here"), records)
-    (done,) = until(uploader, Uploaded)
+    (done,) = heard(uploader, Uploaded)
     assert done.num_bytes == 7
     assert tree(node.root) == {f"step_00000010/{name}": data for name, data in files.items()}
     assert uploader.unfinished == []
@@ -124,12 +104,12 @@ def test_a_node_that_comes_back_gets_its_files(start, tmp_path):
     records = write(tmp_path / "here", {"a": content(1000)})
     uploader = start(f"peer://127.0.0.1:{port}", retry_after_s=0.2)
     uploader.upload(10, str(tmp_path / "here"), records)
-    (failed,) = until(uploader, Failed)
+    (failed,) = heard(uploader, Failed)
     assert (failed.step, failed.permanent, failed.dropped) == (10, False, False)
     assert f"127.0.0.1:{port}: step_00000010/a: given up after" in failed.why
     assert uploader.unfinished == [(10, False)]
     with contextlib.closing(Node(tmp_path / "there", port=port)) as node:
-        until(uploader, Uploaded)
+        heard(uploader, Uploaded)
         assert tree(node.root) == {"step_00000010/a": content(1000)}
 
 
@@ -144,7 +124,7 @@ def test_rotten_and_pruned_files_are_dropped_and_others_go_on(node, start, tmp_p
     uploader = start(node.url)
     for step in (30, 20, 10):
         uploader.upload(step, str(tmp_path / f"{step}"), {"a": record_of(content(5000, step))})
-    *failed, done = until(uploader, Uploaded)
+    *failed, done = heard(uploader, Uploaded)
     assert done.step == 10
     assert {event.step: (event.permanent, event.dropped) for event in failed} == dict.fromkeys((20, 30), (True, True))
     why = {event.step: event.why for event in failed}
@@ -266,10 +246,10 @@ def test_a_process_that_died_goes_on_with_its_mirror(node, start, tmp_path):
     uploader = start(node.url, bytes_per_s=1000.0)  # the first chunk leaves a debt of a quarter of an hour
     uploader.upload(10, str(tmp_path / "here"), records)
     psutil.Process(uploader.pid).kill()
-    until(uploader, Died)
+    heard(uploader, Died)
     assert uploader.unfinished == [(10, False)]
     uploader.cancel(10)
-    assert until(uploader, Cancelled) == [Cancelled(10)]
+    assert heard(uploader, Cancelled) == [Cancelled(10)]
     assert uploader.unfinished == []
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,9 @@ import pytest
 
 import quern.train.checkpoint.tiers.tiers as tiers
 from quern.errors import InputError, QuernError
-from quern.train.checkpoint.format.manifest import FileRecord, Manifest
+from quern.train.checkpoint.format.manifest import Manifest
 from quern.train.checkpoint.save import work
 from quern.train.checkpoint.save.work import Work
-from quern.train.checkpoint.store.store import Store
 from quern.train.checkpoint.tiers.upload import Uploader
 from quern.train.config import CheckpointConfig
 from support.remote import s3_server
@@ -34,11 +32,11 @@ from support.remote.s3_server import Fault
 from support.train import checkpoint_case as case
 from support.train import run_case
 from support.train.saves import CheckpointManager
+from support.waits import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 OFTEN = 10**6
-LIMIT_S = 240  # a wait of a test
 STEPS = 6
 NAME = "step_{:08d}".format
 #: On which nothing can listen.
@@ -107,10 +105,7 @@ def test_the_run_goes_on_while_the_store_fails(tmp_path, paths, server, caplog, 
             server.proxy.faults = [replace(fault) for fault in FAULTS[what]]
         done.append(data_step)
         if data_step == STEPS - 1:
-            end = time.monotonic() + LIMIT_S
-            while not (said(caplog, NAME(2)) and server.proxy.struck(FAULTS[what][0].what)):
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            until(lambda: said(caplog, NAME(2)) and server.proxy.struck(FAULTS[what][0].what))
             assert [name for name in server.objects() if name.endswith("manifest.json")] == []
             server.proxy.faults = []
         return 1.0
@@ -332,16 +327,3 @@ def test_a_disk_that_is_full_when_files_come_back(tmp_path, monkeypatch, caplog)
         assert not [path for path in (tmp_path / "nvme").rglob("*") if path.is_file()]
         checkpoints.load(checkpoints.latest_valid().path, state)
     assert case.differences(state, 2) == []
-
-
-def test_nothing_is_left_of_a_put_that_was_killed(tmp_path):
-    """Neither of the file nor of the small file beside it."""
-    data = b"bytes"
-    record = FileRecord(hashlib.sha256(data).hexdigest(), len(data))
-    (tmp_path / "a.distcp").write_bytes(data)
-    folder = tmp_path / "store" / NAME(2)
-    folder.mkdir(parents=True)
-    for name in ("a.distcp", ".a.distcp.sha256"):
-        (folder / f".{name}.{'0' * 32}.tmp").write_bytes(data[:3])
-    Store(f"file://{tmp_path}/store").put(2, "a.distcp", str(tmp_path / "a.distcp"), record)
-    assert {path.name for path in folder.iterdir()} == {"a.distcp", ".a.distcp.sha256"}
