@@ -21,7 +21,8 @@ import pytest
 
 from quern.train.checkpoint.format.manifest import FileRecord, Manifest
 from support import checkpoint_commands
-from support.checkpoint_commands import flip, unreachable_store
+from support.checkpoint_commands import unreachable_store
+from support.damage import flip
 from support.train import checkpoint_case as CASE
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import read_manifest
 from quern.train.checkpoint.tools.reader import iter_weights, write_weights
 from quern.train.config import TrainConfig
-from support.checkpoint_commands import flip, invoke, unreachable_store
+from support.checkpoint_commands import invoke, unreachable_store
+from support.damage import flip
 from support.train import checkpoint_case as CASE
 
 STEPS = (10, 20, 30, 40)

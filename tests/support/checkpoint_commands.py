@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ def invoke(*arguments: Any, code: int = 0) -> Result:
     assert result.exit_code == code, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
-
-
-def flip(path: Path) -> str:
-    """Change a bit in the middle of a file; its path."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return str(path)
 
 
 def unreachable_store(monkeypatch: pytest.MonkeyPatch) -> str:

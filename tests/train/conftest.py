@@ -48,3 +48,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     from support.train.run_case import write_corpus  # imports torch, which most of these tests do, but not all
 
     return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run over a data run of which some documents are to be purged (``purge_case.Trained``)."""
+    from support.lineage import runs
+    from support.train import purge_case
+
+    data = runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
+    return purge_case.train(data, tmp_path_factory.mktemp("trained") / "run", {})

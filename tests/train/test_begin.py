@@ -12,6 +12,7 @@ from quern.errors import InputError, QuernError
 from quern.parallel.local import LocalRanks
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import data_step, skips_before
+from support.damage import flip
 from support.processes import files_of
 from support.train import run_case as case
 
@@ -50,9 +51,7 @@ def config(run, old):
 def damage(run: Path, step: int) -> None:
     folder = run / "checkpoints" / f"step_{step:08d}"
     largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
+    flip(largest)
 
 
 def where(left: case.Left) -> tuple[str, int, int]:

@@ -18,6 +18,7 @@ from quern.errors import InputError
 from quern.tokenize.shards import ShardReader
 from quern.train.batches import boundaries as module
 from quern.train.batches.boundaries import Boundaries, boundaries_path, open_boundaries
+from support.damage import flip
 from support.train.corpora import Doc, make_shards, write_run
 
 
@@ -131,9 +132,7 @@ def test_builders_that_cannot_lock_do_no_harm(
 
 def test_a_damaged_spans_file_is_refused_and_leaves_nothing(tmp_path: Path, reader: ShardReader) -> None:
     path = os.path.join(reader.path, reader.shards[-1].spans)
-    data = bytearray(Path(path).read_bytes())
-    data[20] ^= 1
-    Path(path).write_bytes(data)
+    flip(path, 20)
     with pytest.raises(InputError, match=rf"{path}: is damaged: its SHA-256 is not the expected"):
         open_boundaries([reader], str(tmp_path / "index"))
     assert storage.list_files(str(tmp_path / "index")) in ([], [str(tmp_path / "index" / ".web.lock")])

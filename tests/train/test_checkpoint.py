@@ -29,6 +29,7 @@ from quern.train.checkpoint.format import folder as folders
 from quern.train.checkpoint.format.manifest import list_checkpoints, read_manifest
 from quern.train.checkpoint.retention import prune as pruning
 from quern.train.config import CheckpointConfig
+from support.damage import flip
 from support.train import checkpoint_case as CASE
 from support.train.saves import CheckpointManager
 
@@ -265,20 +266,19 @@ def change(name: str, changed: Callable[[bytes], bytes]) -> Callable[[Path], obj
     return lambda path: (path / name).write_bytes(changed((path / name).read_bytes()))
 
 
-def flipped(data: bytes, at: int, bit: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
-
-
 def remove(name: str) -> Callable[[Path], object]:
     return lambda path: (path / name).unlink()
 
 
-flip = change("__0_0.distcp", lambda data: flipped(data, len(data) // 2, 1))
+def flip_tensors(path: Path) -> str:
+    return flip(path / "__0_0.distcp")
+
+
 HARMS = {  # and what is named
     "truncated": (change("__0_0.distcp", lambda data: data[:-1]), "__0_0.distcp"),
-    "flipped": (flip, "__0_0.distcp"),
+    "flipped": (flip_tensors, "__0_0.distcp"),
     "deleted": (remove("__0_0.distcp"), "__0_0.distcp"),
-    "metadata": (change(".metadata", lambda data: flipped(data, 100, 4)), ".metadata"),
+    "metadata": (lambda path: flip(path / ".metadata", 100, 4), ".metadata"),
     "config": (remove("config.yaml"), "config.yaml"),
     "manifest": (
         change("manifest.json", lambda data: data.replace(b'"tokens": 300', b'"tokens": 301')), "manifest.json",
@@ -307,7 +307,7 @@ def test_all_damaged_is_an_error_and_none_at_all_is_a_fresh_start(run):
     with manager(run) as checkpoints:
         assert checkpoints.latest_valid() is None
     for path in save(run, 1, 2):
-        flip(Path(path))
+        flip_tensors(Path(path))
     with manager(run) as checkpoints, pytest.raises(QuernError, match=r"no checkpoint is whole.*step_00000002"):
         checkpoints.latest_valid()
     with manager(run, verify=False) as checkpoints:  # sizes alone, as asked
@@ -570,10 +570,10 @@ def test_pruning_keeps_the_last_and_every_nth(run):
 
 def test_pruning_never_removes_the_newest_whole_checkpoint(run):
     paths = save(run, 1, 2, 3, 4)
-    flip(Path(paths[3]))
+    flip_tensors(Path(paths[3]))
     remove("manifest.json")(Path(paths[2]))
     assert prune(run, keep_last=1) == [2, 4]
-    flip(Path(paths[1]))
+    flip_tensors(Path(paths[1]))
     assert prune(run, keep_last=1) == [2, 4]  # nothing is whole: nothing goes
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
 import os
 import pickle
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
 from quern.errors import InputError, QuernError
 from quern.train.checkpoint.format import slices
-from quern.train.checkpoint.format.manifest import FileRecord, read_manifest
+from quern.train.checkpoint.format.manifest import read_manifest
 from quern.train.checkpoint.format.slices import StoredTensors, boxes
 from quern.train.checkpoint.tools import compare as comparison
 from quern.train.checkpoint.tools.compare import compare
 from quern.train.checkpoint.tools.reader import verify, write_weights
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.pieces import write_pieces
 from support.train.saves import CheckpointManager
+from support.train.tier_case import record
 
 pytestmark = pytest.mark.slow
 
 W2 = "blocks.1.ffn.w2.weight"  # 6 rows of 10
-
-
-def weights(key: int) -> dict[str, torch.Tensor]:
-    return {name: CASE.numbers("weight", name, size, key) for name, size in CASE.sizes(CASE.shape()).items()}
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> str:
@@ -70,47 +61,19 @@ def sign(path: str | Path, changes: dict[str, Any] | None = None, **files: bytes
     for name, data in files.items():
         name = name.replace("dot_", ".").replace("_yaml", ".yaml")
         Path(path, name).write_bytes(data)
-        records[name] = FileRecord(hashlib.sha256(data).hexdigest(), len(data))
+        records[name] = record(data)
     manifest = replace(read_manifest(str(path)), files=records, **(changes or {}))
     Path(path, "manifest.json").write_bytes(manifest.to_bytes())
 
 
 def cut(path: str | Path, tensors: dict[str, torch.Tensor], rng: np.random.Generator, *, odd: bool = False) -> None:
-    """Write the tensors of a checkpoint anew in chunks of a random grid, as any layout may leave them, in two files.
-
-    ``odd``: matrices lie transposed in their storage.
-    """
-    chunks: dict[str, TensorStorageMetadata] = {}
-    results, records = [], {}
-    streams = [open(Path(path, f"__{number}_0.distcp"), "wb") for number in range(2)]  # noqa: SIM115
-    for name, tensor in tensors.items():
-        bounds = [sorted({0, n, *rng.integers(0, n + 1, 2).tolist()}) for n in tensor.shape]
-        grid: list[tuple[tuple[int, int], ...]] = [()]
-        for dim in bounds:
-            grid = [(*cell, pair) for cell in grid for pair in pairwise(dim)]
-        chunks[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [])
-        for place in rng.permutation(len(grid)):
-            cell = grid[place]
-            part = tensor[tuple(slice(*pair) for pair in cell)].clone()
-            if odd and part.dim() == 2:
-                part = part.t().contiguous().t()
-            number = int(rng.integers(2))
-            begin = streams[number].tell()
-            torch.save(part, streams[number])
-            offsets = torch.Size([first for first, _ in cell])
-            chunks[name].chunks.append(ChunkStorageMetadata(offsets, part.size()))
-            info = _StorageInfo(f"__{number}_0.distcp", begin, streams[number].tell() - begin)
-            results.append(WriteResult(MetadataIndex(name, offsets), info.length, info))
-    for stream in streams:
-        stream.close()
-    FileSystemWriter(path).finish(Metadata(dict(chunks)), [results])
-    manifest = read_manifest(str(path))
-    records = {
-        name: FileRecord(hashlib.sha256(data).hexdigest(), len(data))
-        for name in {*manifest.files, "__0_0.distcp", "__1_0.distcp"}
-        for data in [Path(path, name).read_bytes()]
-    }
-    Path(path, "manifest.json").write_bytes(replace(manifest, files=records).to_bytes())
+    """Write the tensors of a checkpoint anew in random pieces. ``odd``: they lie transposed in their storage."""
+    for file in Path(path).glob("*.distcp"):
+        file.unlink()
+    metadata = write_pieces(Path(path), tensors, rng, odd=odd)
+    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
+    files = {file.name: record(file.read_bytes()) for file in Path(path).iterdir() if file.name != "manifest.json"}
+    Path(path, "manifest.json").write_bytes(replace(read_manifest(str(path)), files=files).to_bytes())
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -137,8 +100,8 @@ def test_boxes_follow_the_elements_in_their_order(size, limit):
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 900))
 def test_every_slice_is_the_tensors_however_it_was_cut(tmp_path_factory, odd, seed, limit):
     """Random grids of chunks in any order, over both dimensions; small slices and large ones."""
-    path = write(tmp_path_factory.mktemp("cut") / "c", weights(1))
-    held = {f"model.{name}": tensor for name, tensor in weights(1).items()}
+    path = write(tmp_path_factory.mktemp("cut") / "c", CASE.weights(1))
+    held = {f"model.{name}": tensor for name, tensor in CASE.weights(1).items()}
     cut(path, held, np.random.default_rng(seed), odd=odd)
     assert verify(path) == []
     stored = StoredTensors(path)
@@ -151,7 +114,7 @@ def test_every_slice_is_the_tensors_however_it_was_cut(tmp_path_factory, odd, se
 
 def test_no_more_than_a_slice_is_read_at_a_time(tmp_path, monkeypatch):
     """One chunk of 3 kB, 6 rows of 24 bytes to a slice: it is never loaded whole, and no byte is read twice."""
-    a, b = (write(tmp_path / name, weights(1)) for name in "ab")
+    a, b = (write(tmp_path / name, CASE.weights(1)) for name in "ab")
     held = []
     fill, load = slices.fill, slices.load_record
     monkeypatch.setattr(slices, "fill", lambda stream, buffer: (held.append(len(buffer)), fill(stream, buffer))[1])
@@ -161,7 +124,7 @@ def test_no_more_than_a_slice_is_read_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "SLICE_BYTES", 150)
     assert compare(a, b).equal
     assert max(held) == 150 // 24 * 24
-    assert sum(held) == 2 * sum(tensor.nbytes for tensor in weights(1).values())
+    assert sum(held) == 2 * sum(tensor.nbytes for tensor in CASE.weights(1).values())
 
 
 # ---- tensors
@@ -172,7 +135,7 @@ def test_no_more_than_a_slice_is_read_at_a_time(tmp_path, monkeypatch):
 def test_differences_are_numpys(tmp_path, monkeypatch, dtype, slice_bytes):
     monkeypatch.setattr(comparison, "SLICE_BYTES", slice_bytes)
     monkeypatch.setattr(comparison, "_BLOCK", 7)
-    ours = {name: tensor.to(dtype) for name, tensor in weights(1).items()}
+    ours = {name: tensor.to(dtype) for name, tensor in CASE.weights(1).items()}
     theirs = {name: tensor.clone() for name, tensor in ours.items()}
     rng = np.random.default_rng(3)
     for name in ("embed.weight", W2, "norm.weight"):
@@ -211,7 +174,7 @@ def test_numbers_that_are_none(tmp_path):
         "blocks.0.attention.q_norm.weight": ([quiet, 8], [other, 4], (2, 4, 1, 0, 0)),
     }
     assert bits(np.array([quiet]))[0] != bits(np.array([other]))[0]
-    ours, theirs = weights(1), weights(1)
+    ours, theirs = CASE.weights(1), CASE.weights(1)
     for name, (x, y, _) in values.items():
         ours[name] = torch.from_numpy(np.array(x, np.float32))
         theirs[name] = torch.from_numpy(np.array(y, np.float32))
@@ -226,10 +189,10 @@ def test_numbers_that_are_none(tmp_path):
 
 
 def test_other_types_are_compared_by_value_and_are_not_equal(tmp_path):
-    ours = {name: tensor.bfloat16().float() for name, tensor in weights(1).items()}
-    ours[W2] = weights(1)[W2]
+    ours = {name: tensor.bfloat16().float() for name, tensor in CASE.weights(1).items()}
+    ours[W2] = CASE.weights(1)[W2]
     ours["norm.weight"] = torch.full((6,), math.nan)
-    theirs = weights(1) | {"norm.weight": torch.full((6,), math.nan)}
+    theirs = CASE.weights(1) | {"norm.weight": torch.full((6,), math.nan)}
     found = compare(write(tmp_path / "a", ours), write(tmp_path / "b", theirs, torch.bfloat16))
     assert found.equal_tensors == 0
     for tensor in found.tensors:
@@ -241,8 +204,8 @@ def test_other_types_are_compared_by_value_and_are_not_equal(tmp_path):
 
 
 def test_how_tensors_were_cut_does_not_matter(tmp_path):
-    a, b = write(tmp_path / "a", weights(1)), write(tmp_path / "b", weights(1))
-    held = {f"model.{name}": tensor for name, tensor in weights(1).items()}
+    a, b = write(tmp_path / "a", CASE.weights(1)), write(tmp_path / "b", CASE.weights(1))
+    held = {f"model.{name}": tensor for name, tensor in CASE.weights(1).items()}
     cut(b, held, np.random.default_rng(5))
     assert len(os.listdir(b)) > len(os.listdir(a))
     assert compare(a, b).equal
@@ -265,7 +228,7 @@ def test_moments_are_compared_unless_one_side_alone_has_any(tmp_path):
     x, y = (CASE.numbers("exp_avg_sq", W2, (6, 10), key).numpy().astype(np.float64) for key in (3, 4))
     assert moment.max_abs == np.abs(x - y).max()
     assert with_moments == compare(a, c, moments=True)
-    write_weights(str(tmp_path / "w"), CASE.shape(), weights(1))
+    write_weights(str(tmp_path / "w"), CASE.shape(), CASE.weights(1))
     alone = compare(a, str(tmp_path / "w"))
     assert not alone.moments
     assert not [t for t in alone.tensors if t.name.startswith("optimizer.state.")]
@@ -273,7 +236,7 @@ def test_moments_are_compared_unless_one_side_alone_has_any(tmp_path):
 
 def test_tensors_without_a_counterpart_come_first(tmp_path):
     a = save(tmp_path / "x", 3)
-    other = {n: CASE.numbers("weight", n, s, 3) for n, s in CASE.sizes(CASE.shape(dim=8)).items()}
+    other = CASE.weights(3, dim=8)
     write_weights(str(tmp_path / "b"), CASE.shape(dim=8), other)
     found = compare(a, str(tmp_path / "b"), moments=True)
     first = [t for t in found.tensors if t.differing is None]
@@ -321,12 +284,9 @@ def test_config_keys_that_differ_are_listed_with_both_values(tmp_path):
     a, b = save(tmp_path / "x", 3), save(tmp_path / "y", 3)
     before = {"run_dir": "x", "steps": 10, "lr": 1e-3, "data": [{"path": "p"}], "empty": {}, "same": {"k": [1, 2]}}
     after = {
-        "run_dir": "y",
-        "steps": "10",
-        "data": [{"path": "p"}, {"path": "q"}],
-        "empty": {"k": None},
+        "run_dir": "y", "steps": "10", "data": [{"path": "p"}, {"path": "q"}], "empty": {"k": None},
         "same": {"k": [1, 2]},
-    }
+    }  # fmt: skip
     for path, config in ((a, before), (b, after)):
         sign(path, config_yaml=json.dumps(config).encode())
     found = compare(a, b)
@@ -363,24 +323,24 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "record",
+    "value",
     [{"a": 1}, torch.zeros(5), torch.zeros(2, 3), torch.zeros(6, dtype=torch.float64), CASE.Bomb, None],
 )
-def test_a_record_that_is_not_the_tensor_described_is_named(tmp_path, record):
-    path = Path(write(tmp_path / "a", weights(1)))
+def test_a_record_that_is_not_the_tensor_described_is_named(tmp_path, value):
+    path = Path(write(tmp_path / "a", CASE.weights(1)))
     file = path / "__0_0.distcp"
     data = file.read_bytes()
     index = MetadataIndex("model.norm.weight", torch.Size([0]))
     stream = io.BytesIO()
-    torch.save(CASE.Bomb(tmp_path / "marker") if record is CASE.Bomb else record, stream)
-    forged = b"no zip" if record is None else stream.getvalue()
+    torch.save(CASE.Bomb(tmp_path / "marker") if value is CASE.Bomb else value, stream)
+    forged = b"no zip" if value is None else stream.getvalue()
     # the record is put at the end of the file, and the metadata led to it
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.storage_data[index] = _StorageInfo(file.name, len(data), len(forged))
     sign(path, dot_metadata=pickle.dumps(metadata))
     records = dict(read_manifest(str(path)).files)
     file.write_bytes(data + forged)
-    records[file.name] = FileRecord(hashlib.sha256(data + forged).hexdigest(), len(data + forged))
+    records[file.name] = record(data + forged)
     (path / "manifest.json").write_bytes(replace(read_manifest(str(path)), files=records).to_bytes())
     assert verify(str(path)) == []
     with pytest.raises(
@@ -392,10 +352,10 @@ def test_a_record_that_is_not_the_tensor_described_is_named(tmp_path, record):
 
 def test_chunks_that_leave_a_hole_are_named(tmp_path):
     """The first half is there, and once more where the second should be: as many elements as there are."""
-    path = Path(write(tmp_path / "a", weights(1)))
+    path = Path(write(tmp_path / "a", CASE.weights(1)))
     cut(
         path,
-        {f"model.{n}": t[:3] if n == "norm.weight" else t for n, t in weights(1).items()},
+        {f"model.{n}": t[:3] if n == "norm.weight" else t for n, t in CASE.weights(1).items()},
         np.random.default_rng(0),
     )
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -410,7 +370,7 @@ def test_chunks_that_leave_a_hole_are_named(tmp_path):
 
 
 def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path):
-    path = write(tmp_path / "a", weights(1))
+    path = write(tmp_path / "a", CASE.weights(1))
     stored = StoredTensors(path)
     (box,) = boxes([127, 6], 1000)
     stored.read("model.embed.weight", box)

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -172,8 +171,7 @@ def live(run: Path, base: int, told: int, mode: str = "sync", command: list[str]
             key = base + place + 1
             CASE.fill(state, key)
             try:
-                position = replace(CASE.position(step, content=key), ledger_offset=0)  # there is no ledger
-                checkpoints.async_save.begin(step, state, position, checkpoints.keep())
+                checkpoints.async_save.begin(step, state, CASE.position(step, content=key), checkpoints.keep())
                 checkpoints.async_save.wait_staged()
                 CASE.fill(state, key + 100_000)  # training goes on
                 outcome = checkpoints.async_save.finish()

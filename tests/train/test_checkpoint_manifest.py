@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from quern.config import digest
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import (
-    EncodingInfo,
     FileRecord,
     Manifest,
     check_files,
@@ -21,20 +20,17 @@ from quern.train.checkpoint.format.manifest import (
     read_manifest,
     sha256_of,
 )
-from support.train import checkpoint_case as CASE
-
-SHA = "0123456789abcdef" * 4
+from support.train import tier_case
+from support.train.tier_case import SHA
 
 
 def manifest(**changes) -> Manifest:
+    files = {".metadata": FileRecord(SHA, 10), "__0_0.distcp": FileRecord(SHA, 1 << 40)}
     fields = {
-        "step": 1000, "data_step": 1010, "tokens": 123, "model": CASE.shape(), "layout": {"dp_shard": 4},
-        "precision": "bf16", "order": "ab" * 16, "ledger_offset": 77, "corpus_versions": {"r/web/1": 3},
-        "corpus_fingerprint": "f00", "encoding": EncodingInfo("gpt2", 127, 50, SHA), "config_digest": "cd",
-        "optimizer": True, "scalars": {"scale": 0.5}, "written_by": {"torch": "2.11.0"},
-        "files": {".metadata": FileRecord(SHA, 10), "__0_0.distcp": FileRecord(SHA, 1 << 40)},
+        "data_step": 1010, "ledger_offset": 77, "corpus_versions": {"r/web/1": 3}, "scalars": {"scale": 0.5},
+        "written_by": {"torch": "2.11.0"}, "files": files,
     }  # fmt: skip
-    return Manifest(**(fields | changes))
+    return tier_case.manifest(1000, **(fields | changes))
 
 
 def signed(data: dict) -> dict:

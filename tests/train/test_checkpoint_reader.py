@@ -16,14 +16,11 @@ from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import EncodingInfo, read_manifest
 from quern.train.checkpoint.tools.reader import iter_weights, verify, weight_sizes, write_weights
 from quern.train.config import CheckpointConfig
+from support.damage import flip
 from support.train import checkpoint_case as CASE
 from support.train.saves import CheckpointManager
 
 ENCODING = EncodingInfo("tiny", CASE.VOCAB, 0, hashlib.sha256(CASE.RANKS).hexdigest())
-
-
-def weights(key: int, **options) -> dict[str, torch.Tensor]:
-    return {name: CASE.numbers("weight", name, size, key) for name, size in CASE.sizes(CASE.shape(**options)).items()}
 
 
 def save(folder: Path, step: int, multiple: int = 256) -> str:
@@ -64,7 +61,7 @@ def test_sizes_are_the_models_without_padding(tied):
 
 def test_weights_are_read_by_name_unpadded(tmp_path):
     found = dict(iter_weights(save(tmp_path, 3)))
-    expected = weights(3)
+    expected = CASE.weights(3)
     assert list(found) == sorted(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor)
@@ -74,14 +71,14 @@ def test_weights_are_read_by_name_unpadded(tmp_path):
 def test_weights_written_are_weights_read(tmp_path):
     path = str(tmp_path / "imported")
     (tmp_path / "ranks").write_bytes(CASE.RANKS)
-    written = write_weights(path, CASE.shape(), weights(4), encoding=ENCODING, ranks_path=str(tmp_path / "ranks"))
+    written = write_weights(path, CASE.shape(), CASE.weights(4), encoding=ENCODING, ranks_path=str(tmp_path / "ranks"))
     manifest = read_manifest(path)
     assert manifest == written
     assert not manifest.optimizer
     assert manifest.encoding == ENCODING
     assert (tmp_path / "imported" / "encoding.tiktoken").read_bytes() == CASE.RANKS
     found = dict(iter_weights(path))
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights(4).items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in CASE.weights(4).items())
     assert verify(path) == []
     assert os.listdir(tmp_path).count("imported") == 1
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
@@ -89,7 +86,7 @@ def test_weights_written_are_weights_read(tmp_path):
 
 def test_training_starts_from_imported_weights_with_fresh_moments(tmp_path):
     path = str(tmp_path / "imported")
-    write_weights(path, CASE.shape(1), weights(4))
+    write_weights(path, CASE.shape(1), CASE.weights(4))
     state = CASE.make(tmp_path, multiple=256)
     with CheckpointManager(str(tmp_path / "run"), CheckpointConfig()) as checkpoints:
         found = checkpoints.load(path, state)
@@ -109,25 +106,25 @@ def test_lazy_weights_are_asked_for_once_and_let_go(tmp_path):
     write_weights(str(tmp_path / "imported"), CASE.shape(), lazy)
     assert sorted(lazy.asked) == sorted(lazy)
     assert lazy.most <= 2  # the one being written and the one being made
-    assert all(torch.equal(tensor, weights(5)[name]) for name, tensor in iter_weights(str(tmp_path / "imported")))
+    assert all(torch.equal(tensor, CASE.weights(5)[name]) for name, tensor in iter_weights(str(tmp_path / "imported")))
 
 
 def test_the_stored_type_is_the_one_asked_for(tmp_path):
     path = str(tmp_path / "imported")
-    write_weights(path, CASE.shape(), weights(4), dtype=torch.bfloat16)
+    write_weights(path, CASE.shape(), CASE.weights(4), dtype=torch.bfloat16)
     assert read_manifest(path).precision == "bfloat16"
     for name, tensor in iter_weights(path):
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, weights(4)[name].bfloat16())
+        assert torch.equal(tensor, CASE.weights(4)[name].bfloat16())
     state = CASE.make(tmp_path)  # a wider type holds every number of a narrower one
     with CheckpointManager(str(tmp_path / "run"), CheckpointConfig()) as checkpoints:
         checkpoints.load(path, state)
-    assert torch.equal(state.model.norm.weight, weights(4)["norm.weight"].bfloat16().float())
+    assert torch.equal(state.model.norm.weight, CASE.weights(4)["norm.weight"].bfloat16().float())
 
 
 def test_wrong_weights_are_refused_and_nothing_is_left(tmp_path):
     path = str(tmp_path / "imported")
-    missing, unknown, size = weights(1), weights(1), weights(1)
+    missing, unknown, size = CASE.weights(1), CASE.weights(1), CASE.weights(1)
     del missing["norm.weight"]
     unknown["lm_head.weight"] = torch.zeros(1)
     size["embed.weight"] = torch.zeros(128, 6)
@@ -140,22 +137,20 @@ def test_wrong_weights_are_refused_and_nothing_is_left(tmp_path):
             write_weights(path, CASE.shape(), given)
     (tmp_path / "ranks").write_bytes(b"other")
     with pytest.raises(InputError, match="ranks: expected SHA-256"):
-        write_weights(path, CASE.shape(), weights(1), encoding=ENCODING, ranks_path=str(tmp_path / "ranks"))
+        write_weights(path, CASE.shape(), CASE.weights(1), encoding=ENCODING, ranks_path=str(tmp_path / "ranks"))
     with pytest.raises(InputError, match="ranks2: cannot be read"):
-        write_weights(path, CASE.shape(), weights(1), encoding=ENCODING, ranks_path=str(tmp_path / "ranks2"))
+        write_weights(path, CASE.shape(), CASE.weights(1), encoding=ENCODING, ranks_path=str(tmp_path / "ranks2"))
     assert os.listdir(tmp_path) == ["ranks"]
     os.mkdir(path)
     with pytest.raises(InputError, match="imported: is already there"):
-        write_weights(path, CASE.shape(), weights(1))
+        write_weights(path, CASE.shape(), CASE.weights(1))
     assert sorted(os.listdir(tmp_path)) == ["imported", "ranks"]
 
 
 def test_verify_names_every_file_that_is_wrong(tmp_path):
     path = Path(save(tmp_path, 3))
     assert verify(str(path)) == []
-    data = bytearray((path / "__0_0.distcp").read_bytes())
-    data[1000] ^= 16
-    (path / "__0_0.distcp").write_bytes(data)
+    flip(path / "__0_0.distcp", 1000, 16)
     (path / "config.yaml").unlink()
     assert {os.path.basename(problem.file) for problem in verify(str(path))} == {"__0_0.distcp", "config.yaml"}
     (path / ".metadata").write_bytes(b"no pickle")

@@ -17,6 +17,7 @@ from quern.train.checkpoint.format.manifest import list_checkpoints, read_manife
 from quern.train.checkpoint.retention.prune import Keep, prune
 from quern.train.checkpoint.retention.retention import kept, kept_in_store, survey
 from quern.train.config import CheckpointConfig
+from support.damage import flip
 from support.train import checkpoint_case as CASE
 from support.train.saves import CheckpointManager
 
@@ -74,13 +75,6 @@ def test_only_the_newest_whole_one_needs_to_be_known():
         assert kept(told, 1, None) == kept(checkpoints, 1, None)
 
 
-def damage(path: Path) -> None:
-    file = path / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[500] ^= 1
-    file.write_bytes(data)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Steps 1 to 6. The ledger says that the run went back from 6 to 4, which leaves 5 and 6."""
@@ -89,11 +83,15 @@ def run(tmp_path_factory) -> Path:
     with CheckpointManager(str(folder / "run"), CheckpointConfig(keep_last=99)) as checkpoints:
         for step in range(1, 7):
             CASE.fill(state, step)
-            position = CASE.position(step)
-            checkpoints.save(step, state, type(position)(**vars(position) | {"ledger_offset": 0}))
+            checkpoints.save(step, state, CASE.position(step))
     line = {"kind": "rollback", "step": 4, "data_step": 9, "order": "a"}
     (folder / "run" / "ledger.jsonl").write_text(json.dumps(line) + "\n")
     return folder / "run"
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")
 
 
 @pytest.mark.slow
@@ -101,12 +99,10 @@ def run(tmp_path_factory) -> Path:
     ("broken", "keep_last", "keep_every"),
     [((), 1, None), ((), 2, None), ((4,), 1, None), ((4, 3), 1, 5), ((1, 2, 3, 4), 1, None), ((6, 5), 3, 3)],
 )
-def test_it_is_what_the_trainer_would_do(run, tmp_path, broken, keep_last, keep_every):
+def test_it_is_what_the_trainer_would_do(copy, broken, keep_last, keep_every):
     """The oracle is the trainer's pruning of a copy."""
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
     for step in broken:
-        damage(copy / "checkpoints" / f"step_{step:08d}")
+        flip(copy / "checkpoints" / f"step_{step:08d}" / "__0_0.distcp", 500)
     found = survey(str(copy), keep_last, keep_every, 100)
     assert [candidate.checkpoint.step for candidate in found] == [1, 2, 3, 4, 5, 6]
     assert [candidate.abandoned is not None for candidate in found] == [False] * 4 + [True] * 2
@@ -134,10 +130,8 @@ def on_nodes(path: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "newest"), [((), 4), ((".metadata",), 3), (("config.yaml",), 3), (("places.json",), 3)]
 )
-def test_what_is_here_decides_when_the_tensors_are_on_nodes(run, tmp_path, broken, newest):
+def test_what_is_here_decides_when_the_tensors_are_on_nodes(copy, broken, newest):
     """The trainer's pruning says the same."""
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
     for step in (2, 3, 4):
         on_nodes(copy / "checkpoints" / f"step_{step:08d}")
     for name in broken:
@@ -153,12 +147,10 @@ def test_what_is_here_decides_when_the_tensors_are_on_nodes(run, tmp_path, broke
 @pytest.mark.parametrize("keep_last", [1, 2, 9])
 @pytest.mark.parametrize("keep_every", [None, 5])
 @pytest.mark.parametrize("broken", [(), (4,), (1, 2, 3, 4)])
-def test_the_store_keeps_what_the_run_keeps_and_what_it_alone_must(run, tmp_path, keep_last, keep_every, broken):
+def test_the_store_keeps_what_the_run_keeps_and_what_it_alone_must(copy, keep_last, keep_every, broken):
     """The oracle are the words of the rule, step by step; the run has 1 to 6, of which it left 5 and 6."""
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
     for step in broken:
-        damage(copy / "checkpoints" / f"step_{step:08d}")
+        flip(copy / "checkpoints" / f"step_{step:08d}" / "__0_0.distcp", 500)
     found = survey(str(copy), keep_last, keep_every, 100)
     stored = [0, 1, 3, 4, 6, 7, 10]
     stays = {
@@ -173,9 +165,7 @@ def test_the_store_keeps_what_the_run_keeps_and_what_it_alone_must(run, tmp_path
     assert kept_in_store([], stored, keep_every) == set(stored)
 
 
-def test_sizes_are_of_what_lies_there(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+def test_sizes_are_of_what_lies_there(copy):
     (copy / "checkpoints" / "step_00000002" / "more").write_bytes(b"x" * 1000)
     sizes = {c.checkpoint.step: c.size for c in survey(str(copy), 1, None, 100)}
     for step, size in sizes.items():
@@ -183,9 +173,7 @@ def test_sizes_are_of_what_lies_there(run, tmp_path):
     assert sizes[2] > 1000
 
 
-def test_what_cannot_be_told_counts_as_the_runs(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+def test_what_cannot_be_told_counts_as_the_runs(copy):
     (copy / "checkpoints" / "step_00000006" / "manifest.json").write_text("{}")
     found = {candidate.checkpoint.step: candidate for candidate in survey(str(copy), 1, None, 100)}
     assert {step for step, candidate in found.items() if candidate.keep} == {4, 6}
@@ -193,10 +181,8 @@ def test_what_cannot_be_told_counts_as_the_runs(run, tmp_path):
     assert "manifest.json: schema: missing" in found[6].problems[0]
 
 
-def test_a_good_checkpoint_stays(run, tmp_path):
+def test_a_good_checkpoint_stays(copy):
     """Six steps without an unhealthy one: four follow 2, which makes it good; 3 lacks one, and may become so."""
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
     lines = [{"kind": "start", "step": 0, "data_step": 0, "order": "a"}]
     lines += [{"kind": "checkpoint", "step": s, "data_step": s, "name": f"step_{s:08d}"} for s in range(1, 7)]
     ledger = "".join(json.dumps(line) + "\n" for line in lines)
@@ -209,9 +195,7 @@ def test_a_good_checkpoint_stays(run, tmp_path):
     assert {c.checkpoint.step for c in found if c.keep} == {2, 3, 6}
 
 
-def test_a_damaged_ledger_is_an_error(run, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+def test_a_damaged_ledger_is_an_error(copy):
     (copy / "ledger.jsonl").write_text("no json\n{}\n")
     with pytest.raises(QuernError, match=r"ledger\.jsonl: line 1 is damaged"):
         survey(str(copy), 1, None, 100)

@@ -23,6 +23,7 @@ from quern.train.checkpoint.tools import rewrite
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.checkpoint.tools.rewrite import MIN_FILE_BYTES, reshard
 from quern.train.config import CheckpointConfig
+from support.damage import flip
 from support.processes import environment
 from support.train import checkpoint_case as CASE
 from support.train import run_case
@@ -44,7 +45,7 @@ def save(folder: Path, *, dim: int = 6) -> str:
 
 def expected(*, dim: int = 6, weights_only: bool = False) -> dict[str, torch.Tensor]:
     sizes = CASE.sizes(CASE.shape(dim=dim))
-    held = {f"model.{name}": CASE.numbers("weight", name, size, STEP) for name, size in sizes.items()}
+    held = {f"model.{name}": tensor for name, tensor in CASE.weights(STEP, dim=dim).items()}
     if weights_only:
         return held
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -142,7 +143,7 @@ def test_what_was_cut_is_put_together_again(tmp_path):
 
 
 def test_a_16_bit_checkpoint_stays_one(tmp_path):
-    weights = {n: CASE.numbers("weight", n, size, 1) for n, size in CASE.sizes(CASE.shape()).items()}
+    weights = CASE.weights(1)
     write_weights(str(tmp_path / "in"), CASE.shape(), weights, dtype=torch.bfloat16)
     out = reshard(str(tmp_path / "in"), str(tmp_path / "out"), files=5, weights_only=True).folder
     assert read_manifest(out).precision == "bfloat16"
@@ -237,9 +238,7 @@ def test_no_file_is_planned_beyond_its_bound(tmp_path):
 @pytest.mark.parametrize("name", ["__0_0.distcp", "config.yaml", ".metadata"])
 def test_a_damaged_checkpoint_is_not_copied(tmp_path, name):
     source = save(tmp_path)
-    data = bytearray(Path(source, name).read_bytes())
-    data[len(data) // 2] ^= 1
-    Path(source, name).write_bytes(data)
+    flip(Path(source, name))
     with pytest.raises(QuernError, match=rf"{name.replace('.', '[.]')}"):
         reshard(source, str(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["ranks.tiktoken", "run"]

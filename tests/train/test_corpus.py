@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from quern import storage
 from quern.errors import InputError
 from quern.train.batches.corpus import Corpus, Verified, share_files
+from support.damage import flip
 from support.train.corpora import EOT, make_shards, write_run
 
 SOURCES = {
@@ -147,13 +148,6 @@ def test_no_sources_and_no_window_are_refused(paths: list[str]) -> None:
 
 
 # ---- verification
-
-
-def flip(path: Path) -> None:
-    """Change a byte; the size stays."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_whole_corpus_is_read_once_and_then_known(tmp_path: Path, paths: list[str]) -> None:

@@ -26,6 +26,7 @@ from quern.train.checkpoint.tools import export
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.checkpoint.tools.sample import continue_text
 from quern.train.history.branch import find_checkpoint
+from support.damage import flip
 
 TEXT = "The miller's stone turns; 1234 sacks of grain, für alle Müller.\n\n    flour = grind(grain)\n"
 SIZES: dict[str, Any] = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}
@@ -182,9 +183,7 @@ def test_without_an_encoding_there_is_no_tokenizer(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, checkpoint: str) -> None:
     file = max(Path(checkpoint).glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file)
     before = everything_below(tmp_path)
     with pytest.raises(QuernError, match=f"{file}: .*damaged, nothing was exported"):
         export.export_hf(checkpoint, str(tmp_path / "hf"))

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from quern.train.processes import launch
-from support.waits import has_ended
+from support.waits import has_ended, until
 
 pytestmark = pytest.mark.slow
 
@@ -77,13 +76,8 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     with launch.started(command, launch.environments(1), launch.send):
-        while not ((tmp_path / "child").exists() and (tmp_path / "child").read_text()):
-            time.sleep(0.02)
-    pid = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and _alive(pid):
-        time.sleep(0.02)
-    assert not _alive(pid)
+        until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+    until(lambda: has_ended(int((tmp_path / "child").read_text())))
 
 
 def test_a_death_by_signal_is_told_before_what_failed_of_it() -> None:
@@ -107,8 +101,7 @@ def test_a_signal_reaches_the_workers(tmp_path: Path, number: signal.Signals, co
     )
 
     def send() -> None:
-        while not all((tmp_path / str(rank)).exists() for rank in range(2)):
-            time.sleep(0.02)
+        until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
         os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
@@ -162,21 +155,14 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: str,
     """And so does what they have started."""
     (tmp_path / "spec.json").write_text("{}")
     process = subprocess.Popen([sys.executable, "-c", launcher, rank, str(tmp_path)])
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not all((tmp_path / str(number)).exists() for number in range(2)):
-        time.sleep(0.02)
+    until(lambda: all((tmp_path / str(number)).exists() for number in range(2)))
     process.kill()
     process.wait()
     left = [int(pid) for number in range(2) for pid in (tmp_path / str(number)).read_text().split()]
     assert len(left) >= 2
     try:
-        while time.monotonic() < deadline and any(map(_alive, left)):
-            time.sleep(0.02)
-        assert not any(map(_alive, left))
+        until(lambda: all(map(has_ended, left)))
     finally:
-        for pid in filter(_alive, left):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _alive(pid: int) -> bool:
-    return not has_ended(pid)
+        for pid in left:
+            if not has_ended(pid):
+                os.kill(pid, signal.SIGKILL)

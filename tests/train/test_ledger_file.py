@@ -18,6 +18,11 @@ from quern.mixtures.order import Order
 from quern.train.history.ledger import Ledger, read_ledger
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.jsonl"
+
+
 def small(path: Path) -> list[dict[str, Any]]:
     with Ledger(path) as ledger:
         ledger.append("start", step=0, data_step=0, order="a")
@@ -43,8 +48,7 @@ def test_lines_come_back_as_they_were_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b"", b"\n", b"\0\0\0\n", b"7\n", b'{"kind": "end", "step": 9}', b"\xff\xfe"])
-def test_only_a_torn_last_line_is_cut(tmp_path: Path, tail: bytes) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_only_a_torn_last_line_is_cut(path: Path, tail: bytes) -> None:
     entries = small(path)
     whole = path.read_bytes()
     torn = whole + tail
@@ -58,8 +62,7 @@ def test_only_a_torn_last_line_is_cut(tmp_path: Path, tail: bytes) -> None:
     assert [entry["step"] for entry in read_ledger(path)] == [0, 4, 9, 10]
 
 
-def test_a_ledger_cut_at_any_byte_keeps_its_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_ledger_cut_at_any_byte_keeps_its_whole_lines(path: Path) -> None:
     entries = small(path)
     whole = path.read_bytes()
     for cut in range(len(whole) + 1):
@@ -91,8 +94,7 @@ def test_a_ledger_cut_at_any_byte_keeps_its_whole_lines(tmp_path: Path) -> None:
         (b'{"kind": "order", "hash": "a", "spec": 1}', "line 2: order.spec: expected a mapping, got 1"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_damaged_line_is_named(path: Path, line: bytes, message: str) -> None:
     small(path)
     lines = path.read_bytes().split(b"\n")
     damaged = b"\n".join([lines[0], line, *lines[1:]])
@@ -104,8 +106,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, message: str) -> N
     assert path.read_bytes() == damaged
 
 
-def test_a_damaged_line_before_a_torn_one_is_not_cut(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_damaged_line_before_a_torn_one_is_not_cut(path: Path) -> None:
     small(path)
     with open(path, "ab") as file:  # the line was whole once, for the next one was begun
         file.write(b'\0\0\n{"kind": "e')
@@ -113,8 +114,8 @@ def test_a_damaged_line_before_a_torn_one_is_not_cut(tmp_path: Path) -> None:
         Ledger(path)
 
 
-def test_a_line_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+def test_a_line_that_could_not_be_read_back_is_not_written(path: Path) -> None:
+    with Ledger(path) as ledger:
         for kind, fields in (("start", {"step": 0, "data_step": 0}), ("skipped", {"step": -1, "data_step": 0})):
             with pytest.raises(ValueError, match=f"{kind}.(order|step): expected"):
                 ledger.append(kind, **fields)
@@ -124,10 +125,10 @@ def test_a_line_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="closed"):
         ledger.append("end", step=1)
     ledger.close()
-    assert (tmp_path / "ledger.jsonl").read_bytes() == b""
+    assert (path).read_bytes() == b""
 
 
-def test_every_line_and_the_files_name_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_and_the_files_name_are_synced(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, int]] = []
 
     def record(descriptor: int) -> None:
@@ -135,7 +136,6 @@ def test_every_line_and_the_files_name_are_synced(tmp_path: Path, monkeypatch: p
         synced.append((path, os.fstat(descriptor).st_size))
 
     monkeypatch.setattr(os, "fsync", record)
-    path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         assert [name for name, _ in synced] == [str(tmp_path)]
         for step in range(3):
@@ -143,8 +143,7 @@ def test_every_line_and_the_files_name_are_synced(tmp_path: Path, monkeypatch: p
             assert synced[-1] == (str(path), ledger.offset) == (str(path), path.stat().st_size)
 
 
-def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_full_disk_leaves_the_ledger_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(path)
     whole = path.read_bytes()
     real = os.write
@@ -168,8 +167,7 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path, monkeypatch: py
     assert [entry["step"] for entry in read_ledger(path)] == [0, 4, 9, 11]
 
 
-def test_a_checkpoints_offset_beyond_the_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_a_checkpoints_offset_beyond_the_file_is_an_error(tmp_path: Path, path: Path) -> None:
     entries = small(path)
     assert read_ledger(path, path.stat().st_size) == entries
     with pytest.raises(QuernError, match=r"expected at least .* lines are lost"):
@@ -190,8 +188,7 @@ with Ledger(sys.argv[1]) as ledger:
 
 
 @pytest.mark.slow
-def test_another_process_reads_while_it_grows(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+def test_another_process_reads_while_it_grows(path: Path) -> None:
     path.touch()
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, text=True)
     lengths = set()

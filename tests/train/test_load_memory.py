@@ -36,6 +36,7 @@ from quern.train.checkpoint.format.metadata import StoredSlice
 from quern.train.checkpoint.format.state import TrainState, view_tensors
 from quern.train.config import CheckpointConfig
 from support.train import checkpoint_case as CASE
+from support.train.pieces import cuts, write_pieces
 from support.train.saves import CheckpointManager
 
 pytestmark = pytest.mark.slow
@@ -57,12 +58,6 @@ def fake_world():
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def cuts(length: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """``length`` in one to four stretches."""
-    inner = random.choice(np.arange(1, length), min(int(random.integers(4)), length - 1), replace=False)
-    return list(itertools.pairwise([0, *sorted(int(cut) for cut in inner), length]))
 
 
 def stored(sizes: dict[str, tuple[int, ...]], random: np.random.Generator) -> tuple[Metadata, dict[str, np.ndarray]]:
@@ -141,33 +136,6 @@ def test_a_rank_needs_no_file_for_tensors_that_it_does_not_have():
 
 
 # ---- which bytes
-
-
-def write_pieces(
-    folder: Path, tensors: dict[str, torch.Tensor], random: np.random.Generator, *, odd: bool = False
-) -> Metadata:
-    """``tensors`` in pieces of random grids, in three files. ``odd``: the order of dimensions is turned round."""
-    chunks: dict[str, Any] = {}
-    pieces = []
-    for name, tensor in tensors.items():
-        chunks[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [])
-        for box in itertools.product(*(cuts(length, random) for length in tensor.shape)):
-            piece = tensor[tuple(slice(*stretch) for stretch in box)].clone(memory_format=torch.contiguous_format)
-            if odd:
-                order = tuple(reversed(range(piece.dim())))
-                piece = piece.permute(order).contiguous().permute(order)
-            chunk = ChunkStorageMetadata(torch.Size(start for start, _ in box), piece.size())
-            chunks[name].chunks.append(chunk)
-            pieces.append((MetadataIndex(name, chunk.offsets), piece))
-    places = {}
-    for number in random.permutation(len(pieces)):
-        index, piece = pieces[number]
-        file = f"{random.integers(3)}.distcp"
-        with open(folder / file, "ab") as stream:
-            begin = stream.tell()
-            torch.save(piece, stream)
-            places[index] = StoredSlice(file, begin, stream.tell() - begin)
-    return Metadata(chunks, None, places)
 
 
 BUFFERS = [(8, 0), (64, 0), (64, 48), (200, 48), (4096, 8), (1 << 20, 1 << 20)]

@@ -86,16 +86,11 @@ def mixed(tmp_path: Path) -> Setup:
 
 
 def same(a: StepBatch, b: StepBatch) -> bool:
-    return (a.data_step, a.valid_tokens, len(a.micro_batches)) == (
-        b.data_step,
-        b.valid_tokens,
-        len(b.micro_batches),
-    ) and (
-        all(
-            np.array_equal(getattr(x, field.name), getattr(y, field.name))
-            for x, y in zip(a.micro_batches, b.micro_batches, strict=True)
-            for field in fields(x)
-        )
+    plain, other = ((step.data_step, step.valid_tokens, len(step.micro_batches)) for step in (a, b))
+    return plain == other and all(
+        np.array_equal(getattr(x, field.name), getattr(y, field.name))
+        for x, y in zip(a.micro_batches, b.micro_batches, strict=True)
+        for field in fields(x)
     )
 
 

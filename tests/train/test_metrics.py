@@ -44,14 +44,17 @@ def quiet(**values: bool) -> MetricsConfig:
     return MetricsConfig(**{"tensorboard": False, "live": False, **values})
 
 
+def opened(folder: Path, steps: int = 3, **values: bool) -> contextlib.closing[Metrics]:
+    return contextlib.closing(Metrics(str(folder), quiet(**values), steps=steps))
+
+
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_finite_is_null(tmp_path):
-    metrics = Metrics(str(tmp_path), quiet(), steps=3)
-    metrics.report(row(0, loss=math.nan, grad_norm=math.inf, non_finite=True))
-    metrics.report(row(1, grad_norm=-math.inf))
-    metrics.close()
+    with opened(tmp_path) as metrics:
+        metrics.report(row(0, loss=math.nan, grad_norm=math.inf, non_finite=True))
+        metrics.report(row(1, grad_norm=-math.inf))
     first, second = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first["loss"] is None
     assert first["grad_norm"] is None
@@ -62,9 +65,8 @@ def test_what_is_not_finite_is_null(tmp_path):
 
 
 def test_a_validation_that_is_not_finite_is_null_in_every_source(tmp_path):
-    metrics = Metrics(str(tmp_path), quiet(), steps=3)
-    metrics.validation(2, {"loss": math.nan, "tokens": 7, "sources": {"web": {"loss": math.inf, "tokens": 7}}})
-    metrics.close()
+    with opened(tmp_path) as metrics:
+        metrics.validation(2, {"loss": math.nan, "tokens": 7, "sources": {"web": {"loss": math.inf, "tokens": 7}}})
     (line,) = map(strict, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["kind"] == "validation"
     assert line["step"] == 2
@@ -73,17 +75,15 @@ def test_a_validation_that_is_not_finite_is_null_in_every_source(tmp_path):
 
 
 def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, capfd):
-    metrics = Metrics(str(tmp_path), quiet(live=True, tensorboard=True), steps=3)
-    metrics.validation(2, {"loss": math.nan, "tokens": 7, "sources": {"web": {"loss": math.nan, "tokens": 7}}})
-    metrics.close()
+    with opened(tmp_path, live=True, tensorboard=True) as metrics:
+        metrics.validation(2, {"loss": math.nan, "tokens": 7, "sources": {"web": {"loss": math.nan, "tokens": 7}}})
     assert capfd.readouterr().err == "step 2  held-out loss not finite over 7 tokens\n"
 
 
 def test_lines_are_there_before_the_end_and_a_restart_appends(tmp_path):
-    metrics = Metrics(str(tmp_path), quiet(), steps=3)
-    metrics.report(row(0))
-    assert strict((tmp_path / "metrics.jsonl").read_text())["step"] == 0  # flushed: a killed run keeps its lines
-    metrics.close()
+    with opened(tmp_path) as metrics:
+        metrics.report(row(0))
+        assert strict((tmp_path / "metrics.jsonl").read_text())["step"] == 0  # flushed: a killed run keeps its lines
     again = Metrics(str(tmp_path), quiet(), steps=3)
     again.report(row(1))
     again.close()
@@ -172,13 +172,12 @@ def test_memory_is_that_of_the_process():
 
 def test_tensorboard_reads_the_board(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(str(tmp_path), quiet(tensorboard=True), steps=3)
-    for step in range(3):
-        metrics.report(row(step, mfu_full=0.4 if step else None))
-    metrics.validation(3, {"loss": 3.25, "tokens": 8, "sources": {"web": {"loss": 3.5, "tokens": 8}}})
-    losses = {name: {"loss": value, "tokens": 4} for name, value in (("loss", 1.5), ("web", 2.5))}
-    metrics.validation(4, {"loss": 2.0, "tokens": 8, "sources": losses})  # a source of that name
-    metrics.close()
+    with opened(tmp_path, tensorboard=True) as metrics:
+        for step in range(3):
+            metrics.report(row(step, mfu_full=0.4 if step else None))
+        metrics.validation(3, {"loss": 3.25, "tokens": 8, "sources": {"web": {"loss": 3.5, "tokens": 8}}})
+        losses = {name: {"loss": value, "tokens": 4} for name, value in (("loss", 1.5), ("web", 2.5))}
+        metrics.validation(4, {"loss": 2.0, "tokens": 8, "sources": losses})  # a source of that name
     board = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
 
@@ -242,28 +241,20 @@ def test_lines_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch, capl
     assert f"{tmp_path}/metrics.jsonl: No space left" in said
 
 
-def test_no_board_when_it_is_off(tmp_path):
-    metrics = Metrics(str(tmp_path), quiet(), steps=1)
-    metrics.report(row(0))
-    metrics.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
-
-
-def test_nothing_is_printed_when_live_is_off(tmp_path, capfd):
-    metrics = Metrics(str(tmp_path), quiet(), steps=1)
-    metrics.report(row(0))
-    metrics.validation(1, {"loss": 3.25, "tokens": 8, "sources": {}})
-    metrics.close()
+def test_no_board_and_no_line_when_they_are_off(tmp_path, capfd):
+    with opened(tmp_path, steps=1) as metrics:
+        metrics.report(row(0))
+        metrics.validation(1, {"loss": 3.25, "tokens": 8, "sources": {}})
     assert capfd.readouterr() == ("", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
 def test_the_live_line_in_a_log_file(tmp_path, capfd):
     """Not a terminal: whole lines, the last step's always, none of the cursor's codes; stdout stays free."""
-    metrics = Metrics(str(tmp_path), quiet(live=True), steps=2)
-    metrics.report(row(0, mfu_full=0.4123))
-    metrics.report(row(1, loss=math.nan, grad_norm=math.inf))
-    metrics.validation(2, {"loss": 3.25, "tokens": 8000, "sources": {}})
-    metrics.close()
+    with opened(tmp_path, live=True, steps=2) as metrics:
+        metrics.report(row(0, mfu_full=0.4123))
+        metrics.report(row(1, loss=math.nan, grad_norm=math.inf))
+        metrics.validation(2, {"loss": 3.25, "tokens": 8000, "sources": {}})
     out, err = capfd.readouterr()
     assert out == ""
     assert "\x1b" not in err
@@ -276,10 +267,9 @@ def test_the_live_line_in_a_log_file(tmp_path, capfd):
 
 
 def test_a_log_file_gets_a_line_in_ten_seconds_at_most(tmp_path, capfd):
-    metrics = Metrics(str(tmp_path), quiet(live=True), steps=100)
-    for step in range(50):
-        metrics.report(row(step))
-    metrics.close()
+    with opened(tmp_path, live=True, steps=100) as metrics:
+        for step in range(50):
+            metrics.report(row(step))
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
@@ -291,9 +281,8 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_the_line_is_written_over(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    metrics = Metrics(str(tmp_path), quiet(live=True), steps=1)
-    metrics.report(row(0))
-    metrics.close()
+    with opened(tmp_path, live=True, steps=1) as metrics:
+        metrics.report(row(0))
     assert terminal.getvalue().startswith("\r\x1b[Kstep 1/1  loss 4.5000")
     assert terminal.getvalue().endswith("\r\x1b[K")  # nothing half-written stays on the screen
 

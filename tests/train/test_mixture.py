@@ -44,10 +44,7 @@ def test_phases_given_from_the_beginning_or_later_are_one_order(tmp_path, paths)
     lives.append(case.live(both, kill_at=8))  # stands at 8, between
     lives.append(case.live(both))
     assert [life.start.step for life in lives] == [0, 4, 6, 8]
-    taken: dict = {}
-    for life in lives:
-        taken |= life.samples
-    assert taken == straight.samples
+    assert case.taken_by(lives) == straight.samples
     assert case.rows(tmp_path / "later") == case.rows(tmp_path / "whole")
     assert case.differences(lives[-1].state, straight.state) == []
     assert straight.start.mixture.order.hash == lives[-1].start.mixture.order.hash
@@ -62,10 +59,7 @@ def test_a_phase_that_changes_nothing_has_its_blocks_all_the_same(tmp_path, path
     lives = [case.live(config, kill_at=4), case.live(config, kill_at=6)]
     lives.append(second := case.live(config))
     assert [life.start.step for life in lives] == [0, 4, 6]
-    taken: dict = {}
-    for life in lives:
-        taken |= life.samples
-    assert taken == straight.samples
+    assert case.taken_by(lives) == straight.samples
     without = case.settings(tmp_path / "without", paths, steps=8)
     order = plan_mixture(without, Corpus(paths, 32)).order
     assert [tuple(map(list, order.batch(5)))] != [tuple(map(list, second.start.mixture.order.batch(5)))]

@@ -121,27 +121,27 @@ def test_the_scale_goes_on_after_a_restart():
 STEPS = 40
 
 
+def config_for(run: Path, paths: list[str], **changes: Any) -> TrainConfig:
+    run.mkdir()
+    plain = {
+        "run_dir": str(run), "data": [{"path": paths[0], "max_epochs": 1000}], "seq_len": 16, "device": "cpu",
+        "checkpoint": {"interval": 0}, "metrics": {"live": False, "tensorboard": False},
+    }  # fmt: skip
+    return TrainConfig.model_validate(plain | changes)
+
+
+def step_rows(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step"]
+
+
 def run(folder: Path, paths: list[str], precision: str, **changes: Any) -> tuple[list[dict[str, Any]], Trainer, Any]:
     """The step rows of a run, its trainer, and the first step's gradients before clipping."""
-    (folder / precision).mkdir()
-    config = TrainConfig.model_validate(
-        {
-            "run_dir": str(folder / precision),
-            "data": [{"path": paths[0], "max_epochs": 1000}],
-            "model": {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2},
-            "seq_len": 16,
-            "global_batch": 8,
-            "micro_batch": 4,
-            "steps": STEPS,
-            "precision": precision,
-            "device": "cpu",
-            "optimizer": {"lr": 1e-2},
-            "schedule": {"warmup": 5},
-            "checkpoint": {"interval": 0},
-            "metrics": {"live": False, "tensorboard": False},
-            **changes,
-        }
-    )
+    base = {
+        "model": {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2}, "global_batch": 8, "micro_batch": 4,
+        "steps": STEPS, "optimizer": {"lr": 1e-2}, "schedule": {"warmup": 5},
+    }  # fmt: skip
+    config = config_for(folder / precision, paths, precision=precision, **(base | changes))
     first: dict[str, torch.Tensor] = {}
 
     def keep(trainer: Trainer, step: int) -> None:
@@ -151,8 +151,7 @@ def run(folder: Path, paths: list[str], precision: str, **changes: Any) -> tuple
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
         trainer.on_gradients = keep
         trainer.fit()
-    rows = [json.loads(line) for line in (folder / precision / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "step"], trainer, first
+    return step_rows(folder / precision), trainer, first
 
 
 @pytest.fixture(scope="module")
@@ -196,30 +195,17 @@ def test_an_fp16_run_reports_its_scale_and_goes_on_with_it(tmp_path, paths):
 
 def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path, paths):
     """A scale that no FP16 gradient survives comes down by itself, and no weight moves before it has."""
-    (tmp_path / "run").mkdir()
-    config = TrainConfig.model_validate(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "data": [{"path": paths[0], "max_epochs": 1000}],
-            "model": {"num_layers": 1, "dim": 16, "num_heads": 2},
-            "seq_len": 16,
-            "global_batch": 4,
-            "steps": 30,
-            "precision": "fp16",
-            "device": "cpu",
-            "schedule": {"warmup": 0},
-            "checkpoint": {"interval": 0},
-            "metrics": {"live": False, "tensorboard": False},
-        }
-    )
+    config = config_for(
+        tmp_path / "run", paths, model={"num_layers": 1, "dim": 16, "num_heads": 2}, global_batch=4, steps=30,
+        precision="fp16", schedule={"warmup": 0},
+    )  # fmt: skip
     moved = []
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
         trainer.loss_scale.scale.fill_(2.0**32)
         first = trainer.model.embed.weight.detach().clone()
         trainer.on_gradients = lambda trainer, step: moved.append(not torch.equal(trainer.model.embed.weight, first))
         trainer.fit()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    rows = step_rows(tmp_path / "run")
     skipped = [row["skipped"] for row in rows]
     first_update = skipped.index(False)
     assert 5 <= first_update < 15

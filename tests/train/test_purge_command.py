@@ -10,10 +10,8 @@ import pytest
 
 from quern import storage
 from quern.cli.lineage.training_impact import training_impact_lines
-from quern.config import load_config
 from quern.lineage.purge.impact.resume import VersionChange
 from quern.lineage.purge.impact.training_impact import OTHERS, training_impact
-from quern.train.config import TrainConfig
 from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
@@ -21,12 +19,6 @@ from support.train import run_case as case
 pytestmark = pytest.mark.slow
 
 MASK = VersionChange(2, "mask", frozenset(purged.STREAMS))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    data = runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
-    return purged.train(data, tmp_path_factory.mktemp("trained") / "run", {})
 
 
 def report_on(data, run, doc_ids, change=MASK):
@@ -40,56 +32,50 @@ def read_at(trained, left, wanted):
 
 
 def test_without_a_clean_checkpoint_the_run_begins_anew_elsewhere(trained, tmp_path):
-    run = tmp_path / "run of mine: it's #1"
-    shutil.copytree(trained.run, run)
+    run = shutil.copytree(trained.run, tmp_path / "run of mine: it's #1")
     chosen = read_at(trained, trained.left, {0})[:1]
     row = report_on(trained.data, run, chosen)
     assert (row["last_clean"], row["resume"]["step"]) == (None, None)
     assert len(row["tainted"]) == 5
     assert row["resume"]["run_dir"] == f"{run}-v2"
-    command = row["resume"]["arguments"]
-    config = load_config(command[2], TrainConfig, command[3:])
-    assert config.run_dir == f"{run}-v2"
-    left = case.live(config)
+    left = purged.obey(row)
+    assert (tmp_path / f"{run.name}-v2" / "ledger.jsonl").exists()
     assert (left.start.kind, left.start.step) == ("start", 0)
     assert left.samples == trained.left.samples
 
 
 def test_what_the_run_skipped_at_the_checkpoint_stays_skipped(trained, tmp_path):
     """It went back to step 4 beyond three data steps; going back there again must not read them."""
-    data, run = trained.data, tmp_path / "run"
-    shutil.copytree(trained.run, run)
+    data, run = trained.data, shutil.copytree(trained.run, tmp_path / "run")
     config = trained.config(run, data, resume={"step": 4}, data_skip=3, checkpoint={"interval": 1})
     left = case.live(config)
     assert sorted(left.samples) == [7, 8, 9, 10, 11]
     row = report_on(data, run, read_at(trained, left, {7})[:1])
     assert row["resume"]["step"] == 4
     assert row["resume"]["arguments"][3:] == ["resume.step=4", "resume.again=2"]  # the config still has data_skip=3
-    again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
+    again = purged.obey(row)
     assert (again.start.kind, again.start.step, again.start.data_step) == ("rollback", 4, 7)
     assert again.samples == left.samples
 
 
 def test_what_it_skipped_later_is_read_again_and_that_is_said(trained, tmp_path):
-    data, run = trained.data, tmp_path / "run"
-    shutil.copytree(trained.run, run)
+    data, run = trained.data, shutil.copytree(trained.run, tmp_path / "run")
     left = case.live(trained.config(run, data, resume={"step": 6}, data_skip=2))
     assert sorted(left.samples) == [8, 9, 10]
     row = report_on(data, run, trained.chosen)
     assert row["resume"]["arguments"][3:] == ["resume.step=4", "data_skip=0"]
     assert row["resume"]["notes"] == ["data steps 6 to 7, which the run skipped later, are read again"]
-    again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
+    again = purged.obey(row)
     assert (again.start.kind, again.start.data_step, sorted(again.samples)) == ("rollback", 4, [4, 5, 6, 7, 8])
 
 
 def test_a_rollback_in_the_config_is_not_asked_for_again_by_who_only_goes_on(trained, tmp_path):
-    data, run = trained.data, tmp_path / "run"
-    shutil.copytree(trained.run, run)
+    data, run = trained.data, shutil.copytree(trained.run, tmp_path / "run")
     left = case.live(trained.config(run, data, resume={"step": 4}, data_skip=3), stop_at=5)
     assert (left.stopped_by, sorted(left.samples)) == ("SIGTERM", [7, 8, 9, 10])
     row = report_on(data, run, [b"x" * 16], VersionChange(2, "rewrite", frozenset()))
     assert row["resume"]["arguments"][3:] == ["resume.step=null", "data_skip=0"]
-    again = case.live(load_config(row["resume"]["arguments"][2], TrainConfig, row["resume"]["arguments"][3:]))
+    again = purged.obey(row)
     assert (again.start.kind, again.start.step, again.start.data_step) == ("resume", 8, 11)
 
 
@@ -112,8 +98,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(trained, tmp_path, monkeypatch
     paths = [f"data.{n}.path={trained.data}/tokens/{name}" for n, name in enumerate(purged.STREAMS)]
     assert row["resume"]["arguments"][3:] == [f"run_dir={tmp_path}/b/run", "resume.step=4", *paths]
     assert row["resume"]["run_in"] is None
-    command = row["resume"]["arguments"]
-    left = case.live(load_config(command[2], TrainConfig, command[3:]))
+    left = purged.obey(row)
     assert (left.start.kind, left.start.step, left.complete) == ("rollback", 4, True)
 
 
@@ -137,8 +122,7 @@ def test_who_read_a_data_run_before_it_was_moved_is_judged(trained, tmp_path):
 
 
 def test_what_cannot_be_judged_is_named(trained, tmp_path):
-    data = tmp_path / "data"
-    shutil.copytree(trained.data, data)
+    data = shutil.copytree(trained.data, tmp_path / "data")
     lines = [
         {"time": "2026-01-01T00:00:00Z", "train_run": path, "order": "x", "identities": ["run00000/web/1"]}
         for path in (str(tmp_path / "gone"), str(tmp_path / "broken"), str(tmp_path / "other"), str(trained.run))
@@ -224,8 +208,7 @@ def test_a_skipped_step_taints_nothing_and_a_left_branch_only_its_own_checkpoint
     row = report_on(data, run, chosen)
     assert (row["exposures"] > 0, row["applied"], row["skipped"], row["tainted"]) == (True, 0, row["exposures"], [])
     assert (row["last_clean"]["step"], row["resume"]["step"]) == (9, None)
-    copy = tmp_path / "left"
-    shutil.copytree(trained.run, copy)
+    copy = shutil.copytree(trained.run, tmp_path / "left")
     case.live(trained.config(copy, data, resume={"step": 6}, data_skip=1), stop_at=6)
     row = report_on(data, copy, chosen)
     assert [(seen["step"], bool(seen["abandoned"])) for seen in row["tainted"]] == [(9, True)]  # 8 was written anew

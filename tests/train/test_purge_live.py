@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from quern.lineage.purge.apply import finish
-from support.lineage import runs
 from support.train import purge_case as purged
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    data = runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
-    return purged.train(data, tmp_path_factory.mktemp("trained") / "run", {})
 
 
 def files_of(data: Path) -> set[Path]:

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quern.cli.lineage import app
@@ -26,12 +27,6 @@ from support.train import purge_case as purged
 from support.train import run_case as case
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    data = runs.write_run(tmp_path_factory.mktemp("data") / "run", documents=200, files=2)
-    return purged.train(data, tmp_path_factory.mktemp("trained") / "run", {})
 
 
 @pytest.fixture
@@ -92,10 +87,6 @@ def test_the_phase_opens_at_the_checkpoint_s_data_step_and_reads_the_new_stream(
 
 def tokens_of(data: Path, stream: str) -> list[int]:
     """All tokens of a stream, without the reader."""
-    import json
-
-    import numpy as np
-
     version = json.loads((data / "tokens" / "VERSION.json").read_text())
     dtype = version["encoding"]["dtype"]
     shards = [np.fromfile(data / "tokens" / shard["bin"], dtype) for shard in version["sources"][stream]["shards"]]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from quern.train.history.ledger import data_step, latest_order, surviving
 from support.programs import python
 from support.train import run_case as case
 from support.train.exposures import exposures
+from support.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +45,7 @@ def check_same(broken: Path, lives: list[case.Left], whole: Path, straight: case
     assert straight.complete
     assert case.rows(broken) == case.rows(whole)
     assert case.differences(lives[-1].state, straight.state) == []
-    taken: dict = {}
-    for life in lives:
-        taken |= life.samples
-    assert taken == straight.samples
+    assert case.taken_by(lives) == straight.samples
     assert len(straight.samples) == case.STEPS
     for step in range(case.STEPS):
         assert data_step(case.ledger(broken), step) == step
@@ -195,15 +192,23 @@ def lived(config: str) -> bool:
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     """Until metrics say that the step is done."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
+
+    def is_done() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        if (run / "metrics.jsonl").exists():
-            for line in (run / "metrics.jsonl").read_text().splitlines()[::-1]:
-                if json.loads(line)["step"] >= step:
-                    return
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} did not come")
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        return any(json.loads(line)["step"] >= step for line in lines[::-1])
+
+    until(is_done)
+
+
+def check_stopped(run: Path, by: str) -> int:
+    """The step after which a process saved once and stopped."""
+    (checkpoint,) = list_checkpoints(str(run))
+    entries = case.ledger(run)
+    assert [entry["kind"] for entry in entries] == ["order", "start", "checkpoint", "stopped"]
+    assert entries[-1]["step"] == entries[-2]["step"] == checkpoint.step
+    assert entries[-1]["signal"] == by
+    return checkpoint.step
 
 
 def weights_on_disk(run: Path) -> dict:
@@ -238,15 +243,11 @@ def test_sigterm_ends_a_process_with_a_checkpoint(tmp_path, paths):
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 3, said
     assert [line for line in said.splitlines() if not line.startswith("INFO ")] == []
-    (checkpoint,) = list_checkpoints(str(run))
-    entries = case.ledger(run)
-    assert [entry["kind"] for entry in entries] == ["order", "start", "checkpoint", "stopped"]
-    assert entries[-1]["step"] == entries[-2]["step"] == checkpoint.step
-    assert entries[-1]["signal"] == "SIGTERM"
+    saved = check_stopped(run, "SIGTERM")
 
-    steps = checkpoint.step + 4
+    steps = saved + 4
     again = case.live(long_run(run, paths).model_copy(update={"steps": steps}))
-    assert (again.start.step, again.complete) == (checkpoint.step, True)
+    assert (again.start.step, again.complete) == (saved, True)
     assert list_checkpoints(str(run))[-1].step == steps
     # all steps up to the end were taken once: that their values are those of a run in one piece is told above
     assert sorted(step for step in case.rows(run) if step >= 0) == list(range(steps))
@@ -270,13 +271,8 @@ def test_sigterm_to_one_of_two_workers_ends_both_at_one_step(tmp_path, paths):
             process.kill()
     assert process.returncode == 1, said  # torchrun's word for workers that did not end with 0
     assert said.count("exitcode  : 3 ") == 2, said
-    (checkpoint,) = list_checkpoints(str(run))
-    entries = case.ledger(run)
-    assert [entry["kind"] for entry in entries] == ["order", "start", "checkpoint", "stopped"]
-    assert entries[-1]["step"] == checkpoint.step
-    assert entries[-1]["signal"] == "signal to another rank"
 
-    steps = checkpoint.step + 4
+    steps = check_stopped(run, "signal to another rank") + 4
     configs = [long_run(folder, paths).model_copy(update={"steps": steps}) for folder in (run, tmp_path / "whole")]
     with LocalRanks(2, timeout_s=240, files={lived.__module__: lived.__code__.co_filename}) as ranks:
         for config in configs:

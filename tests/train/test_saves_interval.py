@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import re
-import time
 import types
 from collections.abc import Iterable
 from itertools import accumulate, chain, repeat
@@ -23,10 +22,9 @@ from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.checkpoint.save import scheduler
 from quern.train.checkpoint.save.async_save import AsyncSave, Progress
 from support.train import run_case as case
+from support.waits import until
 
 pytestmark = pytest.mark.slow
-
-WAIT_S = 120.0
 
 
 class Clock:
@@ -70,10 +68,7 @@ class Clock:
 
         def goes_on(self: AsyncSave) -> Progress:
             """A save comes one stage further with each step, however fast the machine writes."""
-            limit = time.monotonic() + WAIT_S
-            while self.in_flight and progress(self) == Progress():
-                assert time.monotonic() < limit
-                time.sleep(0.001)
+            until(lambda: not self.in_flight or progress(self) != Progress())
             return progress(self)
 
         monkeypatch.setattr(scheduler, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))

@@ -44,6 +44,11 @@ pytestmark = pytest.mark.slow
 WAIT_S = 120.0
 
 
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
 def manager(run: Path, mode: str, **config) -> CheckpointManager:
     return CheckpointManager(str(run), CheckpointConfig(mode=mode, **config))
 
@@ -63,8 +68,7 @@ def saved(checkpoints: CheckpointManager) -> Outcome:
 
 def content(run: Path, step: int, folder: Path) -> types.SimpleNamespace:
     """A state loaded from a checkpoint, whose files have been verified."""
-    state = CASE.make(folder)
-    CASE.fill(state, 0)
+    state = CASE.filled(folder, 0)
     path = run / "checkpoints" / f"step_{step:08d}"
     assert verify(str(path)) == []
     with manager(run, "sync") as checkpoints:
@@ -73,9 +77,8 @@ def content(run: Path, step: int, folder: Path) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
-def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
+def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, run, mode):
     """And closing loses the save in flight, and nothing else. Of a process this is told with its signals, below."""
-    run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, mode) as checkpoints:
         for step in (1, 2):  # the second goes into memory that holds the first
@@ -95,7 +98,7 @@ def test_what_changes_after_the_copy_is_not_in_the_checkpoint(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 @pytest.mark.parametrize("who", ["snapshot", "trainer"])
-def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, monkeypatch):
+def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, run, mode, who, monkeypatch):
     """Two threads copy; one is held amid its first tensor while the other copies all else. Nothing is written yet."""
     begun, go, done = threading.Event(), threading.Event(), threading.Event()
     copy = torch.Tensor.copy_
@@ -112,9 +115,7 @@ def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, mon
         checkpoints.async_save.wait_staged()
         done.set()
 
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+    state = CASE.filled(tmp_path, 1)
     with manager(run, mode) as checkpoints:
         checkpoints.async_save.prepare(state)
         with monkeypatch.context() as patch:
@@ -135,7 +136,7 @@ def test_a_copy_that_another_thread_makes_is_waited_for(tmp_path, mode, who, mon
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.long)])
 @pytest.mark.parametrize("who", ["snapshot", "MainThread"])
-def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode, who, monkeypatch):
+def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, run, mode, who, monkeypatch):
     """In the thread that copies, or in the trainer's, which helps; the next save is a sound one."""
     met = threading.Barrier(2)
     copy = torch.Tensor.copy_
@@ -150,9 +151,7 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode,
                 raise RuntimeError("no such page")
         return copy(self, *arguments, **options)
 
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+    state = CASE.filled(tmp_path, 1)
     with manager(run, mode) as checkpoints:
         checkpoints.save(1, state, CASE.position(1))
         CASE.fill(state, 2)
@@ -172,9 +171,8 @@ def test_a_copy_that_fails_fails_its_save_and_nothing_is_written(tmp_path, mode,
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
-def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
+def test_a_save_removes_what_it_makes_too_old(tmp_path, run, mode):
     """Counted with itself; a newer one, of a branch that was left, waits."""
-    run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, mode, keep_last=1) as checkpoints:
         for step, stand in ((1, [1]), (2, [1, 2]), (9, [1, 9]), (3, [1, 3, 9]), (4, [1, 4, 9])):
@@ -184,10 +182,8 @@ def test_a_save_removes_what_it_makes_too_old(tmp_path, mode):
             assert steps_of(run) == stand
 
 
-def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path):
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 3)
+def test_a_save_goes_on_when_the_sum_says_so_and_not_before(tmp_path, run):
+    state = CASE.filled(tmp_path, 3)
     with manager(run, "thread") as checkpoints:
         assert checkpoints.async_save.progress() == Progress()
         begin(checkpoints, 3, state)
@@ -234,11 +230,9 @@ FAILS = {"writing": "ended with code -9", "publishing": "ended with code -9",
         *(pytest.param(name, marks=pytest.mark.long) for name in ("before", "written", *FAILS) if name != "publishing"),
     ],
 )
-def test_a_writer_that_fails_or_is_killed_costs_its_save_alone(tmp_path, what, monkeypatch):
+def test_a_writer_that_fails_or_is_killed_costs_its_save_alone(tmp_path, run, what, monkeypatch):
     """Killed before or after it has a save in work, it costs nothing: another is started, if one can be."""
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+    state = CASE.filled(tmp_path, 1)
 
     def fails(*arguments, **options):
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -283,12 +277,12 @@ def test_a_writer_that_fails_or_is_killed_costs_its_save_alone(tmp_path, what, m
     assert CASE.differences(content(run, 3, tmp_path), 3) == []
 
 
-def test_the_writer_ends_with_its_trainer(tmp_path):
+def test_the_writer_ends_with_its_trainer(run):
     reader, told = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
-        checkpoints = manager(tmp_path / "run", "process")
+        checkpoints = manager(run, "process")
         os.write(told, str(writer_of(checkpoints)).encode())
         time.sleep(600)
     os.close(told)
@@ -298,10 +292,9 @@ def test_the_writer_ends_with_its_trainer(tmp_path):
     until(lambda: has_ended(writer))
 
 
-def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, monkeypatch):
+def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, run, monkeypatch):
     """What a scheduler sends to all processes of a job; the trainer saves once more then."""
     monkeypatch.setattr(background, "_GRACE_S", 120.0)  # however slow the machine is
-    run = tmp_path / "run"
     state = CASE.make(tmp_path)
     with manager(run, "process", keep_last=5) as checkpoints:
         process = process_of(checkpoints)
@@ -328,7 +321,7 @@ def test_a_signal_does_not_end_a_writer_and_the_end_of_its_input_does(tmp_path, 
 
 
 @pytest.mark.parametrize("where", ["write", "_publish"])
-def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, monkeypatch, where):
+def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, run, monkeypatch, where):
     """Else the process group would give up on all. The work goes on when they have done so for some time."""
     finishing, signs = threading.Event(), threading.Semaphore(0)
     gather, action = Agreement.gather, getattr(Work, where)
@@ -346,13 +339,12 @@ def test_ranks_give_signs_of_life_while_one_is_at_work(tmp_path, monkeypatch, wh
     monkeypatch.setattr(agree, "_SIGN_OF_LIFE_S", 0.01)
     monkeypatch.setattr(Agreement, "gather", heard)
     monkeypatch.setattr(Work, where, slow)
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
-    with manager(tmp_path / "run", "thread") as checkpoints:
+    state = CASE.filled(tmp_path, 1)
+    with manager(run, "thread") as checkpoints:
         begin(checkpoints, 1, state)
         finishing.set()
         saved(checkpoints)
-    assert CASE.differences(content(tmp_path / "run", 1, tmp_path), 1) == []
+    assert CASE.differences(content(run, 1, tmp_path), 1) == []
 
 
 def test_an_outcome_says_whether_it_is_uploaded(tmp_path):
@@ -371,7 +363,7 @@ def test_an_outcome_says_whether_it_is_uploaded(tmp_path):
         assert found == stored
 
 
-def test_each_part_is_closed_whatever_the_others_do_and_the_lock_last(tmp_path, monkeypatch):
+def test_each_part_is_closed_whatever_the_others_do_and_the_lock_last(run, monkeypatch):
     closed = []
 
     def fails(name, close):
@@ -382,7 +374,7 @@ def test_each_part_is_closed_whatever_the_others_do_and_the_lock_last(tmp_path, 
 
         return closes
 
-    checkpoints = manager(tmp_path / "run", "thread")
+    checkpoints = manager(run, "thread")
     with monkeypatch.context() as patch:
         for owner in (AsyncSave, Tiers, FolderLock):
             patch.setattr(owner, "close", fails(owner.__name__, owner.close))
@@ -391,10 +383,10 @@ def test_each_part_is_closed_whatever_the_others_do_and_the_lock_last(tmp_path, 
         assert closed == ["AsyncSave", "Tiers", "FolderLock"]
         checkpoints.close()
         assert len(closed) == 3
-    manager(tmp_path / "run", "thread").close()  # the lock is free
+    manager(run, "thread").close()  # the lock is free
 
 
-def test_a_manager_that_cannot_be_opened_closes_what_it_has(tmp_path, monkeypatch):
+def test_a_manager_that_cannot_be_opened_closes_what_it_has(run, monkeypatch):
     closed = []
     close = Thread.close
 
@@ -405,15 +397,13 @@ def test_a_manager_that_cannot_be_opened_closes_what_it_has(tmp_path, monkeypatc
         patch.setattr(Thread, "close", lambda self: closed.append("background") or close(self))
         patch.setattr(manager_module, "AsyncSave", fails)
         with pytest.raises(RuntimeError, match="no saves"):
-            manager(tmp_path / "run", "thread")
+            manager(run, "thread")
     assert closed == ["background"]
-    manager(tmp_path / "run", "thread").close()
+    manager(run, "thread").close()
 
 
-def test_planning_happens_once_and_again_when_sizes_change(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    state = CASE.make(tmp_path)
-    CASE.fill(state, 1)
+def test_planning_happens_once_and_again_when_sizes_change(tmp_path, run, monkeypatch):
+    state = CASE.filled(tmp_path, 1)
     planned = []
     deal = Agreement.scatter
     monkeypatch.setattr(Agreement, "scatter", lambda self, action: planned.append(1) or deal(self, action))

@@ -261,7 +261,7 @@ def one(tmp_path):
 
 def save(checkpoints: CheckpointManager, state: Any, step: int) -> None:
     case.fill(state, step)
-    checkpoints.save(step, state, replace(case.position(step), ledger_offset=0))
+    checkpoints.save(step, state, case.position(step))
 
 
 def full(*arguments: Any, **options: Any) -> None:

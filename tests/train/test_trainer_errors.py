@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -9,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from quern.config import dump_yaml, load_config
 from quern.model.config import ModelConfig
 from quern.train.__main__ import main
 from quern.train.config import TrainConfig
+from support.damage import flip
 from support.named_cases import each
 from support.train import run_case as case
 
@@ -24,6 +27,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def paths(tmp_path):
     return case.write_corpus(tmp_path / "data", {"web": 60, "code": 25})
+
+
+@pytest.fixture
+def weights(file, tmp_path) -> Path:
+    """The last checkpoint of that run, to begin another with."""
+    assert main([str(file)]) == 0
+    return tmp_path / "run" / "checkpoints" / "step_00000009"
 
 
 @pytest.fixture
@@ -49,8 +59,6 @@ def refused(capsys, file: Path, *overrides: str, code: int = 2) -> str:
 
 def rewrite_manifest(folder: Path, **changes) -> None:
     """Another manifest of a source, and a version that lists it with its own checksum."""
-    import hashlib
-
     manifest = folder / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
     version = folder.parent / "VERSION.json"
@@ -73,9 +81,7 @@ def test_a_missing_shard(capsys, file, paths):
 
 def test_an_altered_shard_of_the_same_size(capsys, file, paths):
     shard = Path(paths[0], "shard_00000.bin")
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 100)
     line = refused(capsys, file)
     assert "web/shard_00000.bin: is damaged: its SHA-256 is not the expected" in line
 
@@ -131,9 +137,7 @@ def test_an_altered_held_out_shard(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(case.settings(tmp_path / "run", [path])))
     shard = next(Path(path + ".val").glob("*.bin"))
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 100)
     assert f"{shard}: is damaged: its SHA-256 is not the expected" in refused(capsys, file)
 
 
@@ -147,8 +151,6 @@ def test_ids_that_nobody_verified(capsys, file, paths):
 
 
 def test_cuda_where_there_is_none(capsys, file):
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     assert "device: expected a machine with CUDA, and torch finds none; give device=cpu" in refused(
@@ -190,12 +192,10 @@ def test_another_corpus_version_on_a_resume(capsys, file, paths):
     assert "give accept_version=2 for this source" in line
 
 
-def test_weights_of_another_shape_to_begin_with(capsys, file, tmp_path, caplog):
-    assert main([str(file)]) == 0
-    given = tmp_path / "run" / "checkpoints" / "step_00000009"
+def test_weights_of_another_shape_to_begin_with(capsys, file, tmp_path, weights, caplog):
     caplog.clear()
     line = refused(
-        capsys, file, f"init_from={given}", f"run_dir={tmp_path / 'other'}", "model={num_layers: 3, dim: 64}"
+        capsys, file, f"init_from={weights}", f"run_dir={tmp_path / 'other'}", "model={num_layers: 3, dim: 64}"
     )
     assert "step_00000009/manifest.json: the checkpoint does not fit: model.num_layers is 3 in the config and 1" in line
     assert "; model.dim is 64 in the config and 32 in the checkpoint" in line
@@ -203,35 +203,29 @@ def test_weights_of_another_shape_to_begin_with(capsys, file, tmp_path, caplog):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_that_begins_with_another_runs_newest_weights(capsys, file, tmp_path, caplog):
+def test_a_run_that_begins_with_another_runs_newest_weights(capsys, file, tmp_path, weights, caplog):
     """Without a section model; and it goes on without the source."""
-    assert main([str(file)]) == 0
     plain = yaml.safe_load(file.read_text())
-    given = tmp_path / "run" / "checkpoints" / "step_00000009"
     plain |= {"run_dir": str(tmp_path / "other"), "init_from": str(tmp_path / "run"), "steps": 4}
     model = plain.pop("model")
     file.write_text(yaml.safe_dump(plain))
     assert main([str(file)]) == 0
-    assert f"the weights are those of {given}" in caplog.messages
+    assert f"the weights are those of {weights}" in caplog.messages
     recorded = load_config(tmp_path / "other" / "config.yaml", TrainConfig)
     assert recorded.model.shape(300) == ModelConfig(**model).shape(300)
-    assert recorded.init_from == str(given)
+    assert recorded.init_from == str(weights)
     (tmp_path / "run").rename(tmp_path / "away")
     caplog.clear()
     assert main([str(file), "steps=6"]) == 0
     assert "config: steps: 4 → 6" in caplog.messages
     assert not any("init_from" in message for message in caplog.messages)
-    assert load_config(tmp_path / "other" / "config.yaml", TrainConfig).init_from == str(given)
+    assert load_config(tmp_path / "other" / "config.yaml", TrainConfig).init_from == str(weights)
 
 
-def test_damaged_weights_to_begin_with(capsys, file, tmp_path):
-    assert main([str(file)]) == 0
-    given = tmp_path / "run" / "checkpoints" / "step_00000009"
-    (shard,) = given.glob("*.distcp")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    line = refused(capsys, file, f"init_from={given}", f"run_dir={tmp_path / 'other'}")
+def test_damaged_weights_to_begin_with(capsys, file, tmp_path, weights):
+    (shard,) = weights.glob("*.distcp")
+    flip(shard)
+    line = refused(capsys, file, f"init_from={weights}", f"run_dir={tmp_path / 'other'}")
     assert "init_from: " in line
     assert shard.name in line
 

@@ -21,6 +21,7 @@ from quern.train.checkpoint.tools.reader import verify
 from quern.train.history.ledger import data_step, latest_order, surviving
 from support.train import run_case as case
 from support.train.exposures import exposures
+from support.waits import until
 
 KILLS = 20
 #: Staging folders and folders moved aside: what a save leaves that was cut off.
@@ -51,11 +52,11 @@ def a_life(context, file: Path, run: Path, rng: random.Random) -> None:
     process = context.Process(target=main, args=([str(file)],))
     process.start()
     try:
-        before, left, deadline = newest_step(run), half_written(run), time.monotonic() + 120
+        before, left = newest_step(run), half_written(run)
         wanted = before + rng.choice([0, 1, 1, 2, 3])
-        while newest_step(run) < wanted and process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: newest_step(run) >= wanted or not process.is_alive())
         if rng.random() < 0.5:
+            deadline = time.monotonic() + 120
             while half_written(run) <= left and process.is_alive() and time.monotonic() < deadline:
                 pass  # a save is over in milliseconds
             time.sleep(rng.choice([0, 0, 0.001, 0.003]))

@@ -23,6 +23,7 @@ from quern.train.batches.tensors import StepTensors
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import Ledger
 from quern.train.training_batches import TrainingBatches
+from support.damage import flip
 from support.programs import python
 from support.train import corpora as CORPORA
 from support.train import run_case as CASE
@@ -244,9 +245,7 @@ def test_skipped_steps_are_told(tmp_path: Path, paths: list[str]) -> None:
 
 def test_a_damaged_shard_is_refused_unless_it_is_not_to_be_read(tmp_path: Path, paths: list[str]) -> None:
     shard = Path(paths[0], "shard_00000.bin")
-    data = bytearray(shard.read_bytes())
-    data[100] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 100)
     with pytest.raises(InputError, match=r"shard_00000\.bin: is damaged"):
         quern.batches(settings(tmp_path, paths))
     quern.batches(settings(tmp_path, paths, verify_shards=False)).close()

@@ -77,6 +77,11 @@ def numbers(kind: str, name: str, size: tuple[int, ...], key: int) -> torch.Tens
     return torch.from_numpy(stream.standard_normal(size).astype(np.float32)).abs() + 0.5
 
 
+def weights(key: int, **options: Any) -> dict[str, torch.Tensor]:
+    """All that :func:`fill` gives a model of this shape."""
+    return {name: numbers("weight", name, size, key) for name, size in sizes(shape(**options)).items()}
+
+
 def padded(values: torch.Tensor, name: str, multiple: int, fill: float) -> torch.Tensor:
     if name not in ("embed.weight", "head.weight"):
         return values

@@ -191,7 +191,11 @@ def row_of(report: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def follow(report: dict[str, Any], folder: Path) -> case.Left:
     """Do what the command of the report's one training run says."""
-    row = row_of(report, folder)
+    return obey(row_of(report, folder))
+
+
+def obey(row: dict[str, Any]) -> case.Left:
+    """Do what the command of a row of a report says."""
     command = row["resume"]["arguments"]
     assert shlex.split(row["resume"]["command"]) == command
     assert command[:2] == ["quern", "train"]

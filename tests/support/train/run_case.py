@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,11 @@ def live(
         left.complete, left.stopped_by = trainer.complete, trainer.stopped_by
         left.state = state_of(trainer)
     return left
+
+
+def taken_by(lives: Iterable[Left]) -> dict[int, list[tuple[int, int, int, int]]]:
+    """The samples of every data step that one of these lives took."""
+    return {step: samples for life in lives for step, samples in life.samples.items()}
 
 
 def _record(trainer: Trainer, left: Left) -> None:
