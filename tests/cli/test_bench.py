@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from support.programs import python
+from support.waits import until
 
 SMALL = (
     "device=cpu", "model.dim=64", "model.ffn_dim=128", "model.num_heads=2", "model.num_kv_heads=1", "--model", "debug",
@@ -112,14 +112,9 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
     many = [word if word != "2" or SMALL[place - 1] != "--steps" else "100000" for place, word in enumerate(SMALL)]
     command = [sys.executable, *quern(*many, "--nproc", "2", "--scratch", str(tmp_path))[1:]]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not list(tmp_path.glob("*/row-000/run/metrics.jsonl")):
-        time.sleep(0.05)
+    until(lambda: list(tmp_path.glob("*/row-000/run/metrics.jsonl")), 200)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) >= 2
     process.send_signal(number)
     assert process.wait(60) in (128 + number, -number)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in children):
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from quern.tokenize.writing.train_encoding import train_ranks
 from quern.train.checkpoint.format.manifest import MANIFEST_FILE, EncodingInfo, read_manifest
 from quern.train.checkpoint.tools.reader import iter_weights, write_weights
 from support.checkpoint_commands import invoke
+from support.damage import flip
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,9 @@ def run(tmp_path: Path, encoding: Encoding) -> Path:
 def damage(checkpoint: Path, *, length: int | None = None) -> Path:
     """Flip a bit of the largest file, or cut it to ``length``."""
     file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content[:length])
+    flip(file)
+    if length is not None:
+        os.truncate(file, length)
     return file
 
 

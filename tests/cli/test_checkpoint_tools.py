@@ -21,6 +21,7 @@ from quern.train.checkpoint.format.manifest import read_manifest
 from quern.train.checkpoint.tools.reader import iter_weights, verify, write_weights
 from quern.train.config import CheckpointConfig, TrainConfig
 from support.checkpoint_commands import invoke
+from support.damage import flip
 from support.programs import python
 from support.train import checkpoint_case as CASE
 from support.train.saves import CheckpointManager
@@ -201,9 +202,7 @@ def test_reshard_refuses_in_one_line_and_leaves_nothing(run: Path, tmp_path: Pat
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
     file = run / "checkpoints" / "step_00000030" / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[900] ^= 1
-    file.write_bytes(data)
+    flip(file, 900)
     assert "nothing was written" in invoke("reshard", run, tmp_path / "out", code=1).stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

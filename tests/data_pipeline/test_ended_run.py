@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from quern.data_pipeline.monitoring.run_status import read_status
 from quern.data_run.config import DataRun
 from support.remote import web_server
 from support.remote.web_server import Fault, Web
+from support.waits import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.ray]
 
@@ -56,10 +56,7 @@ def _strike_and_go_on(tmp_path: Path, web: Web) -> None:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert process.stderr is not None
         assert process.stderr.readline().startswith("pages: 3 partitions")
-        deadline = time.monotonic() + 120
-        while not web.under_way:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: web.under_way)
         if isinstance(strike, str):
             os.kill(children(process.pid)[strike], signal.SIGKILL)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from quern.data_pipeline.monitoring.phase import format_duration
 from quern.data_pipeline.monitoring.progress import RunProgress
+from support.waits import until
 
 COUNTS = {"pages": 100, "kept": 30, "by_stage": {"language": 50, "quality": 20}}
 
@@ -256,10 +256,7 @@ def test_the_clock_runs_between_partitions() -> None:
     with RunProgress(console=console, refresh_s=0.01) as progress:
         progress.start_phase("pages", 1, None)
         before = len(stream.getvalue())
-        deadline = time.monotonic() + 120
-        while len(stream.getvalue()) == before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(stream.getvalue()) > before
+        until(lambda: len(stream.getvalue()) > before)
     assert sys.stderr is not console.file
 
 

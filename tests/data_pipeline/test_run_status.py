@@ -25,6 +25,7 @@ from quern.data_pipeline.monitoring.heartbeat import Heartbeat, process_lives, t
 from quern.data_pipeline.monitoring.progress import RunProgress
 from quern.data_pipeline.monitoring.run_status import describe, read_status
 from quern.errors import InputError, QuernError
+from support.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -208,10 +209,7 @@ def test_a_beat_comes_on_time_and_at_every_new_phase(tmp_path: Path, monkeypatch
             return bool(storage.read_json(str(tmp_path / "status.json"))["phase"]["name"] == expected)
 
         name[0] = "duplicates"
-        deadline = time.monotonic() + 120
-        while not told("duplicates") and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert told("duplicates")
+        until(lambda: told("duplicates"))
     assert storage.read_json(str(tmp_path / "status.json"))["state"] == "complete"
 
 

@@ -22,6 +22,7 @@ from quern.train.checkpoint.format.manifest import checkpoint_name, list_checkpo
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.tools.reader import iter_weights, read_manifest, verify
 from quern.train.config import CheckpointConfig
+from support.damage import flip
 from support.distributed.by_hand import Model, laid_out
 from support.train import checkpoint_case as CASE
 from support.train.saves import CheckpointManager
@@ -329,9 +330,7 @@ def test_all_ranks_agree_on_the_newest_valid_one(kept_ranks, tmp_path):
     root = tmp_path / "run" / "checkpoints"
     assert sorted(os.listdir(root)) == [".lock", "step_00000003", "step_00000004"]
     file = root / "step_00000004" / "__1_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 128
-    file.write_bytes(data)
+    flip(file, -1, 128)
     for step, problems in kept_ranks(damaged, 3, str(tmp_path)):
         assert step == 3
         assert [str(file) in problem for problem in problems] == [True]

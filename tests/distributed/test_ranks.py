@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from quern.parallel import local
 from quern.parallel.local import LocalRanks, RankError
-from support.waits import has_ended
+from support.waits import has_ended, until
 
 
 @dataclass
@@ -47,8 +47,7 @@ def die_on(rank: int, folder: str) -> int:
     """Not before the others have come so far: one that still connects would fail with it."""
     Path(folder, str(dist.get_rank())).touch()
     if dist.get_rank() == rank:
-        while len(os.listdir(folder)) < dist.get_world_size():
-            time.sleep(0.01)
+        until(lambda: len(os.listdir(folder)) == dist.get_world_size())
         os.kill(os.getpid(), signal.SIGKILL)
     return dist.get_rank()
 
@@ -61,8 +60,7 @@ def fail_in_turn(folder: str) -> None:
         part.write_text(str(os.getpid()))
         part.rename(last)
     else:
-        while not last.exists() or alive(int(last.read_text())):
-            time.sleep(0.01)
+        until(lambda: last.exists() and not alive(int(last.read_text())))
     raise ValueError("no such bird")
 
 
@@ -140,8 +138,7 @@ def test_the_first_that_fails_is_named_in_whatever_order_they_are_heard(
     wait = local.connection.wait
 
     def wait_for_all(channels: list[Any], timeout: float | None = None) -> list[Any]:
-        while not all(channel.poll() for channel in channels):
-            time.sleep(0.01)
+        until(lambda: all(channel.poll() for channel in channels))
         return wait(channels, timeout)
 
     monkeypatch.setattr(local, "connection", SimpleNamespace(wait=wait_for_all))

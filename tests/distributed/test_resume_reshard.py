@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.damage import flip
 from support.oracles import plain_loop as PLAIN
 from support.train import run_case as CASE
 
@@ -235,9 +236,7 @@ def refused(run: str, paths: list[str]) -> list[str]:
 def test_all_ranks_refuse_together(kept_ranks, tmp_path, paths):
     """Each rank verifies its share of the files, and rank 0 alone opens the ledger: both say what one has found."""
     shard = Path(paths[1], "shard_00001.bin")
-    data = bytearray(shard.read_bytes())
-    data[10] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 10)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text("nonsense\n{}\n")
     found = kept_ranks(refused, 2, str(tmp_path / "run"), paths)

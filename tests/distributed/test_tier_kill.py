@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import time
 import types
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ import pytest
 
 from quern.parallel.local import LocalRanks, RankError
 from support.train import checkpoint_case as CASE
+from support.waits import until
 
 pytestmark = pytest.mark.long
 
@@ -138,9 +138,7 @@ def arm(folder: str, strike: Strike) -> None:
         other = Path(folder, f"nvme{1 - rank}")
 
         def settle(self: Disk, step: int, token: str, names: Any) -> None:
-            end = time.monotonic() + LIMIT_S / 2
-            while time.monotonic() < end and list(other.glob(f"*/.{name}.{token}.tmp")):
-                time.sleep(0.01)
+            until(lambda: not list(other.glob(f"*/.{name}.{token}.tmp")), LIMIT_S / 2)
             assert list(other.glob(f"*/{name}/__{1 - rank}_0.distcp"))
             die()
 

@@ -20,6 +20,7 @@ from quern.lineage.index import build as module
 from quern.lineage.index.build import FOLDER
 from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.store import IndexedRun
+from support.damage import flip, flip_any
 from support.lineage.index_case import answers, open_run
 from support.programs import kill, python
 
@@ -81,9 +82,7 @@ def test_two_rows_of_one_document_are_refused(run: Path) -> None:
 
 def test_damaged_spans_are_refused(run: Path) -> None:
     path = run / "tokens" / "web" / "shard_00001.spans.parquet"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(InputError, match="is damaged: its SHA-256"):
         open_run(run)
 
@@ -112,9 +111,7 @@ def test_a_flipped_bit_is_mended_or_said_and_never_answers_wrongly(run: Path, ex
     said = 0
     for _ in range(5):
         path = draw.choice([path for path in index_files(run) if not path.name.startswith(UNREAD)])
-        data = bytearray(path.read_bytes())
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
+        flip_any(path, draw)
         found, damaged = mended(run)
         assert found == expected, path
         said += damaged
@@ -130,9 +127,7 @@ def test_a_flipped_bit_of_any_file_is_found_by_the_check(run: Path, kind: str) -
         if not path.parent.name.startswith(kind) or (path.name == "record.json" and kind != "segment"):
             continue
         whole = path.read_bytes()
-        data = bytearray(whole)
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
+        flip_any(path, draw)
         with pytest.raises(DamagedIndexError):
             open_run(run).check()
         path.write_bytes(whole)

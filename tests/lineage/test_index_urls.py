@@ -19,6 +19,7 @@ from quern.lineage.index.columns import DamagedIndexError
 from quern.lineage.index.hashes import sort_order
 from quern.lineage.index.records import Opened
 from quern.lineage.index.urls import BLOCK, Urls, write_urls
+from support.damage import flip_any
 
 Row = tuple[str | None, str | None, str | None]
 
@@ -155,9 +156,7 @@ def test_a_flipped_bit_is_never_part_of_an_answer(tmp_path: Path) -> None:
     for _ in range(150):
         path = draw.choice(sorted((tmp_path / "urls").iterdir()))
         whole = path.read_bytes()
-        data = bytearray(whole)
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        path.write_bytes(data)
+        flip_any(path, draw)
         try:
             urls = open_urls(tmp_path / "urls", rows)
             for key in draw.sample(surts, 10):

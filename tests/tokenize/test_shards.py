@@ -20,6 +20,7 @@ import pytest
 from quern.errors import InputError
 from quern.tokenize.shard_format import ShardWriter, version_entry
 from quern.tokenize.shards import ShardReader
+from support.damage import flip
 
 EOT = 999
 Documents = list[tuple[bytes, list[int]]]
@@ -165,9 +166,7 @@ def test_a_missing_file_is_refused_by_name(corpus: tuple[Path, list[Documents]],
 @pytest.mark.parametrize("name", ["shard_00002.bin", "shard_00000.spans.parquet"])
 def test_a_changed_bit_is_found_by_verify(corpus: tuple[Path, list[Documents]], name: str) -> None:
     path = corpus[0] / name
-    data = bytearray(path.read_bytes())
-    data[5] ^= 1
-    path.write_bytes(bytes(data))
+    flip(path, 5)
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
         ShardReader(str(corpus[0]), verify=True)
 

@@ -27,6 +27,7 @@ from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.restoration.restore import MOVED_SCHEMA
 from quern.lineage.store import IndexedRun
 from quern.tokenize.shards import ShardReader
+from support.damage import flip
 from support.lineage import runs
 from support.purge import corpus_scan as C
 
@@ -219,9 +220,7 @@ def test_damage_is_found_before_anything_is_purged(run: Path, mode: str, end: st
     (one,) = some(run, stream="web")[:1]
     (number,) = [n for n, shard in enumerate(C.scan(run)["web"]) if any(piece.doc_id == one for piece in shard)]
     path = run / f"tokens/web/shard_{number:05d}.{end}"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # behind what is purged
-    path.write_bytes(data)
+    flip(path, -1)  # behind what is purged
     files = C.tree(run)
     with pytest.raises(InputError, match=f"^{re.escape(str(path))}: is damaged"):
         purge(request(run, [one], mode))

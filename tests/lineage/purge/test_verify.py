@@ -16,6 +16,7 @@ from quern import storage
 from quern.lineage.purge.proof import check_tokens
 from quern.lineage.purge.proof.verify import verify
 from quern.lineage.purge.record import audit
+from support.damage import flip
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, kept, prove, put_back, relist, spot
 
@@ -192,9 +193,7 @@ def test_a_file_that_is_not_as_listed(case: P.Case, what: str) -> None:
         table = pq.read_table(path)
         pq.write_table(table.replace_schema_metadata({"a": "b"}), path)
     elif what == "shard":
-        data = bytearray(path.read_bytes())
-        data[0] ^= 1
-        path.write_bytes(data)
+        flip(path, 0)
     else:
         path.write_bytes(path.read_bytes() + b"\n")
     assert failed(case)["checksums"] == [(below(case, path), None, None)]

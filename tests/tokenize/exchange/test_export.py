@@ -16,6 +16,7 @@ import pytest
 from quern.errors import InputError
 from quern.tokenize.exchange import export as module
 from quern.tokenize.exchange.export import export
+from support.damage import flip
 from support.exchange import plain_formats as plain
 from support.lineage import runs
 
@@ -145,12 +146,6 @@ def test_equal_runs_give_equal_bytes(run_dir: Path, tmp_path: Path) -> None:
 def own_run(run_dir: Path, tmp_path: Path) -> Path:
     """A copy, to be damaged."""
     return Path(shutil.copytree(run_dir, tmp_path / "own"))
-
-
-def flip(path: Path, at: int = 40) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def refused(run: Path, out: Path, *names: str, format: Any = "megatron", **options: Any) -> None:

@@ -15,6 +15,7 @@ import pytest
 from quern.tokenize.exchange import sidecar
 from quern.tokenize.exchange.export import export
 from quern.tokenize.exchange.ingest import ingest
+from support.damage import flip
 from support.exchange import plain_formats as plain
 from support.exchange.import_case import FORMATS, options, refused, verdicts
 
@@ -90,9 +91,7 @@ def _flip_a_url(data: Path, side: Path) -> None:
     """A bit of a page of data; the table is whole otherwise."""
     place = pq.read_metadata(side).row_group(0).column(3)
     assert place.path_in_schema == "url"
-    content = bytearray(side.read_bytes())
-    content[place.data_page_offset + place.total_compressed_size // 2] ^= 4
-    side.write_bytes(content)
+    flip(side, place.data_page_offset + place.total_compressed_size // 2, 4)
 
 
 def _share_a_long_url(side: Path) -> None:
