@@ -1,4 +1,4 @@
-"""The real pages of the shared corpus, decoded by the charset its manifest names."""
+"""The real pages of the shared corpus, decoded by the charset its manifest names, and workers of Ray."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from pathlib import Path
 import pytest
 from warcio.archiveiterator import ArchiveIterator
 
+from quern.data_pipeline.execution.engine import Engine, open_engine
+
 
 @dataclass(frozen=True)
 class RealPage:
     record_id: str
     language: str
     html: str
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(request.module)  # workers cannot import a test module
+    with open_engine(2) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -70,15 +69,6 @@ def note_start(folder: str, x: int) -> int:
     (Path(folder) / f"{x}").touch()
     time.sleep(0.05)
     return x
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Engine]:
-    import ray.cloudpickle
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
-    with open_engine(2) as engine:
-        yield engine
 
 
 @pytest.fixture(params=["in process", "ray"])

@@ -22,7 +22,7 @@ from quern.data_pipeline.extraction.extract import Extract, ExtractConfig
 from quern.data_pipeline.extraction.page_bounds import inline_run, num_elements, table_cells
 from quern.data_pipeline.page.document import Page
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import each, with_each
 
 WORDS = "The wheel turns, the grain falls, and the flour, fine and white, fills the sack. " * 4
 
@@ -86,18 +86,15 @@ def test_plain_text_only_has_its_newlines_normalised(extract: Extract) -> None:
     assert done.text == done.extracted == "<p>one\ntwo\nthree  \n"
 
 
-def test_nothing_to_extract_is_a_verdict() -> None:
-    def check(engine: str, raw: str) -> None:
-        done = Extract(ExtractConfig(engine=engine))(page(raw))
-        assert done.text is None or done.text.strip()
-        assert done.failures in ([("extract", "extract.empty")], [])
-
-    each(
-        product(
-            ["trafilatura", "resiliparse"], ["", " \n", "<", "<html>", "<html><body></body></html>", "\0\0", "<p></p>"]
-        ),
-        check,
+@with_each(
+    *product(
+        ["trafilatura", "resiliparse"], ["", " \n", "<", "<html>", "<html><body></body></html>", "\0\0", "<p></p>"]
     )
+)
+def test_nothing_to_extract_is_a_verdict(engine: str, raw: str) -> None:
+    done = Extract(ExtractConfig(engine=engine))(page(raw))
+    assert done.text is None or done.text.strip()
+    assert done.failures in ([("extract", "extract.empty")], [])
 
 
 def test_empty_plain_text_is_a_verdict(extract: Extract) -> None:
@@ -206,15 +203,10 @@ def test_worst_known_shapes_within_the_bounds_grow_tamely(extract: Extract) -> N
         assert ("extract", "extract.too_many_elements") not in done.failures
 
 
-def test_impossible_settings_are_refused() -> None:
-    def check(field: str, value: object) -> None:
-        with pytest.raises(ValidationError, match=field):
-            ExtractConfig.model_validate({field: value})
-
-    each(
-        [("max_html_bytes", 0), ("max_elements", -1), ("engine", "readability"), ("favor", "speed"), ("max_text", 3)],
-        check,
-    )
+@with_each(("max_html_bytes", 0), ("max_elements", -1), ("engine", "readability"), ("favor", "speed"), ("max_text", 3))
+def test_impossible_settings_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        ExtractConfig.model_validate({field: value})
 
 
 @pytest.mark.parametrize(("field", "value"), [("favor", "recall"), ("include_tables", False)])

@@ -26,7 +26,7 @@ from quern.data_pipeline.extraction import conversion as fast
 from quern.data_pipeline.extraction.content import ENOUGH_CHARS, Backup, PageElement
 from quern.data_pipeline.extraction.readability import ReadabilityComparison
 from quern.data_pipeline.extraction.xpath_walk import Firsts
-from support.named_cases import each
+from support.named_cases import with_each
 
 TAGS = (
     "div",
@@ -160,22 +160,20 @@ def test_of_long_texts_in_paragraphs_there_are_enough() -> None:
     assert ENOUGH_CHARS <= len("".join(tree.xpath("//p//text()"))) < 2 * ENOUGH_CHARS
 
 
-def test_unclean_text_is_told_as_by_trafilatura() -> None:
-    def check(inside: str, hopeless: bool) -> None:
-        external = trafilatura.external
-        stock = external.SANITIZED_XPATH
-        body = lxml.etree.fromstring(f"<body>{inside}</body>")
-        other = lxml.html.fromstring("<html><body><nav>x</nav></body></html>")
-        told: list[bool] = []
+@with_each(*product(["<p>x</p>", "<p>x</p><div><time>y</time></div>", "<figure/>"], [True, False]))
+def test_unclean_text_is_told_as_by_trafilatura(inside: str, hopeless: bool) -> None:
+    external = trafilatura.external
+    stock = external.SANITIZED_XPATH
+    body = lxml.etree.fromstring(f"<body>{inside}</body>")
+    other = lxml.html.fromstring("<html><body><nav>x</nav></body></html>")
+    told: list[bool] = []
 
-        def compare(cleaned: Any, raw: Any, body: Any, *rest: Any) -> None:
-            body = other if len(comparison.readability(raw)) else body
-            told.append(bool(body.xpath(external.SANITIZED_XPATH)))
+    def compare(cleaned: Any, raw: Any, body: Any, *rest: Any) -> None:
+        body = other if len(comparison.readability(raw)) else body
+        told.append(bool(body.xpath(external.SANITIZED_XPATH)))
 
-        comparison = ReadabilityComparison(compare, lambda tree: other, external.prune_unwanted_nodes)
-        comparison._state.hopeless = hopeless
-        comparison.compare(other, other, body, "", SimpleNamespace(focus="precision"))
-        assert told == [bool(body.xpath(stock)) if hopeless else True]
-        assert stock == external.SANITIZED_XPATH
-
-    each(product(["<p>x</p>", "<p>x</p><div><time>y</time></div>", "<figure/>"], [True, False]), check)
+    comparison = ReadabilityComparison(compare, lambda tree: other, external.prune_unwanted_nodes)
+    comparison._state.hopeless = hopeless
+    comparison.compare(other, other, body, "", SimpleNamespace(focus="precision"))
+    assert told == [bool(body.xpath(stock)) if hopeless else True]
+    assert stock == external.SANITIZED_XPATH

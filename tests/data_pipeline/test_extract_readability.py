@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lxml.html import HtmlElement
 
 from quern.data_pipeline.extraction import readability as fast
-from support.named_cases import each
+from support.named_cases import with_each
 
 TAGS = ("div", "p", "p", "a", "a", "ul", "li", "table", "td", "h2", "iframe", "script", "style", "section", "pre")
 WORDS = ("water", "the mill,", " ", "\n  ", "a", "of stone. ", "", "wheat, rye, oats and more of it ", "\xa0x")
@@ -82,16 +82,14 @@ def test_the_bound_is_none_too_low_and_hardly_too_high(seed: int, size: int, lim
         assert within
 
 
-def test_a_long_page_is_told_from_its_beginning_and_told_the_same() -> None:
-    def check(words: int, scripts: int) -> None:
-        tree = lxml.html.fromstring(
-            f"<html><body><p>{'a  ' * words}</p><script>{'s ' * scripts}</script><p>{'b ' * words}</p></body></html>"
-        )
-        exact = seen(tree)
-        assert not comparison().is_within(tree, exact - 1)
-        assert comparison().is_within(tree, exact + 2)
-
-    each([(3, 0), (3000, 0), (3000, 50), (3, 3000)], check)
+@with_each((3, 0), (3000, 0), (3000, 50), (3, 3000))
+def test_a_long_page_is_told_from_its_beginning_and_told_the_same(words: int, scripts: int) -> None:
+    tree = lxml.html.fromstring(
+        f"<html><body><p>{'a  ' * words}</p><script>{'s ' * scripts}</script><p>{'b ' * words}</p></body></html>"
+    )
+    exact = seen(tree)
+    assert not comparison().is_within(tree, exact - 1)
+    assert comparison().is_within(tree, exact + 2)
 
 
 def test_a_page_of_blanks_is_not_taken_for_a_long_one() -> None:
@@ -155,26 +153,23 @@ def test_looks_at_an_element_are_those_of_readability(seed: int, size: int) -> N
     assert lxml.html.tostring(left) == lxml.html.tostring(tree)
 
 
-def test_what_is_sound_is_what_trafilatura_does_not_call_deficient() -> None:
-    def check(body: str, text: str, focus: str, sound: bool) -> None:
-        tree = lxml.etree.fromstring(f"<body>{body}</body>")
-        assert fast._is_sound(tree, text, SimpleNamespace(focus=focus)) == sound
-        if focus != "recall" and text:
-            options = SimpleNamespace(focus=focus, min_extracted_size=250)
-            # readability's text is longer than twice the least, and less than twice ours
-            deficient = trafilatura.external._prefer_readability(tree, tree, "y" * 501, 400, 501, options)
-            assert deficient == (not sound)
-
-    each(
-        [
-            ("<p>x</p>", "x", "precision", True),
-            ("<p>x</p>", "", "precision", False),
-            ("<p>x</p>", "x", "recall", False),
-            ("<p/><p><b>x</b></p>", "x", "balanced", True),  # text deeper in a paragraph is a paragraph's
-            ("<p/><b>x</b>", "x", "balanced", False),
-            ("<p>x</p><table/>", "x", "balanced", True),
-            ("<p>x</p><table/><table/>", "x", "balanced", False),
-            ("<p>x</p><div><p/></div><table/><table/>", "x", "balanced", True),
-        ],
-        check,
-    )
+@with_each(
+    ("<p>x</p>", "x", "precision", True),
+    ("<p>x</p>", "", "precision", False),
+    ("<p>x</p>", "x", "recall", False),
+    ("<p/><p><b>x</b></p>", "x", "balanced", True),  # text deeper in a paragraph is a paragraph's
+    ("<p/><b>x</b>", "x", "balanced", False),
+    ("<p>x</p><table/>", "x", "balanced", True),
+    ("<p>x</p><table/><table/>", "x", "balanced", False),
+    ("<p>x</p><div><p/></div><table/><table/>", "x", "balanced", True),
+)
+def test_what_is_sound_is_what_trafilatura_does_not_call_deficient(
+    body: str, text: str, focus: str, sound: bool
+) -> None:
+    tree = lxml.etree.fromstring(f"<body>{body}</body>")
+    assert fast._is_sound(tree, text, SimpleNamespace(focus=focus)) == sound
+    if focus != "recall" and text:
+        options = SimpleNamespace(focus=focus, min_extracted_size=250)
+        # readability's text is longer than twice the least, and less than twice ours
+        deficient = trafilatura.external._prefer_readability(tree, tree, "y" * 501, 400, 501, options)
+        assert deficient == (not sound)

@@ -28,7 +28,7 @@ from quern.data_pipeline.extraction import trafilatura_fast as fast
 from quern.data_pipeline.extraction.fallbacks import Neighbours, Paragraph, StopWords
 from quern.data_pipeline.extraction.readability import ReadabilityComparison
 from quern.data_pipeline.extraction.xpath_walk import Walk
-from support.named_cases import each
+from support.named_cases import with_each
 
 READABILITY = ("score_paragraphs", "get_link_density", "class_weight", "remove_unlikely_candidates", "sanitize")
 RE = {"re": "http://exslt.org/regular-expressions"}
@@ -261,26 +261,25 @@ SENTENCES = "<p>" + "The miller sets the stone, pours the grain, and waits until
 
 
 @pytest.mark.slow
-def test_a_character_that_lxml_refuses_ends_the_pages_that_it_ends_in_stock() -> None:
-    def check(favor: fast.Favor, character: str, page: str) -> None:
-        html = page.format(SENTENCES, character)
-        assert fast.extract_text(html, favor) == fast.stock_text(html, favor)
-
-    each(
-        product(
-            get_args(fast.Favor),
-            ["&#1;", "&#xfffe;", ""],
-            [
-                # pruned for readability, which is not asked
-                "<article>{0}<div class=share>x<p class=sidebar>y</p>{1}</div></article>",
-                # found by one expression in what another one deletes
-                "<code></code>z<p class=share>{1}<strong class=hidden style='display:none'></strong>{1}"
-                "wheat, rye, and oats",
-                "{0}<div class=sidebar>a<b class=hidden style='display:none'>b</b>{1}</div>{0}",
-            ],
-        ),
-        check,
+@with_each(
+    *product(
+        get_args(fast.Favor),
+        ["&#1;", "&#xfffe;", ""],
+        [
+            # pruned for readability, which is not asked
+            "<article>{0}<div class=share>x<p class=sidebar>y</p>{1}</div></article>",
+            # found by one expression in what another one deletes
+            "<code></code>z<p class=share>{1}<strong class=hidden style='display:none'></strong>{1}"
+            "wheat, rye, and oats",
+            "{0}<div class=sidebar>a<b class=hidden style='display:none'>b</b>{1}</div>{0}",
+        ],
     )
+)
+def test_a_character_that_lxml_refuses_ends_the_pages_that_it_ends_in_stock(
+    favor: fast.Favor, character: str, page: str
+) -> None:
+    html = page.format(SENTENCES, character)
+    assert fast.extract_text(html, favor) == fast.stock_text(html, favor)
 
 
 def test_a_video_frame_counts_with_the_word_readability_puts_in_its_place() -> None:
@@ -299,33 +298,28 @@ def test_a_video_frame_counts_with_the_word_readability_puts_in_its_place() -> N
     assert not comparison.is_within(trafilatura.utils.load_html("<body><p>word</p><xmp>&lt;</xmp></body>"), 10**9)
 
 
-def test_readability_runs_exactly_where_it_could_win() -> None:
-    def check(own_text: str, body: str, focus: str, runs: bool) -> None:
-        ran = []
+@with_each(
+    ("x" * 50, "<body><p>x</p></body>", "precision", False),  # 100 characters are not more than twice 50
+    ("x" * 49, "<body><p>x</p></body>", "precision", True),
+    ("x" * 50, "<body><p>x</p></body>", "balanced", False),
+    ("x" * 50, "<body><p>x</p></body>", "recall", True),  # recall prefers readability for less
+    ("", "<body><p>x</p></body>", "precision", True),
+    ("x" * 50, "<body><div>x</div></body>", "precision", True),  # no paragraph: structurally deficient
+    ("x" * 50, "<body><p>x</p><table></table><table></table></body>", "precision", True),
+)
+def test_readability_runs_exactly_where_it_could_win(own_text: str, body: str, focus: str, runs: bool) -> None:
+    ran = []
 
-        def readability(tree: Any) -> Any:
-            ran.append(tree)
-            return tree
+    def readability(tree: Any) -> Any:
+        ran.append(tree)
+        return tree
 
-        raw = lxml.html.fromstring(f"<html><body><p>{'y' * 100}</p><script>{'z' * 999}</script></body></html>")
-        comparison = ReadabilityComparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability, never)
-        comparison.compare(raw, raw, lxml.html.document_fromstring(body), own_text, SimpleNamespace(focus=focus))
-        assert bool(ran) == runs
-        comparison.readability(raw)
-        assert len(ran) == runs + 1, "outside of a comparison it always runs"
-
-    each(
-        [
-            ("x" * 50, "<body><p>x</p></body>", "precision", False),  # 100 characters are not more than twice 50
-            ("x" * 49, "<body><p>x</p></body>", "precision", True),
-            ("x" * 50, "<body><p>x</p></body>", "balanced", False),
-            ("x" * 50, "<body><p>x</p></body>", "recall", True),  # recall prefers readability for less
-            ("", "<body><p>x</p></body>", "precision", True),
-            ("x" * 50, "<body><div>x</div></body>", "precision", True),  # no paragraph: structurally deficient
-            ("x" * 50, "<body><p>x</p><table></table><table></table></body>", "precision", True),
-        ],
-        check,
-    )
+    raw = lxml.html.fromstring(f"<html><body><p>{'y' * 100}</p><script>{'z' * 999}</script></body></html>")
+    comparison = ReadabilityComparison(lambda cleaned, raw, *rest: comparison.readability(raw), readability, never)
+    comparison.compare(raw, raw, lxml.html.document_fromstring(body), own_text, SimpleNamespace(focus=focus))
+    assert bool(ran) == runs
+    comparison.readability(raw)
+    assert len(ran) == runs + 1, "outside of a comparison it always runs"
 
 
 def test_a_page_too_short_to_win_is_neither_copied_nor_pruned() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from quern.data_pipeline import partition as partition_module
 from quern.data_pipeline import run as pages
-from quern.data_pipeline.execution.engine import Engine, open_engine
+from quern.data_pipeline.execution.engine import Engine
 from quern.data_pipeline.execution.isolation import InFlightMarker, Watchdog
 from quern.data_pipeline.partition import PartitionTask, process_partition
 from quern.errors import QuernError
@@ -60,15 +60,6 @@ def trapped(task: PartitionTask) -> dict[str, Any]:
         return process_partition(task)
     finally:
         partition_module._chain = saved
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Engine]:
-    import ray.cloudpickle
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with open_engine(2) as engine:
-        yield engine
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.stages import language
 from quern.data_pipeline.stages.language import Language, LanguageConfig, LanguageGuess, identify
 from quern.errors import InputError, QuernError
-from support.named_cases import each
+from support.named_cases import with_each
 
 ENGLISH = "The miller sets the stone, pours the grain and waits until the sacks are full of flour. " * 5
 GERMAN = "Der Müller stellt den Stein ein, schüttet das Korn auf und wartet, bis die Säcke voll sind. " * 5
@@ -37,13 +37,11 @@ def decided(text: str | None, **config: Any) -> Page:
 # --- the decision
 
 
-def test_languages_are_recognised() -> None:
-    def check(text: str, label: str) -> None:
-        done = decided(text)
-        assert (done.language, done.failures) == (label, [])
-        assert 0.65 < float(done.language_score or 0) <= 1
-
-    each([(ENGLISH, "en"), (GERMAN, "de"), (FRENCH, "fr"), ("粉挽きは石臼を据える。" * 9, "ja")], check)
+@with_each((ENGLISH, "en"), (GERMAN, "de"), (FRENCH, "fr"), ("粉挽きは石臼を据える。" * 9, "ja"))
+def test_languages_are_recognised(text: str, label: str) -> None:
+    done = decided(text)
+    assert (done.language, done.failures) == (label, [])
+    assert 0.65 < float(done.language_score or 0) <= 1
 
 
 def test_only_wanted_languages_pass() -> None:
@@ -120,11 +118,9 @@ def test_two_labels_decide_as_all_do(scores: list[float], keep: set[str], thresh
     assert decision(few=True) == decision(few=False)
 
 
-def test_the_model_says_the_same_of_two_labels_as_of_all() -> None:
-    def check(text: str) -> None:
-        assert language.identify(text, most=2) == language.identify(text)[:2]
-
-    each(["The water is cold. Das Wasser ist kalt.", "ok", "1 2 3", "l'eau est froide; Wasser"], check)
+@with_each("The water is cold. Das Wasser ist kalt.", "ok", "1 2 3", "l'eau est froide; Wasser")
+def test_the_model_says_the_same_of_two_labels_as_of_all(text: str) -> None:
+    assert language.identify(text, most=2) == language.identify(text)[:2]
 
 
 def test_lines_are_read_to_the_end() -> None:
@@ -271,22 +267,17 @@ def test_another_fasttext_api_is_refused_loudly(no_model_loaded: None, monkeypat
         identify(ENGLISH)
 
 
-def test_impossible_settings_are_refused() -> None:
-    def check(values: dict[str, Any]) -> None:
-        with pytest.raises(ValidationError, match=next(iter(values))):
-            LanguageConfig.model_validate(values)
-
-    each(
-        [
-            {"threshold": 1.0},
-            {"threshold": -0.1},
-            {"pre_skip": True},
-            {"pre_skip": 1.0},
-            {"pre_skip": "off"},
-            {"keep": "en"},
-        ],
-        check,
-    )
+@with_each(
+    {"threshold": 1.0},
+    {"threshold": -0.1},
+    {"pre_skip": True},
+    {"pre_skip": 1.0},
+    {"pre_skip": "off"},
+    {"keep": "en"},
+)
+def test_impossible_settings_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(values))):
+        LanguageConfig.model_validate(values)
 
 
 def test_defaults_are_those_of_fineweb() -> None:

@@ -16,7 +16,7 @@ from quern.data_pipeline.extraction.page_bounds import (
     num_elements,
 )
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import with_each
 
 pytestmark = pytest.mark.slow
 
@@ -50,29 +50,25 @@ def test_attributes_are_counted_where_they_stand() -> None:
     assert next(_attribute_counts(html, 3)) == 4
 
 
-def test_no_flood_hides_behind_what_looks_open() -> None:
-    def check(before: str) -> None:
-        html = f"<html><body>{before}<p {' '.join(NAMES[:1_200])}>x</p></body></html>"
-        found = max(len(element.attrib) for element in lxml.html.document_fromstring(html).iter(lxml.etree.Element))
-        assert has_attributes_over(html, 50_000, 1_000) >= (found > 1_000)
-
-    each(["<!-->", "<!--->", "<!-- --!>", "<script/>", "<style />", "<script>x</script x>", "<x y='"], check)
+@with_each("<!-->", "<!--->", "<!-- --!>", "<script/>", "<style />", "<script>x</script x>", "<x y='")
+def test_no_flood_hides_behind_what_looks_open(before: str) -> None:
+    html = f"<html><body>{before}<p {' '.join(NAMES[:1_200])}>x</p></body></html>"
+    found = max(len(element.attrib) for element in lxml.html.document_fromstring(html).iter(lxml.etree.Element))
+    assert has_attributes_over(html, 50_000, 1_000) >= (found > 1_000)
 
 
-def test_floods_of_attributes_are_seen_and_pages_within_the_bounds_are_not() -> None:
-    def check(parted: str) -> None:
-        def page(num: int, tags: int = 1) -> str:
-            return "<p>words of a page</p>" * 500 + f"<p {parted.join(NAMES[:num])}{parted}>text</p>" * tags
+@with_each(" ", "\n", "/", "=1 ", '="<>" ', "='>'")
+def test_floods_of_attributes_are_seen_and_pages_within_the_bounds_are_not(parted: str) -> None:
+    def page(num: int, tags: int = 1) -> str:
+        return "<p>words of a page</p>" * 500 + f"<p {parted.join(NAMES[:num])}{parted}>text</p>" * tags
 
-        valued = "=" in parted
-        hidden = ">" in parted
-        assert has_attributes_over(page(12_000 if hidden else 1_500), 50_000, 1_000)
-        assert not has_attributes_over(page(900), 50_000, 1_000)
-        assert not has_attributes_over(page(900, 50), 50_000, 1_000)
-        if valued:
-            assert has_attributes_over(page(900, 60), 50_000, 1_000)
-
-    each([" ", "\n", "/", "=1 ", '="<>" ', "='>'"], check)
+    valued = "=" in parted
+    hidden = ">" in parted
+    assert has_attributes_over(page(12_000 if hidden else 1_500), 50_000, 1_000)
+    assert not has_attributes_over(page(900), 50_000, 1_000)
+    assert not has_attributes_over(page(900, 50), 50_000, 1_000)
+    if valued:
+        assert has_attributes_over(page(900, 60), 50_000, 1_000)
 
 
 def test_the_bounds_are_met_exactly() -> None:
@@ -108,24 +104,16 @@ SHAPES = [
 ]
 
 
-def test_counting_attributes_takes_linear_time() -> None:
+@with_each(*SHAPES)
+def test_counting_attributes_takes_linear_time(shape: str) -> None:
     """Sixteen times the text; quadratic would be 256."""
-
-    def check(shape: str) -> None:
-        short, long = ("<p " + shape * (num // len(shape)) for num in (20_000, 320_000))
-        assert_grows_tamely(lambda html: sum(_attribute_counts(html, 1 << 40)), short, long, 64)
-        assert_grows_tamely(lambda html: _has_long_tag(html, 1 << 40), short, long, 64)
-
-    each(SHAPES, check)
+    short, long = ("<p " + shape * (num // len(shape)) for num in (20_000, 320_000))
+    assert_grows_tamely(lambda html: sum(_attribute_counts(html, 1 << 40)), short, long, 64)
+    assert_grows_tamely(lambda html: _has_long_tag(html, 1 << 40), short, long, 64)
 
 
-def test_closing_tags_that_make_elements_are_counted_as_a_browser_makes_them() -> None:
-    def check(body: str) -> None:
-        html = f"<html><head></head><body>{body * 200}<i>x</i>"
-        built = len(HTMLTree.parse(html).document.query_selector_all("*"))
-        assert built <= num_elements(html) <= 2 * built + 4
-
-    each(
-        ["</p>", "</P>", "</br>", "</BR >", "<path></p>", "<pre></pre></p>", "<p></P></P>", "<image>", "<p/></p\n>"],
-        check,
-    )
+@with_each("</p>", "</P>", "</br>", "</BR >", "<path></p>", "<pre></pre></p>", "<p></P></P>", "<image>", "<p/></p\n>")
+def test_closing_tags_that_make_elements_are_counted_as_a_browser_makes_them(body: str) -> None:
+    html = f"<html><head></head><body>{body * 200}<i>x</i>"
+    built = len(HTMLTree.parse(html).document.query_selector_all("*"))
+    assert built <= num_elements(html) <= 2 * built + 4

@@ -19,7 +19,7 @@ from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.stages import pii_finders
 from quern.data_pipeline.stages.pii import TYPES, PiiConfig, PiiTags, ScrubPii, find, scrub
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import each, with_each
 
 # In each text, «…» marks what has to be found; a text without marks holds nothing.
 EMAILS = [
@@ -181,15 +181,13 @@ def test_exactly_what_is_marked_is_found() -> None:
     each(TYPES, check)
 
 
-def test_national_numbers_need_a_word_for_phone() -> None:
-    def check(language: str, marked: str) -> None:
-        text, expected = unmarked(marked)
-        result = scrubbed(text, language=language)
-        assert result.measures["pii.phones"] == len(expected)
-        for number in expected:
-            assert number not in (result.text or "")
-
-    each(NATIONAL, check)
+@with_each(*NATIONAL)
+def test_national_numbers_need_a_word_for_phone(language: str, marked: str) -> None:
+    text, expected = unmarked(marked)
+    result = scrubbed(text, language=language)
+    assert result.measures["pii.phones"] == len(expected)
+    for number in expected:
+        assert number not in (result.text or "")
 
 
 def test_phone_regions_add_to_the_language() -> None:
@@ -251,35 +249,28 @@ def test_tags_are_the_config_s() -> None:
     assert scrub("ann@example.com", tags=tags)[0] == "[e-mail]"
 
 
-def test_control_tokens_and_unstable_tags_are_refused() -> None:
-    def check(tag: str) -> None:
-        with pytest.raises(ValidationError, match="expected"):
-            PiiTags(phone=tag)
-
-    each(
-        [
-            "<|endoftext|>",
-            "<EMAIL>",
-            "</s>",
-            "x<s>y",
-            "[INST]",
-            "[mask]",
-            "tag1",
-            "a@b.com",
-            "a\nb",
-            "x" * 65,
-            "<<SYS>>",
-        ],
-        check,
-    )
+@with_each(
+    "<|endoftext|>",
+    "<EMAIL>",
+    "</s>",
+    "x<s>y",
+    "[INST]",
+    "[mask]",
+    "tag1",
+    "a@b.com",
+    "a\nb",
+    "x" * 65,
+    "<<SYS>>",
+)
+def test_control_tokens_and_unstable_tags_are_refused(tag: str) -> None:
+    with pytest.raises(ValidationError, match="expected"):
+        PiiTags(phone=tag)
 
 
-def test_impossible_values_are_refused() -> None:
-    def check(wrong: dict[str, Any]) -> None:
-        with pytest.raises(ValidationError):
-            PiiConfig(**wrong)
-
-    each([{"types": ("name",)}, {"action": "drop"}, {"max_spans": -1}, {"phone_regions": ("XX",)}], check)
+@with_each({"types": ("name",)}, {"action": "drop"}, {"max_spans": -1}, {"phone_regions": ("XX",)})
+def test_impossible_values_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PiiConfig(**wrong)
 
 
 PIECES = [

@@ -16,7 +16,7 @@ from quern.data_pipeline.stages import toxicity
 from quern.data_pipeline.stages.toxicity import Toxicity, ToxicityConfig, read_lexicon
 from quern.errors import InputError
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import with_each
 
 
 def page(text: str | None, language: str | None = "en") -> Page:
@@ -48,18 +48,14 @@ ORDINARY = [
 ]
 
 
-def test_ordinary_pages_pass_by_default() -> None:
-    def check(text: str) -> None:
-        assert Toxicity(ToxicityConfig())(page(text)).failures == []
-
-    each(ORDINARY, check)
+@with_each(*ORDINARY)
+def test_ordinary_pages_pass_by_default(text: str) -> None:
+    assert Toxicity(ToxicityConfig())(page(text)).failures == []
 
 
-def test_words_inside_other_words_are_no_hits() -> None:
-    def check(text: str) -> None:
-        assert Toxicity(ToxicityConfig())(page(text)).measures["toxicity.lexicon_hits"] == 0
-
-    each(ORDINARY[:6], check)
+@with_each(*ORDINARY[:6])
+def test_words_inside_other_words_are_no_hits(text: str) -> None:
+    assert Toxicity(ToxicityConfig())(page(text)).measures["toxicity.lexicon_hits"] == 0
 
 
 def test_obscene_page_fails_by_default() -> None:
@@ -179,24 +175,19 @@ def test_unusable_lexicons_are_named(tmp_path: Path) -> None:
         Toxicity(ToxicityConfig(lexicon_folder=str(tmp_path / "gone")))
 
 
-def test_impossible_values_are_refused() -> None:
-    def check(wrong: dict[str, Any]) -> None:
-        with pytest.raises(ValidationError):
-            ToxicityConfig(**wrong)
-
-    each(
-        [
-            {"max_density": 1.5},
-            {"min_hits": 0},
-            {"labels": {"a": 0.5}},
-            {"classifier": "m.bin"},
-            {"action": "keep"},
-            {"classifier": "m.bin", "labels": {"a": 2}},
-            {"classifier": "m.bin", "labels": {"A b": 0.5}},
-            {"classifier": "m.bin", "labels": {"lexicon_hits": 0.5}},
-        ],
-        check,
-    )
+@with_each(
+    {"max_density": 1.5},
+    {"min_hits": 0},
+    {"labels": {"a": 0.5}},
+    {"classifier": "m.bin"},
+    {"action": "keep"},
+    {"classifier": "m.bin", "labels": {"a": 2}},
+    {"classifier": "m.bin", "labels": {"A b": 0.5}},
+    {"classifier": "m.bin", "labels": {"lexicon_hits": 0.5}},
+)
+def test_impossible_values_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ToxicityConfig(**wrong)
 
 
 def test_missing_model_is_named(tmp_path: Path) -> None:

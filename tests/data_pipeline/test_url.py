@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.page.url import canonicalize, host, surt
-from support.named_cases import each
+from support.named_cases import with_each
 
 # Expected values by the URL standard's parsing rules and its own examples (url.spec.whatwg.org, 4.3 and 4.4).
 WHATWG = [
@@ -105,42 +105,31 @@ SURT = [
 ]
 
 
-def test_canonical_form() -> None:
-    def check(url: str, expected: str) -> None:
-        assert canonicalize(url) == expected
-        assert canonicalize(expected) == expected
-
-    each(WHATWG + OURS, check)
+@with_each(*WHATWG, *OURS)
+def test_canonical_form(url: str, expected: str) -> None:
+    assert canonicalize(url) == expected
+    assert canonicalize(expected) == expected
 
 
-def test_what_names_no_page_has_no_canonical_form() -> None:
-    def check(url: str) -> None:
-        assert canonicalize(url) is None
-
-    each(NOT_PAGES, check)
+@with_each(*NOT_PAGES)
+def test_what_names_no_page_has_no_canonical_form(url: str) -> None:
+    assert canonicalize(url) is None
 
 
-def test_surt_is_the_key_of_the_commoncrawl_index() -> None:
-    def check(url: str, expected: str) -> None:
-        assert surt(url) == expected
-
-    each(SURT, check)
+@with_each(*SURT)
+def test_surt_is_the_key_of_the_commoncrawl_index(url: str, expected: str) -> None:
+    assert surt(url) == expected
 
 
-def test_host_has_no_port_and_no_final_dot() -> None:
-    def check(url: str, expected: str) -> None:
-        assert host(url) == expected
-
-    each(
-        [
-            ("https://example.com/", "example.com"),
-            ("https://example.com:8443/x:y", "example.com"),
-            ("https://example.com./x", "example.com"),
-            ("http://[2001:db8::1]:81/", "[2001:db8::1]"),
-            ("http://127.0.0.1:81/", "127.0.0.1"),
-        ],
-        check,
-    )
+@with_each(
+    ("https://example.com/", "example.com"),
+    ("https://example.com:8443/x:y", "example.com"),
+    ("https://example.com./x", "example.com"),
+    ("http://[2001:db8::1]:81/", "[2001:db8::1]"),
+    ("http://127.0.0.1:81/", "127.0.0.1"),
+)
+def test_host_has_no_port_and_no_final_dot(url: str, expected: str) -> None:
+    assert host(url) == expected
 
 
 @given(st.text(max_size=80))

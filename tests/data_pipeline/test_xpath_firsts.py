@@ -11,7 +11,7 @@ from lxml import html
 from lxml.etree import SubElement, XPath
 
 from quern.data_pipeline.extraction.xpath_walk import Firsts
-from support.named_cases import each
+from support.named_cases import with_each
 
 RE = {"re": "http://exslt.org/regular-expressions"}
 PATHS = (
@@ -89,9 +89,7 @@ def test_another_tree_is_another_question_and_a_forgotten_one_too() -> None:
     assert other(root) == []
 
 
-def test_expressions_of_more_than_a_first_match_are_refused() -> None:
-    def check(path: str) -> None:
-        with pytest.raises(ValueError, match="expected"):
-            Firsts([path])
-
-    each([".//article", ".//*[@id='a']", "(.//*)[1]", "(.//a)[1]/b", ".//a[1]|.//b[@id='a']"], check)
+@with_each(".//article", ".//*[@id='a']", "(.//*)[1]", "(.//a)[1]/b", ".//a[1]|.//b[@id='a']")
+def test_expressions_of_more_than_a_first_match_are_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Firsts([path])

@@ -12,7 +12,7 @@ from lxml.etree import SubElement, XPath
 from quern.data_pipeline.extraction import xpath_walk
 from quern.data_pipeline.extraction.xpath_parse import grouped
 from quern.data_pipeline.extraction.xpath_walk import Walk, Walks
-from support.named_cases import each
+from support.named_cases import with_each
 
 RE = {"re": "http://exslt.org/regular-expressions"}
 EXPRESSIONS = (
@@ -83,27 +83,22 @@ def test_memory_stays_bounded_under_endless_new_values(monkeypatch: pytest.Monke
     assert all(len(value) <= xpath_walk.MEMO_VALUE_CHARS for value in walk._memos["id"])
 
 
-def test_expressions_outside_the_subset_are_refused() -> None:
-    def check(path: str) -> None:
-        with pytest.raises(ValueError, match="expected"):
-            Walk(path)
-
-    each(
-        [
-            "//div[@class='a']",  # an absolute path
-            ".//div",  # no attribute test: an XPath is as fast
-            ".//div[@class='a']/p",
-            ".//div[@class='a'][1]|.//p[@class='b'][1]",
-            ".//div[string-length(@id) > 3]",
-            ".//div[re:test(@id, '')]",  # true of an absent attribute
-            ".//div[contains(@id, 'a')][2]",
-            ".//div[re:test(@id, 'a', 'm')]",
-            ".//div[contains(translate(@id, 'AB', 'a'), 'a')]",
-            ".//div[@class='a' or self::p]",
-            "(.//div[@class='a'])",
-        ],
-        check,
-    )
+@with_each(
+    "//div[@class='a']",  # an absolute path
+    ".//div",  # no attribute test: an XPath is as fast
+    ".//div[@class='a']/p",
+    ".//div[@class='a'][1]|.//p[@class='b'][1]",
+    ".//div[string-length(@id) > 3]",
+    ".//div[re:test(@id, '')]",  # true of an absent attribute
+    ".//div[contains(@id, 'a')][2]",
+    ".//div[re:test(@id, 'a', 'm')]",
+    ".//div[contains(translate(@id, 'AB', 'a'), 'a')]",
+    ".//div[@class='a' or self::p]",
+    "(.//div[@class='a'])",
+)
+def test_expressions_outside_the_subset_are_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Walk(path)
 
 
 PRUNING = tuple(path for path in EXPRESSIONS if not path.startswith("(") and not path.endswith("[1]"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quern.lineage import difference as module
 from quern.lineage.difference import MAX_CHARS, MAX_EDITS, MAX_PIECES, MAX_WORDS, PIECE_CHARS, Difference, difference
-from support.named_cases import each
+from support.named_cases import with_each
 
 WORDS = st.lists(st.sampled_from("abcde"), max_size=30)
 
@@ -75,16 +75,14 @@ def test_what_is_the_same_is_shortened_around_the_changes() -> None:
     ]  # fmt: skip
 
 
-def test_an_ellipsis_stands_for_words_that_are_left_out_and_only_for_those() -> None:
-    def check(words: int) -> None:
-        same = " ".join(f"s{i}" for i in range(words))
-        found = difference(f"a {same} b", f"c {same} d")
-        texts = [piece.text for piece in found.pieces if piece.kind == "same"]
-        assert texts == (
-            [same] if 0 < words <= 11 else ["s0 s1 s2 s3 s4 … s7 s8 s9 s10 s11"] if words == 12 else []
-        ) or (words == 13 and texts == ["s0 s1 s2 s3 s4 … s8 s9 s10 s11 s12"])
-
-    each([0, 1, 5, 6, 7, 10, 11, 12, 13], check)
+@with_each(0, 1, 5, 6, 7, 10, 11, 12, 13)
+def test_an_ellipsis_stands_for_words_that_are_left_out_and_only_for_those(words: int) -> None:
+    same = " ".join(f"s{i}" for i in range(words))
+    found = difference(f"a {same} b", f"c {same} d")
+    texts = [piece.text for piece in found.pieces if piece.kind == "same"]
+    assert texts == ([same] if 0 < words <= 11 else ["s0 s1 s2 s3 s4 … s7 s8 s9 s10 s11"] if words == 12 else []) or (
+        words == 13 and texts == ["s0 s1 s2 s3 s4 … s8 s9 s10 s11 s12"]
+    )
 
 
 def test_more_edits_than_are_looked_for_are_said() -> None:
@@ -146,11 +144,9 @@ HOSTILE = {
 
 
 @pytest.mark.slow
-def test_hostile_texts_are_answered_small() -> None:
-    def check(name: str) -> None:
-        found = difference(*HOSTILE[name])
-        assert len(found.pieces) <= MAX_PIECES
-        assert all(len(piece.text) <= PIECE_CHARS + 1 for piece in found.pieces)
-        assert found.complete is (max(map(len, HOSTILE[name])) <= MAX_CHARS and name in ("shifted by one",))
-
-    each(HOSTILE, check)
+@with_each(*HOSTILE)
+def test_hostile_texts_are_answered_small(name: str) -> None:
+    found = difference(*HOSTILE[name])
+    assert len(found.pieces) <= MAX_PIECES
+    assert all(len(piece.text) <= PIECE_CHARS + 1 for piece in found.pieces)
+    assert found.complete is (max(map(len, HOSTILE[name])) <= MAX_CHARS and name in ("shifted by one",))

@@ -9,7 +9,7 @@ import pytest
 from quern.data_pipeline.stages.quality import Quality, QualityConfig, decide
 from quern.data_pipeline.stages.toxicity import ToxicityConfig
 from quern.lineage.limits import config_of, limits
-from support.named_cases import each
+from support.named_cases import with_each
 from support.rules_page import PAGE, page
 
 CONFIGS = [
@@ -96,8 +96,6 @@ def test_rules_that_only_measure_have_no_limit() -> None:
     assert not limits({"toxicity": ToxicityConfig(action="measure").model_dump(mode="json")})
 
 
-def test_a_config_of_another_shape_gives_fewer_limits() -> None:
-    def check(config: dict[str, Any]) -> None:
-        assert limits(config) == {}
-
-    each([{}, {"quality": 3}, {"quality": {"order": "x", "action": "drop"}}, {"urls": []}], check)
+@with_each({}, {"quality": 3}, {"quality": {"order": "x", "action": "drop"}}, {"urls": []})
+def test_a_config_of_another_shape_gives_fewer_limits(config: dict[str, Any]) -> None:
+    assert limits(config) == {}

@@ -28,7 +28,7 @@ from quern.train.history.ledger import Ledger
 from support.lineage import histories as H
 from support.lineage import runs
 from support.lineage.versions import mask, write_changes
-from support.named_cases import each
+from support.named_cases import with_each
 
 SEQ_LEN = 16
 STEPS = 3
@@ -228,15 +228,10 @@ def test_a_table_of_changes_with_a_column_twice_is_named(tmp_path: Path, name: s
         Purges(str(tmp_path), 2)
 
 
-def test_a_spans_file_whose_name_tells_no_version_is_refused() -> None:
-    def check(name: str) -> None:
-        with pytest.raises(InputError, match=f"^/tokens/web/{re.escape(name)}: expected a spans file"):
-            written_by(f"/tokens/web/{name}")
-
-    each(
-        ["shard_00000.v0.spans.parquet", "shard_00000.v02.spans.parquet", "shard_00000-v2.spans.parquet", "x.parquet"],
-        check,
-    )
+@with_each("shard_00000.v0.spans.parquet", "shard_00000.v02.spans.parquet", "shard_00000-v2.spans.parquet", "x.parquet")
+def test_a_spans_file_whose_name_tells_no_version_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"^/tokens/web/{re.escape(name)}: expected a spans file"):
+        written_by(f"/tokens/web/{name}")
 
 
 def gone_at(run: Path, version: int) -> dict[bytes, bool]:

@@ -16,7 +16,7 @@ from quern.lineage.sql import query as sql
 from quern.lineage.sql.guard import check
 from quern.lineage.sql.query import query
 from support.lineage.runs import Listing, write_listing
-from support.named_cases import each
+from support.named_cases import each, with_each
 
 pytestmark = pytest.mark.slow
 
@@ -45,15 +45,13 @@ ERRORS = [
 ]
 
 
-def test_wrong_sql_is_one_line(run: str) -> None:
-    def check_one(text: str, message: str) -> None:
-        with pytest.raises(InputError) as caught:
-            query(run, text)
-        assert str(caught.value).startswith("sql: ")
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-    each(ERRORS, check_one)
+@with_each(*ERRORS)
+def test_wrong_sql_is_one_line(text: str, message: str, *, run: str) -> None:
+    with pytest.raises(InputError) as caught:
+        query(run, text)
+    assert str(caught.value).startswith("sql: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 HARM = [

@@ -12,7 +12,7 @@ from quern.errors import InputError
 from quern.lineage.store import IndexedRun
 from quern.lineage.trace import find_at, find_document, find_url, summaries
 from support.lineage.runs import Listing, places
-from support.named_cases import each
+from support.named_cases import with_each
 
 ARGUMENTS: dict[str, Any] = {"seed": 11, "documents": 150, "files": 2, "shard_tokens": 3000}
 
@@ -75,30 +75,23 @@ def test_a_url_that_is_not_there_is_answered_with_what_is_near(lineage: IndexedR
     assert all("example.com" in url.lower() for url in near)
 
 
-def test_what_cannot_be_found_is_said_shortly(lineage: IndexedRun) -> None:
-    def check(url: str, message: str) -> None:
-        with pytest.raises(InputError, match=message) as caught:
-            find_url(lineage, url)
-        assert len(str(caught.value)) < 3000
-
-    each(
-        [
-            ("https://nowhere.invalid/x", "it has 0 documents of nowhere.invalid$"),
-            ("ftp://nowhere.invalid/x", "no http or https URL"),
-            ("\x1b[31m", "no http or https URL"),
-            ("http://example.com/" + "y" * 100_000, "document"),
-            ("http://example.com/?a=" + "&a=".join("bcd") + ")/)(,", "document"),
-        ],
-        check,
-    )
+@with_each(
+    ("https://nowhere.invalid/x", "it has 0 documents of nowhere.invalid$"),
+    ("ftp://nowhere.invalid/x", "no http or https URL"),
+    ("\x1b[31m", "no http or https URL"),
+    ("http://example.com/" + "y" * 100_000, "document"),
+    ("http://example.com/?a=" + "&a=".join("bcd") + ")/)(,", "document"),
+)
+def test_what_cannot_be_found_is_said_shortly(url: str, message: str, *, lineage: IndexedRun) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        find_url(lineage, url)
+    assert len(str(caught.value)) < 3000
 
 
-def test_a_doc_id_that_is_none_or_of_nobody_is_refused(lineage: IndexedRun) -> None:
-    def check(doc: str) -> None:
-        with pytest.raises(InputError):
-            find_document(lineage, doc)
-
-    each(["0" * 32, "xyz", "0" * 31, "", "g" * 32], check)
+@with_each("0" * 32, "xyz", "0" * 31, "", "g" * 32)
+def test_a_doc_id_that_is_none_or_of_nobody_is_refused(doc: str, *, lineage: IndexedRun) -> None:
+    with pytest.raises(InputError):
+        find_document(lineage, doc)
 
 
 def test_a_doc_id_in_capitals_is_the_same(lineage: IndexedRun, found: Listing) -> None:
@@ -125,26 +118,23 @@ def test_every_token_of_a_shard_is_of_the_document_that_holds_it(lineage: Indexe
     assert checked > 500
 
 
-def test_a_place_that_is_not_there_is_refused(lineage: IndexedRun) -> None:
-    def check(shard: str, token: int, source: str | None, message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            find_at(lineage, shard, token, source)
-
-    each(
-        [
-            ("web/shard_00000", 10**9, None, "expected a token from 0 to"),
-            ("web/shard_99999", 0, None, "has no shard 'web/shard_99999'"),
-            ("99", 0, "web", "has no shard '99'"),
-            ("nosuch/shard_00000", 0, None, "has no source 'nosuch' .it has web, web.val, text, text.val"),
-            ("0", 0, None, "or a number with --source"),
-            ("shard_00000", 0, None, "or a number with --source"),
-            ("web/shard_00000", 0, "text", "is not of source text"),
-            ("/elsewhere/tokens/web/shard_00000.bin", 0, None, "is not in"),
-            ("web/", 0, None, "has no shard"),
-            ("web/shard_0000", 0, None, "has no shard"),
-            ("-1", 0, "web", "has no shard"),
-            ("²", 0, "web", "has no shard"),
-            ("", 0, None, "expected <source>/shard_00000"),
-        ],
-        check,
-    )
+@with_each(
+    ("web/shard_00000", 10**9, None, "expected a token from 0 to"),
+    ("web/shard_99999", 0, None, "has no shard 'web/shard_99999'"),
+    ("99", 0, "web", "has no shard '99'"),
+    ("nosuch/shard_00000", 0, None, "has no source 'nosuch' .it has web, web.val, text, text.val"),
+    ("0", 0, None, "or a number with --source"),
+    ("shard_00000", 0, None, "or a number with --source"),
+    ("web/shard_00000", 0, "text", "is not of source text"),
+    ("/elsewhere/tokens/web/shard_00000.bin", 0, None, "is not in"),
+    ("web/", 0, None, "has no shard"),
+    ("web/shard_0000", 0, None, "has no shard"),
+    ("-1", 0, "web", "has no shard"),
+    ("²", 0, "web", "has no shard"),
+    ("", 0, None, "expected <source>/shard_00000"),
+)
+def test_a_place_that_is_not_there_is_refused(
+    shard: str, token: int, source: str | None, message: str, *, lineage: IndexedRun
+) -> None:
+    with pytest.raises(InputError, match=message):
+        find_at(lineage, shard, token, source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,3 +25,19 @@ def each(cases: Iterable[Any], check: Callable[..., None]) -> None:
             raise
     assert tried, "no case"
     assert not failed, f"{len(failed)} of {tried} cases:\n" + "\n".join(failed)
+
+
+def with_each(*cases: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make one test of a function that takes a case: its positional parameters; those by name alone are fixtures."""
+
+    def made(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def tries_all(**fixtures: Any) -> None:
+            each(cases, functools.partial(test, **fixtures))
+
+        signature = inspect.signature(test)
+        by_name = [own for own in signature.parameters.values() if own.kind is own.KEYWORD_ONLY]
+        tries_all.__signature__ = signature.replace(parameters=by_name)  # type: ignore[attr-defined]
+        return tries_all
+
+    return made

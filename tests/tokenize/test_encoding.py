@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from quern.errors import InputError
 from quern.tokenize import encoding as encoding_module
 from quern.tokenize.encoding import OPTIONS, TokenizeConfig, encode_ordinary, load_encoding
-from support.named_cases import each
+from support.named_cases import with_each
 
 pieces = [
     "the",
@@ -192,25 +192,20 @@ def test_a_known_name_keeps_its_pattern_and_special_tokens(tiny_ranks: str) -> N
     assert r"\p{N}{1,3}" not in load_encoding("own", tiny_ranks).core._pat_str
 
 
-def test_impossible_settings_are_refused() -> None:
-    def check(given: dict) -> None:
-        with pytest.raises(ValidationError):
-            TokenizeConfig(**given)
-
-    each(
-        [
-            {"encoding": "gtp2"},
-            {"encoding": ""},
-            {"validation": 1.0},
-            {"validation": -0.1},
-            {"validation": float("nan")},
-            {"shard_tokens": 0},
-            {"vocab_size": 1000},
-            {"encoding": "trained", "vocab_size": 256},
-            {"encoding": "trained", "ranks": "x", "vocab_size": 1000},
-        ],
-        check,
-    )
+@with_each(
+    {"encoding": "gtp2"},
+    {"encoding": ""},
+    {"validation": 1.0},
+    {"validation": -0.1},
+    {"validation": float("nan")},
+    {"shard_tokens": 0},
+    {"vocab_size": 1000},
+    {"encoding": "trained", "vocab_size": 256},
+    {"encoding": "trained", "ranks": "x", "vocab_size": 1000},
+)
+def test_impossible_settings_are_refused(given: dict) -> None:
+    with pytest.raises(ValidationError):
+        TokenizeConfig(**given)
 
 
 def test_settings_survive_being_written_out() -> None:

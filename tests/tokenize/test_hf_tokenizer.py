@@ -22,7 +22,7 @@ from quern.errors import InputError
 from quern.tokenize.encoding import ENDOFTEXT, Encoding, _known_definition, load_encoding
 from quern.tokenize.hf_tokenizer import CONFIG, TOKENIZER, oniguruma, read_encoding, tokenizer_files
 from quern.tokenize.writing.train_encoding import train_ranks
-from support.named_cases import each
+from support.named_cases import with_each
 
 BYTES = [bytes([value]) for value in range(256)]
 #: One encoding a pattern; the others have one of these.
@@ -134,12 +134,10 @@ def test_every_kind_of_character_is_classed_as_tiktoken_classes_it(pairs: Any, n
         assert_same(encoding, tokenizer, text)
 
 
-def test_runs_of_white_space(trained: str) -> None:
-    def check(spaces: int, end: str) -> None:
-        encoding = load_encoding("trained", trained)
-        assert_same(encoding, tokenizer_of(encoding), "x" + " " * spaces + end)
-
-    each(product([1, 2, 127, 128, 129, 10_000], ["", "x", "\n", "\nx"]), check)
+@with_each(*product([1, 2, 127, 128, 129, 10_000], ["", "x", "\n", "\nx"]))
+def test_runs_of_white_space(spaces: int, end: str, *, trained: str) -> None:
+    encoding = load_encoding("trained", trained)
+    assert_same(encoding, tokenizer_of(encoding), "x" + " " * spaces + end)
 
 
 def test_a_trained_encoding_gives_the_same_ids(trained: str) -> None:
@@ -192,19 +190,14 @@ def test_a_special_token_that_is_an_ordinary_one_too_is_refused(token: str, spec
         tokenizer_files(own(ranks, r"\S+|\s+", {ENDOFTEXT: 300, special: 301}))
 
 
-def test_a_pattern_is_said_in_onigurumas_words() -> None:
-    def check(pattern: str, expected: str) -> None:
-        assert oniguruma(pattern) == expected
-
-    each(
-        [
-            (r"\p{N}{1,3}+| ?x++$", r"(?>\p{N}{1,3})| ?x++\z"),
-            (r"[$^a\]+]{2}+^", r"(?>[$^a\]+]{2})\A"),
-            (r"\${2,}\$", r"\${2,}\$"),
-            (r"a{2}?b*+", r"a{2}?b*+"),
-        ],
-        check,
-    )
+@with_each(
+    (r"\p{N}{1,3}+| ?x++$", r"(?>\p{N}{1,3})| ?x++\z"),
+    (r"[$^a\]+]{2}+^", r"(?>[$^a\]+]{2})\A"),
+    (r"\${2,}\$", r"\${2,}\$"),
+    (r"a{2}?b*+", r"a{2}?b*+"),
+)
+def test_a_pattern_is_said_in_onigurumas_words(pattern: str, expected: str) -> None:
+    assert oniguruma(pattern) == expected
 
 
 def test_a_group_repeated_possessively_is_refused() -> None:

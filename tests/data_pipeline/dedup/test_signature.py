@@ -10,7 +10,7 @@ from quern.data_pipeline.dedup import signature as module
 from quern.data_pipeline.dedup.config import DuplicatesConfig
 from quern.data_pipeline.dedup.signature import NUM_WORDS, SCHEME, Signature, minhash, permutations
 from quern.data_pipeline.page.document import SIGNATURE_SCHEMA, Page
-from support.named_cases import each
+from support.named_cases import with_each
 
 
 def page_of(text: str | None) -> Page:
@@ -28,19 +28,16 @@ def sketch(plain, text: str, config: DuplicatesConfig) -> datasketch.MinHash:
     return made
 
 
-def test_a_signature_is_bit_for_bit_that_of_datasketch(plain):
-    def check(num_perm, seed, ngram, num_words):
-        config = DuplicatesConfig(num_perm=num_perm, seed=seed, ngram=ngram, bands=1, rows=1)
-        text = text_of(seed, num_words)
-        signature = Signature(config)(page_of(text)).signature
-        assert signature is not None
-        assert signature.dtype == np.uint32
-        assert signature.tolist() == sketch(plain, text, config).hashvalues.tolist()
-
-    each(
-        [(128, 1, 5, 5), (128, 1, 5, 300), (128, 7, 5, 1500), (112, 0, 3, 200), (1, 2**32 - 1, 1, 50), (300, 3, 8, 90)],
-        check,
-    )
+@with_each(
+    (128, 1, 5, 5), (128, 1, 5, 300), (128, 7, 5, 1500), (112, 0, 3, 200), (1, 2**32 - 1, 1, 50), (300, 3, 8, 90)
+)
+def test_a_signature_is_bit_for_bit_that_of_datasketch(num_perm, seed, ngram, num_words, *, plain) -> None:
+    config = DuplicatesConfig(num_perm=num_perm, seed=seed, ngram=ngram, bands=1, rows=1)
+    text = text_of(seed, num_words)
+    signature = Signature(config)(page_of(text)).signature
+    assert signature is not None
+    assert signature.dtype == np.uint32
+    assert signature.tolist() == sketch(plain, text, config).hashvalues.tolist()
 
 
 def test_a_signature_read_back_from_its_table_loads_as_a_datasketch_minhash(plain, tmp_path):
@@ -69,14 +66,12 @@ def test_shingles_permuted_in_chunks_have_the_least_values_of_all(monkeypatch):
     assert (minhash(shingles, 64, 1) == whole).all()
 
 
-def test_permutations_are_those_that_datasketch_draws():
-    def check(num_perm, seed):
-        expected = datasketch.MinHash(num_perm=num_perm, seed=seed, scheme=SCHEME).permutations
-        for ours, theirs in zip(permutations(num_perm, seed), expected, strict=True):
-            assert ours.dtype == theirs.dtype == np.uint32
-            assert (ours[:, 0] == theirs).all()
-
-    each([(1, 0), (16, 1), (128, 1), (256, 2**32 - 1)], check)
+@with_each((1, 0), (16, 1), (128, 1), (256, 2**32 - 1))
+def test_permutations_are_those_that_datasketch_draws(num_perm, seed) -> None:
+    expected = datasketch.MinHash(num_perm=num_perm, seed=seed, scheme=SCHEME).permutations
+    for ours, theirs in zip(permutations(num_perm, seed), expected, strict=True):
+        assert ours.dtype == theirs.dtype == np.uint32
+        assert (ours[:, 0] == theirs).all()
 
 
 def test_other_seeds_are_other_permutations():
@@ -109,14 +104,12 @@ def test_the_stage_measures_words_and_keeps_sorted_unique_shingles(plain):
     assert (page.stage, page.failures) == (None, [])
 
 
-def test_a_text_too_short_for_a_shingle_has_no_signature():
-    def check(text):
-        page = Signature(DuplicatesConfig())(page_of(text))
-        assert page.signature is None
-        assert page.shingles is None
-        assert page.measures[NUM_WORDS] == len((text or "").replace("*", "").split())
-
-    each([None, "", "one two three four", "*** *** *** *** ***"], check)
+@with_each(None, "", "one two three four", "*** *** *** *** ***")
+def test_a_text_too_short_for_a_shingle_has_no_signature(text) -> None:
+    page = Signature(DuplicatesConfig())(page_of(text))
+    assert page.signature is None
+    assert page.shingles is None
+    assert page.measures[NUM_WORDS] == len((text or "").replace("*", "").split())
 
 
 def test_without_a_near_pass_only_words_are_counted():

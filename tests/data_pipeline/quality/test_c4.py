@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quern.data_pipeline.stages.quality.c4 import MEASURES, C4Config, decide, measure
 from quern.data_pipeline.stages.quality.words import Reading
-from support.named_cases import each
+from support.named_cases import with_each
 
 FIVE = "One is here. Two is here. Three is here. Four is here. Five is here."
 BLANK = spacy.blank("en")
@@ -93,23 +93,18 @@ def test_first_failed_rule_and_text_are_those_of_the_page_dropping_reading(text:
         assert left_of(text) == kept
 
 
-def test_lines_that_stay_and_lines_that_go() -> None:
-    def check(line: str, kept: bool) -> None:
-        assert left_of(f"{FIVE}\n{line}") == (f"{FIVE}\n{line}" if kept else FIVE)
-
-    each(
-        [
-            ("word " * 3 + "x" * 1000, True),
-            ("word " * 3 + "x" * 1001, False),
-            ("only two", False),
-            ("now three words", True),
-            ("needs JavaScript to run", False),
-            ("read our Privacy Policy here", False),
-            ("this site uses cookies often", False),
-            ("no end mark here", True),
-        ],
-        check,
-    )
+@with_each(
+    ("word " * 3 + "x" * 1000, True),
+    ("word " * 3 + "x" * 1001, False),
+    ("only two", False),
+    ("now three words", True),
+    ("needs JavaScript to run", False),
+    ("read our Privacy Policy here", False),
+    ("this site uses cookies often", False),
+    ("no end mark here", True),
+)
+def test_lines_that_stay_and_lines_that_go(line: str, kept: bool) -> None:
+    assert left_of(f"{FIVE}\n{line}") == (f"{FIVE}\n{line}" if kept else FIVE)
 
 
 def test_line_rules_can_be_switched_off() -> None:
@@ -125,11 +120,9 @@ def test_a_line_of_one_word_that_is_too_long_goes() -> None:
     assert left_of(f"{'x' * 1001}\n{'y' * 1000}", min_words_per_line=None) == "y" * 1000
 
 
-def test_terminal_punctuation_when_asked_for() -> None:
-    def check(line: str, kept: bool) -> None:
-        assert left_of(f"{FIVE}\n{line} ", terminal_punctuation=True, min_words_per_line=1).count("\n") == int(kept)
-
-    each([("It ends.", True), ('He said "so"', True), ("It does not", False), ("It trails...", False)], check)
+@with_each(("It ends.", True), ('He said "so"', True), ("It does not", False), ("It trails...", False))
+def test_terminal_punctuation_when_asked_for(line: str, kept: bool) -> None:
+    assert left_of(f"{FIVE}\n{line} ", terminal_punctuation=True, min_words_per_line=1).count("\n") == int(kept)
 
 
 def test_citation_marks_are_taken_off_and_counted_as_words_before() -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from quern.data_pipeline.stages.quality.fineweb import MEASURES, FinewebConfig, decide, measure
 from quern.data_pipeline.stages.quality.words import TERMINAL_PUNCTUATION, Reading
-from support.named_cases import each
+from support.named_cases import with_each
 
 OFF: dict[str, Any] = {
     "line_punct_ratio": None,
@@ -48,25 +48,22 @@ def test_measures_are_their_definition(text: str) -> None:
         assert decide(measure(reading), FinewebConfig()) == ["fineweb.empty"]
 
 
-def test_a_rule_passes_at_its_threshold_and_fails_beyond() -> None:
-    def check(text: str, rule: str, value: float, fails_beyond: float) -> None:
-        measures = measure(Reading(text, "en"))
-        assert measures[f"fineweb.{rule}"] == value
-        assert decide(measures, FinewebConfig(**OFF)) == []
-        assert decide(measures, FinewebConfig(**{**OFF, rule: value})) == []
-        assert decide(measures, FinewebConfig(**{**OFF, rule: value + fails_beyond})) == [f"fineweb.{rule}"]
-        at_zero = [] if rule == "line_punct_ratio" else [f"fineweb.{rule}"]
-        assert decide(measures, FinewebConfig(**{**OFF, rule: 0})) == at_zero
-
-    each(
-        [
-            ("a.\nb\nc\nd", "line_punct_ratio", 0.25, 1e-9),
-            (f"a\n{'b' * 31}\n{'c' * 30}\n{'d' * 31}", "short_line_ratio", 0.5, -1e-9),
-            ("ab\ncdef\nab", "char_dup_ratio", 0.25, -1e-9),
-            ("a b\nc d", "list_ratio", 0.25, -1e-9),
-        ],
-        check,
-    )
+@with_each(
+    ("a.\nb\nc\nd", "line_punct_ratio", 0.25, 1e-9),
+    (f"a\n{'b' * 31}\n{'c' * 30}\n{'d' * 31}", "short_line_ratio", 0.5, -1e-9),
+    ("ab\ncdef\nab", "char_dup_ratio", 0.25, -1e-9),
+    ("a b\nc d", "list_ratio", 0.25, -1e-9),
+)
+def test_a_rule_passes_at_its_threshold_and_fails_beyond(
+    text: str, rule: str, value: float, fails_beyond: float
+) -> None:
+    measures = measure(Reading(text, "en"))
+    assert measures[f"fineweb.{rule}"] == value
+    assert decide(measures, FinewebConfig(**OFF)) == []
+    assert decide(measures, FinewebConfig(**{**OFF, rule: value})) == []
+    assert decide(measures, FinewebConfig(**{**OFF, rule: value + fails_beyond})) == [f"fineweb.{rule}"]
+    at_zero = [] if rule == "line_punct_ratio" else [f"fineweb.{rule}"]
+    assert decide(measures, FinewebConfig(**{**OFF, rule: 0})) == at_zero
 
 
 def test_a_page_without_end_marks_can_be_excused() -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from quern.data_pipeline.stages.quality.gopher import MEASURES, GopherConfig, decide, measure
 from quern.data_pipeline.stages.quality.words import PUNCTUATION, Reading
-from support.named_cases import each
+from support.named_cases import with_each
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 OFF = {name: None for name in GopherConfig.model_fields if name != "stop_words"}
@@ -83,36 +83,33 @@ def test_paper_dialect_counts_whitespace_words_bullets_and_stop_words_in_any_cas
     }
 
 
-def test_a_rule_passes_at_its_threshold_and_fails_beyond() -> None:
-    def check(text: str, measure_name: str, option: str, value: float) -> None:
-        measures = measure(Reading(text, "en"), STOP_WORDS)
-        rule = f"gopher.{measure_name}"
-        assert measures[rule] == value
+@with_each(
+    ("a b c , .", "num_words", "min_words", 3),
+    ("a b c , .", "num_words", "max_words", 3),
+    ("aa bbbb .", "mean_word_length", "min_mean_word_length", 3),
+    ("aa bbbb .", "mean_word_length", "max_mean_word_length", 3),
+    ("a # b c", "hash_ratio", "max_hash_ratio", 0.25),
+    ("a … b c", "ellipsis_ratio", "max_ellipsis_ratio", 0.25),
+    ("- a\n• b\nc\nd - e", "bullet_line_frac", "max_bullet_line_frac", 0.5),
+    ("a ...\nb… \nc\n…d", "ellipsis_line_frac", "max_ellipsis_line_frac", 0.5),
+    ("a b 1 ,", "alpha_word_frac", "min_alpha_word_frac", 0.5),
+    ("the The to to x", "num_stop_words", "min_stop_words", 2),
+)
+def test_a_rule_passes_at_its_threshold_and_fails_beyond(
+    text: str, measure_name: str, option: str, value: float
+) -> None:
+    measures = measure(Reading(text, "en"), STOP_WORDS)
+    rule = f"gopher.{measure_name}"
+    assert measures[rule] == value
 
-        def failed(**thresholds: Any) -> list[str]:
-            return decide(measures, GopherConfig(**{**OFF, **thresholds}))
+    def failed(**thresholds: Any) -> list[str]:
+        return decide(measures, GopherConfig(**{**OFF, **thresholds}))
 
-        step = (1 if isinstance(value, int) else 1e-9) * (1 if option.startswith("min") else -1)
-        assert failed() == []
-        assert failed(**{option: value}) == []
-        assert failed(**{option: value + step}) == [rule]
-        assert failed(**{option: 0}) == ([] if option.startswith("min") else [rule])
-
-    each(
-        [
-            ("a b c , .", "num_words", "min_words", 3),
-            ("a b c , .", "num_words", "max_words", 3),
-            ("aa bbbb .", "mean_word_length", "min_mean_word_length", 3),
-            ("aa bbbb .", "mean_word_length", "max_mean_word_length", 3),
-            ("a # b c", "hash_ratio", "max_hash_ratio", 0.25),
-            ("a … b c", "ellipsis_ratio", "max_ellipsis_ratio", 0.25),
-            ("- a\n• b\nc\nd - e", "bullet_line_frac", "max_bullet_line_frac", 0.5),
-            ("a ...\nb… \nc\n…d", "ellipsis_line_frac", "max_ellipsis_line_frac", 0.5),
-            ("a b 1 ,", "alpha_word_frac", "min_alpha_word_frac", 0.5),
-            ("the The to to x", "num_stop_words", "min_stop_words", 2),
-        ],
-        check,
-    )
+    step = (1 if isinstance(value, int) else 1e-9) * (1 if option.startswith("min") else -1)
+    assert failed() == []
+    assert failed(**{option: value}) == []
+    assert failed(**{option: value + step}) == [rule]
+    assert failed(**{option: 0}) == ([] if option.startswith("min") else [rule])
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -125,17 +122,15 @@ def test_the_defaults_are_the_papers() -> None:
     assert config.stop_words == {"en": STOP_WORDS}
 
 
-def test_texts_without_words_are_measured_and_only_count_rules_fail_them() -> None:
-    def check(text: str, dialect: Any) -> None:
-        measures = measure(Reading(text, "en"), STOP_WORDS, dialect=dialect)
-        assert all(value is None or value == value for value in measures.values())
-        failed = decide(measures, GopherConfig())
-        assert failed[0] == "gopher.num_words"
-        assert failed[-1] == "gopher.num_stop_words"
-        if not text.strip():
-            assert decide(measures, GopherConfig(min_words=None, min_stop_words=None)) == []
-
-    each(product(["", " ", "\n", ". , !", "...", "★"], ["datatrove", "paper"]), check)
+@with_each(*product(["", " ", "\n", ". , !", "...", "★"], ["datatrove", "paper"]))
+def test_texts_without_words_are_measured_and_only_count_rules_fail_them(text: str, dialect: Any) -> None:
+    measures = measure(Reading(text, "en"), STOP_WORDS, dialect=dialect)
+    assert all(value is None or value == value for value in measures.values())
+    failed = decide(measures, GopherConfig())
+    assert failed[0] == "gopher.num_words"
+    assert failed[-1] == "gopher.num_stop_words"
+    if not text.strip():
+        assert decide(measures, GopherConfig(min_words=None, min_stop_words=None)) == []
 
 
 def test_a_language_without_a_list_has_no_stop_word_rule() -> None:
@@ -156,17 +151,12 @@ def test_missing_null_and_nan_measures_fail_nothing() -> None:
         assert decide(measures, GopherConfig()) == []
 
 
-def test_impossible_thresholds_are_refused() -> None:
-    def check(options: dict[str, Any]) -> None:
-        with pytest.raises(ValidationError):
-            GopherConfig(**options)
-
-    each(
-        [
-            {"min_words": -1},
-            {"min_words": 5, "max_words": 4},
-            {"min_alpha_word_frac": 1.2},
-            {"max_hash_ratio": float("inf")},
-        ],
-        check,
-    )
+@with_each(
+    {"min_words": -1},
+    {"min_words": 5, "max_words": 4},
+    {"min_alpha_word_frac": 1.2},
+    {"max_hash_ratio": float("inf")},
+)
+def test_impossible_thresholds_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        GopherConfig(**options)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from quern.data_pipeline.page.document import Page
 from quern.data_pipeline.stages.quality import Quality, QualityConfig, decide, measure
-from support.named_cases import each
+from support.named_cases import with_each
 
 GOLDEN = Path(__file__).parents[2] / "data" / "quality_peer.json.gz"
 GOOD = """\
@@ -129,15 +129,13 @@ def test_a_text_of_which_no_line_is_left_does_not_pass() -> None:
     assert kept.text == "x\ny"
 
 
-def test_odd_texts_are_measured_without_error_or_nan() -> None:
-    def check(text: str | None) -> None:
-        for dialect in ("datatrove", "paper"):
-            for language in ("en", "zh", "de", None):
-                done = Quality(QualityConfig(dialect=dialect))(page(text, language))
-                assert all(value == value for value in done.measures.values())
-                assert done.failures
-
-    each([None, "", "\n", "\u00a0", "\x00", "\ud800 lone", "{", "中" * 5000, "😀 " * 60], check)
+@with_each(None, "", "\n", "\u00a0", "\x00", "\ud800 lone", "{", "中" * 5000, "😀 " * 60)
+def test_odd_texts_are_measured_without_error_or_nan(text: str | None) -> None:
+    for dialect in ("datatrove", "paper"):
+        for language in ("en", "zh", "de", None):
+            done = Quality(QualityConfig(dialect=dialect))(page(text, language))
+            assert all(value == value for value in done.measures.values())
+            assert done.failures
 
 
 def test_a_stored_row_can_be_decided_again_without_the_text() -> None:
@@ -158,12 +156,10 @@ def test_languages_are_split_by_their_own_rules() -> None:
     assert Quality(config)(page("今天天气很好。" * 20, None)).measures["gopher.num_words"] < 120
 
 
-def test_impossible_configs_are_refused() -> None:
-    def check(options: dict[str, Any]) -> None:
-        with pytest.raises(ValidationError):
-            QualityConfig(**options)
-
-    each([{"order": ("c4", "c4")}, {"order": ("cats",)}, {"dialect": "dolma"}, {"x": 1}], check)
+@with_each({"order": ("c4", "c4")}, {"order": ("cats",)}, {"dialect": "dolma"}, {"x": 1})
+def test_impossible_configs_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        QualityConfig(**options)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from quern.data_pipeline.stages.quality import repetition
 from quern.data_pipeline.stages.quality.repetition import MEASURES, RepetitionConfig, decide, measure
 from quern.data_pipeline.stages.quality.words import Reading
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import with_each
 
 TEXT = st.lists(
     st.sampled_from(
@@ -143,27 +143,22 @@ def test_an_ngram_that_occurs_once_is_repetition_for_datatrove_only() -> None:
     assert decide(paper, RepetitionConfig()) == []
 
 
-def test_a_rule_fails_above_its_threshold_and_not_at_it() -> None:
-    def check(text: str, rule: str, value: float) -> None:
-        measures = measure(Reading(text, "en"))
-        assert measures[f"repetition.{rule}"] == value
-        off: dict[str, float | None] = {name.removeprefix("repetition."): None for name in MEASURES[1:]}
-        assert decide(measures, RepetitionConfig(**off)) == []
-        assert decide(measures, RepetitionConfig(**(off | {rule: value}))) == []
-        assert decide(measures, RepetitionConfig(**(off | {rule: value - 1e-9}))) == [f"repetition.{rule}"]
-        assert decide(measures, RepetitionConfig(**(off | {rule: 0}))) == [f"repetition.{rule}"]
-
-    each(
-        [
-            ("a\n\nb\n\na\n\nc", "dup_para_frac", 1 / 4),
-            ("aa\n\nbbb\n\naa", "dup_para_char_frac", 2 / 11),
-            ("a\nb\n\n\na\nc\n", "dup_line_frac", 1 / 5),
-            ("aa\nb\naa", "dup_line_char_frac", 2 / 7),
-            ("x y x y z", "top_2gram_char_frac", 6 / 9),
-            ("k l m n o p k l m n o", "dup_5gram_char_frac", 5 / 21),
-        ],
-        check,
-    )
+@with_each(
+    ("a\n\nb\n\na\n\nc", "dup_para_frac", 1 / 4),
+    ("aa\n\nbbb\n\naa", "dup_para_char_frac", 2 / 11),
+    ("a\nb\n\n\na\nc\n", "dup_line_frac", 1 / 5),
+    ("aa\nb\naa", "dup_line_char_frac", 2 / 7),
+    ("x y x y z", "top_2gram_char_frac", 6 / 9),
+    ("k l m n o p k l m n o", "dup_5gram_char_frac", 5 / 21),
+)
+def test_a_rule_fails_above_its_threshold_and_not_at_it(text: str, rule: str, value: float) -> None:
+    measures = measure(Reading(text, "en"))
+    assert measures[f"repetition.{rule}"] == value
+    off: dict[str, float | None] = {name.removeprefix("repetition."): None for name in MEASURES[1:]}
+    assert decide(measures, RepetitionConfig(**off)) == []
+    assert decide(measures, RepetitionConfig(**(off | {rule: value}))) == []
+    assert decide(measures, RepetitionConfig(**(off | {rule: value - 1e-9}))) == [f"repetition.{rule}"]
+    assert decide(measures, RepetitionConfig(**(off | {rule: 0}))) == [f"repetition.{rule}"]
 
 
 def test_the_defaults_are_those_of_table_a1() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from quern.data_pipeline.stages.quality import words as under_test
 from quern.data_pipeline.stages.quality.words import PUNCTUATION, TERMINAL_PUNCTUATION, UNSPACED_LANGUAGES, Reading
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import each, with_each
 
 CHUNK_CHARS = "aZbé9.,'’\"”“():;-—/…!?$%@#_·中。xD\u200b+"
 
@@ -69,22 +69,17 @@ def test_common_shapes_split_as_spacy_splits_them() -> None:
     each(map("".join, shapes), check_words)
 
 
-def test_english_words() -> None:
-    def check(text: str, words: list[str]) -> None:
-        assert Reading(text, "en").words == words
-        assert Reading(text, "en").num_words == len(words)
-
-    each(
-        [
-            ("I can't, they cannot.", ["I", "ca", "n't", ",", "they", "can", "not", "."]),
-            ("Mr. Smith's U.S. visit", ["Mr.", "Smith", "'s", "U.S.", "visit"]),
-            ("10km at 5$ (see http://a.com/b?c)", ["10", "km", "at", "5", "$", "(", "see", "http://a.com/b?c", ")"]),
-            ("a\u00a0b\u2028c\td", ["a", "b", "c", "d"]),
-            ("", []),
-            (" \n\t\u3000", []),
-        ],
-        check,
-    )
+@with_each(
+    ("I can't, they cannot.", ["I", "ca", "n't", ",", "they", "can", "not", "."]),
+    ("Mr. Smith's U.S. visit", ["Mr.", "Smith", "'s", "U.S.", "visit"]),
+    ("10km at 5$ (see http://a.com/b?c)", ["10", "km", "at", "5", "$", "(", "see", "http://a.com/b?c", ")"]),
+    ("a\u00a0b\u2028c\td", ["a", "b", "c", "d"]),
+    ("", []),
+    (" \n\t\u3000", []),
+)
+def test_english_words(text: str, words: list[str]) -> None:
+    assert Reading(text, "en").words == words
+    assert Reading(text, "en").num_words == len(words)
 
 
 @pytest.mark.slow
@@ -95,27 +90,20 @@ def test_spaced_languages_have_their_own_spacy_words(language: str) -> None:
     assert Reading(text, language).words == [w for c in text.split() for w in spacy_words(c, language)]
 
 
-def test_languages_spacy_cannot_split_are_split_neutrally() -> None:
-    def check(language: str) -> None:
-        assert Reading("안녕, xin chào!", language).words == ["안녕", ",", "xin", "chào", "!"]
-
-    each(["ko", "vi", "eo", "qq"], check)
+@with_each("ko", "vi", "eo", "qq")
+def test_languages_spacy_cannot_split_are_split_neutrally(language: str) -> None:
+    assert Reading("안녕, xin chào!", language).words == ["안녕", ",", "xin", "chào", "!"]
 
 
-def test_languages_without_spaces_are_split_into_characters() -> None:
-    def check(language: str, text: str, words: list[str]) -> None:
-        assert language in UNSPACED_LANGUAGES
-        assert Reading(text, language).words == words
-
-    each(
-        [
-            ("zh", "我有iPhone 15。", ["我", "有", "iPhone", "15", "。"]),
-            ("ja", "カードを見る", ["カー", "ド", "を", "見", "る"]),
-            ("th", "กินข้าว", ["กิ", "น", "ข้", "า", "ว"]),
-            ("bo", "བོད་སྐད།", ["བོད", "སྐད", "།"]),
-        ],
-        check,
-    )
+@with_each(
+    ("zh", "我有iPhone 15。", ["我", "有", "iPhone", "15", "。"]),
+    ("ja", "カードを見る", ["カー", "ド", "を", "見", "る"]),
+    ("th", "กินข้าว", ["กิ", "น", "ข้", "า", "ว"]),
+    ("bo", "བོད་སྐད།", ["བོད", "སྐད", "།"]),
+)
+def test_languages_without_spaces_are_split_into_characters(language: str, text: str, words: list[str]) -> None:
+    assert language in UNSPACED_LANGUAGES
+    assert Reading(text, language).words == words
 
 
 @pytest.mark.slow
@@ -129,24 +117,19 @@ def test_sentences_are_those_of_the_sentencizer_line_by_line(lines: list[str]) -
         assert Reading("\n".join(lines), "en").num_sentences == expected
 
 
-def test_sentence_counts() -> None:
-    def check(text: str, count: int) -> None:
-        assert Reading(text, "en").num_sentences == count == sum(map(spacy_sentences, text.split("\n")))
-
-    each(
-        [
-            ("One. Two! Three?", 3),
-            ('He said "no." Then left.', 2),
-            ("One.\nTwo.\n\nno end", 4),
-            ("", 1),
-            ("Ends. ", 1),
-            ("Ends.  ", 2),
-            ("Ends. \nNext", 2),
-            ("Aa.\u00a0Bb.\tCc", 3),
-            ("...and so on", 1),
-        ],
-        check,
-    )
+@with_each(
+    ("One. Two! Three?", 3),
+    ('He said "no." Then left.', 2),
+    ("One.\nTwo.\n\nno end", 4),
+    ("", 1),
+    ("Ends. ", 1),
+    ("Ends.  ", 2),
+    ("Ends. \nNext", 2),
+    ("Aa.\u00a0Bb.\tCc", 3),
+    ("...and so on", 1),
+)
+def test_sentence_counts(text: str, count: int) -> None:
+    assert Reading(text, "en").num_sentences == count == sum(map(spacy_sentences, text.split("\n")))
 
 
 @pytest.mark.slow
@@ -169,25 +152,19 @@ def test_what_was_read_before_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_hostile_chunks_are_split_without_spacy() -> None:
+@with_each(
+    "(" * 200_000,
+    "http://a." * 50_000,
+    "s'" * 100_000,
+    "x" * 5_000_000,
+    " ".join("(" * 400 + str(i) for i in range(2000)),
+)
+def test_hostile_chunks_are_split_without_spacy(text: str) -> None:
     """spaCy would want from minutes to days for each of these."""
-
-    def check(text: str) -> None:
-        reading = Reading(text, "en")
-        assert reading._splitter is under_test._plain()
-        assert "".join(reading.words) == "".join(text.split())
-        assert reading.num_sentences >= 1
-
-    each(
-        [
-            "(" * 200_000,
-            "http://a." * 50_000,
-            "s'" * 100_000,
-            "x" * 5_000_000,
-            " ".join("(" * 400 + str(i) for i in range(2000)),
-        ],
-        check,
-    )
+    reading = Reading(text, "en")
+    assert reading._splitter is under_test._plain()
+    assert "".join(reading.words) == "".join(text.split())
+    assert reading.num_sentences >= 1
 
 
 @pytest.mark.parametrize("unit", [". ", ". , "], ids=["end marks", "end marks and others"])

@@ -29,7 +29,7 @@ from quern.data_pipeline.report.page import write_report
 from quern.data_pipeline.report.pieces import link, percent, show
 from quern.data_pipeline.report.survey import Budget, survey
 from quern.errors import QuernError
-from support.named_cases import each
+from support.named_cases import with_each
 
 pytestmark = pytest.mark.slow
 
@@ -186,29 +186,22 @@ def test_long_texts_are_cut_and_stacked_marks_thinned() -> None:
     assert len(show("e" + "\u0301" * 1000)) <= 5
 
 
-def test_only_plain_web_addresses_become_links() -> None:
-    def check(url: str) -> None:
-        assert "href" not in link(url)
-        assert link("https://a.b/c?d=1&e=[2]").startswith(
-            '<a class="url" href="https://a.b/c?d=1&amp;e=[2]" rel="noopener'
-        )
-
-    each(
-        [
-            "javascript:alert(1)",
-            "JavaScript:alert(1)",
-            "data:text/html,x",
-            "http://a.b/\"onclick='x'",
-            "//a.b/c",
-            "http://a.b/\u202e",
-            " http://a.b",
-            "http://a.b\n",
-            "vbscript:x",
-            "https://a.b/ü",
-            "",
-        ],
-        check,
-    )
+@with_each(
+    "javascript:alert(1)",
+    "JavaScript:alert(1)",
+    "data:text/html,x",
+    "http://a.b/\"onclick='x'",
+    "//a.b/c",
+    "http://a.b/\u202e",
+    " http://a.b",
+    "http://a.b\n",
+    "vbscript:x",
+    "https://a.b/ü",
+    "",
+)
+def test_only_plain_web_addresses_become_links(url: str) -> None:
+    assert "href" not in link(url)
+    assert link("https://a.b/c?d=1&e=[2]").startswith('<a class="url" href="https://a.b/c?d=1&amp;e=[2]" rel="noopener')
 
 
 def test_same_run_same_bytes_and_another_seed_other_samples(made: Any) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quern.data_pipeline.sources import charset
 from quern.data_pipeline.sources.charset import _detect, codec_for, decode, header_charset, printable
 from support.growth import assert_grows_tamely
-from support.named_cases import each
+from support.named_cases import each, with_each
 
 GERMAN = "Die Straße führt über die Brücke, sagte Müller – „schön“. " * 40
 CHINESE = "北京市民今天在公园里庆祝节日,天气很好。" * 40
@@ -49,40 +49,33 @@ SAMPLES = [
 ]
 
 
-def test_a_header_label_means_what_browsers_take_it_for() -> None:
-    def check(label: str, codec: str, text: str) -> None:
-        decoded = decode(text.encode(codec), label, is_html=False)
+@with_each(*SAMPLES)
+def test_a_header_label_means_what_browsers_take_it_for(label: str, codec: str, text: str) -> None:
+    decoded = decode(text.encode(codec), label, is_html=False)
+    assert decoded is not None
+    assert decoded[0] == text
+
+
+@with_each(*SAMPLES)
+def test_a_meta_label_is_found_in_either_form(label: str, codec: str, text: str) -> None:
+    for meta in (
+        f"<html><head><META CharSet = '{label}'>",
+        f'<head><meta http-equiv="Content-Type" content="text/html; charset={label}">',
+        f'<?xml version="1.0" encoding="{label}"?><html>',
+    ):
+        page = meta.encode("ascii") + text.encode(codec)
+        decoded = decode(page, None, is_html=True)
         assert decoded is not None
-        assert decoded[0] == text
-
-    each(SAMPLES, check)
+        assert decoded[0] == meta + text
 
 
-def test_a_meta_label_is_found_in_either_form() -> None:
-    def check(label: str, codec: str, text: str) -> None:
-        for meta in (
-            f"<html><head><META CharSet = '{label}'>",
-            f'<head><meta http-equiv="Content-Type" content="text/html; charset={label}">',
-            f'<?xml version="1.0" encoding="{label}"?><html>',
-        ):
-            page = meta.encode("ascii") + text.encode(codec)
-            decoded = decode(page, None, is_html=True)
-            assert decoded is not None
-            assert decoded[0] == meta + text
-
-    each(SAMPLES, check)
-
-
-def test_valid_utf8_beats_every_label() -> None:
-    def check(text: str, label: str | None) -> None:
-        assert decode(text.encode(), label, is_html=True) == (text, "utf-8")
-
-    each(
-        product(
-            [GERMAN, CHINESE, RUSSIAN, GREEK], ["iso-8859-1", "gb2312", "windows-1251", "utf-8", "no-such-thing", None]
-        ),
-        check,
+@with_each(
+    *product(
+        [GERMAN, CHINESE, RUSSIAN, GREEK], ["iso-8859-1", "gb2312", "windows-1251", "utf-8", "no-such-thing", None]
     )
+)
+def test_valid_utf8_beats_every_label(text: str, label: str | None) -> None:
+    assert decode(text.encode(), label, is_html=True) == (text, "utf-8")
 
 
 @given(
@@ -101,22 +94,17 @@ def test_no_bytes_raise_and_text_can_always_be_stored(payload: bytes, label: str
         assert "\0" not in decoded[0]
 
 
-def test_a_byte_order_mark_beats_every_label_and_is_not_text() -> None:
-    def check(bom: bytes, codec: str) -> None:
-        decoded = decode(bom + RUSSIAN.encode(codec), "windows-1251", is_html=True)
-        assert decoded is not None
-        assert decoded[0] == RUSSIAN
-
-    each(
-        [
-            (codecs.BOM_UTF8, "utf-8"),
-            (codecs.BOM_UTF16_LE, "utf-16-le"),
-            (codecs.BOM_UTF16_BE, "utf-16-be"),
-            (codecs.BOM_UTF32_LE, "utf-32-le"),
-            (codecs.BOM_UTF32_BE, "utf-32-be"),
-        ],
-        check,
-    )
+@with_each(
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+)
+def test_a_byte_order_mark_beats_every_label_and_is_not_text(bom: bytes, codec: str) -> None:
+    decoded = decode(bom + RUSSIAN.encode(codec), "windows-1251", is_html=True)
+    assert decoded is not None
+    assert decoded[0] == RUSSIAN
 
 
 def test_the_header_comes_before_meta_and_meta_before_detection() -> None:
@@ -218,35 +206,26 @@ def test_codecs_that_are_not_text_encodings_of_the_web_are_unknown() -> None:
         assert codec_for(label) is None
 
 
-def test_charset_of_a_content_type() -> None:
-    def check(value: str | None, expected: str | None) -> None:
-        assert header_charset(value) == expected
-
-    each(
-        [
-            ("text/html; charset=UTF-8", "UTF-8"),
-            ("text/html;charset='iso-8859-1'", "iso-8859-1"),
-            ('text/html; Charset = "gbk"; x=y', "gbk"),
-            ("text/html", None),
-            (None, None),
-        ],
-        check,
-    )
+@with_each(
+    ("text/html; charset=UTF-8", "UTF-8"),
+    ("text/html;charset='iso-8859-1'", "iso-8859-1"),
+    ('text/html; Charset = "gbk"; x=y', "gbk"),
+    ("text/html", None),
+    (None, None),
+)
+def test_charset_of_a_content_type(value: str | None, expected: str | None) -> None:
+    assert header_charset(value) == expected
 
 
 def test_lone_surrogates_and_nul_never_reach_a_page() -> None:
     assert printable("a\0b\ud800c\udc00\ud83d\ude00") == "ab\ufffdc\ufffd😀"
 
 
-def test_hostile_heads_cost_linear_time() -> None:
+@with_each(b"<meta ", b"<meta charset=", b"<!--", b"charset = ", b"\xff<meta charset= ", b"\xe4\xb8", b"<?xml ")
+def test_hostile_heads_cost_linear_time(unit: bytes) -> None:
     """Sixteen times the bytes; quadratic would be 256."""
-
-    def check(unit: bytes) -> None:
-        short, long = (b"\xff" + (unit * (size // len(unit) + 1))[:size] for size in (50_000, 800_000))
-        assert_grows_tamely(lambda payload: decode(payload, "utf-8", is_html=True), short, long, 100)
-
-    units = [b"<meta ", b"<meta charset=", b"<!--", b"charset = ", b"\xff<meta charset= ", b"\xe4\xb8", b"<?xml "]
-    each(units, check)
+    short, long = (b"\xff" + (unit * (size // len(unit) + 1))[:size] for size in (50_000, 800_000))
+    assert_grows_tamely(lambda payload: decode(payload, "utf-8", is_html=True), short, long, 100)
 
 
 def test_every_label_means_a_codec_that_reads_ascii() -> None:
@@ -282,20 +261,18 @@ def test_a_wide_page_cut_inside_a_unit_is_read_to_the_cut(bom: bytes, codec: str
 
 
 @pytest.mark.slow
-def test_any_bytes_under_any_label_are_text_or_none() -> None:
-    def check(label: str) -> None:
-        # A label that is wrong, over bytes that fit it nearly, cut anywhere: a codec may raise what it likes.
-        for payload in (
-            RUSSIAN.encode("cp1251"),
-            GERMAN.encode("utf-16-le"),
-            CHINESE.encode("gb18030"),
-            bytes(range(256)),
-        ):
-            for size in range(40, 49):
-                decoded = decode(payload[:size], label, is_html=True)
-                assert decoded is None or decoded[0].encode("utf-8") is not None
-
-    each(sorted(charset._CODECS), check)
+@with_each(*sorted(charset._CODECS))
+def test_any_bytes_under_any_label_are_text_or_none(label: str) -> None:
+    # A label that is wrong, over bytes that fit it nearly, cut anywhere: a codec may raise what it likes.
+    for payload in (
+        RUSSIAN.encode("cp1251"),
+        GERMAN.encode("utf-16-le"),
+        CHINESE.encode("gb18030"),
+        bytes(range(256)),
+    ):
+        for size in range(40, 49):
+            decoded = decode(payload[:size], label, is_html=True)
+            assert decoded is None or decoded[0].encode("utf-8") is not None
 
 
 def test_utf32_without_a_mark_is_little_endian() -> None:
@@ -376,9 +353,7 @@ def test_a_file_with_a_few_strange_bytes_is_windows_1252_and_a_page_of_the_web_i
     )
 
 
-def test_hostile_heads_of_a_file_cost_linear_time() -> None:
-    def check(unit: bytes) -> None:
-        short, long = (b"\xff" + (unit * (size // len(unit) + 1))[:size] for size in (50_000, 800_000))
-        assert_grows_tamely(lambda payload: decode(payload, None, False, is_file=True), short, long, 100)
-
-    each([b"#coding: ", b"# ", b"#coding", b"\n", b"\f", b"<?xml encoding", b"<!--"], check)
+@with_each(b"#coding: ", b"# ", b"#coding", b"\n", b"\f", b"<?xml encoding", b"<!--")
+def test_hostile_heads_of_a_file_cost_linear_time(unit: bytes) -> None:
+    short, long = (b"\xff" + (unit * (size // len(unit) + 1))[:size] for size in (50_000, 800_000))
+    assert_grows_tamely(lambda payload: decode(payload, None, False, is_file=True), short, long, 100)

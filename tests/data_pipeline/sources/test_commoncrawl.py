@@ -21,7 +21,7 @@ from quern.data_pipeline.sources.commoncrawl import parse_files
 from quern.errors import InputError
 from quern.remote import Backoff, Objects, StoreError
 from support.data_pipeline.sources_warc_files import record
-from support.named_cases import each
+from support.named_cases import with_each
 from support.remote import web_server
 from support.remote.web_server import Fault, Web
 
@@ -218,24 +218,19 @@ def test_ranges_of_files() -> None:
             parse_files(text)
 
 
-def test_settings_that_do_not_fit() -> None:
-    def check(change: dict[str, Any], message: str) -> None:
-        given = {"name": "cc", "kind": "commoncrawl", "crawl": CRAWL, "base": "https://x.example"} | change
-        with pytest.raises(ValidationError, match=message):
-            SourceConfig.model_validate(given)
-
-    each(
-        [
-            ({"crawl": None}, "crawl: expected the name of a crawl"),
-            ({"crawl": "../x"}, "String should match pattern"),
-            ({"paths": "x"}, "expected crawl, and files, instead"),
-            ({"files": "9-1"}, "expected ranges that go up"),
-            ({"kind": "warc", "paths": "x"}, "crawl: expected only with kind commoncrawl, got kind warc"),
-            ({"kind": "warc", "crawl": None, "base": None}, "paths: expected at least one path"),
-            ({"format": "wat"}, "Input should be 'warc' or 'wet'"),
-        ],
-        check,
-    )
+@with_each(
+    ({"crawl": None}, "crawl: expected the name of a crawl"),
+    ({"crawl": "../x"}, "String should match pattern"),
+    ({"paths": "x"}, "expected crawl, and files, instead"),
+    ({"files": "9-1"}, "expected ranges that go up"),
+    ({"kind": "warc", "paths": "x"}, "crawl: expected only with kind commoncrawl, got kind warc"),
+    ({"kind": "warc", "crawl": None, "base": None}, "paths: expected at least one path"),
+    ({"format": "wat"}, "Input should be 'warc' or 'wet'"),
+)
+def test_settings_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    given = {"name": "cc", "kind": "commoncrawl", "crawl": CRAWL, "base": "https://x.example"} | change
+    with pytest.raises(ValidationError, match=message):
+        SourceConfig.model_validate(given)
 
 
 def test_where_a_crawl_is_read_from_decides_no_row(web: Web, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quern.data_pipeline.sources.http import TooLarge, dechunk, decoded_payload, parse_response
-from support.named_cases import each
+from support.named_cases import with_each
 
 TEXT = b"<html><body>" + b"Some text, and some more of it. " * 500 + b"</body></html>"
 LIMIT = 1 << 20
@@ -40,11 +40,9 @@ CODINGS = {
 }
 
 
-def test_each_content_coding_is_undone() -> None:
-    def check(coding: str) -> None:
-        assert decoded_payload(CODINGS[coding](TEXT), {"content-encoding": coding.upper()}, LIMIT) == TEXT
-
-    each(CODINGS, check)
+@with_each(*CODINGS)
+def test_each_content_coding_is_undone(coding: str) -> None:
+    assert decoded_payload(CODINGS[coding](TEXT), {"content-encoding": coding.upper()}, LIMIT) == TEXT
 
 
 def test_bare_deflate_is_undone_as_well() -> None:
@@ -68,15 +66,13 @@ def test_a_payload_that_is_stored_decoded_is_taken_as_it_is(coding: str) -> None
 
 
 @pytest.mark.slow
-def test_a_cut_payload_gives_its_beginning() -> None:
-    def check(coding: str) -> None:
-        body = random.Random(1).randbytes(300_000).hex().encode()
-        encoded = CODINGS[coding](body)
-        decoded = decoded_payload(encoded[: len(encoded) - 20], {"content-encoding": coding}, LIMIT)
-        assert body.startswith(decoded)
-        assert len(decoded) > len(body) // 2
-
-    each(CODINGS, check)
+@with_each(*CODINGS)
+def test_a_cut_payload_gives_its_beginning(coding: str) -> None:
+    body = random.Random(1).randbytes(300_000).hex().encode()
+    encoded = CODINGS[coding](body)
+    decoded = decoded_payload(encoded[: len(encoded) - 20], {"content-encoding": coding}, LIMIT)
+    assert body.startswith(decoded)
+    assert len(decoded) > len(body) // 2
 
 
 @given(st.binary(max_size=5000), st.integers(1, 700))
@@ -84,11 +80,9 @@ def test_chunks_are_joined(body: bytes, size: int) -> None:
     assert dechunk(chunked(body, size)) == body
 
 
-def test_what_is_not_chunked_is_taken_as_it_is() -> None:
-    def check(body: bytes) -> None:
-        assert dechunk(body) == body
-
-    each([TEXT, b"", b"abc", b"\r\n\r\n", b"zz\r\n", b"-5\r\nabcde\r\n0\r\n\r\n", b"5\r\nabcdeX"], check)
+@with_each(TEXT, b"", b"abc", b"\r\n\r\n", b"zz\r\n", b"-5\r\nabcde\r\n0\r\n\r\n", b"5\r\nabcdeX")
+def test_what_is_not_chunked_is_taken_as_it_is(body: bytes) -> None:
+    assert dechunk(body) == body
 
 
 def test_a_cut_last_chunk_counts() -> None:
@@ -155,24 +149,21 @@ def test_the_bound_itself_is_allowed() -> None:
         decoded_payload(body + b"x", {}, LIMIT)
 
 
-def test_status_headers_and_payload_are_told_apart() -> None:
-    def check(block: bytes, status: int | None, content_type: str | None, payload: bytes) -> None:
-        response = parse_response(block)
-        assert response.status == status
-        assert (response.headers.get("content-type") or "").replace(" ", "") == (content_type or "")
-        assert block[response.body_start :] == payload
-
-    each(
-        [
-            (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nbody", 200, "text/html", b"body"),
-            (b"HTTP/1.1 404\r\nA: b\r\n\r\n", 404, None, b""),
-            (b"HTTP/1.0 200 OK\nCONTENT-TYPE:text/plain\n\nx\n\ny", 200, "text/plain", b"x\n\ny"),
-            (b"HTTP/1.0 200 OK\r\nContent-Type: a\r\n continued\r\n\r\nz", 200, "acontinued", b"z"),
-            (b"HTTP/2 301 \r\n\r\n", 301, None, b""),
-            (b"HTTP/1.1 OK\r\n\r\nx", None, None, b"x"),
-            (b"HTTP/1.1 200 OK\r\nContent-Type: first\r\nContent-Type: second\r\n\r\n", 200, "first", b""),
-            (b"HTTP/1.1 200 OK\r\nno colon\r\nContent-Type: t\r\n\r\nx", 200, "t", b"x"),
-            (b"HTTP/1.1 200 OK", 200, None, b""),
-        ],
-        check,
-    )
+@with_each(
+    (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nbody", 200, "text/html", b"body"),
+    (b"HTTP/1.1 404\r\nA: b\r\n\r\n", 404, None, b""),
+    (b"HTTP/1.0 200 OK\nCONTENT-TYPE:text/plain\n\nx\n\ny", 200, "text/plain", b"x\n\ny"),
+    (b"HTTP/1.0 200 OK\r\nContent-Type: a\r\n continued\r\n\r\nz", 200, "acontinued", b"z"),
+    (b"HTTP/2 301 \r\n\r\n", 301, None, b""),
+    (b"HTTP/1.1 OK\r\n\r\nx", None, None, b"x"),
+    (b"HTTP/1.1 200 OK\r\nContent-Type: first\r\nContent-Type: second\r\n\r\n", 200, "first", b""),
+    (b"HTTP/1.1 200 OK\r\nno colon\r\nContent-Type: t\r\n\r\nx", 200, "t", b"x"),
+    (b"HTTP/1.1 200 OK", 200, None, b""),
+)
+def test_status_headers_and_payload_are_told_apart(
+    block: bytes, status: int | None, content_type: str | None, payload: bytes
+) -> None:
+    response = parse_response(block)
+    assert response.status == status
+    assert (response.headers.get("content-type") or "").replace(" ", "") == (content_type or "")
+    assert block[response.body_start :] == payload

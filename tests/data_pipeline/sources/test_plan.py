@@ -16,7 +16,7 @@ from quern.data_pipeline.page.document import make_doc_id
 from quern.data_pipeline.sources import Partition, SourceConfig, plan
 from quern.data_pipeline.sources.plan import partition_name
 from quern.errors import InputError
-from support.named_cases import each
+from support.named_cases import with_each
 
 
 def write(folder: Path, *names: str) -> None:
@@ -256,28 +256,23 @@ def test_doc_ids_do_not_depend_on_the_number_of_groups(tmp_path: Path) -> None:
     assert make_doc_id("crawl", "f1.txt", 0) != make_doc_id("crawl", "f2.txt", 0)
 
 
-def test_impossible_settings_are_refused() -> None:
-    def check(change: dict[str, object], message: str) -> None:
-        with pytest.raises(ValidationError, match=message):
-            SourceConfig.model_validate({"name": "crawl", "kind": "warc", "paths": "x"} | change)
-
-    each(
-        [
-            ({"name": "Crawl"}, "pattern"),
-            ({"name": "crawl.val"}, "pattern"),
-            ({"kind": "csv"}, "warc"),
-            ({"paths": []}, "expected at least one path"),
-            ({"paths": ["a", " "]}, "no empty one"),
-            ({"max_bytes": 0}, "greater than or equal to 1"),
-            ({"priority": 1 << 63}, "less than 2147483648"),  # survivor order compares 64 bits
-            ({"suffixes": [".x"]}, "suffixes: expected only with kind text or code, got kind warc"),
-            ({"text_field": "body"}, "text_field: expected only with kind jsonl or parquet"),
-            ({"kind": "text", "suffixes": ["md"]}, "expected suffixes with their dot"),
-            ({"kind": "text", "groups": 0}, "greater than or equal to 1"),
-            ({"glob": "x"}, "Extra inputs"),
-        ],
-        check,
-    )
+@with_each(
+    ({"name": "Crawl"}, "pattern"),
+    ({"name": "crawl.val"}, "pattern"),
+    ({"kind": "csv"}, "warc"),
+    ({"paths": []}, "expected at least one path"),
+    ({"paths": ["a", " "]}, "no empty one"),
+    ({"max_bytes": 0}, "greater than or equal to 1"),
+    ({"priority": 1 << 63}, "less than 2147483648"),  # survivor order compares 64 bits
+    ({"suffixes": [".x"]}, "suffixes: expected only with kind text or code, got kind warc"),
+    ({"text_field": "body"}, "text_field: expected only with kind jsonl or parquet"),
+    ({"kind": "text", "suffixes": ["md"]}, "expected suffixes with their dot"),
+    ({"kind": "text", "groups": 0}, "greater than or equal to 1"),
+    ({"glob": "x"}, "Extra inputs"),
+)
+def test_impossible_settings_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SourceConfig.model_validate({"name": "crawl", "kind": "warc", "paths": "x"} | change)
 
 
 def test_a_resolved_config_reads_back_to_itself() -> None:

@@ -15,7 +15,7 @@ from quern.data_pipeline.sources import ReadLog, SourceConfig, plan, read
 from quern.data_pipeline.sources.warc import parse_date
 from quern.errors import InputError
 from support.data_pipeline.sources_warc_files import HTML, many, pages, read_bytes, record, whole
-from support.named_cases import each
+from support.named_cases import with_each
 
 
 def only(folder: Path, content: bytes, **settings: object):  # type: ignore[no-untyped-def]
@@ -222,29 +222,24 @@ def test_arc_documents_are_pages(tmp_path: Path, compress: bool, version: int) -
     assert log.damage == []
 
 
-def test_dates_are_read_to_any_precision() -> None:
-    def check(text: str | None, expected: tuple[int, ...] | None) -> None:
-        assert parse_date(text) == (dt.datetime(*expected, tzinfo=dt.UTC) if expected else None)  # type: ignore[arg-type, misc]
-
-    each(
-        [
-            ("2024-05-06T07:08:09Z", (2024, 5, 6, 7, 8, 9, 0)),
-            ("2024-05-06T07:08:09.123456789Z", (2024, 5, 6, 7, 8, 9, 123456)),
-            ("2024-05-06T07:08:09+02:00", (2024, 5, 6, 5, 8, 9, 0)),
-            ("2024-05-06T07:08Z", (2024, 5, 6, 7, 8, 0, 0)),
-            ("2024-05-06", (2024, 5, 6, 0, 0, 0, 0)),
-            ("2024-05", (2024, 5, 1, 0, 0, 0, 0)),
-            ("2024", (2024, 1, 1, 0, 0, 0, 0)),
-            ("20240506070809", (2024, 5, 6, 7, 8, 9, 0)),
-            ("2024-13-06T07:08:09Z", None),
-            ("2023-02-29T00:00:00Z", None),
-            ("0001-01-01T00:00:00+23:59", None),
-            ("yesterday", None),
-            ("", None),
-            (None, None),
-        ],
-        check,
-    )
+@with_each(
+    ("2024-05-06T07:08:09Z", (2024, 5, 6, 7, 8, 9, 0)),
+    ("2024-05-06T07:08:09.123456789Z", (2024, 5, 6, 7, 8, 9, 123456)),
+    ("2024-05-06T07:08:09+02:00", (2024, 5, 6, 5, 8, 9, 0)),
+    ("2024-05-06T07:08Z", (2024, 5, 6, 7, 8, 0, 0)),
+    ("2024-05-06", (2024, 5, 6, 0, 0, 0, 0)),
+    ("2024-05", (2024, 5, 1, 0, 0, 0, 0)),
+    ("2024", (2024, 1, 1, 0, 0, 0, 0)),
+    ("20240506070809", (2024, 5, 6, 7, 8, 9, 0)),
+    ("2024-13-06T07:08:09Z", None),
+    ("2023-02-29T00:00:00Z", None),
+    ("0001-01-01T00:00:00+23:59", None),
+    ("yesterday", None),
+    ("", None),
+    (None, None),
+)
+def test_dates_are_read_to_any_precision(text: str | None, expected: tuple[int, ...] | None) -> None:
+    assert parse_date(text) == (dt.datetime(*expected, tzinfo=dt.UTC) if expected else None)  # type: ignore[arg-type, misc]
 
 
 def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from quern.cli.main import app
 from quern.lineage.purge.proof import check_strangers as C
 from quern.lineage.purge.proof.check_audit import Purged
 from quern.lineage.purge.proof.findings import Check
-from support.named_cases import each
+from support.named_cases import with_each
 from support.purge import purge_case as P
 from support.purge.proof_case import below, failed, prove
 
@@ -203,23 +203,17 @@ def test_a_training_run_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_in_the_run_is_found(case: P.Case, made: P.Case) -> None:
+@with_each(("documents/old", "documents"), ("backup", "documents"), ("backup/tokens", "tokens/web"))
+def test_a_copy_in_the_run_is_found(copy: str, source: str, *, case: P.Case, made: P.Case) -> None:
     """Of its texts as they were before the purge, where no check of tables looks."""
-
-    def plant(copy: str, source: str) -> set[str]:
-        shutil.copytree(made.run / source, case.run / copy)
-        return {below(case, path) for path in (case.run / copy).rglob("*") if path.is_file()}
-
-    def check(copy: str, source: str) -> None:
-        names = plant(copy, source)
-        found = failed(case, deep=True)
-        assert found.keys() == {"other files"}
-        assert {file for file, _, _ in found["other files"]} <= names
-        (told,) = [check for check in prove(case).checks if check.name == "other files"]
-        assert told.num_findings  # by doc_ids alone
-        shutil.rmtree(case.run / copy)
-
-    each([("documents/old", "documents"), ("backup", "documents"), ("backup/tokens", "tokens/web")], check)
+    shutil.copytree(made.run / source, case.run / copy)
+    names = {below(case, path) for path in (case.run / copy).rglob("*") if path.is_file()}
+    found = failed(case, deep=True)
+    assert found.keys() == {"other files"}
+    assert {file for file, _, _ in found["other files"]} <= names
+    (told,) = [check for check in prove(case).checks if check.name == "other files"]
+    assert told.num_findings  # by doc_ids alone
+    shutil.rmtree(case.run / copy)
 
 
 @pytest.mark.slow
