@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quern.model.attention import Documents
 from quern.model.config import ModelConfig
@@ -21,6 +19,7 @@ from quern.parallel.activation import checkpoint_blocks, kept_operations
 from quern.parallel.apply import parallelize
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
+from support.distributed.storages import LiveStorages
 
 LAYERS = 3
 MODES = ("none", "full", "selective")
@@ -143,33 +142,14 @@ def test_a_memory_budget_bounds_what_compiled_blocks_keep(monkeypatch: pytest.Mo
     assert kept[0.5] - least <= 0.6 * (kept[None] - least)
 
 
-class Storages(TorchDispatchMode):
-    """Every storage that an operator's output lies in, without keeping it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[StorageWeakRef, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                self.seen.append((StorageWeakRef(storage), storage.nbytes()))
-        return out
-
-    def alive(self) -> int:
-        return sum({reference.cdata: size for reference, size in self.seen if not reference.expired()}.values())
-
-
 def kept_bytes(mode: str) -> int:
     """What a forward pass leaves behind for its backward pass."""
     model = network()
     initialise(model, seed=3)
     checkpoint_blocks(model.blocks.children(), mode)
-    with Storages() as storages:
+    with LiveStorages() as storages:
         loss, _ = model(*batch())
-    alive = storages.alive()
+    alive = storages.bytes()
     loss.backward()  # until here the graph lives
     return alive
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from quern.parallel import collectives
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.parallel.planning.schedules import why_no_split_backward
 from quern.parallel.tensor import split_tensors
+from support.distributed.storages import LiveStorages
 from support.distributed.tensor_case import LENGTH, TOLERANCE, Case, batch_of, build, local, ratio, whole_model
 
 
@@ -98,23 +97,6 @@ def middle_and_end(cases: list[Case]) -> list[list[dict[str, Any]]]:
     return [[in_two_passes(case, range(1, 2)), in_two_passes(case, range(1, 3))] for case in cases]
 
 
-class Kept(TorchDispatchMode):
-    """Storages that operators' outputs lie in, without keeping them alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[StorageWeakRef, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        storages = [value.untyped_storage() for value in tree_leaves(out) if isinstance(value, Tensor)]
-        self.seen += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
-        return out
-
-    def bytes(self) -> int:
-        return sum({reference.cdata: size for reference, size in self.seen if not reference.expired()}.values())
-
-
 def kept_and_repeated(rows: int) -> dict[str, tuple[int, int, int]]:
     """By kind of recomputation: what a forward leaves behind, and the products and the sums over ranks of backward."""
     found = {}
@@ -122,7 +104,7 @@ def kept_and_repeated(rows: int) -> dict[str, tuple[int, int, int]]:
         case = Case(rows=rows, activation=kind)
         model, _ = build(case)
         tokens_BL, targets_BL, _ = batch_of(case)
-        with Kept() as kept:
+        with LiveStorages() as kept:
             loss, _ = model(tokens_BL, targets_BL)
         size = kept.bytes()
         with Products() as backward:
