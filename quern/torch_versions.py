@@ -31,9 +31,10 @@ VARLEN_TAKES_GQA: bool = "enable_gqa" in inspect.signature(varlen_attn).paramete
 
 
 def addmm_in_float32() -> Callable[..., Tensor] | None:
-    """``addmm.dtype_out``, which adds a product of half precision to float32; it has a kernel on CUDA alone."""
+    """``addmm.dtype_out``, which adds a product of half precision to float32; it has a kernel on CUDA alone, and not in
+    ROCm's torch, which calls its devices ``cuda`` too."""
     found: Callable[..., Tensor] | None = getattr(torch.ops.aten.addmm, "dtype_out", None)
-    return found
+    return found if torch.version.cuda is not None else None
 
 
 def divide_exactly() -> None:
@@ -46,6 +47,8 @@ def divide_exactly() -> None:
         numerics.division_rounding = True
 
 
-def set_memory_budget(share: float) -> None:
-    """Of what a compiled graph would keep for backward, how much it may keep: for the process."""
-    torch._functorch.config.activation_memory_budget = share
+def set_memory_budget(share: float | None) -> None:
+    """Of what a compiled graph would keep for backward, how much it may keep, None = all: for the process."""
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget = 1.0 if share is None else share

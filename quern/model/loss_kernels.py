@@ -49,15 +49,18 @@ def gradient(
 
 @functools.cache
 def _compiled(function: Callable[..., Any], compiler: str) -> Callable[..., Any]:
-    return torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)
+    # not fullgraph: with that the ninth shape in a process would be an error, and so it is computed uncompiled
+    return torch.compile(function, backend=compiler, dynamic=False)
 
 
 def _read(logits_CV: Tensor, target_C: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     wide_CV = _wide(logits_CV, rows)
-    max_C = wide_CV.amax(1).clamp(min=torch.finfo(wide_CV.dtype).min)  # of padding alone it would be -inf
-    total_C = (wide_CV - max_C[:, None]).exp().sum(1)
+    max_C1 = wide_CV.amax(1, keepdim=True)
+    if not rows:  # -inf, and its difference to itself is no number
+        max_C1 = max_C1.clamp(min=torch.finfo(wide_CV.dtype).min)
+    total_C1 = (wide_CV - max_C1).exp().sum(1, keepdim=True)  # in this form inductor does both in one reading on CUDA
     logit_C = wide_CV.gather(1, target_C.clamp(min=0)[:, None])[:, 0].where(target_C >= 0, 0)
-    return max_C, total_C, logit_C
+    return max_C1[:, 0], total_C1[:, 0], logit_C
 
 
 def _write(logits_CV: Tensor, target_C: Tensor, log_z_C: Tensor, factor_C: Tensor, rows: int) -> None:

@@ -53,7 +53,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     the mesh's kind.
     """
     device = device or torch.device(mesh.device_type)
-    if layout.activation_memory_budget is not None:
+    if layout.compile_backend is not None:
         set_memory_budget(layout.activation_memory_budget)
     if layout.float8 is not None and layout.compile_backend is not None:
         divide_exactly()
@@ -73,9 +73,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())
         recomputed = blocks[: layout.recomputed(len(blocks))]
-        checkpoint_blocks(
-            recomputed, layout.activation_checkpointing
-        )  # what is compiled must contain the recomputation
+        checkpoint_blocks(recomputed, layout.activation_checkpointing)  # before compiling, which must contain it
         if layout.compile_backend is not None:
             for block in blocks:
                 block.compile(backend=layout.compile_backend)  # before sharding, whose hooks stay outside the graphs

@@ -48,17 +48,17 @@ def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("quern").setLevel(logging.INFO)  # where it goes on, how often it saves, what has been uploaded
-    from quern.train.processes.machine import bind_cores
     from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
     with ExitStack() as opened:
-        ranks = opened.enter_context(open_ranks(config.device, config.comm.first_timeout_s, config.run_dir))
-        if config.process.bind_cores:  # before threads are started
-            bind_cores(ranks.device)
+        ranks = opened.enter_context(
+            open_ranks(config.device, config.comm.first_timeout_s, config.run_dir, bind_cores=config.process.bind_cores)
+        )
         trainer = opened.enter_context(open_trainer(config, ranks))
+        recorder.set_aside(config.run_dir, ranks.rank, ranks.world, cuda=ranks.device.type == "cuda")
         opened.enter_context(_telling_at_once(config.run_dir))
         trainer.fit()
         if trainer.stopped_by is None or trainer.complete:
@@ -100,29 +100,35 @@ def _telling_at_once(run_dir: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            end = threading.Timer(CLOSING_S, os._exit, (_tell(run_dir, error),))
+            end = threading.Timer(CLOSING_S, os._exit, (exit_code(error),))
             end.daemon = True
-            end.start()
+            end.start()  # before anything that may wait
+            _tell(run_dir, error)
             raise
 
 
 def _tell(run_dir: str, error: Exception) -> int:
     """Say once what this rank failed of; returns the exit code. A traceback goes to a file: what the rank that failed
     first has to say would be lost among those of the others, which fail of its connections."""
-    code = error.exit_code if isinstance(error, QuernError) else 1
+    code = exit_code(error)
     if error in _told:
         return code
     _told.append(error)
     rank = int(os.environ["RANK"])
-    if not isinstance(error, QuernError):
-        recorder.keep(run_dir, rank, error)
     if isinstance(error, QuernError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif (file := tracebacks.keep(run_dir, rank, error)) is None:
         traceback.print_exception(error)
     elif not launch.launched():
         print(f"error: rank {rank}: {named_line(error)}; its traceback: {file}", file=sys.stderr, flush=True)
+    if not isinstance(error, QuernError):
+        recorder.keep(run_dir, rank, error)
     return code
+
+
+def exit_code(error: Exception) -> int:
+    """With which a rank ends that failed of it."""
+    return error.exit_code if isinstance(error, QuernError) else 1
 
 
 def leave(code: int) -> NoReturn:

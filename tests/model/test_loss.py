@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from quern.model import loss_kernels
 from quern.model.loss import IGNORE, chunked_cross_entropy
 
 N, D, V, PADDED = 23, 6, 13, 16
@@ -316,3 +317,37 @@ def test_the_compiled_loss_is_that_of_all_logits(compiler: str) -> None:
     theirs = torch.autograd.grad(objective / 7, (h, weight))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert torch.count_nonzero(ours[1][V:]) == torch.count_nonzero(ours[0][targets == IGNORE]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_compiled_loss_rounds_as_the_plain_one_does(dtype: torch.dtype) -> None:
+    """Both see logits rounded by the product, and round their gradient once."""
+    found = []
+    for compiler in (None, "aot_eager"):
+        h, weight, targets = case(dtype)
+        loss_sum, nll = chunked_cross_entropy(h, weight, targets, vocab_size=V, chunk=9, compiler=compiler)
+        found.append((nll, *torch.autograd.grad(loss_sum / 7, (h, weight))))
+    for plain_one, compiled in zip(*found, strict=True):
+        assert compiled.dtype == plain_one.dtype
+        torch.testing.assert_close(compiled, plain_one, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_a_rank_of_padding_alone_adds_nothing_to_the_compiled_loss() -> None:
+    """13 of 16 rows are the vocabulary: the last of four ranks has one of them, the last of eight ranks none."""
+    h, weight, targets = case()
+    for rows in (4, 2):
+        parts = [weight[first : first + rows] for first in range(0, PADDED, rows)]
+        logits = [(h @ part.T).detach() for part in parts]
+        kept = []
+        for number, part in enumerate(logits):
+            first = number * rows
+            here = max(min(V - first, rows), 0)
+            target = (targets - first).where((targets >= first) & (targets < first + here), -1)
+            kept.append(loss_kernels._compiled(loss_kernels._read, "aot_eager")(part, target, here))
+        max_N, total_N, logit_N = (torch.stack(parts) for parts in zip(*kept, strict=True))
+        log_z_N = (total_N.log() + max_N).logsumexp(0)
+        expected = (h @ weight[:V].T).logsumexp(1)
+        torch.testing.assert_close(log_z_N, expected.detach(), rtol=1e-13, atol=0)
+        counted = targets != IGNORE
+        expected = plain(h, weight, targets).detach()
+        torch.testing.assert_close((log_z_N - logit_N.sum(0)).where(counted, 0), expected, rtol=0, atol=1e-12)

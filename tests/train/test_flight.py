@@ -187,6 +187,33 @@ def test_the_call_of_which_a_rank_of_gloo_failed_has_not_ended(tmp_path: Path) -
     assert group["without_dump"] == [2]
 
 
+def test_a_rank_is_not_missing_where_its_record_is(tmp_path: Path, said: Any) -> None:
+    """Rank 0 has written gloo's record too; NCCL's watchdog, which wrote that of the others, knows nothing of gloo."""
+    for rank in range(3):
+        of_nccl(tmp_path, rank, begun(9))
+    gloo = [entry(3000, "all_reduce", "completed", 4) | {"profiling_name": "gloo:all_reduce"}]
+    groups = {"7": {"name": "7", "desc": "dp", "ranks": "[0, 1, 2]"}}
+    (tmp_path / "debug" / "flight_gloo_rank_0.json").write_text(json.dumps({"pg_config": groups, "entries": gloo}))
+    by_backend = {group["backend"]: group for group in report(str(tmp_path))["groups"]}
+    assert by_backend["gloo"]["first_missing"] is by_backend["nccl"]["first_missing"] is None
+    assert by_backend["gloo"]["without_dump"] == [1, 2]
+    assert said(str(tmp_path))[2] == 0
+
+
+def test_calls_that_have_left_the_record_are_not_missing(tmp_path: Path, said: Any) -> None:
+    """Rank 1's calls of this group are gone; rank 2 has called none after the sixth, and the seventh is nobody's."""
+    of_nccl(tmp_path, 0, [entry(n, "all_reduce", "completed", n) for n in (8, 9)])
+    file = of_nccl(tmp_path, 1, [entry(20, "all_reduce", "completed", 1) | {"process_group": ("8", "tp")}])
+    assert file.exists()
+    of_nccl(tmp_path, 2, begun(6))
+    (whole,) = (group for group in report(str(tmp_path))["groups"] if group["group"] == "7")
+    assert whole["without_dump"] == [1]
+    assert (whole["first_missing"]["number"], whole["first_missing"]["missing"]) == (8, [2])
+    text, _, code = said(str(tmp_path))
+    assert code == 0
+    assert "not reached by ranks 2: all_reduce number 8" in text
+
+
 def test_a_run_that_did_not_fail_is_refused(tmp_path: Path, said: Any) -> None:
     text, errors, code = said(str(tmp_path))
     assert (text, code) == ("", 2)
@@ -195,7 +222,9 @@ def test_a_run_that_did_not_fail_is_refused(tmp_path: Path, said: Any) -> None:
 
 def test_a_start_sets_what_the_user_has_not_and_keeps_files_of_the_one_before(tmp_path: Path) -> None:
     environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
-    recorder.begin(str(tmp_path), 1, 4, cuda=True, environment=environment)
+    recorder.begin(str(tmp_path), environment)
+    assert not (tmp_path / "debug").exists()
+    recorder.set_aside(str(tmp_path), 1, 4, cuda=True)
     assert environment == {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "7",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -204,14 +233,14 @@ def test_a_start_sets_what_the_user_has_not_and_keeps_files_of_the_one_before(tm
     names = ["flight_nccl_rank_1", "flight_gloo_rank_5.json", "memory_rank1.pickle", "flight_nccl_rank_2", "notes"]
     for name in names:
         (tmp_path / "debug" / name).write_text(name)
-    recorder.begin(str(tmp_path), 1, 4, cuda=False, environment={})
+    recorder.set_aside(str(tmp_path), 1, 4, cuda=False)
     assert sorted(os.listdir(tmp_path / "debug")) == ["before", "flight_nccl_rank_2", "notes"]
     assert sorted(os.listdir(tmp_path / "debug" / "before")) == sorted(names[:3])
 
 
 def test_without_a_new_file_those_of_the_start_before_are_read(tmp_path: Path) -> None:
     of_nccl(tmp_path, 0, begun(9))
-    recorder.begin(str(tmp_path), 0, 1, cuda=False, environment={})
+    recorder.set_aside(str(tmp_path), 0, 1, cuda=False)
     found = report(str(tmp_path))
     assert found["folder"] == str(tmp_path / "debug" / "before")
     assert found["groups"][0]["last_completed"]["number"] == 9

@@ -222,15 +222,15 @@ def test_memory_is_pinned_only_where_all_ranks_of_the_machine_have_room(cuda, mo
     """Three pages for each of four ranks; what a rank has already is let go before."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(snapshots, "_available", lambda: free * PAGE)
-    memory, places = Memory(), places_of([torch.zeros(3 * PAGE, dtype=torch.uint8)])
+    memory, size = Memory(), 3 * PAGE
     memory.grow(held * PAGE)
-    Snapshot(memory, torch.device("cpu")).check_room(places)
+    Snapshot(memory, torch.device("cpu")).check_room(size)
     snapshot = Snapshot(memory, torch.device("cuda"))
     if fits:
-        snapshot.check_room(places)
+        snapshot.check_room(size)
         return
     with pytest.raises(InputError, match=r"checkpoint\.mode: .* for the 4 of this machine, .* checkpoint\.mode=sync"):
-        snapshot.check_room(places)
+        snapshot.check_room(size)
 
 
 def test_the_memory_that_is_available_is_what_psutil_says():
@@ -240,12 +240,12 @@ def test_the_memory_that_is_available_is_what_psutil_says():
 
 def test_a_save_asks_for_room_before_memory_is_allocated(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(Snapshot, "check_room", lambda self, places: asked.append((self._memory.size, len(places))))
+    monkeypatch.setattr(Snapshot, "check_room", lambda self, size: asked.append((self._memory.size, size)))
     with CheckpointManager(str(tmp_path / "run"), CheckpointConfig(mode="thread")) as checkpoints:
         checkpoints.async_save.prepare(case.make(tmp_path))
-    ((size, count),) = asked
-    assert size == 0
-    assert count
+    ((held, size),) = asked
+    assert held == 0
+    assert size
 
 
 def test_an_error_of_the_device_is_the_snapshots(cuda):

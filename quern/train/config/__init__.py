@@ -277,7 +277,7 @@ class TrainConfig(Section):
     activation_checkpointing_layers: Count | None = None
     """[layers] With ``activation_checkpointing``: the first so many blocks of each stage recompute, the others keep
     everything; null = all recompute. Example: 16"""
-    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    activation_memory_budget: Annotated[float, Field(ge=0, lt=1)] | None = None
     """[share] With ``compile`` and in place of ``activation_checkpointing``: how much a compiled block may keep for
     backward, of what it would keep by itself; torch's partitioner recomputes what is cheapest. Null = all. Example:
     0.5"""
@@ -331,6 +331,11 @@ class TrainConfig(Section):
             raise ValueError("activation_checkpointing_layers: expected full or selective activation_checkpointing too")
         if self.activation_memory_budget is not None and not self.compile.enabled:
             raise ValueError("activation_memory_budget: expected only together with compile.enabled")
+        if self.activation_memory_budget is not None and self.compile.backend in ("eager", "aot_eager"):
+            raise ValueError(
+                f"activation_memory_budget: compile.backend {self.compile.backend} has no partitioner that goes by it; "
+                "expected inductor"
+            )
         if self.activation_memory_budget is not None and self.activation_checkpointing != "none":
             raise ValueError(
                 "activation_memory_budget: expected activation_checkpointing none with it, got "

@@ -19,7 +19,7 @@ from quern.errors import named_line
 from quern.filesystem import open_own
 from quern.train.debug.dumps import BEFORE, debug_folder, parse_pickle, rank_of
 
-__all__ = ["begin", "keep"]
+__all__ = ["begin", "keep", "set_aside"]
 
 #: For each setting the names that torch knows, the newest first, and what it is here.
 _SETTINGS = (
@@ -29,15 +29,18 @@ _SETTINGS = (
 )
 
 
-def begin(
-    run_dir: str, rank: int, world: int, *, cuda: bool, environment: MutableMapping[str, str] = os.environ
-) -> None:
-    """Set what torch reads when the first process group is opened, except what the user has set. Files of an earlier
-    start go to ``RUN/debug/before``, each moved by the rank of its number, or of its number modulo ``world``."""
+def begin(run_dir: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torch reads when the first process group is opened, except what the user has set."""
     folder = debug_folder(run_dir)
     for names, value in _SETTINGS:
         if not any(name in environment for name in names):
             environment[names[0]] = value.format(folder=os.path.abspath(folder))
+
+
+def set_aside(run_dir: str, rank: int, world: int, *, cuda: bool) -> None:
+    """Move files of an earlier start to ``RUN/debug/before``, each by the rank of its number, or of its number modulo
+    ``world``. Once a start is not refused any more, and holds the run."""
+    folder = debug_folder(run_dir)
     with suppress(OSError):  # a rank trains without a place for its record
         if cuda:  # torch makes no folder
             os.makedirs(folder, exist_ok=True)
@@ -56,20 +59,20 @@ def keep(run_dir: str, rank: int, error: BaseException) -> None:
     for backend, name in (("gloo", "_dump_fr_trace"), ("nccl", "_dump_nccl_trace")):
         if (dump := getattr(c10d, name, None)) is None:  # torch is built without this backend
             continue
-        with suppress(OSError, RuntimeError, ValueError):
-            found = _settled(dump)
+        with suppress(Exception):  # the rank has another error to end with
+            found = _settled(dump, patience_s=0.1 if backend == "gloo" else 0)
             if found.get("entries"):
                 _write(run_dir, rank, backend, {**found, "pg_config": _groups(found), **_about(error)})
 
 
-def _settled(dump: Callable[[], bytes]) -> dict[str, Any]:
+def _settled(dump: Callable[[], bytes], patience_s: float) -> dict[str, Any]:
     """What a recorder holds; gloo's threads mark a call as ended a moment after it has returned."""
-    for _ in range(20):
+    end = time.monotonic() + patience_s
+    while True:
         found = parse_pickle(dump())  # torch's JSON lacks the Python frames
-        if all(entry["retired"] for entry in found.get("entries", ())):
-            break
+        if time.monotonic() >= end or all(entry["retired"] for entry in found.get("entries", ())):
+            return found
         time.sleep(0.005)
-    return found
 
 
 def _write(run_dir: str, rank: int, backend: str, found: Mapping[str, Any]) -> None:

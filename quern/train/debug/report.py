@@ -68,8 +68,14 @@ def _groups(dumps: Sequence[Dump]) -> tuple[list[dict[str, Any]], list[dict[str,
     found: dict[tuple[str, str, tuple[int, ...]], dict[int, dict[int, Call]]] = defaultdict(lambda: defaultdict(dict))
     described: dict[tuple[str, tuple[int, ...]], str] = {}
     last: dict[int, Call] = {}
+    written: dict[str, set[int]] = defaultdict(set)
+    lost: dict[str, set[int]] = defaultdict(set)  # ranks whose oldest calls have left the recorder's buffer
     waiting = []
     for dump in dumps:
+        for backend in {call.backend for call in dump.calls}:
+            written[backend].add(dump.rank)
+            if min(call.order for call in dump.calls if call.backend == backend) > 0:
+                lost[backend].add(dump.rank)
         for call in dump.calls:
             description, members = dump.groups.get(call.group, ("", ()))
             described[call.group, members] = description
@@ -83,19 +89,21 @@ def _groups(dumps: Sequence[Dump]) -> tuple[list[dict[str, Any]], list[dict[str,
                 calls[call.number] = call
             if dump.rank not in last or last[dump.rank].order <= call.order:
                 last[dump.rank] = call
-    written = {dump.rank for dump in dumps}
-    groups = [
-        {"group": name, "description": described[name, members], "backend": backend}
-        | _of_group(by_rank, members or tuple(sorted(by_rank)), written, last)
-        for (backend, name, members), by_rank in sorted(found.items())
-    ]
+    groups = []
+    for (backend, name, members), by_rank in sorted(found.items()):
+        known = written[backend] - (lost[backend] - by_rank.keys())
+        groups.append(
+            {"group": name, "description": described[name, members], "backend": backend}
+            | _of_group(by_rank, members or tuple(sorted(by_rank)), known, last)
+        )
     return groups, waiting
 
 
 def _of_group(
     by_rank: Mapping[int, Mapping[int, Call]], members: Sequence[int], written: set[int], last: Mapping[int, Call]
 ) -> dict[str, Any]:
-    """The numbers are those of torch: a rank that has called number n has called all before it."""
+    """``written``: ranks of whose calls in the group there is a record, if they have made any. The numbers are those of
+    torch: a rank that has called number n has called all before it."""
     present = [rank for rank in members if rank in written]
     silent = [rank for rank in members if rank not in written]
     reached = {rank: max(by_rank.get(rank, {0: None})) for rank in present}
@@ -115,11 +123,12 @@ def _of_group(
             said["different"] = {"number": number, "kinds": {str(rank): kind for rank, kind in sorted(kinds.items())}}
             break
     if low < high:
-        number = low + 1
+        # the first that is in the record: older ones have left its buffer where a rank has called none for long
+        number = next(n for n in range(low + 1, high + 1) if _any(by_rank, n) is not None)
         call = _any(by_rank, number)
         arrived = [rank for rank in present if reached[rank] >= number]
         late = [rank for rank in present if reached[rank] < number]
-        said["first_missing"] = (_told(call) if call is not None else {"number": number}) | {
+        said["first_missing"] = _told(call) | {
             "arrived": arrived,
             "missing": late,
             "last_of_missing": {str(rank): _told(last[rank]) for rank in late if rank in last},

@@ -44,15 +44,15 @@ def bind_cores(device: torch.device, root: str = "/sys") -> set[int] | None:
         cores = _cores(_read(root, "devices/system/node", f"node{node}", "cpulist")) & allowed
         if cores and cores != allowed:
             os.sched_setaffinity(0, cores)
-            log.debug("on the %d cores of NUMA node %d", len(cores), node)
+            log.info("on the %d cores of NUMA node %d", len(cores), node)
             return cores
     return None
 
 
 @contextmanager
 def collecting(interval: int) -> Iterator[Callable[[int], None]]:
-    """Yield what is called after each step, with its number: it collects garbage every ``interval`` steps, and nothing
-    else does in the block. 0 = Python does when it likes.
+    """Yield what is called after each step, with its number: it collects garbage after the first that is taken and
+    every ``interval`` steps, and nothing else does in the block. 0 = Python does when it likes.
 
     Ranks wait for each other in each step: if each collected in another one, all would wait for all of them.
     """
@@ -60,13 +60,17 @@ def collecting(interval: int) -> Iterator[Callable[[int], None]]:
         yield lambda step: None
         return
 
+    first = True
+
     def collect(step: int) -> None:
-        if (step + 1) % interval == 0:
+        nonlocal first
+        if first or (step + 1) % interval == 0:
             gc.collect()
+        if first:  # what compiling has made stays to the end, and need not be looked at again
+            gc.freeze()
+        first = False
 
     automatic = gc.isenabled()
-    gc.collect()
-    gc.freeze()  # what is there stays to the end, and need not be looked at again
     gc.disable()
     try:
         yield collect

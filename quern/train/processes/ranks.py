@@ -77,10 +77,12 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def open_ranks(wanted: str, timeout_s: float = 1800.0, run_dir: str | None = None) -> Iterator[Ranks]:
+def open_ranks(
+    wanted: str, timeout_s: float = 1800.0, run_dir: str | None = None, *, bind_cores: bool = False
+) -> Iterator[Ranks]:
     """Join the process group of ``torchrun``'s environment; without one, run as a single process. ``timeout_s``: how
     long a rank waits for the others, until :meth:`Ranks.wait_at_most`. ``run_dir``: in whose ``debug/`` a failed rank's
-    record of collectives is left.
+    record of collectives is left. ``bind_cores``: run on the cores near the GPU.
 
     Where the block raises, a group with GPUs is left as it is, and the process has to end: to close it, NCCL would wait
     for ranks that wait for this one.
@@ -90,11 +92,13 @@ def open_ranks(wanted: str, timeout_s: float = 1800.0, run_dir: str | None = Non
     if device.type == "cuda":
         machine.set_allocator()
         torch.cuda.set_device(device)
+        if bind_cores:  # before the group's threads are started, which run where this one does
+            machine.bind_cores(device)
     already = dist.is_initialized()
     joins = "RANK" in os.environ and not already
     if joins:
         if run_dir is not None:
-            recorder.begin(run_dir, int(os.environ["RANK"]), world, cuda=device.type == "cuda")
+            recorder.begin(run_dir)
         # gloo beside nccl: objects and barriers of the host travel without touching the GPU's streams
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)

@@ -102,7 +102,7 @@ def _available() -> int | None:
         return None
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
@@ -122,15 +122,16 @@ class Snapshot:
         self._copies = _Copies([])
         self._thread: threading.Thread | None = None
 
-    def check_room(self, places: Sequence[StoredTensor]) -> None:
+    def check_room(self, size: float) -> None:
         """Refuse to pin what this machine has no memory for, all of its ranks together: the kernel would end one of
-        them. For CUDA alone, and before any rank of the machine calls :meth:`prepare`.
+        them. For CUDA alone, and before any rank of the machine calls :meth:`prepare`. ``size``: bytes of a rank, of
+        all ranks on average.
 
         Raises:
             InputError: how much is needed, and how much there is.
         """
         free = None if self._stream is None else _available()
-        size, ranks = max((place.end for place in places), default=0), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if free is None or (size - self._memory.size) * ranks <= free:
             return
         raise InputError(
