@@ -31,7 +31,8 @@ $(TESTS): export OMP_NUM_THREADS = 1
 # Rewriting the asserts of all tests is half of what collecting them takes: kept, where the shell says otherwise too.
 $(TESTS): export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test-fast test test-changed durations test-long test-all test-exhaustive fuzz docs lint format clean
+.PHONY: env demo test-fast test test-changed durations test-long test-all test-exhaustive test-gpu fuzz docs lint format \
+	clean
 
 env: $(VENV)/.ready
 
@@ -67,6 +68,11 @@ test-exhaustive: env
 # How long each test takes, from which the order of files follows (tests/durations.json).
 durations: env
 	$(PYTEST) -m "not exhaustive" --record-durations
+
+# Measures on one GPU, in the Python that is there and without an installation; again until it says that nothing remains:
+# make test-gpu ARGS="--part train --minutes 9", and make test-gpu ARGS="--device cpu --small" without a GPU
+test-gpu:
+	$(PYTHON) benchmarks/gpu/suite.py $(ARGS)
 
 # Hostile files, pages and URLs: make fuzz FUZZ_ARGS="--minutes 5 --only reader --seed 7"
 fuzz: env

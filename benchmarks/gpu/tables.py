@@ -1,117 +1,135 @@
-"""The results of ``precision.py`` as text."""
+"""Results of the suite as Markdown: a table a part, ratios to the peer and to the machine's limits, what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-SCALINGS = ("tensorwise", "rowwise", "blockwise")
-BASE = "bf16"
-PEER = "transformers"
+__all__ = ["text_of"]
+
+Result = Mapping[str, Any]
+BASE, TENSORWISE, PEER = "bf16", "fp8-tensorwise", "transformers"
+#: MFU of BF16 with the whole attention matrix, and what tensorwise has to give beside it.
+BF16_MFU, BF16_AIM, TENSORWISE_BAR = 50.0, 57.8, 1.2
 
 
-def text_of(document: Mapping[str, Any]) -> str:
-    """All there is, group by group."""
-    rows, spec = document["rows"], document["spec"]
-    blocks = [[document["machine"]]]
-    if "ceilings" in rows and not rows["ceilings"]["error"]:
-        blocks.append(ceilings(rows["ceilings"]))
-    if "products" in rows and not rows["products"]["error"]:
-        blocks.append(products(rows["products"]["rows"]))
-    trained = [row for row in rows.values() if row["group"] in ("trainer", "peers") and not row["error"]]
-    if trained:
-        blocks.append(speeds(trained, rows, spec))
-    if "parts" in rows and not rows["parts"]["error"]:
-        blocks.append(parts(rows["parts"]["rows"], rows.get("ceilings", {})))
-    blocks.append([
-        *(f"{'passes' if bar['passes'] else 'FAILS':<7} {bar['bar']}: {bar['value']:.3f}"
-          for bar in document["verdicts"]),
-        *(f"failed: {row['name']}: {row['error']}" for row in rows.values() if row["error"]),
-    ])  # fmt: skip
-    return "\n\n".join("\n".join(block) for block in blocks if block)
+def text_of(results: Iterable[Result]) -> str:
+    """All results, those of one state of the sources on one machine together."""
+    together: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        machine = result["machine"]
+        together.setdefault((machine["device"], machine["torch"], result["code"], result["small"]), []).append(result)
+    return "\n\n".join(block for same in together.values() for block in _blocks(same)) + "\n"
 
 
-def ceilings(row: Mapping[str, Any]) -> list[str]:
-    lines = [("alone, TFLOP/s", "M×N×K", "BF16", *(f"FP8 {name}" for name in SCALINGS))]
-    for found in row["products"]:
-        speeds = [
-            "no kernel" if found[name] is None else f"{digits(found[name] / 1e12)} ({found[name] / found['bf16']:.2f}×)"
-            for name in SCALINGS
-        ]
-        size = f"{found['m']}×{found['n']}×{found['k']}"
-        lines.append((found["matrix"], size, digits(found["bf16"] / 1e12), *speeds))
-    best, copy = digits(row["best"] / 1e12), digits(row["copy"] / 1e9)
-    return [*columns(lines, 1), f"best BF16 product {best} TFLOP/s, copy {copy} GB/s read and written"]
+def _blocks(results: Sequence[Result]) -> list[str]:
+    first = results[0]
+    said = ", ".join(f"{name} {value}" for name, value in first["machine"].items() if name != "device")
+    blocks = [f"## {first['machine']['device']}, {first['code']}", said]
+    if first["small"]:
+        blocks.append("Small sizes: the road alone, its figures say nothing.")
+    parts: dict[str, list[Result]] = {}
+    for result in results:
+        parts.setdefault(result["part"], []).append(result)
+    limits = _limits(parts.get("products", []))
+    for part, found in parts.items():
+        lines = [{"row": result["row"], **measure} for result in found for measure in result["measures"]]
+        if part == "train":
+            lines = _beside_peers(lines)
+        lines = [_of_limits(line, limits) if part != "products" else line for line in lines]
+        if lines:
+            blocks += [f"### {part}", _table(lines)]
+    blocks += [*_bars(parts.get("train", []))]
+    wrong = [{"part": result["part"], "row": result["row"], "": "failed" if result["error"] else "skipped",
+              "reason": result["error"] or result["skipped"]}
+             for result in results if result["error"] or result["skipped"]]  # fmt: skip
+    if wrong:
+        blocks += ["### Failed and skipped", _table(sorted(wrong, key=lambda line: line[""]))]
+    return blocks
 
 
-def products(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The worst size of each."""
-    lines = [("relative error", "gradients", "product", "to emulation", "bound", "to float64", "bound", "")]
-    named: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        named.setdefault((row["recipe"], row["gradients"], row["product"]), []).append(row)
-    for (recipe, gradients, name), same in named.items():
-        if name == "forward" and gradients == "e5m2":
-            continue
-        kernel = all(row["kernel"] for row in same)
-        lines.append((
-            recipe, gradients, name, f"{max(row['to_emulation'] for row in same):.1e}" if kernel else "no kernel",
-            f"{same[0]['bounds'][0]:.0e}", f"{max(row['to_float64'] for row in same):.4f}", f"{same[0]['bounds'][1]:g}",
-            "" if all(row["passes"] for row in same) else "ABOVE",
-        ))  # fmt: skip
-    return columns(lines, 3)
+def _limits(products: Sequence[Result]) -> dict[str, float]:
+    """The best BF16 product and the copy, as measured."""
+    found: dict[str, float] = {}
+    for measure in (measure for result in products for measure in result["measures"]):
+        for unit, name in (("TFLOP/s", "BF16 TFLOP/s"), ("GB/s", "GB/s")):
+            if measure.get(name):
+                found[unit] = max(found.get(unit, 0.0), measure[name])
+    return found
 
 
-def speeds(
-    trained: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Any]], spec: Mapping[str, Any]
-) -> list[str]:
-    base, peer = (rows.get(name, {}).get("tokens_per_s") for name in (BASE, PEER))
-    lines = [("step", "tokens/s", "MFU", "causal", "no head", "causal", "GiB", "/ BF16", "/ transformers")]
-    for row in trained:
-        own = row["group"] == "trainer"
-        lines.append((
-            row["name"], f"{row['tokens_per_s']:,.0f}",
-            *(percent(row[f"mfu_{kind}"]) for kind in ("full", "causal", "full_without_head", "causal_without_head")),
-            f"{row['memory_gib']:.1f}", f"{row['tokens_per_s'] / base:.2f}" if base and own else "",
-            f"{row['tokens_per_s'] / peer:.2f}" if peer else "",
-        ))  # fmt: skip
-    what = (
-        f"{spec['model']['preset']} with {spec['model']['num_layers']} layers, {spec['vocab_size']:,} ids, seq "
-        f"{spec['seq_len']}, {spec['accumulate']} micro-batches of {spec['micro_batch']}, checkpointing "
-        f"{spec['checkpointing']}, compiled by {spec['backend']}; MFU of the BF16 peak"
-    )
-    return [what, *columns(lines, 1)]
+def _of_limits(line: Result, limits: Mapping[str, float]) -> Result:
+    shares = {
+        f"% of {what}": 100 * line[unit] / limits[unit]
+        for unit, what in (("TFLOP/s", "the best product"), ("GB/s", "a copy"))
+        if line.get(unit) and unit in limits
+    }
+    return {**line, **shares}
 
 
-def parts(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> list[str]:
-    lines = [("alone", "ms", "reached", "of the limit")]
-    for row in rows:
-        floating = "flops" in row
-        speed = row["flops" if floating else "bytes"] / row["seconds"]
-        limit = limits.get("best" if floating else "copy")
-        lines.append((
-            row["part"], f"{1e3 * row['seconds']:.3f}",
-            f"{digits(speed / 1e12)} TFLOP/s" if floating else f"{digits(speed / 1e9)} GB/s",
-            percent(speed / limit if limit else None),
-        ))  # fmt: skip
-    return columns(lines, 1)
+def _beside_peers(lines: Sequence[Result]) -> list[Result]:
+    """With ratios: to BF16 of the same model, and to the faster of transformers' rows of it."""
+    peers: dict[str, float] = {}
+    bases: dict[str, float] = {}
+    for line in lines:
+        if line["side"] == PEER and line["precision"] == BASE:
+            peers[line["model"]] = max(line["tokens/s"], peers.get(line["model"], 0.0))
+        if line["side"] != PEER and _plain(line) and line["precision"] == BASE:
+            bases[line["model"]] = line["tokens/s"]
+    found = []
+    for line in lines:
+        base, peer = bases.get(line["model"]), peers.get(line["model"])
+        own = line["side"] != PEER and not line["documents"]  # masks are less work: no fair ratio
+        found.append({
+            **line, f"/ {BASE}": line["tokens/s"] / base if base and own else None,
+            f"/ {PEER}": line["tokens/s"] / peer if peer and own else None,
+        })  # fmt: skip
+    return found
 
 
-def percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f} %"
+def _plain(line: Result) -> bool:
+    return line["checkpointing"] == "none" and not line["documents"]
+
+
+def _bars(train: Sequence[Result]) -> list[str]:
+    """What the trainer's speed at 8B's width has to reach on a GPU, as far as there are figures."""
+    lines = {
+        line["precision"]: line for result in train for line in result["measures"]
+        if line["side"] != PEER and line["model"] == "8B-width" and _plain(line)
+    }  # fmt: skip
+    found = []
+    bf16, tensorwise = lines.get(BASE), lines.get(TENSORWISE)
+    if bf16 and bf16["MFU %"] is not None:
+        verdict = "reached" if bf16["MFU %"] >= BF16_MFU else "MISSED"
+        found.append(f"BF16 MFU ≥ {BF16_MFU:g} % (aim {BF16_AIM:g} %): {bf16['MFU %']:.1f} %, {verdict}")
+    if bf16 and tensorwise:
+        ratio = tensorwise["tokens/s"] / bf16["tokens/s"]
+        verdict = "reached" if ratio >= TENSORWISE_BAR else "MISSED"
+        found.append(f"tensorwise / BF16 ≥ {TENSORWISE_BAR:g}: {ratio:.2f}, {verdict}")
+    return found
+
+
+def _table(lines: Sequence[Result]) -> str:
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    numbers = {name for line in lines for name, value in line.items() if isinstance(value, int | float)}
+    head = [f"| {' | '.join(names)} |", f"|{'|'.join('---:' if name in numbers else '---' for name in names)}|"]
+    return "\n".join([*head, *(f"| {' | '.join(_cell(line.get(name)) for name in names)} |" for line in lines)])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return digits(value)
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
-
-
-def columns(lines: Sequence[Sequence[str]], names: int) -> list[str]:
-    """``names`` columns to the left, the others to the right."""
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if place < names else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    """Three digits, all of them before the point."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
