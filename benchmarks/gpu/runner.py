@@ -92,9 +92,12 @@ SOURCES = ("quern", "benchmarks")
 
 
 def environment() -> dict[str, str]:
-    """A row's: the checkout comes first, for the processes that it starts too."""
+    """A row's: the checkout comes first, for the processes that it starts too; what one row has compiled serves the
+    next."""
     before = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([before] if before else [])])}
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "quern-gpu-compiled"))
+    path = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    return {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def ask(device: str) -> dict[str, Any]:

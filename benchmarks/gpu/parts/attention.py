@@ -15,8 +15,8 @@ from quern.model.attention import Documents, attend, attention_mask
 from quern.model.config import ModelShape
 
 #: Norm of the difference over the norm of the result, at most. Half precision rounds the softmax's weights before they
-#: are multiplied: 2⁻⁹ and 2⁻¹² of each number.
-BOUNDS = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
+#: are multiplied: 2⁻⁹ and 2⁻¹² of each number. Products in TF32 would be beyond float32's.
+BOUNDS = {"float64": 1e-12, "float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 NAMES = ("out", "grad q", "grad k", "grad v")
 
 
@@ -107,8 +107,14 @@ def speed(spec: dict[str, Any]) -> list[dict[str, Any]]:
     dy = torch.randn_like(q)
     found = []
     for name, masked, mask, kernels in ways(spec, device):
-        with kernels:
-            seconds = seconds_of(lambda mask=mask: torch.autograd.grad(attend(q, k, v, mask), (q, k, v), dy), device)
+        try:
+            with kernels:
+                seconds = seconds_of(
+                    lambda mask=mask: torch.autograd.grad(attend(q, k, v, mask), (q, k, v), dy), device
+                )
+        except RuntimeError as error:  # not every version of torch has every kernel for these sizes
+            found.append({"what": name, "documents": masked, "says": str(error).splitlines()[0]})
+            continue
         squares = sum(size**2 for size in (documents_in(spec) if masked else [length]))
         flops = 3.5 * 4 * spec["batch"] * shape.num_heads * shape.head_dim * squares / 2
         found.append({"what": name, "documents": masked, **sized(seconds, flops=flops)})

@@ -8,6 +8,7 @@ import torch
 
 from parts.common import gpu, greatest, seconds_of, shape_of, sized
 from quern.model.float8 import quantise
+from quern.torch_versions import divide_exactly
 
 #: How often each reads its numbers at least: a scale for all of them needs them twice.
 READS = {"tensorwise": 2, "rowwise": 1, "blocks_1x128": 1, "blocks_128x128": 1}
@@ -17,6 +18,7 @@ def casts(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Time and bytes a second: two bytes in for each reading, one out. ``differs``: the greatest difference of compiled
     and eager FP8 values, of values of 448 at most."""
     shape, device = shape_of(spec), gpu(spec)
+    divide_exactly()  # as a run that compiles FP8
     x_TK = torch.randn(spec["tokens"], shape.dim, device=device, dtype=torch.bfloat16)
     found = []
     for name in READS:
