@@ -84,7 +84,7 @@ def test_a_dry_run_says_what_it_would_be_and_writes_nothing(config: Path) -> Non
         (("attention=varlen", "device=auto"), "attention: varlen computes in bf16 or fp16"),
         (("init_from=nothere",), "init_from: nothere: expected a checkpoint"),
         (("resume.step=3",), "checkpoints: has no checkpoint of step 3 (there are: none)"),
-        (("nope=1",), "nope: unknown key; known keys: activation_checkpointing, attention, "),
+        (("nope=1",), "nope: unknown key; known keys: activation_checkpointing, activation_checkpointing_layers, "),
         (("--nproc", "0"), "--nproc: expected 1 rank or more, got 0"),
         (("--json",), "--json: expected together with --dry-run"),
         (("--config",), "--config and --assume-tokens: expected together with --dry-run"),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quern.model.attention import Documents
@@ -106,9 +108,9 @@ def test_some_layers_recompute(layers: int | None) -> None:
     assert all(torch.equal(value.grad, expected[name]) for name, value in model.named_parameters())  # type: ignore[arg-type]
 
 
-def test_compiled_blocks_round_to_float8_as_eager_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@inductor_config.patch({"eager_numerics.division_rounding": False})
+def test_compiled_blocks_round_to_float8_as_eager_ones_do() -> None:
     """On CUDA inductor's division is an approximation, unless it is told otherwise."""
-    monkeypatch.setattr("torch._inductor.config.eager_numerics.division_rounding", False)
     parallelized(compile_backend="aot_eager")
     assert not torch._inductor.config.eager_numerics.division_rounding
     parallelized(torch.bfloat16, compile_backend="aot_eager", float8=Recipe("tensorwise"))
@@ -116,9 +118,9 @@ def test_compiled_blocks_round_to_float8_as_eager_ones_do(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_memory_budget_bounds_what_compiled_blocks_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+@functorch_config.patch(activation_memory_budget=1.0)  # set back at the end
+def test_a_memory_budget_bounds_what_compiled_blocks_keep() -> None:
     """Kept are at least a block's inputs, which the budget does not count."""
-    monkeypatch.setattr("torch._functorch.config.activation_memory_budget", 1.0)  # set back at the end
     kept: dict[float | None, int] = {}
     for budget in (None, 0.5, 0.0):
         torch._dynamo.reset()

@@ -84,6 +84,10 @@ def test_a_command_can_be_given(command: Command, monkeypatch: pytest.MonkeyPatc
             check_quern(words, command.page)
         case ["make", target]:
             assert re.search(rf"(?m)^(?:{target}:|TESTS *:=.* {target}(?: |$))", MAKEFILE)
+        case ["make", "test-gpu", given]:
+            text = (ROOT / "benchmarks/gpu/suite.py").read_text()
+            options = shlex.split(given.removeprefix("ARGS="))
+            assert [word for word in options if word.startswith("--") and f'"{word}"' not in text] == []
         case ["torchrun", "--nproc-per-node", "2", example, "train.yaml", "checkpoints"]:
             assert (ROOT / example).exists()  # tests/lineage/test_other_trainers.py runs it
         case ["torchrun", *words]:

@@ -19,8 +19,9 @@ from quern.torch_versions import divide_exactly
 
 #: Beside float64, of a product that is rounded to BF16 once: 2⁻⁹ of a number at most, 0.17 % in the mean square.
 ROUNDED_ONCE = 2.5e-3
-#: A compiled block keeps in float32 what eager mode rounds to BF16 between two operations: a few roundings.
-AMAX_BOUND = 2e-2
+#: A compiled block keeps in float32 what eager mode rounds to BF16 between two operations. A number that
+#: then falls on another side in FP8 moves what follows by more: 1.3 % on a CPU, with inductor.
+AMAX_BOUND = 5e-2
 
 
 def reduction(spec: dict[str, Any]) -> list[dict[str, Any]]:
