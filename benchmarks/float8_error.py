@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quern.model.float8.linear import float8_linear
+from quern.model.float8.linear import apply_linear
 from quern.model.float8.recipe import Recipe
 
 OUTLIERS = (1.0, 50.0, 1e3, 1e6)
@@ -58,7 +58,7 @@ def layers() -> Iterator[tuple[str, str, Callable[[Tensor, Tensor], Tensor]]]:
     yield "BF16", "", F.linear
     for scaling, gradients in product(("tensorwise", "rowwise", "blockwise"), ("e4m3", "e5m2")):
         recipe = Recipe(scaling, gradients)
-        yield scaling, gradients, lambda x, weight, recipe=recipe: float8_linear(x, weight, recipe)
+        yield scaling, gradients, lambda x, weight, recipe=recipe: apply_linear(x, weight, recipe)
     yield from torchaos()
 
 

@@ -111,7 +111,15 @@ def _optimizer(base: dict[str, Any], small: bool) -> list[Row]:
 
 
 def _casts(base: dict[str, Any], small: bool) -> list[Row]:
-    return [Row("casts", "activations", "parts.casts:casts", {**base, "tokens": 256 if small else 8192}, 120)]
+    activations = Row("casts", "activations", "parts.casts:casts", {**base, "tokens": 256 if small else 8192}, 120)
+    model = base["model"] if small else {**base["model"], "num_layers": 2}
+    spec = {**base, "model": model, "length": 64 if small else 4096, "bound": 0.02}
+    kept = [
+        Row("casts", f"{name}, {scaling or 'bf16'}", f"parts.weights:{function}", {**spec, "scaling": scaling}, 150)
+        for name, function in (("kept weights", "refresh"), ("added gradients", "gradients"))
+        for scaling in ((None,) if small else (None, *SCALINGS))
+    ]
+    return [activations, *kept]
 
 
 def _suspicions(base: dict[str, Any], small: bool) -> list[Row]:
@@ -130,7 +138,7 @@ def _train(base: dict[str, Any], small: bool) -> list[Row]:
     common = {
         "device": base["device"], "backend": base["backend"], "peak_tflops": None, "documents": False,
         "checkpointing": "none", "precision": "bf16", "model": "8B-width", "layers": 8, "seq_len": 4096,
-        "micro_batches": [2, 1], "accumulate": 4, "steps": 8, "warm_up": 3,
+        "micro_batches": [2, 1], "accumulate": 4, "steps": 8, "warm_up": 3, "weights_cast": "auto",
     }  # fmt: skip
     if small:
         common |= {"model": "tiny", "layers": 1, "seq_len": 32, "micro_batches": [2], "accumulate": 2, "steps": 2,
@@ -149,6 +157,7 @@ def _train(base: dict[str, Any], small: bool) -> list[Row]:
         own("bf16"),
         peer("transformers"),
         *(own(f"fp8-{scaling}", precision=f"fp8-{scaling}") for scaling in SCALINGS),
+        own("bf16, weights cast per use", weights_cast="per_use"),
         own("bf16, documents", documents=True),
         own("bf16, selective", checkpointing="selective"),
         own("bf16, full", checkpointing="full"),

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from quern.model import loss_kernels
 from quern.model.accumulate import add_product
+from quern.model.float8.linear import Kept
 
 __all__ = ["IGNORE", "Split", "chunked_cross_entropy"]
 
@@ -51,6 +52,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     split: Split | None = None,
     compiler: str | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of -log softmax(h Wᵀ)[target] + ``z_loss`` · log²Z, and each token's first term.
 
@@ -65,6 +67,9 @@ def chunked_cross_entropy(
     With a ``compiler``, a backend of ``torch.compile``, all that is computed between the products is two kernels: one
     reads a chunk's logits, the other overwrites them with their gradient, in the dtype in which the product gave them.
 
+    ``kept``: the weight in the dtype of ``h_ND``, which then is not cast, and what the weight's gradient is added to in
+    place of being returned, if it has a total.
+
     Returns ``(loss_sum, nll_N)``: a scalar with gradient, and detached values, 0 where the target is ignored. Only the
     gradients that are asked for are computed; double backward is an error.
     """
@@ -73,7 +78,7 @@ def chunked_cross_entropy(
     grad = torch.is_grad_enabled()
     wanted = (grad and h_ND.requires_grad, grad and weight_VD.requires_grad)
     softmax = _Softmax(vocab_size, z_loss, any(wanted), split, compiler)
-    loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, softmax, chunk, wanted)
+    loss_sum, nll_N = _ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, softmax, chunk, wanted, kept)
     return loss_sum, nll_N
 
 
@@ -87,9 +92,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         softmax: _Softmax,
         chunk: int,
         wanted: tuple[bool, bool],
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(h_ND.dtype, torch.float32)
-        w_VD = weight_VD.to(h_ND.dtype)
+        w_VD = weight_VD.to(h_ND.dtype) if kept is None else kept.kept
         nll_N = torch.empty(h_ND.shape[0], dtype=compute, device=h_ND.device)
         log_z_N = torch.empty_like(nll_N)
         dh_ND = torch.empty_like(h_ND) if wanted[0] else None
@@ -105,7 +111,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dw_VD is not None:
                 add_product(dw_VD, g_CV, h_ND[part])
         ctx.save_for_backward(dh_ND, dw_VD)  # not attributes: activation checkpointing must be able to drop them
-        ctx.weight_dtype = weight_VD.dtype
+        ctx.weight_dtype, ctx.total_VD = weight_VD.dtype, None if kept is None else kept.total_OK
         ctx.mark_non_differentiable(nll_N)
         return nll_N.sum() + softmax.z_loss * log_z_N.square().sum() if softmax.z_loss else nll_N.sum(), nll_N
 
@@ -113,11 +119,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dh_ND, dw_VD = ctx.saved_tensors
-        return (
-            None if dh_ND is None else dh_ND * d_loss.to(dh_ND.dtype),
-            None if dw_VD is None else (dw_VD * d_loss).to(ctx.weight_dtype),
-            None, None, None, None,
-        )  # fmt: skip
+        dh_ND = None if dh_ND is None else dh_ND * d_loss.to(dh_ND.dtype)
+        if dw_VD is not None and ctx.total_VD is not None:
+            ctx.total_VD.addcmul_(dw_VD, d_loss)
+        dw_VD = None if dw_VD is None or ctx.total_VD is not None else (dw_VD * d_loss).to(ctx.weight_dtype)
+        return dh_ND, dw_VD, None, None, None, None, None
 
 
 @dataclass(frozen=True)

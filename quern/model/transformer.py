@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from quern.model.attention import BACKENDS, Documents, attend, attention_mask
 from quern.model.config import ModelShape
-from quern.model.float8.linear import float8_linear
+from quern.model.float8.linear import Kept, apply_linear
 from quern.model.float8.recipe import Recipe
 from quern.model.loss import chunked_cross_entropy
 from quern.model.rope import Rotation, rotate, rotation
@@ -32,16 +32,19 @@ __all__ = ["Attention", "Block", "FeedForward", "Head", "Linear", "RMSNorm", "Tr
 
 
 class Linear(nn.Module):
-    """``x Wᵀ`` without bias, in the dtype of ``x``; its products in FP8 where there is a ``recipe``."""
+    """``x Wᵀ`` without bias, in the dtype of ``x``; its products in FP8 where there is a ``recipe``, and with a weight
+    that a layout has ``kept`` for them where there is one."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.recipe: Recipe | None = None
+        self.kept: Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recipe is not None:
-            return float8_linear(x, self.weight, self.recipe)
+        how = self.recipe if self.kept is None else self.kept
+        if how is not None:
+            return apply_linear(x, self.weight, how)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -158,6 +161,10 @@ class Transformer(nn.Module):
         self.z_loss = z_loss
         self.loss_compiler: str | None = None
         """Set by a layout: the backend of torch.compile for the loss."""
+        self.output_weight: Kept | None = None
+        """Set by a layout that keeps the output projection's weight for the loss."""
+        self.before_forward: Callable[[], None] | None = None
+        """Set by a layout that keeps weights."""
         # from_pretrained, because nn.Embedding's own constructor draws from the global random state
         embed = nn.Embedding.from_pretrained(torch.empty(shape.padded_vocab_size, shape.dim), freeze=False)
         self.embed: nn.Embedding | None = embed
@@ -183,6 +190,8 @@ class Transformer(nn.Module):
 
         Raises ValueError where the attention backend does not run on this device.
         """
+        if self.before_forward is not None:
+            self.before_forward()
         length = tokens_BL.shape[1]
         x_BLD = self.embed_tokens(tokens_BL) if hidden_BLD is None else hidden_BLD
         turn = rotation(self.shape, length, dtype=x_BLD.dtype, device=x_BLD.device, positions_BL=positions_BL)
@@ -209,6 +218,7 @@ class Transformer(nn.Module):
             chunk=self.loss_chunk,
             z_loss=self.z_loss,
             compiler=self.loss_compiler,
+            kept=self.output_weight,
         )
         loss_sum, nll_N = self.with_output_weight(x_BLD.flatten(0, 1), cross_entropy)
         return loss_sum, nll_N.view(targets_BL.shape)

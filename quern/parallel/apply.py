@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from quern.parallel.activation import checkpoint_blocks
 from quern.parallel.data import materialise, replicate, shard
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
+from quern.parallel.kept_weights import KeptWeights
 from quern.parallel.pipeline import Pipeline, local_view, my_stages
 from quern.parallel.planning.float8 import layers_in_float8, use_float8
 from quern.parallel.planning.layout import Layout
@@ -38,6 +40,8 @@ class Parallel:
     """To be updated whenever weights have changed, before the next forward; None where none is gathered in FP8."""
     amaxes: Amaxes | None = None
     """To be rolled after each step; None without delayed scaling."""
+    kept: Sequence[KeptWeights] = ()
+    """Of each part, what is kept of its weights; nothing where :meth:`Layout.keeps_weights` says no."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Context for forwards outside of a step, as in validation."""
@@ -45,8 +49,8 @@ class Parallel:
 
 
 def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.device | None = None) -> Parallel:
-    """Stages → tensors → FP8 → checkpointing → compile → shard → memory → replicate. Wrong orders run, and train
-    wrongly or waste memory.
+    """Stages → tensors → FP8 → checkpointing → compile → shard → memory → kept weights → replicate. Wrong orders run,
+    and train wrongly or waste memory.
 
     ``model`` is whole, and may be on ``meta``: then its weights are allocated here, each rank's share alone, and hold
     nothing until :func:`quern.model.init.initialise` or a checkpoint fills them. ``device``: None = the current one of
@@ -66,6 +70,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     # first: the rest is local
     parts = [model] if stages is None else [model.slice_layers(stage.layers) for stage in stages]
     wrapped: list[nn.Module] = []
+    kept: list[KeptWeights] = []
     for part in parts:
         if mesh.tp is not None:
             split_tensors(part, mesh.tp, async_tp=layout.async_tp)  # before all that must see local shapes
@@ -83,6 +88,9 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
                 part, mesh.fsdp, compute_dtype=layout.compute_dtype, reshard_after_forward=layout.reshard_after_forward
             )
         materialise(part, device)  # after sharding: no rank ever holds the whole model
+        if layout.keeps_weights(mesh.plan):
+            adds = layout.adds_gradients(mesh.plan)
+            kept.append(KeptWeights(part, layout.compute_dtype, add_gradients=adds, compiler=layout.compile_backend))
         wrapped.append(part if mesh.ddp is None else replicate(part, mesh.ddp))  # last: buckets are views of gradients
     gather = None
     if layout.float8_all_gather:
@@ -90,6 +98,6 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
         gather = Float8Gather(parts, layout.float8, mesh, layout.compute_dtype)
     if stages is None:
         run = Accumulation(wrapped[0], counts=mesh.rank("tp") == 0)
-        return Parallel(model, run, Gradients(model, mesh), gather, amaxes)
+        return Parallel(model, run, Gradients(model, mesh), gather, amaxes, kept)
     view = local_view(model, parts)
-    return Parallel(view, Pipeline(parts, stages, mesh, layout, device), Gradients(view, mesh), gather, amaxes)
+    return Parallel(view, Pipeline(parts, stages, mesh, layout, device), Gradients(view, mesh), gather, amaxes, kept)

@@ -118,6 +118,7 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
         activation_memory_budget=config.activation_memory_budget,
         compile_backend=config.compile.backend if config.compile.enabled else None,
         float8=config.float8.products,
+        weights_cast=config.weights_cast,
         float8_all_gather=config.float8.all_gather,
         micro_batch=config.micro_batch,
         seq_len=config.seq_len,

@@ -14,9 +14,11 @@ import pytest
 import runner
 import suite
 import torch
-from parts import SkipError, attention, casts, float8, loss, optimizer, products, suspicions, syncs, train
+from parts import SkipError, attention, casts, float8, loss, optimizer, products, suspicions, syncs, train, weights
 from parts.common import shape_of
 from torch.utils.flop_counter import FlopCounterMode
+
+from quern.model.float8.linear import Kept
 
 BASE = {"model": {"preset": "debug", "num_layers": 1}, "vocab_size": 500, "device": "cpu", "backend": "eager"}
 SHAPE = shape_of(BASE)  # dim 256, ffn 768, 4 heads of 64, 2 for keys; 512 rows of a vocabulary of 500
@@ -260,3 +262,15 @@ def test_a_part_runs_from_the_command(tmp_path: Path, monkeypatch: pytest.Monkey
     (place,) = tmp_path.glob("*/optimizer/beside-float64.json")
     assert [row["passes"] for row in json.loads(place.read_text())["measures"]] == [True] * 3
     assert "### optimizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scaling", [None, "tensorwise"])
+def test_kept_weights_and_added_gradients_are_looked_at(scaling: str | None) -> None:
+    spec = {**BASE, "backend": None, "length": 48, "bound": 0.02, "scaling": scaling}
+    with patch.object(weights, "seconds_of", lambda call, device: call() or 1.0):
+        (kept,) = weights.refresh(spec)
+        assert kept["passes"]
+        assert kept["bytes a number"] == pytest.approx(2, rel=1e-3)  # BF16, or two factors in FP8; and scales
+        assert [row["passes"] for row in weights.gradients(spec)] == [True, True]
+        with patch.object(Kept, "add_grad_weight", lambda *_: None):
+            assert [row["passes"] for row in weights.gradients(spec)] == [False, False]

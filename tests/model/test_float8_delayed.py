@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from quern.model.float8.delayed import HISTORY, Amaxes
-from quern.model.float8.linear import float8_linear, products
+from quern.model.float8.linear import apply_linear, products
 from quern.model.float8.quantise import E4M3, E5M2, cast
 from quern.model.float8.recipe import Recipe
 from quern.model.transformer import FeedForward
@@ -38,7 +38,7 @@ def gradients(function: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Te
 
 
 def by(layer: object) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, weight: float8_linear(x, weight, layer)  # type: ignore[arg-type]
+    return lambda x, weight: apply_linear(x, weight, layer)  # type: ignore[arg-type]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -179,7 +179,7 @@ def test_each_half_of_a_split_backward_pass_uses_the_same_scales():
     seen = amaxes.current
     amaxes.load_state_dict(state)
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    out = float8_linear(x, weight, layer)
+    out = apply_linear(x, weight, layer)
     assert torch.equal(torch.autograd.grad(out, x, dy, retain_graph=True)[0], dx)
     assert torch.equal(torch.autograd.grad(out, weight, dy)[0], dw)
     assert torch.equal(amaxes.current, seen)
@@ -191,7 +191,7 @@ def test_a_forward_outside_of_steps_leaves_no_trace():
     gradients(by(layer), *case(0))
     before = amaxes.current
     with amaxes.kept(), torch.no_grad():
-        float8_linear(case(1)[0] * 1000, case(1)[1], layer)
+        apply_linear(case(1)[0] * 1000, case(1)[1], layer)
     assert torch.equal(amaxes.current, before)
 
 
@@ -234,7 +234,7 @@ def test_compiled_to_one_graph_it_gives_the_same_bits_and_sees_the_same():
 
     def two(amaxes: Amaxes) -> Callable[[Tensor, Tensor], Tensor]:
         first, second = (amaxes.of(name, RECIPE) for name in amaxes.names)
-        return lambda x, weight: float8_linear(float8_linear(x, weight, first), weight.T, second)
+        return lambda x, weight: apply_linear(apply_linear(x, weight, first), weight.T, second)
 
     plain, fast = two(eager), torch.compile(two(compiled), backend="aot_eager", fullgraph=True)
     for step in range(3):

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from quern.model.float8 import linear
-from quern.model.float8.linear import PLAIN, float8_linear, products
+from quern.model.float8.linear import PLAIN, apply_linear, products
 from quern.model.float8.recipe import Recipe
 from support.oracles import float8_oracle as oracle
 
@@ -41,7 +41,7 @@ def gradients(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: T
 
 
 def by(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, weight: float8_linear(x, weight, recipe)
+    return lambda x, weight: apply_linear(x, weight, recipe)
 
 
 def errors(recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> list[np.ndarray]:
@@ -163,7 +163,7 @@ def test_memory_layout_changes_no_bit(recipe):
     expected = gradients(by(recipe), x, weight, dy)
     turned = [matrix.T.contiguous().T for matrix in (x, weight, dy)]
     x, weight = (matrix.requires_grad_() for matrix in turned[:2])
-    out = float8_linear(x, weight, recipe)
+    out = apply_linear(x, weight, recipe)
     for found, before in zip((out.detach(), *torch.autograd.grad(out, (x, weight), turned[2])), expected, strict=True):
         assert torch.equal(found, before)
 
@@ -228,7 +228,7 @@ def test_only_what_is_wanted_is_computed(monkeypatch):
     both = gradients(by(recipe), x, weight, dy)
     assert count == 3
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    out = float8_linear(x, weight, recipe)
+    out = apply_linear(x, weight, recipe)
     count = 0
     (dx,) = torch.autograd.grad(out, x, dy, retain_graph=True)
     assert count == 1
@@ -236,7 +236,7 @@ def test_only_what_is_wanted_is_computed(monkeypatch):
     assert count == 2
     assert torch.equal(dx, both[1])
     assert torch.equal(dw, both[2])
-    out = float8_linear(x.detach(), weight, recipe)
+    out = apply_linear(x.detach(), weight, recipe)
     out.backward(dy)
     assert count == 4
     assert torch.equal(weight.grad, both[2])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quern.errors import InputError
 from quern.model.config import ModelConfig
-from quern.model.float8.linear import float8_linear
+from quern.model.float8.linear import apply_linear
 from quern.model.float8.recipe import TORCHAO_GRADIENTS, Recipe
 from quern.model.float8.torchao import Torchao
 from quern.model.init import initialise
@@ -60,7 +60,7 @@ def test_a_layer_has_the_bits_of_torchaos_module(scaling: str, dtype: torch.dtyp
         return torch.func.functional_call(layer, {"weight": weight_OK.to(dtype)}, (x,))
 
     given = case(dtype)
-    found = gradients(lambda x, weight: float8_linear(x, weight, Torchao.of(recipe(scaling))), *given)
+    found = gradients(lambda x, weight: apply_linear(x, weight, Torchao.of(recipe(scaling))), *given)
     expected = gradients(module, *given)
     assert [part.dtype for part in found] == [dtype, dtype, torch.float32]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from quern.model.float8.linear import float8_linear
+from quern.model.float8.linear import apply_linear
 from quern.model.float8.product import available
 from quern.model.float8.recipe import Recipe
 from quern.train.profiling.account import account
@@ -64,7 +64,7 @@ def test_flops_are_those_of_torchs_counter(tmp_path, name):
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_products_in_float8_know_their_recipe(tmp_path, scaling):
     x, weight = ones(2, 16, 64, dtype=torch.bfloat16), ones(48, 64)
-    found = products(tmp_path, lambda: float8_linear(x, weight, Recipe(scaling)).sum().backward())
+    found = products(tmp_path, lambda: apply_linear(x, weight, Recipe(scaling)).sum().backward())
     shapes = {(p.shape.m, p.shape.n, p.shape.k) for p in found if p.shape and p.shape.scaling == scaling}
     if not available(Recipe(scaling), x.device, x.dtype):  # torch 2.11 has no kernel for the CPU
         assert shapes == set()

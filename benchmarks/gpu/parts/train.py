@@ -42,6 +42,7 @@ def quern(spec: dict[str, Any]) -> list[dict[str, Any]]:
         overrides=(
             *(f"model.{name}={size}" for name, size in section.items()), f"device={spec['device']}",
             f"document_mask={str(spec['documents']).lower()}", f"compile.backend={spec['backend']}",
+            f"weights_cast={spec['weights_cast']}",
         ),
         precision=(spec["precision"],), checkpointing=(spec["checkpointing"],), compile=True, seq_len=spec["seq_len"],
         micro_batch=tuple(spec["micro_batches"]), accumulate=spec["accumulate"], steps=spec["steps"],

@@ -41,11 +41,16 @@ class Delayed(Recipe):
     def quantise(self, x_RS: Tensor, which: int, dtype: torch.dtype = E4M3) -> Quantised:
         """By the known magnitude, or its own where none is. NaN where its own is not finite: no clamp hides that."""
         own = largest(x_RS, (0, 1)).squeeze()
-        seen, known = self.seen_3[which], self.known_3[which].to(own.dtype)
-        seen.copy_(torch.maximum(seen, own.to(seen.dtype)))
+        self.see(own, which)
+        known = self.known_3[which].to(own.dtype)
         amax = torch.where(known > 0, known, own)
         scale = scale_of(torch.where(own.isfinite(), amax, own), dtype)
         return Quantised(cast(x_RS, scale, dtype).contiguous(), scale)
+
+    def see(self, amax: Tensor, which: int) -> None:
+        """Count a largest magnitude among this step's."""
+        seen = self.seen_3[which]
+        seen.copy_(torch.maximum(seen, amax.to(seen.dtype)))
 
 
 class Amaxes:

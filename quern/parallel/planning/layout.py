@@ -35,6 +35,8 @@ class Layout:
     tp_across_domains: bool = False
     float8: Recipe | None = None
     """How the blocks' products are computed in FP8; None = in ``compute_dtype``."""
+    weights_cast: str = "auto"
+    """``auto``: once after each update where no axis shards them; ``per_use``: wherever they are used."""
     float8_all_gather: bool = False
     """FSDP2 gathers in FP8 what these products take."""
     schedule: str | None = None
@@ -44,6 +46,14 @@ class Layout:
     micro_batch: int = 1
     seq_len: int = 1
     """Sequences of a micro-batch and their tokens, which a pipeline's buffers and cuts go by."""
+
+    def keeps_weights(self, plan: MeshPlan) -> bool:
+        """Whether each rank of a mesh keeps its weights as products take them, from one update to the next."""
+        return self.weights_cast == "auto" and plan.dp_shard == plan.tp == 1
+
+    def adds_gradients(self, plan: MeshPlan) -> bool:
+        """Whether then the gradient of a weight is added to the step's as it is formed: in one process."""
+        return self.keeps_weights(plan) and plan.dp_replicate == plan.pp == 1
 
     def recomputed(self, layers: int) -> int:
         """How many of a stage's ``layers`` blocks recompute."""

@@ -241,7 +241,7 @@ class TrainConfig(Section):
 
     later: ClassVar[Mapping[str, Any]] = {
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(),
-        "activation_checkpointing_layers": None, "activation_memory_budget": None,
+        "activation_checkpointing_layers": None, "activation_memory_budget": None, "weights_cast": "auto",
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -267,6 +267,11 @@ class TrainConfig(Section):
     training run: its newest. Keys of ``model`` that are not given are the checkpoint's. Example: checkpoints/llama"""
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Precision of compute. Master weights, moments and reductions are FP32 (FP64 with fp64)."""
+    weights_cast: Literal["auto", "per_use"] = "auto"
+    """When weights are cast to ``precision``, and quantised for FP8. ``auto``: once after each update, and kept (2
+    bytes a weight), where neither ``dp_shard`` nor ``tp`` splits them; in one process their gradients are then added in
+    FP32 as they are formed. ``per_use``: wherever they are used, which takes less memory. FSDP2 casts what it gathers
+    in either case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is CUDA where there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
