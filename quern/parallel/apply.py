@@ -73,7 +73,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     kept: list[KeptWeights] = []
     for part in parts:
         if mesh.tp is not None:
-            split_tensors(part, mesh.tp, async_tp=layout.async_tp)  # before all that must see local shapes
+            # before all that must see local shapes
+            split_tensors(part, mesh.tp, async_tp=layout.async_tp, pieces=layout.tp_pieces)
         if float8 is not None:
             use_float8(part, float8, mesh.plan.tp, amaxes)  # goes by local shapes, and is compiled
         blocks = list(part.blocks.children())

@@ -11,6 +11,10 @@ What a backward pass gathers or scatters travels while it multiplies: a collecti
 not need it is queued, and only then is it waited for. A gradient that the engine is not going to use is not computed:
 a pipeline that splits its backward pass runs each of these twice, once for the input and once for the weights.
 
+A product that needs what is gathered, or gives what is scattered, overlaps with it in ``pieces``: while one travels,
+the one before it, or after it, is multiplied. A piece is the same part of every rank's tokens, s = l/pieces of each, so
+that every rank has a share of what is scattered.
+
 The functional collectives are called as operators because that is what torch 2.11 and 2.13 have in common, and what
 inductor's fusion of products with collectives looks for in a graph.
 """
@@ -18,7 +22,7 @@ inductor's fusion of products with collectives looks for in a graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -58,25 +62,32 @@ class Ranks:
 
 
 def gather_multiply(
-    x_BlD: Tensor, weights: Sequence[Tensor], ranks: Ranks, recipes: Sequence[Recipe | None] | None = None
+    x_BlD: Tensor,
+    weights: Sequence[Tensor],
+    ranks: Ranks,
+    recipes: Sequence[Recipe | None] | None = None,
+    pieces: int = 1,
 ) -> tuple[Tensor, ...]:
     """``x Wᵀ`` [B, L, O] of the whole sequence for each weight [O, D], which is cast to the dtype of ``x_BlD``.
 
-    One gather for all of them. For backward only ``x_BlD`` is kept, and gathered again; the gradient of a weight has
-    the weight's dtype, that of ``x_BlD`` is summed over the ranks. ``recipes``: of each weight's products, None = none
-    in FP8. Collective, backward too.
+    One gather for all of them, in ``pieces`` that divide l. For backward only ``x_BlD`` is kept, and gathered again, in
+    one; the gradient of a weight has the weight's dtype, that of ``x_BlD`` is summed over the ranks. ``recipes``: of
+    each weight's products, None = none in FP8. Collective, backward too.
     """
     by = (None,) * len(weights) if recipes is None else tuple(recipes)
-    found = _GatherMultiply.apply(x_BlD, ranks.group, ranks.size, JOINED, by, *weights)
+    found = _GatherMultiply.apply(x_BlD, ranks.group, ranks.size, pieces, JOINED, by, *weights)
     return cast(Tensor, found).split([weight.shape[0] for weight in weights], -1) if JOINED else found
 
 
-def multiply_scatter(x_BLI: Tensor, weight_DI: Tensor, ranks: Ranks, recipe: Recipe | None = None) -> Tensor:
-    """``x Wᵀ`` summed over the ranks, this rank's tokens of it: [B, l, D]. L must be a multiple of the ranks.
+def multiply_scatter(
+    x_BLI: Tensor, weight_DI: Tensor, ranks: Ranks, recipe: Recipe | None = None, pieces: int = 1
+) -> Tensor:
+    """``x Wᵀ`` summed over the ranks, this rank's tokens of it: [B, l, D]. L must be a multiple of ranks × pieces.
 
-    Backward gathers the gradient once for both products. ``recipe``: of the products in FP8. Collective, backward too.
+    Backward gathers the gradient once for both products, in pieces too where that of ``x_BLI`` is wanted. ``recipe``:
+    of the products in FP8. Collective, backward too.
     """
-    return _MultiplyScatter.apply(x_BLI, ranks.group, ranks.size, recipe, weight_DI)
+    return _MultiplyScatter.apply(x_BLI, ranks.group, ranks.size, pieces, recipe, weight_DI)
 
 
 def sum_scatter(x_BLD: Tensor, ranks: Ranks) -> Tensor:
@@ -92,20 +103,28 @@ def gather(x_BlD: Tensor, ranks: Ranks) -> Tensor:
 class _GatherMultiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BlD: Tensor, group: str, size: int, joined: bool, recipes: Sequence[Recipe | None], *weights: Tensor
-    ) -> Any:
+        ctx: Any, x_BlD: Tensor, group: str, size: int, pieces: int, joined: bool, recipes: Sequence[Recipe | None],
+        *weights: Tensor,
+    ) -> Any:  # fmt: skip
         ctx.save_for_backward(x_BlD, *weights)
         ctx.group, ctx.size, ctx.joined, ctx.recipes = group, size, joined, recipes
-        batch = x_BlD.shape[0]
-        x_TD = _gathered(_start_gather(x_BlD, group, size), batch, size)
+        batch, dtype = x_BlD.shape[0], x_BlD.dtype
+        started = [_start_gather(part_BsD, group, size) for part_BsD in _cut(x_BlD, 1, pieces)]
         if joined and not any(recipes):
-            return _rows(x_TD @ torch.cat([weight.to(x_TD.dtype) for weight in weights]).T, batch)
-        parts = [products(by).forward(x_TD, weight) for by, weight in zip(recipes, weights, strict=True)]
-        return _rows(torch.cat(parts, -1), batch) if joined else tuple(_rows(part_TO, batch) for part_TO in parts)
+            weights, recipes = (torch.cat([weight.to(dtype) for weight in weights]),), (None,)
+        multiply = [products(by).forward_by(weight, dtype) for by, weight in zip(recipes, weights, strict=True)]
+        whole: list[Tensor | None] = [None] * (1 if joined else len(weights))
+        for piece, gathering in enumerate(started):
+            x_TD = _gathered(gathering, batch, size)
+            parts = [by(x_TD) for by in multiply]
+            parts = [torch.cat(parts, -1)] if joined and len(parts) > 1 else parts
+            whole = [_put(y, part_TO, piece, batch, size, pieces) for y, part_TO in zip(whole, parts, strict=True)]
+        found = tuple(cast(Tensor, y).flatten(1, -2) for y in whole)
+        return found[0] if joined else found
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, *weights_wanted = needed_grads(ctx, first_weight=5)
+        x_wanted, *weights_wanted = needed_grads(ctx, first_weight=6)
         x_BlD, *weights = ctx.saved_tensors
         if ctx.joined:
             dy = dy[0].split([weight.shape[0] for weight in weights], -1)
@@ -121,7 +140,7 @@ class _GatherMultiply(torch.autograd.Function):
             for number, weight_OD in enumerate(weights):
                 if weights_wanted[number]:
                     dw[number] = products(ctx.recipes[number]).grad_weight(dy_TO[number], x_TD).to(weight_OD.dtype)
-        return None if scattering is None else _scattered(scattering, batch), None, None, None, None, *dw
+        return None if scattering is None else _scattered(scattering, batch), None, None, None, None, None, *dw
 
 
 def _grad_input(dy_TO: Sequence[Tensor], weights: Sequence[Tensor], recipes: Sequence[Recipe | None]) -> Tensor:
@@ -137,23 +156,38 @@ def _grad_input(dy_TO: Sequence[Tensor], weights: Sequence[Tensor], recipes: Seq
 
 class _MultiplyScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BLI: Tensor, group: str, size: int, recipe: Recipe | None, weight_DI: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_BLI: Tensor, group: str, size: int, pieces: int, recipe: Recipe | None, weight_DI: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x_BLI, weight_DI)
-        ctx.group, ctx.size, ctx.recipe = group, size, recipe
+        ctx.group, ctx.size, ctx.pieces, ctx.recipe = group, size, pieces, recipe
         batch = x_BLI.shape[0]
-        y_TD = _to_be_summed(x_BLI.flatten(0, 1), weight_DI, recipe)
-        return _scattered(_start_scatter(y_TD, batch, group, size), batch)
+        multiply = _to_be_summed(weight_DI, x_BLI.dtype, recipe)
+        started = [_start_scatter(multiply(part_BLI), batch, group, size) for part_BLI in _cut(x_BLI, size, pieces)]
+        arrived = [_scattered(scattering, batch) for scattering in started]
+        return torch.cat(arrived, 1) if pieces > 1 else arrived[0]
 
     @staticmethod
     def backward(ctx: Any, dy_BlD: Tensor) -> tuple[Tensor | None, ...]:
-        x_wanted, weight_wanted = needed_grads(ctx, first_weight=4)
+        x_wanted, weight_wanted = needed_grads(ctx, first_weight=5)
         x_BLI, weight_DI = ctx.saved_tensors
-        batch = dy_BlD.shape[0]
-        dy_TD = _gathered(_start_gather(dy_BlD, ctx.group, ctx.size), batch, ctx.size)
+        batch, size = dy_BlD.shape[0], ctx.size
+        pieces = ctx.pieces if x_wanted else 1  # the weight's gradient needs all of them
+        started = [_start_gather(part_BsD, ctx.group, size) for part_BsD in _cut(dy_BlD, 1, pieces)]
         by = products(ctx.recipe)
-        dx_BLI = _rows(by.grad_input(dy_TD, weight_DI), batch) if x_wanted else None
-        dw_DI = by.grad_weight(dy_TD, x_BLI.flatten(0, 1)).to(weight_DI.dtype) if weight_wanted else None
-        return dx_BLI, None, None, None, dw_DI
+        multiply = by.grad_input_by(weight_DI, dy_BlD.dtype) if x_wanted else None
+        dx: Tensor | None = None
+        dy: Tensor | None = None
+        for piece, gathering in enumerate(started):
+            dy_TD = _gathered(gathering, batch, size)
+            if multiply is not None:
+                dx = _put(dx, multiply(dy_TD), piece, batch, size, pieces)
+            if weight_wanted:
+                dy = _put(dy, dy_TD, piece, batch, size, pieces)
+        dw_DI = None
+        if dy is not None:
+            dw_DI = by.grad_weight(dy.flatten(0, -2), x_BLI.flatten(0, 1)).to(weight_DI.dtype)
+        return None if dx is None else dx.flatten(1, -2), None, None, None, None, dw_DI
 
 
 class _SumScatter(torch.autograd.Function):
@@ -180,21 +214,31 @@ class _Gather(torch.autograd.Function):
         return _scattered(scattering, ctx.batch), None, None
 
 
-def _to_be_summed(x_TI: Tensor, weight_DI: Tensor, recipe: Recipe | None) -> Tensor:
-    """This rank's part of a sum, as large as the whole stream, not needed once it is summed.
+def _to_be_summed(weight_DI: Tensor, dtype: torch.dtype, recipe: Recipe | None) -> Callable[[Tensor], Tensor]:
+    """From ``x_BLI`` to this rank's part of a sum [T, D], as large as that, not needed once it is summed.
 
     ``out=`` keeps it from what selective recomputation keeps; products in FP8 are led there.
     """
     if torch.compiler.is_compiling():  # a partitioner sees what is needed
-        return products(recipe).forward(x_TI, weight_DI)
-    y_TD = x_TI.new_empty(x_TI.shape[0], weight_DI.shape[0])  # every time: recomputation repeats what was done
+        by = products(recipe).forward_by(weight_DI, dtype)
+        return lambda x_BLI: by(x_BLI.flatten(0, 1))
+
+    def empty(x_BLI: Tensor) -> Tensor:  # every time: recomputation repeats what was done
+        return x_BLI.new_empty(x_BLI.shape[0] * x_BLI.shape[1], weight_DI.shape[0])
+
     if SUMS_KEPT.get():
-        return y_TD
+        return empty
     if recipe is None:
-        return torch.mm(x_TI, weight_DI.to(x_TI.dtype).T, out=y_TD)
-    del y_TD
-    with _ThroughOut() if KEEPING.get() else contextlib.nullcontext():
-        return products(recipe).forward(x_TI, weight_DI)
+        weight_ID = weight_DI.to(dtype).T
+        return lambda x_BLI: torch.mm(x_BLI.flatten(0, 1), weight_ID, out=empty(x_BLI))
+    by = products(recipe).forward_by(weight_DI, dtype)
+
+    def multiply(x_BLI: Tensor) -> Tensor:
+        empty(x_BLI)
+        with _ThroughOut() if KEEPING.get() else contextlib.nullcontext():
+            return by(x_BLI.flatten(0, 1))
+
+    return multiply
 
 
 class _ThroughOut(TorchDispatchMode):
@@ -208,6 +252,24 @@ class _ThroughOut(TorchDispatchMode):
         dtype = a_MS.dtype if func is torch.ops.aten.mm.default else args[9]
         out = a_MS.new_empty(a_MS.shape[0], b_SN.shape[1], dtype=dtype)
         return func.overloadpacket.out(*args, **kwargs, out=out)
+
+
+def _cut(x_BLD: Tensor, ranks: int, pieces: int) -> Sequence[Tensor]:
+    """Of ``x_BLD``, which holds the tokens of so many ranks, the pieces [B, ranks·s, D]."""
+    if pieces == 1:
+        return (x_BLD,)
+    return [part.flatten(1, 2) for part in x_BLD.unflatten(1, (ranks, pieces, -1)).unbind(2)]
+
+
+def _put(whole: Tensor | None, part_TO: Tensor, piece: int, batch: int, ranks: int, pieces: int) -> Tensor:
+    """The whole [B, ranks, pieces, s, O] with this piece's rows in place; [B, L, O] where there is one."""
+    if pieces == 1:
+        return _rows(part_TO, batch)
+    part_BRsO = part_TO.unflatten(0, (batch, ranks, -1))
+    if whole is None:
+        whole = part_TO.new_empty(batch, ranks, pieces, *part_BRsO.shape[2:])
+    whole[:, :, piece] = part_BRsO
+    return whole
 
 
 # Inductor's fusion looks for one row's gather or scatter right beside the product, and for several rows' beside the

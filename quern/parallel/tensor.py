@@ -33,13 +33,13 @@ from quern.parallel.collectives import Ranks, gather, gather_multiply, multiply_
 __all__ = ["split_tensors"]
 
 
-def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = False) -> None:
+def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = False, pieces: int = 1) -> None:
     """Split a whole model, or part of one, over a 1-D mesh. In place; sends nothing.
 
     Weights may be on ``meta``; values that are there stay, each rank's share of them. The model then takes the same
     tokens on every rank of the mesh and gives the same loss, and its hidden states are ``x_BlD``; ``logits`` gathers
     the vocabulary and has no gradient. ``async_tp``: compiled blocks overlap products with the gathers and scatters
-    beside them (CUDA).
+    beside them (CUDA). ``pieces``: so do all blocks, in so many pieces, which divide a rank's tokens of a sequence.
 
     That the sizes divide is for :func:`quern.parallel.planning.checks.check_layout` to have said. Raises
     :class:`InputError` for ``async_tp`` elsewhere than on CUDA.
@@ -51,8 +51,8 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = Fals
         _overlap(mesh)
     for block in model.blocks.values():
         assert isinstance(block, Block)
-        _split_attention(block.attention, shape, mesh, ranks)
-        _split_feed_forward(block.ffn, mesh, ranks)
+        _split_attention(block.attention, shape, mesh, ranks, pieces)
+        _split_feed_forward(block.ffn, mesh, ranks, pieces)
     for module in (model.embed, model.head):
         if module is not None:
             _shard(module, 0, mesh)
@@ -65,7 +65,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, *, async_tp: bool = Fals
         model.logits = vocabulary.logits  # type: ignore[assignment, method-assign]
 
 
-def _split_attention(attention: Attention, shape: ModelShape, mesh: DeviceMesh, ranks: Ranks) -> None:
+def _split_attention(attention: Attention, shape: ModelShape, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> None:
     """This rank's query heads, with the key and value heads that these look at."""
     shared = ranks.size > shape.num_kv_heads  # a key head on several ranks: it stays whole on every one, see above
     _shard(attention.wq, 0, mesh)
@@ -78,32 +78,32 @@ def _split_attention(attention: Attention, shape: ModelShape, mesh: DeviceMesh, 
     def qkv(x_BlD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weights = (_local(attention.wq), _local(attention.wk)[mine], _local(attention.wv)[mine])
         recipes = (attention.wq.recipe, attention.wk.recipe, attention.wv.recipe)
-        q_BLD, k_BLD, v_BLD = gather_multiply(x_BlD, weights, ranks, recipes)
+        q_BLD, k_BLD, v_BLD = gather_multiply(x_BlD, weights, ranks, recipes, pieces)
         return q_BLD, k_BLD, v_BLD
 
     attention.qkv = qkv  # type: ignore[assignment, method-assign]
-    _split_columns(attention.wo, mesh, ranks)
+    _split_columns(attention.wo, mesh, ranks, pieces)
 
 
-def _split_feed_forward(ffn: FeedForward, mesh: DeviceMesh, ranks: Ranks) -> None:
+def _split_feed_forward(ffn: FeedForward, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> None:
     _shard(ffn.w1, 0, mesh)
     _shard(ffn.w3, 0, mesh)
 
     def expand(x_BlD: Tensor) -> tuple[Tensor, Tensor]:
         gate_BLF, up_BLF = gather_multiply(
-            x_BlD, (_local(ffn.w1), _local(ffn.w3)), ranks, (ffn.w1.recipe, ffn.w3.recipe)
+            x_BlD, (_local(ffn.w1), _local(ffn.w3)), ranks, (ffn.w1.recipe, ffn.w3.recipe), pieces
         )
         return gate_BLF, up_BLF
 
     ffn.expand = expand  # type: ignore[assignment, method-assign]
-    _split_columns(ffn.w2, mesh, ranks)
+    _split_columns(ffn.w2, mesh, ranks, pieces)
 
 
-def _split_columns(linear: Linear, mesh: DeviceMesh, ranks: Ranks) -> None:
+def _split_columns(linear: Linear, mesh: DeviceMesh, ranks: Ranks, pieces: int) -> None:
     _shard(linear, 1, mesh)
 
     def forward(x_BLI: Tensor) -> Tensor:
-        return multiply_scatter(x_BLI, _local(linear), ranks, linear.recipe)
+        return multiply_scatter(x_BLI, _local(linear), ranks, linear.recipe, pieces)
 
     linear.forward = forward  # type: ignore[assignment, method-assign]
 

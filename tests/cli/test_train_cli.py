@@ -200,6 +200,8 @@ def test_a_dry_run_of_a_small_model_tells_its_sizes(config: Path) -> None:
         ("parallel.nvlink_domain=8", "parallel.nvlink_domain: changes nothing without tensor parallelism"),
         ("parallel.tp=2 parallel.async_tp=true --nproc 2", "parallel.async_tp: is a pass of torch.compile"),
         ("parallel.tp=2 parallel.async_tp=true compile.enabled=true --nproc 2", "parallel.async_tp: runs on CUDA only"),
+        ("parallel.tp=2 parallel.tp_pieces=3 --nproc 2",
+         "parallel.tp_pieces: expected a divisor of a rank's tokens (seq_len"),
         ("parallel.pp=2 --nproc 2",
          "parallel.pp: 2 ranks × 1 stages a rank (1f1b) need 2 layers or more, model.num_layers is 1"),
         ("parallel.schedule=gpipe", "parallel.schedule: changes nothing without a pipeline"),

@@ -51,6 +51,7 @@ class Case:
     stages_per_rank: int | None = None
     layers: int = 3
     kv_heads: int = 3
+    pieces: int = 1
     float8: Recipe | None = None
     """By which weights are gathered in FP8; with sizes that it fits."""
 
@@ -81,8 +82,8 @@ class Case:
         return Layout(
             self.dtype, self.plan, reshard_after_forward=self.reshard, activation_checkpointing=self.activation,
             activation_checkpointing_layers=self.recomputed, micro_batch=MICRO_BATCH, seq_len=self.seq_len,
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank, float8=self.float8, float8_all_gather=self.float8 is not None,
+            schedule=self.schedule, tp_pieces=self.pieces, stages_per_rank=self.stages_per_rank,
+            float8=self.float8, float8_all_gather=self.float8 is not None,
         )  # fmt: skip
 
     @property
@@ -212,7 +213,7 @@ def test_two_ranks(run_ranks: Any) -> None:
     compare(run_ranks, [
         Case(MeshPlan(dp_replicate=2), dtype=torch.bfloat16), Case(TWO, activation="full", tied=True),
         Case(TWO, reshard=False), replace(tp, kv_heads=1), replace(tp, activation="selective", dtype=torch.bfloat16),
-        replace(tp, activation="full", recomputed=2),
+        replace(tp, activation="full", recomputed=2, pieces=2), replace(tp, activation="selective", pieces=4),
         Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
     ])  # fmt: skip
 
@@ -247,7 +248,8 @@ def test_pipelines_of_four_ranks(run_ranks: Any) -> None:
     cases += [replace(fsdp, plan=MeshPlan(pp=2, dp_replicate=2)), replace(fsdp, plan=MeshPlan(pp=4))]
     compare(run_ranks, cases)
     tp = Case(MeshPlan(pp=2, tp=2), micro_batches=4, layers=5, kv_heads=1)
-    compare(run_ranks, [replace(tp, schedule=name, tied=name != "1f1b") for name in SCHEDULES])
+    cases = [replace(tp, schedule=name, tied=name != "1f1b") for name in SCHEDULES]
+    compare(run_ranks, [*cases, *(replace(tp, schedule=name, pieces=2) for name in ("1f1b", "zbv_zero_bubble"))])
 
 
 @pytest.mark.long

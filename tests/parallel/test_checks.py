@@ -82,6 +82,13 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "parallel.async_tp: is a pass of torch.compile; expected compile.enabled=true with it"),
     (2, {"async_tp": True, "tp": 2}, {}, {"compile_backend": "inductor"},
      "parallel.async_tp: runs on CUDA only; expected false here (or device=cuda, to plan elsewhere)"),
+    (2, {"tp_pieces": 2}, {}, {},
+     "parallel.tp_pieces: changes nothing without tensor parallelism; expected tp > 1 with it"),
+    (2, {"tp": 2, "tp_pieces": 4, "async_tp": True}, {}, {"compile_backend": "inductor", "cuda": True},
+     "parallel.tp_pieces: expected 1 with async_tp, got 4; either overlaps the same collectives"),
+    (4, {"tp": 4, "tp_pieces": 4}, {}, {"seq_len": 72},
+     "parallel.tp_pieces: expected a divisor of a rank's tokens (seq_len 72 / tp 4 = 18), got 4; 1, 2, 3, 6, 9 or 18 "
+     "would fit"),
     (2, {"tp": 2}, {}, {"compile_backend": "inductor", "activation_checkpointing": "full"},
      "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; expected "
      "none or selective, or compile.enabled=false"),
@@ -160,6 +167,8 @@ def test_refused(world: int, keys: dict[str, Any], sizes: dict[str, Any], task: 
         (8, {"tp": 4}, {"cuda": True, "local_ranks": 8}),
         (8, {"tp": 4}, {"local_ranks": 2}),  # without CUDA there is no NVLink to speak of
         (4, {"tp": 2, "async_tp": True}, {"compile_backend": "inductor", "cuda": True}),
+        (4, {"tp": 4, "tp_pieces": 6}, {"seq_len": 72}),
+        (4, {"tp": 2, "tp_pieces": 2}, {"compile_backend": "inductor", "activation_checkpointing": "selective"}),
         (8, {"tp": 2, "pp": 2}, {"activation_checkpointing": "selective", "compile_backend": "inductor"}),
         *((2, {"pp": 2, "schedule": name}, {}) for name in SCHEDULES),
         (2, {"pp": 2, "schedule": "looped_bfs", "stages_per_rank": 4}, {}),

@@ -81,7 +81,8 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "parallel.reshard_after_forward: expected true or false with float8.all_gather, got 2; FSDP2 does not reshard to "
      "fewer ranks what it gathers in FP8"),
     (2, {"async_tp": True, "tp": 2}, {}, {"compile_backend": "inductor"},
-     "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null there"),
+     "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null there; "
+     "parallel.tp_pieces overlaps those in FP8 too"),
     (2, {"tp": 2}, {}, {"float8": Recipe("rowwise", **THEIRS)},
      "float8.implementation: torchao's layers are not split over ranks; expected quern with parallel.tp 2, or tp 1"),
     (2, {"pp": 2, "schedule": "zbv_zero_bubble"}, {}, {"float8": Recipe("rowwise", **THEIRS)},

@@ -6,6 +6,7 @@ the dtype of activations, weights too, so that a weight gathered in that dtype g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,12 @@ class Products(Protocol):
 
     def grad_input(self, dy_TO: Tensor, weight_OK: Tensor) -> Tensor:
         """``dy W`` [T, K]."""
+
+    def forward_by(self, weight_OK: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """:meth:`forward` of any number of ``x_TK`` of a dtype, for which the weight is cast once."""
+
+    def grad_input_by(self, weight_OK: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The same of :meth:`grad_input`."""
 
     def grad_weight(self, dy_TO: Tensor, x_TK: Tensor) -> Tensor:
         """``dyᵀ x`` [O, K]."""
@@ -60,10 +67,18 @@ class _Weighted:
     delayed = False
 
     def forward(self: Weighted, x_TK: Tensor, weight_OK: Tensor) -> Tensor:
-        return self.times(x_TK, self.factor(weight_OK.to(x_TK.dtype)))
+        return self.forward_by(weight_OK, x_TK.dtype)(x_TK)
 
     def grad_input(self: Weighted, dy_TO: Tensor, weight_OK: Tensor) -> Tensor:
-        return self.times_turned(dy_TO, self.turned(weight_OK.to(dy_TO.dtype)))
+        return self.grad_input_by(weight_OK, dy_TO.dtype)(dy_TO)
+
+    def forward_by(self: Weighted, weight_OK: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        factor = self.factor(weight_OK.to(dtype))
+        return lambda x_TK: self.times(x_TK, factor)
+
+    def grad_input_by(self: Weighted, weight_OK: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        turned = self.turned(weight_OK.to(dtype))
+        return lambda dy_TO: self.times_turned(dy_TO, turned)
 
 
 class _Plain(_Weighted):
@@ -161,6 +176,12 @@ class Kept:
 
     def grad_input(self, dy_TO: Tensor, weight_OK: Tensor) -> Tensor:
         return self.by.times_turned(dy_TO, self.turned)
+
+    def forward_by(self, weight_OK: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda x_TK: self.forward(x_TK, weight_OK)
+
+    def grad_input_by(self, weight_OK: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda dy_TO: self.grad_input(dy_TO, weight_OK)
 
     def grad_weight(self, dy_TO: Tensor, x_TK: Tensor) -> Tensor:
         return self.by.grad_weight(dy_TO, x_TK)

@@ -38,6 +38,7 @@ def check_layout(shape: ModelShape, layout: Layout, task: Task) -> None:
     _in_vain(layout, task)
     if plan.tp > 1:
         _tensors(shape, plan, layout.seq_len)
+        _pieces(layout)
         _domains(layout, task)
         if layout.activation_checkpointing == "full" and layout.compile_backend is not None and not task.cuda:
             raise InputError(
@@ -55,8 +56,8 @@ def _in_vain(layout: Layout, task: Task) -> None:
     """A key that changes nothing was meant to change something."""
     if layout.plan.tp == 1:
         for name, value in (
-            ("async_tp", layout.async_tp), ("tp_across_domains", layout.tp_across_domains),
-            ("nvlink_domain", layout.nvlink_domain),
+            ("async_tp", layout.async_tp), ("tp_pieces", layout.tp_pieces > 1),
+            ("tp_across_domains", layout.tp_across_domains), ("nvlink_domain", layout.nvlink_domain),
         ):  # fmt: skip
             if value:
                 raise InputError(
@@ -114,6 +115,20 @@ def _tensors(shape: ModelShape, plan: MeshPlan, seq_len: int) -> None:
         )
 
 
+def _pieces(layout: Layout) -> None:
+    """Of a rank's tokens, as many in each."""
+    seq_len, tp, pieces = layout.seq_len, layout.plan.tp, layout.tp_pieces
+    if layout.async_tp and pieces > 1:
+        raise InputError(
+            f"parallel.tp_pieces: expected 1 with async_tp, got {pieces}; either overlaps the same collectives"
+        )
+    if seq_len // tp % pieces:
+        raise InputError(
+            f"parallel.tp_pieces: expected a divisor of a rank's tokens (seq_len {seq_len} / tp {tp} = "
+            f"{seq_len // tp}), got {pieces}; {choices(divisors(seq_len // tp))} would fit"
+        )
+
+
 def _float8(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
     """A recipe that no layer can take, or tokens that no kernel of the weights' gradients can."""
     plan = layout.plan
@@ -151,7 +166,8 @@ def _float8(shape: ModelShape, layout: Layout, recipe: Recipe) -> None:
         )
     if layout.async_tp:
         raise InputError(
-            "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null there"
+            "parallel.async_tp: overlaps products that are not in FP8; expected false with float8.recipe, or null "
+            "there; parallel.tp_pieces overlaps those in FP8 too"
         )
 
 

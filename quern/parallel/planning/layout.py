@@ -31,6 +31,8 @@ class Layout:
     compile_backend: str | None = None
     """Of ``torch.compile``, block by block; None = not compiled."""
     async_tp: bool = False
+    tp_pieces: int = 1
+    """In which the collectives beside products of ``tp`` travel."""
     nvlink_domain: int | None = None
     tp_across_domains: bool = False
     float8: Recipe | None = None

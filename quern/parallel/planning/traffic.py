@@ -191,23 +191,30 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
     into a product only this rank's share of the sequence is kept. Checkpointing repeats the forward, of which
     ``selective`` keeps what was scattered. Where the backward is split, the gradients of a block's outputs are gathered
     for either half; the first stage has no gradient to pass on, and takes both halves at once.
+
+    What is gathered for a product, or scattered after it, goes in ``tp_pieces``, each of which is a call: all but what
+    a backward gathers for the gradients of weights alone, and the two sums of its gradients of inputs.
     """
-    shape, tp = step.shape, step.plan.tp
+    shape, tp, pieces = step.shape, step.plan.tp, step.layout.tp_pieces
     tokens = step.layout.micro_batch * step.layout.seq_len
     hidden = tokens * shape.dim * step.compute_bytes
     full = step.layout.activation_checkpointing == "full"
-    gathers = scatters = 0
+    gathers, scatters = [0, 0], [0, 0]  # whole tensors that go in one, and in pieces
     for stage in stages:
         micro_batches = step.num_micro_batches
         split = 0 if stage.first else stage.work.count("I")
         again = step.layout.recomputed(stage.layers)
-        gathers += stage.layers * ((2 + 4) * micro_batches + 2 * split) + 2 * again * micro_batches
-        scatters += stage.layers * (2 + 2) * micro_batches + 2 * again * full * micro_batches
+        gathers[0] += stage.layers * (2 * micro_batches + 2 * split)
+        gathers[1] += (stage.layers * (2 + 2) + 2 * again) * micro_batches
+        scatters[0] += stage.layers * 2 * micro_batches
+        scatters[1] += (stage.layers * 2 + 2 * again * full) * micro_batches
         for end in (stage.first, stage.last):  # embedding: scattered, its gradient gathered; the loss the other way
-            gathers += micro_batches * end
-            scatters += micro_batches * end
-    yield Transfer("tp", "gather hidden", "all_gather", tp, gathers, gathers * hidden)
-    yield Transfer("tp", "scatter hidden", "reduce_scatter", tp, scatters, scatters * hidden)
+            gathers[0] += micro_batches * end
+            scatters[0] += micro_batches * end
+    calls = gathers[0] + gathers[1] * pieces
+    yield Transfer("tp", "gather hidden", "all_gather", tp, calls, sum(gathers) * hidden)
+    calls = scatters[0] + scatters[1] * pieces
+    yield Transfer("tp", "scatter hidden", "reduce_scatter", tp, calls, sum(scatters) * hidden)
     if any(stage.last for stage in stages):  # of every token the maximum, then its two sums
         chunks = step.num_micro_batches * -(-tokens // step.loss_chunk)
         payload = 3 * step.num_micro_batches * tokens * step.reduce_bytes

@@ -81,6 +81,7 @@ class ScheduleConfig(Section):
 class ParallelConfig(Section):
     """Mesh sizes and how they are used. ``dp_shard`` > 1 is FSDP2, ``dp_replicate`` > 1 DDP, both HSDP."""
 
+    later: ClassVar[Mapping[str, Any]] = {"tp_pieces": 1}
     dp_replicate: Count = 1
     """[ranks] Copies of the model, kept equal by DDP, or by HSDP with ``dp_shard``."""
     dp_shard: Count | None = None
@@ -94,6 +95,9 @@ class ParallelConfig(Section):
     them the sequence (Megatron's sequence parallelism)."""
     async_tp: bool = False
     """CUDA with ``compile``: gathers and scatters of ``tp`` overlap with the products that need them."""
+    tp_pieces: Count = 1
+    """Gathers and scatters of ``tp`` travel in so many pieces: while one does, the one before it is multiplied, also in
+    FP8 and without ``compile``. A divisor of a rank's tokens, ``seq_len`` / ``tp``. Example: 2"""
     nvlink_domain: Count | None = None
     """[GPUs] GPUs that NVLink joins; null = those of a node, as the launcher says. Example: 8"""
     tp_across_domains: bool = False

@@ -41,6 +41,7 @@ class Case:
     accumulate: int = 1
     meta: bool = True
     joined: bool = False
+    pieces: int = 1
 
     @property
     def dp(self) -> int:
@@ -107,7 +108,10 @@ def build(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Transformer, 
     if not case.meta:
         initialise(model, SEED)
     mesh = build_mesh(MeshPlan(dp_replicate=case.replicate, dp_shard=case.shard, tp=case.tp), "cpu")
-    layout = Layout(compute_dtype=dtype, activation_checkpointing=case.activation, compile_backend=case.compile)
+    layout = Layout(
+        compute_dtype=dtype, activation_checkpointing=case.activation, compile_backend=case.compile,
+        tp_pieces=case.pieces,
+    )  # fmt: skip
     found = parallelize(model, mesh, layout).model
     if case.meta:
         initialise(found, SEED)
