@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 __all__ = [
     "FLOAT8_ON_CPU", "SPLIT_GRADIENTS_JOINED", "VARLEN_TAKES_GQA", "addmm_in_float32", "divide_exactly",
-    "set_memory_budget",
+    "keep_order", "set_memory_budget",
 ]  # fmt: skip
 
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
@@ -45,6 +45,14 @@ def divide_exactly() -> None:
     numerics: Any = getattr(inductor, "eager_numerics", None)
     if hasattr(numerics, "division_rounding"):
         numerics.division_rounding = True
+
+
+def keep_order() -> None:
+    """Make inductor leave operations in a graph's order, for the process: by itself it puts a wait before the product
+    that is to run meanwhile, where that frees memory earlier."""
+    import torch._inductor.config as inductor
+
+    inductor.reorder_for_peak_memory = False
 
 
 def set_memory_budget(share: float | None) -> None:

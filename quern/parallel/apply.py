@@ -23,7 +23,7 @@ from quern.parallel.planning.float8 import layers_in_float8, use_float8
 from quern.parallel.planning.layout import Layout
 from quern.parallel.planning.mesh import Mesh
 from quern.parallel.tensor import split_tensors
-from quern.torch_versions import divide_exactly, set_memory_budget
+from quern.torch_versions import divide_exactly, keep_order, set_memory_budget
 
 __all__ = ["Parallel", "parallelize"]
 
@@ -59,6 +59,8 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     device = device or torch.device(mesh.device_type)
     if layout.compile_backend is not None:
         set_memory_budget(layout.activation_memory_budget)
+    if layout.tp_pieces > 1 and layout.compile_backend is not None:
+        keep_order()
     if layout.float8 is not None and layout.compile_backend is not None:
         divide_exactly()
     float8, amaxes = layout.float8, None

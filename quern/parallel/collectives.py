@@ -107,7 +107,7 @@ class _GatherMultiply(torch.autograd.Function):
         *weights: Tensor,
     ) -> Any:  # fmt: skip
         ctx.save_for_backward(x_BlD, *weights)
-        ctx.group, ctx.size, ctx.joined, ctx.recipes = group, size, joined, recipes
+        ctx.group, ctx.size, ctx.pieces, ctx.joined, ctx.recipes = group, size, pieces, joined, recipes
         batch, dtype = x_BlD.shape[0], x_BlD.dtype
         started = [_start_gather(part_BsD, group, size) for part_BsD in _cut(x_BlD, 1, pieces)]
         if joined and not any(recipes):
@@ -130,13 +130,18 @@ class _GatherMultiply(torch.autograd.Function):
             dy = dy[0].split([weight.shape[0] for weight in weights], -1)
         dy_TO = [part_BLO.flatten(0, 1) for part_BLO in dy]
         batch, group, size = x_BlD.shape[0], ctx.group, ctx.size
-        gathering = _start_gather(x_BlD, group, size) if any(weights_wanted) else None
+        pieces = ctx.pieces if torch.compiler.is_compiling() else 1  # a graph gathers the same once, in forward
+        parts = _cut(x_BlD, 1, pieces) if any(weights_wanted) else ()
+        gathering = [_start_gather(part_BsD, group, size) for part_BsD in parts]
         scattering = None
         if x_wanted:
             scattering = _start_scatter(_grad_input(dy_TO, weights, ctx.recipes), batch, group, size)
         dw: list[Tensor | None] = [None] * len(weights)
-        if gathering is not None:
-            x_TD = _gathered(gathering, batch, size)
+        x: Tensor | None = None
+        for piece, part in enumerate(gathering):
+            x = _put(x, _gathered(part, batch, size), piece, batch, size, pieces)
+        if x is not None:
+            x_TD = x.flatten(0, -2)
             for number, weight_OD in enumerate(weights):
                 if weights_wanted[number]:
                     dw[number] = products(ctx.recipes[number]).grad_weight(dy_TO[number], x_TD).to(weight_OD.dtype)
