@@ -43,7 +43,7 @@ def in_two_passes(case: Case, layers: range) -> dict[str, Any]:
     mesh = build_mesh(MeshPlan(tp=case.tp), "cpu")
     assert mesh.tp is not None
     part = whole_model(case, layers=3, loss_chunk=5).slice_layers(layers)
-    split_tensors(part, mesh.tp)
+    split_tensors(part, mesh.tp, pieces=case.pieces)
     tokens_BL, targets_BL, _ = batch_of(case)
     generator = torch.Generator().manual_seed(mesh.rank("tp"))
     sizes = (case.batch, LENGTH // case.tp, 20)
@@ -70,7 +70,7 @@ def in_two_passes(case: Case, layers: range) -> dict[str, Any]:
     assert all(a is not None for a in found)
     worst = max(ratio(local(a), local(b), name) for a, b, name in zip(expected, found, names, strict=True))
     work = {"forward": forth.work, "once": once.work, "inputs": first.work, "weights": second.work}
-    return {"worst": worst, "work": work, "collectives": (forth.collectives, once.collectives, first.collectives)}
+    return {"worst": worst, "work": work, "collectives": [watch.collectives for watch in (forth, once, first, second)]}
 
 
 @pytest.mark.slow
@@ -78,18 +78,21 @@ def in_two_passes(case: Case, layers: range) -> dict[str, Any]:
 def test_a_backward_pass_in_two_computes_every_product_once(run_ranks: Any) -> None:
     kinds = (True,) if collectives.JOINED else (False, True)  # torch that needs it can do no other
     cases = [Case(joined=joined, kv_heads=4 if joined else 1, qk_norm=True) for joined in kinds]
+    cases.append(Case(joined=collectives.JOINED, pieces=3))
     for by_case in run_ranks(middle_and_end, 2, cases):
-        for outcome in by_case:
+        for case, outcome in zip(cases, by_case, strict=True):
             for number, found in enumerate(outcome):
                 work = found["work"]
                 assert found["worst"] <= TOLERANCE
                 assert work["inputs"] + work["weights"] == work["once"]
                 if number == 0:  # the loss computes its gradients in forward
                     assert work["inputs"] == work["weights"] == work["forward"]
-                    forth, once, first = found["collectives"]
-                    assert forth == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
-                    assert once == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 2}
-                    assert first == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+                    forth, once, first, second = found["collectives"]
+                    cut = 2 * case.pieces
+                    assert forth == {"all_gather_into_tensor": cut, "reduce_scatter_tensor": cut}
+                    assert once == {"all_gather_into_tensor": cut + 2, "reduce_scatter_tensor": 2}
+                    assert first == {"all_gather_into_tensor": cut, "reduce_scatter_tensor": 2}
+                    assert second == {"all_gather_into_tensor": 4}
 
 
 def middle_and_end(cases: list[Case]) -> list[list[dict[str, Any]]]:
@@ -97,11 +100,11 @@ def middle_and_end(cases: list[Case]) -> list[list[dict[str, Any]]]:
     return [[in_two_passes(case, range(1, 2)), in_two_passes(case, range(1, 3))] for case in cases]
 
 
-def kept_and_repeated(rows: int) -> dict[str, tuple[int, int, int]]:
+def kept_and_repeated(rows: int, pieces: int) -> dict[str, tuple[int, int, int]]:
     """By kind of recomputation: what a forward leaves behind, and the products and the sums over ranks of backward."""
     found = {}
     for kind in ("none", "selective", "full"):
-        case = Case(rows=rows, activation=kind)
+        case = Case(rows=rows, activation=kind, pieces=pieces)
         model, _ = build(case)
         tokens_BL, targets_BL, _ = batch_of(case)
         with LiveStorages() as kept:
@@ -114,11 +117,13 @@ def kept_and_repeated(rows: int) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2])
-def test_selective_recomputation_keeps_no_parts_of_sums_and_repeats_no_product(run_ranks: Any, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "pieces"), [(1, 1), (2, 1), (2, 3)])
+def test_selective_recomputation_keeps_no_parts_of_sums_and_repeats_no_product(
+    run_ranks: Any, rows: int, pieces: int
+) -> None:
     # columns of a block on one of two ranks: q, k, v, attention, w1, w3, and half of the stream after each sum
     kept = (24 + 12 + 12 + 24 + 22 + 22 + 10 + 10) * rows * LENGTH * 8 * 2
-    for found in run_ranks(kept_and_repeated, 2, rows):
+    for found in run_ranks(kept_and_repeated, 2, rows, pieces):
         (none, work, sums), (selective, again, sums_again), (full, _, _) = found.values()
         assert 0.9 * kept < selective - full < 1.1 * kept  # two parts of sums would be 1.3
         assert selective < none

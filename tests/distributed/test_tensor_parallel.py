@@ -192,9 +192,13 @@ def test_two_ranks_compute_what_one_process_does(kept_ranks: Any) -> None:
             Case(kv_heads=1, tied=True, qk_norm=True, activation="full", joined=True, accumulate=2, meta=False),
             Case(pieces=2, qk_norm=True, mask=True),
             Case(pieces=3, kv_heads=1, activation="selective", rows=1),
-            Case(pieces=6, activation="full", joined=True),
+            Case(pieces=6, activation="full", joined=True, rows=1),
         ],
     )
+
+
+def test_four_ranks_in_pieces(kept_ranks: Any) -> None:
+    compare(kept_ranks, [Case(tp=4, kv_heads=2, pieces=3, qk_norm=True, activation="selective")])
 
 
 @pytest.mark.slow
@@ -226,6 +230,8 @@ def test_compiled_blocks(kept_ranks: Any) -> None:
         Case(compile="aot_eager", kv_heads=1, qk_norm=True, rows=1, joined=True),
         Case(compile="aot_eager", activation="full", accumulate=2),
         Case(compile="aot_eager", activation="selective", mask=True, qk_norm=True, rows=1),
+        Case(compile="aot_eager", pieces=3, activation="selective", joined=True),
+        Case(compile="inductor", pieces=2, kv_heads=1),
     ]
     compare(kept_ranks, cases)
     compare(kept_ranks, [Case(compile="aot_eager", shard=2, activation="selective", mask=True)])
