@@ -227,8 +227,8 @@ def inductor_orders(recipe: Recipe | None) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [None, pytest.param(Recipe("rowwise"), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [None, Recipe("rowwise")])
 def test_inductor_keeps_the_order(run_ranks: Any, recipe: Recipe | None) -> None:
     """Its own puts the first wait of a scatter before the second product. What forward has gathered is kept."""
     assert run_ranks(inductor_orders, 1, recipe) == [["GGWMMWMMMSMSWW", "GGWMWMMMMSMMW"]]

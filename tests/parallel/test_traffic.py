@@ -142,6 +142,22 @@ def test_tensor_parallel_activations(checkpointing: str, passes: int) -> None:
     assert (softmax.payload, softmax.calls) == (3 * 4 * tokens, 2 * 2)
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "gathers", "scatters"), [("none", 4, 2), ("full", 6, 4), ("selective", 6, 2)]
+)
+def test_pieces_are_more_messages_of_the_same_bytes(checkpointing: str, gathers: int, scatters: int) -> None:
+    """Of a layer: two products that gather their input in forward and two whose gradient is gathered, two that scatter;
+    and what recomputation repeats."""
+    changes: dict[str, Any] = {"activation_checkpointing": checkpointing}
+    whole, cut = (
+        {row.what: row for row in traffic(step(MeshPlan(tp=8), tp_pieces=pieces, **changes))} for pieces in (1, 4)
+    )
+    assert {name: row.payload for name, row in whole.items()} == {name: row.payload for name, row in cut.items()}
+    more = {name: row.calls - whole[name].calls for name, row in cut.items()}
+    expected = {"gather hidden": 3 * gathers * BIG.num_layers, "scatter hidden": 3 * scatters * BIG.num_layers}
+    assert more == dict.fromkeys(whole, 0) | expected
+
+
 def test_norms_are_summed_over_tp_once_a_step() -> None:
     for plan in (MeshPlan(tp=8), MeshPlan(tp=8, dp_shard=4)):
         (row,) = (row for row in traffic(step(plan, num_micro_batches=4)) if row.what == "partial gradients")
