@@ -14,7 +14,7 @@ from quern.model.float8.torchao import Torchao
 from quern.model.transformer import Transformer
 from quern.parallel.accumulation import Accumulation, Runner
 from quern.parallel.activation import checkpoint_blocks
-from quern.parallel.data import materialise, replicate, shard
+from quern.parallel.data import gradients_in_bf16, materialise, replicate, shard
 from quern.parallel.float8_gather import Float8Gather
 from quern.parallel.gradients import Gradients
 from quern.parallel.kept_weights import KeptWeights
@@ -88,9 +88,15 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             part.loss_compiler = layout.compile_backend
         if mesh.fsdp is not None:  # owns the parameters from here on: whatever changes modules comes before
             shard(
-                part, mesh.fsdp, compute_dtype=layout.compute_dtype, reshard_after_forward=layout.reshard_after_forward
+                part,
+                mesh.fsdp,
+                compute_dtype=layout.compute_dtype,
+                reshard_after_forward=layout.reshard_after_forward,
+                bf16_gradients=layout.bf16_gradients,
             )
         materialise(part, device)  # after sharding: no rank ever holds the whole model
+        if layout.bf16_gradients:
+            gradients_in_bf16(part)  # of the tensors that are trained
         if layout.keeps_weights(mesh.plan):
             adds = layout.adds_gradients(mesh.plan)
             kept.append(KeptWeights(part, layout.compute_dtype, add_gradients=adds, compiler=layout.compile_backend))

@@ -36,7 +36,7 @@ def global_grad_norm(
 
     Gradients are already summed over ranks (plain, DDP) or are DTensors (FSDP2, HSDP, split tensors), of which every
     element counts once. ``stages``: the ranks of a pipeline, each with parameters of its own. Parameters without a
-    gradient count as zero. The dtype is that of the gradients. Collective.
+    gradient count as zero. The dtype is that of the gradients, and float32 for BF16. Collective.
 
     ``mesh`` holds the groups by the names of their axes; None = each gradient's own mesh. Where a process has made
     equal meshes in turn, DTensor's caches may put an earlier one on a gradient, and not on every rank alike.
@@ -66,7 +66,8 @@ def global_grad_norm(
         gradients.append(local_part(gradient))
     norms = []
     for groups, owners, gradients in alike.values():
-        norms_P = torch.stack(torch._foreach_norm(gradients))
+        rounded = gradients[0].dtype == torch.bfloat16
+        norms_P = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32 if rounded else None))
         if parts is not None:
             parts.append(Norms(owners, groups, norms_P))
         norm = torch.linalg.vector_norm(norms_P)

@@ -17,11 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quern.model.transformer import Transformer
 
-__all__ = ["accumulation", "materialise", "replicate", "shard"]
+__all__ = ["accumulation", "gradients_in_bf16", "materialise", "replicate", "shard"]
 
 
 def shard(
-    model: Transformer, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int
+    model: Transformer,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool | int,
+    bf16_gradients: bool = False,
 ) -> nn.Module:
     """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard), in place.
 
@@ -29,13 +34,13 @@ def shard(
     overlaps with the blocks' forward, and the sum of its gradient, the largest of all, with their backward. Both ends
     stay gathered from forward to backward. Tied embeddings are the root's, and so is the norm then.
 
-    Weights are gathered in ``compute_dtype``; gradients are summed in at least float32. A number for
+    Weights are gathered in ``compute_dtype``; gradients are summed in at least float32, or in BF16. A number for
     ``reshard_after_forward`` below the shards needs a ``mesh`` of all ranks: torch makes further groups out of it,
     collectively.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
-        reduce_dtype=torch.promote_types(compute_dtype, torch.float32),
+        reduce_dtype=torch.bfloat16 if bf16_gradients else torch.promote_types(compute_dtype, torch.float32),
         cast_forward_inputs=False,  # tokens are integers, and rotary tables keep their precision
     )
     for block in model.blocks.children():
@@ -83,6 +88,26 @@ def accumulation(model: nn.Module, last: bool) -> Iterator[None]:
         if model.gathered_between_micro_batches:
             model.set_reshard_after_backward(last)
     yield
+
+
+def gradients_in_bf16(model: nn.Module) -> None:
+    """Gradients of float32 weights are kept and added up in BF16, in place of the weights' dtype. In place, once
+    weights are allocated.
+
+    Autograd rounds as it accumulates. FSDP2, which sets ``.grad`` itself, casts what it has reduced to the weights'
+    dtype, and adds what comes later in place: so the first of a step is rounded, in a hook, exactly where it was
+    reduced in BF16.
+    """
+    sharded = isinstance(model, FSDPModule)
+    for parameter in model.parameters():
+        parameter.grad_dtype = None if sharded else torch.bfloat16  # None: of any dtype
+        if sharded:
+            parameter.register_post_accumulate_grad_hook(_in_bf16)
+
+
+def _in_bf16(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype != torch.bfloat16:
+        parameter.grad = parameter.grad.to(torch.bfloat16)
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:

@@ -84,9 +84,10 @@ class KeptWeights:
     def _keep(self, weight: Tensor, by: Weighted) -> Kept:
         empty_OK = torch.zeros_like(weight, dtype=self._dtype)
         factor, turned = by.factor(empty_OK), by.turned(empty_OK)
+        dtype = weight.grad_dtype or weight.dtype
         kept = Kept(
             by, factor, turned,
-            total_OK=torch.zeros_like(weight) if self._add and weight.requires_grad else None,
+            total_OK=torch.zeros_like(weight, dtype=dtype) if self._add and weight.requires_grad else None,
             amax=torch.zeros_like(factor.scale) if by.delayed else None,
         )  # fmt: skip
         self.weights.append((weight, kept))

@@ -120,6 +120,7 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
         float8=config.float8.products,
         weights_cast=config.weights_cast,
         float8_all_gather=config.float8.all_gather,
+        bf16_gradients=config.optimizer.gradients == "bf16",
         micro_batch=config.micro_batch,
         seq_len=config.seq_len,
     )

@@ -38,33 +38,39 @@ def step_of(config: TrainConfig, shape: ModelShape, layout: Layout) -> Step:
     return Step(shape, layout, micro_batches, compute, reduce, config.loss_chunk)
 
 
-def state_memory(step: Step, precision: str) -> dict[str, float]:
+def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     """GiB of model state: of the whole model by the usual 16-byte count, and what one rank holds between steps.
 
     ``sixteen_bytes_per_rank`` is an even share of ``dp_shard`` · ``tp`` · ``pp``. ``rank`` is what the rank that holds
     the most really keeps: masters, both moments and the gradients as they stand between backward and update (in the
-    master's type), of the heaviest stages, the padded vocabulary and weights that ``tp`` does not split counted.
+    master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and weights
+    that ``tp`` does not split counted.
     Gathered weights of the block in work and activations come on top.
     """
     parameters, plan = step.shape.num_parameters, step.plan
-    master, copy = _MASTER[precision], _COMPUTE_COPY[precision]
+    master, copy = _MASTER[config.precision], _COMPUTE_COPY[config.precision]
+    moment = _moment_bytes(config)
     gib = 2**30
     most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
     return {
         "sixteen_bytes": 16 * parameters / gib,
         "sixteen_bytes_per_rank": 16 * parameters / (plan.dp_shard * plan.tp * plan.pp) / gib,
         "masters": master * parameters / gib,
-        "moments": 2 * master * parameters / gib,
-        "gradients": master * parameters / gib,
+        "moments": 2 * moment * parameters / gib,
+        "gradients": step.gradient_bytes * parameters / gib,
         "compute_copy": copy * parameters / gib,
-        "rank": 4 * master * most / gib,
+        "rank": (master + 2 * moment + step.gradient_bytes) * most / gib,
     }
+
+
+def _moment_bytes(config: TrainConfig) -> int:
+    return 2 if config.optimizer.moments == "bf16" else _MASTER[config.precision]
 
 
 def checkpoint_size(step: Step, config: TrainConfig) -> dict[str, float]:
     """Bytes of the weights and moments that a save writes, and the GiB of the host's memory that a rank's part, copied,
     takes from save to save: on the average of all ranks, and none where the loop writes itself."""
-    written = 3 * _MASTER[config.precision] * step.shape.num_parameters
+    written = (_MASTER[config.precision] + 2 * _moment_bytes(config)) * step.shape.num_parameters
     copied = 0 if config.checkpoint.mode == "sync" else written
     return {"bytes": written, "copy_gib_per_rank": copied / step.plan.world_size / 2**30}
 
@@ -167,7 +173,7 @@ def summarise(config: TrainConfig, corpus: Corpus | AssumedCorpus, laid: Layout)
         "float8": float8(config, shape, plan),
         "pipeline": pipeline(step),
         "communication": communication(step),
-        "state_memory_gib": state_memory(step, config.precision),
+        "state_memory_gib": state_memory(step, config),
         "checkpoint": checkpoint_size(step, config),
         "flops_per_token": {
             "full": shape.flops_per_token(config.seq_len, causal=False),

@@ -34,6 +34,7 @@ from quern.train.processes import launch
 from quern.train.processes.machine import collecting
 from quern.train.processes.ranks import Ranks
 from quern.train.step import figures
+from quern.train.step.adamw_bf16 import AdamWBF16
 from quern.train.step.forensics import Forensics, Seen
 from quern.train.step.guard import Guard, Health
 from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
@@ -71,7 +72,7 @@ class Trainer(Closes):
     ranks: Ranks
     start: Start
     parallel: Parallel
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.AdamW | AdamWBF16
     feed: Feed
     guard: Guard
     forensics: Forensics

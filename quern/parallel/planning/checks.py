@@ -45,6 +45,13 @@ def check_layout(shape: ModelShape, layout: Layout, task: Task) -> None:
                 "activation_checkpointing: full in compiled blocks with tp > 1 makes torch's compiler fail on the CPU; "
                 "expected none or selective, or compile.enabled=false"
             )
+    if layout.bf16_gradients and (plan.pp > 1 or (plan.dp_replicate > 1 and not plan.by_fsdp)):
+        why = "a pipeline adds tied embeddings and stages" if plan.pp > 1 else "DDP sums buckets"
+        other = "parallel.pp 1" if plan.pp > 1 else "parallel.dp_shard > 1, which is FSDP2"
+        raise InputError(
+            f"optimizer.gradients: bf16 is not available here, as {why} in the dtype of the weights; expected fp32, or "
+            f"{other}"
+        )
     if layout.float8 is not None:
         _float8(shape, layout, layout.float8)
     if plan.pp > 1:

@@ -41,6 +41,8 @@ class Layout:
     """``auto``: once after each update where no axis shards them; ``per_use``: wherever they are used."""
     float8_all_gather: bool = False
     """FSDP2 gathers in FP8 what these products take."""
+    bf16_gradients: bool = False
+    """Gradients are summed and kept in BF16; else in the masters' dtype."""
     schedule: str | None = None
     """Of a pipeline; None = 1f1b."""
     stages_per_rank: int | None = None

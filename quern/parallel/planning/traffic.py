@@ -65,8 +65,13 @@ class Step:
     compute_bytes: int
     """Of an element of activations, and of weights where they are used."""
     reduce_bytes: int
-    """Of an element of gradients when they are summed, which is that of the masters."""
+    """Of an element of what is summed in the dtype of the masters: scales, the loss, and gradients by default."""
     loss_chunk: int = 4096
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of gradients when they are summed, and until the update."""
+        return 2 if self.layout.bf16_gradients else self.reduce_bytes
 
     @property
     def plan(self) -> MeshPlan:
@@ -221,7 +226,7 @@ def _tensor_parallel(step: Step, stages: Sequence[_Stage], shard: int) -> Iterat
         yield Transfer("tp", "softmax", "all_reduce", tp, 2 * chunks, payload)
     whole = [weight for stage in stages for weight in _weights(step, stage) if not weight.split]
     shares = sum(weight.share(step.plan.dp_shard, shard) for weight in whole)
-    yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.reduce_bytes)
+    yield Transfer("tp", "partial gradients", "all_reduce", tp, 1, shares * step.gradient_bytes)
 
 
 def _weights(step: Step, stage: _Stage) -> list[Weight]:
@@ -259,8 +264,8 @@ def _data_parallel(step: Step, stages: Sequence[_Stage]) -> Iterator[Transfer]:
                 calls[over] = calls.get(over, 0) + count
                 payloads[over] = payloads.get(over, 0) + sent
             times = step.num_micro_batches if plan.pp == 1 else 1  # a pipeline keeps whole gradients until its last
-            scatters, scattered = scatters + count * times, scattered + size * times * step.reduce_bytes
-            copies, copied = copies + count, copied + size // ranks * step.reduce_bytes
+            scatters, scattered = scatters + count * times, scattered + size * times * step.gradient_bytes
+            copies, copied = copies + count, copied + size // ranks * step.gradient_bytes
     for over in calls:
         yield Transfer("dp_shard", "gather weights", "all_gather", over, calls[over], payloads[over])
     payload = scales * sum(stage.layers for stage in stages) * step.reduce_bytes

@@ -20,6 +20,9 @@ __all__ = [
     "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
 ]  # fmt: skip
 
+MOST_BETA = 257 / 258
+"""Above it a moment in BF16, rounded to nearest, comes to a stop."""
+
 
 class DataConfig(Section):
     """One source of the mixture."""
@@ -51,6 +54,7 @@ class PhaseConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019); decay on matrices only."""
 
+    later: ClassVar[Mapping[str, Any]] = {"moments": "fp32", "gradients": "fp32"}
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -63,6 +67,25 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, on matrices only."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null = no clipping."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """What the two moments are stored in (fp32 = FP64 with precision fp64): bf16 is 4 bytes a parameter less, and
+    another recipe. Computed in FP32, rounded to nearest, for which ``beta1`` and ``beta2`` must be at most 0.996."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are summed and kept in between backward and update (fp32 = FP64 with precision fp64): bf16 is 2
+    bytes a parameter less and half of what FSDP2 reduces, and another recipe: micro-batches and ranks are summed in
+    BF16. With precision bf16, without DDP and pipelines."""
+
+    @model_validator(mode="after")
+    def _moves(self) -> Self:
+        # v falls by (1 - beta) v, and must by half a step of BF16 or more: 2^-8 of the power of two below v, at worst
+        # for v one step above that, as 1 + 2^-7, whose half step is 1/258 of it (and there ties go to the power)
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if self.moments == "bf16" and beta > MOST_BETA:
+                raise ValueError(
+                    f"{name}: a moment in BF16 stops moving where 1 - {name} is below 1/258, as each step rounds to "
+                    f"what it was; expected at most 257/258 = 0.9961 with moments bf16, or moments fp32, got {beta}"
+                )
+        return self
 
 
 class ScheduleConfig(Section):
@@ -357,6 +380,12 @@ class TrainConfig(Section):
             )
         if self.precision == "fp16" and self.float8.recipe is not None:
             raise ValueError(f"float8.recipe: expected null with precision fp16, or bf16, got {self.float8.recipe}")
+        if self.precision == "fp64" and self.optimizer.moments == "bf16":
+            raise ValueError("optimizer.moments: bf16 is computed in FP32; expected fp32 with precision fp64")
+        if self.precision != "bf16" and self.optimizer.gradients == "bf16":
+            raise ValueError(
+                f"optimizer.gradients: bf16 is of precision bf16; expected fp32 with precision {self.precision}"
+            )
         if self.precision == "fp64" and self.float8.implementation == "torchao":
             raise ValueError("float8.implementation: torchao sums in float32; expected quern with precision fp64")
         if self.resume.from_store and self.checkpoint.store is None:

@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019), fused, with skips decided and gradients clipped on the device."""
+"""AdamW (Loshchilov & Hutter 2019), with skips decided and gradients clipped on the device: torch's fused kernel, or
+:class:`.AdamWBF16` where moments or gradients are in BF16."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quern.train.config import OptimizerConfig
+from quern.train.step.adamw_bf16 import AdamWBF16
 
 __all__ = ["build_optimizer", "step"]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW | AdamWBF16:
     """Weight decay on matrices (embedding and head too), none on norm weights. Learning rates come with each step.
 
     Built after sharding: it holds the parameters that ``model`` has now, in groups of one mesh each, since no fused
@@ -25,11 +27,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             parameters.setdefault((decay, mesh), []).append(parameter)
     groups = [{"params": alike, "weight_decay": decay} for (decay, _), alike in parameters.items()]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    betas = config.beta1, config.beta2
+    if "bf16" in (config.moments, config.gradients):
+        moments = torch.bfloat16 if config.moments == "bf16" else torch.float32
+        return AdamWBF16(groups, lr=config.lr, betas=betas, eps=config.eps, moments=moments)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def step(
-    optimizer: torch.optim.AdamW, lr: float, skip: torch.Tensor | None = None, divisor: torch.Tensor | None = None
+    optimizer: torch.optim.AdamW | AdamWBF16,
+    lr: float,
+    skip: torch.Tensor | None = None,
+    divisor: torch.Tensor | None = None,
 ) -> None:
     """One update with learning rate ``lr``, or none where ``skip`` is true.
 
@@ -42,6 +51,6 @@ def step(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    optimizer.found_inf = None if skip is None else skip.to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor  # type: ignore[union-attr]
+    optimizer.found_inf = None if skip is None else skip.to(torch.float32)  # type: ignore[union-attr]
     optimizer.step()

@@ -171,13 +171,14 @@ def _one_step(counters: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
     """Zeros at step 0, as AdamW makes them in its first step. torch would take such a step, with a gradient for every
     parameter: memory that a load has no other use for."""
+    dtype: torch.dtype | None = getattr(optimizer, "moments", None)  # the parameter's, where it is not said
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            device = parameter.device if group["fused"] or group["capturable"] else torch.device("cpu")
+            device = parameter.device if group.get("fused") or group["capturable"] else torch.device("cpu")
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             }
 
 
@@ -212,7 +213,8 @@ def check_tensors(
     file: str, metadata: Metadata, shape: ModelShape, parts: tuple[str, ...], view: TensorView | None = None
 ) -> None:
     """Whether a checkpoint holds the tensors of a model of ``shape``, in size, and no others of ``parts`` (name
-    prefixes); and whether those of ``view``, this rank's, can be read without loss of precision.
+    prefixes); and whether those of ``view``, this rank's, can be read without loss of precision: a moment that is kept
+    in BF16 may be rounded.
 
     Raises:
         InputError: naming ``file``, the tensor, what the checkpoint has and what was expected.
@@ -225,6 +227,8 @@ def check_tensors(
         if tuple(found.size) != size:
             raise InputError(f"{file}: {name}: expected size {list(size)}, the checkpoint has {list(found.size)}")
         tensor = None if view is None else view.tensors.get(name)
+        if tensor is not None and name.endswith(_MOMENTS) and tensor.dtype == torch.bfloat16:
+            continue
         if tensor is not None and torch.promote_types(found.properties.dtype, tensor.dtype) != tensor.dtype:
             raise InputError(
                 f"{file}: {name}: expected {tensor.dtype} or a type it contains, "
