@@ -140,6 +140,7 @@ def describe(
             "parameters": shape.num_parameters,
             "layout": plan.sizes(),
             "float8": in_float8,
+            "optimizer": {"moments": config.optimizer.moments, "gradients": config.optimizer.gradients},
             "order": start.mixture.order.hash,
             "sources": dict(zip(corpus.ids, [source.path for source in config.data], strict=True)),
             "mfu": utilisation.describe(),

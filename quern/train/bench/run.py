@@ -174,6 +174,8 @@ def _known(config: TrainConfig) -> dict[str, Any]:
         precision += " (torchao)" if config.float8.implementation == "torchao" else ""
     return {
         "precision": precision,
+        "moments": config.optimizer.moments,
+        "gradients": config.optimizer.gradients,
         "checkpointing": config.activation_checkpointing,
         "checkpointing_layers": config.activation_checkpointing_layers,
         "memory_budget": config.activation_memory_budget,

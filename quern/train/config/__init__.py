@@ -20,7 +20,7 @@ __all__ = [
     "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
 ]  # fmt: skip
 
-MOST_BETA = 257 / 258
+_MOST_BETA = 257 / 258
 """Above it a moment in BF16, rounded to nearest, comes to a stop."""
 
 
@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
         # v falls by (1 - beta) v, and must by half a step of BF16 or more: 2^-8 of the power of two below v, at worst
         # for v one step above that, as 1 + 2^-7, whose half step is 1/258 of it (and there ties go to the power)
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if self.moments == "bf16" and beta > MOST_BETA:
+            if self.moments == "bf16" and beta > _MOST_BETA:
                 raise ValueError(
                     f"{name}: a moment in BF16 stops moving where 1 - {name} is below 1/258, as each step rounds to "
                     f"what it was; expected at most 257/258 = 0.9961 with moments bf16, or moments fp32, got {beta}"

@@ -31,8 +31,8 @@ from quern.train.checkpoint.format.manifest import EncodingInfo, RunFacts
 from quern.train.checkpoint.format.unpadded import PADDED
 
 __all__ = [
-    "EXTRA", "TensorView", "TrainState", "check_encoding", "check_shape", "check_tensors", "padded_rows",
-    "stored_sizes", "view_tensors", "weight_sizes",
+    "EXTRA", "TensorView", "TrainState", "check_encoding", "check_shape", "check_tensors", "conversion",
+    "padded_rows", "stored_sizes", "view_tensors", "weight_sizes",
 ]  # fmt: skip
 
 _MOMENTS = (".exp_avg", ".exp_avg_sq")
@@ -180,6 +180,16 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
                 "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             }
+
+
+def conversion(metadata: Metadata, view: TensorView) -> str | None:
+    """What a load makes of the moments, where they are kept in another type than they are stored in."""
+    for name, tensor in view.tensors.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if name.endswith(_MOMENTS) and isinstance(stored, TensorStorageMetadata):
+            theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (stored.properties.dtype, tensor.dtype))
+            return None if theirs == ours else f"{theirs} → {ours}"
+    return None
 
 
 def check_shape(file: str, found: ModelShape, expected: ModelShape) -> None:

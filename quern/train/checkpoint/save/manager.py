@@ -40,6 +40,7 @@ from quern.train.checkpoint.format.state import (
     check_encoding,
     check_shape,
     check_tensors,
+    conversion,
     view_tensors,
 )
 from quern.train.checkpoint.retention.prune import Keep
@@ -251,6 +252,8 @@ class CheckpointManager(Closes):
         """
         plan = self.agreement.all_or_raise(lambda: _plan_load(path, state))
         needed = self.agreement.all_or_raise(lambda: needed_files(plan.metadata, plan.view.tensors, plan.view.rows))
+        if self.agreement.rank == 0 and (change := conversion(plan.metadata, plan.view)) is not None:
+            log.info("%s: its moments are converted, %s (optimizer.moments)", path, change)
         folder = self.tiers.bring(path, plan.manifest, needed)
         plan.view.clear_padding()
         load_tensors(
