@@ -54,6 +54,7 @@ class Case:
     pieces: int = 1
     float8: Recipe | None = None
     """By which weights are gathered in FP8; with sizes that it fits."""
+    bf16_gradients: bool = False
 
     def __str__(self) -> str:
         said = f"{self.plan} reshard {self.reshard} AC {self.activation} x{self.micro_batches}"
@@ -83,7 +84,7 @@ class Case:
             self.dtype, self.plan, reshard_after_forward=self.reshard, activation_checkpointing=self.activation,
             activation_checkpointing_layers=self.recomputed, micro_batch=MICRO_BATCH, seq_len=self.seq_len,
             schedule=self.schedule, tp_pieces=self.pieces, stages_per_rank=self.stages_per_rank,
-            float8=self.float8, float8_all_gather=self.float8 is not None,
+            float8=self.float8, float8_all_gather=self.float8 is not None, bf16_gradients=self.bf16_gradients,
         )  # fmt: skip
 
     @property
@@ -214,6 +215,8 @@ def test_two_ranks(run_ranks: Any) -> None:
         Case(MeshPlan(dp_replicate=2), dtype=torch.bfloat16), Case(TWO, activation="full", tied=True),
         Case(TWO, reshard=False), replace(tp, kv_heads=1), replace(tp, activation="selective", dtype=torch.bfloat16),
         replace(tp, activation="full", recomputed=2, pieces=2), replace(tp, activation="selective", pieces=4),
+        replace(tp, activation="full", recomputed=2), replace(tp, kv_heads=1, dtype=torch.bfloat16, bf16_gradients=True),
+        Case(TWO, dtype=torch.bfloat16, bf16_gradients=True),
         Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
     ])  # fmt: skip
 

@@ -166,7 +166,7 @@ def stuck(beta2: float) -> int:
 def test_a_second_moment_falls_from_every_value_below_257_258() -> None:
     assert [stuck(beta2) for beta2 in (0.95, 0.99, 0.996, 0.99612)] == [0, 0, 0, 0]
     assert stuck(0.99613) == 1  # 1 + 2^-7
-    assert stuck(0.999) == 127  # all but the power of two, below which steps are half as large
+    assert stuck(0.999) == 128
 
 
 @pytest.mark.parametrize(
