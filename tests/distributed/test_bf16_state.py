@@ -137,13 +137,15 @@ def test_fsdp_reduces_and_keeps_gradients_in_bf16(run_ranks: Any, reshard: bool)
     def whole(kind: str, name: str) -> Any:
         return torch.cat([rank[kind][name] for rank in found]).double().numpy()
 
+    apart: list[bool] = []
     for name, gradient in gradients.items():
         assert np.array_equal(whole("gradients", name), gradient), name
         for moment, value in (("exp_avg", expected.first[name]), ("exp_avg_sq", expected.second[name])):
             moved = whole("after", f"{name}/{moment}")
-            assert (moved != value).mean() < 0.02, name  # of 128 significands, one or two that float32 rounds otherwise
+            apart += [*(moved != value).ravel()]
             np.testing.assert_allclose(moved, value, rtol=2**-7)
         np.testing.assert_allclose(whole("after", name), expected.weights[name], rtol=1e-4, atol=1e-6)
+    assert np.mean(apart) < 0.01  # of 128 significands, one or two that float32 rounds otherwise
     for rank in found:
         assert rank["norm"].dtype == torch.float32
         np.testing.assert_allclose(rank["norm"].item(), norm, rtol=1e-5)
