@@ -105,9 +105,12 @@ def _loss(base: dict[str, Any], small: bool) -> list[Row]:
 def _optimizer(base: dict[str, Any], small: bool) -> list[Row]:
     rows = [
         Row("optimizer", "beside float64", "parts.optimizer:right", {**base, "blocks": 1, "clip": 1.0}, 90),
-        Row("optimizer", "alone", "parts.optimizer:adamw", {**base, "blocks": 1 if small else 4}, 90),
-    ]
-    return rows[:1] if small else rows
+        Row("optimizer", "BF16 beside float64", "parts.optimizer:right",
+            {**base, "blocks": 1, "clip": 1.0, "bf16": True}, 90),
+        Row("optimizer", "alone", "parts.optimizer:adamw", {**base, "blocks": 4}, 90),
+        Row("optimizer", "BF16 alone", "parts.optimizer:adamw", {**base, "blocks": 4, "bf16": True}, 90),
+    ]  # fmt: skip
+    return rows[:2] if small else rows
 
 
 def _casts(base: dict[str, Any], small: bool) -> list[Row]:

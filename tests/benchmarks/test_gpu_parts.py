@@ -117,15 +117,16 @@ def test_flops_of_attention() -> None:
     assert rows[1]["TFLOP/s"] * 1e12 == pytest.approx(whole * (24**2 + 24**2 + 16**2) / 64**2)
 
 
-def test_an_update_that_is_wrong_is_found() -> None:
-    spec = {**BASE, "blocks": 1, "clip": 1.0}
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_update_that_is_wrong_is_found(bf16: bool) -> None:
+    spec = {**BASE, "blocks": 1, "clip": 1.0, "bf16": bf16}
     rows = optimizer.right(spec)
-    assert [row["passes"] for row in rows] == [True] * 3
+    assert [row["passes"] for row in rows] == [True] * 4
     right = optimizer.step
     with patch.object(optimizer, "step", lambda adamw, lr, *rest: right(adamw, lr * 1.001, *rest)):
-        assert [row["passes"] for row in optimizer.right(spec)] == [False, False, True]
+        assert [row["passes"] for row in optimizer.right(spec)] == [False, False, True, True]
     with patch.object(optimizer, "step", lambda adamw, lr, *rest: right(adamw, lr)):  # without the clipping
-        assert [row["passes"] for row in optimizer.right(spec)] == [False, False, True]
+        assert [row["passes"] for row in optimizer.right(spec)] == [False, False, False, True]
 
 
 def test_bytes_of_the_optimizer_and_of_casts() -> None:
@@ -135,6 +136,14 @@ def test_bytes_of_the_optimizer_and_of_casts() -> None:
     # in float32: weight, gradient, two moments read, three of them written; clipped gradients are written too
     found = [round(row["GB/s"] * 1e9) for row in rows]
     assert found == [28 * count, 32 * count, 4 * count]
+    with patch.object(optimizer, "seconds_of", lambda call, device: (call() and None) or 1.0):
+        rows = optimizer.adamw({**BASE, "blocks": 2, "bf16": True})
+    assert [round(row["GB/s"] * 1e9) for row in rows] == [
+        18 * count,
+        18 * count,
+        2 * count,
+    ]  # 8 of weights, 8 of moments
+    assert rows[0]["what"] == "AdamW, BF16"
     with (
         patch.object(casts, "seconds_of", lambda call, device: call() and 1.0),
         patch.object(torch, "compile", lambda function, backend: function),
