@@ -291,3 +291,15 @@ def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.Mon
     assert "…" not in said
     assert "communication" not in planned(config, monkeypatch)
     assert "ring" not in planned(config, monkeypatch)
+
+
+def test_a_dry_run_counts_moments_and_gradients_in_bf16(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In place of 4 bytes each: 4 + 2 · 2 + 2 of a parameter, 8 of them in a checkpoint, and half of what is summed."""
+    keys = "precision=bf16", "--dry-run", "--json", "parallel.dp_shard=1"
+    before = json.loads(said(capfd, "train", config, *keys))
+    after = json.loads(said(capfd, "train", config, "optimizer={moments: bf16, gradients: bf16}", *keys))
+    total, memory = before["parameters"]["total"], after["state_memory_gib"]
+    assert memory["rank"] == pytest.approx(10 / 16 * before["state_memory_gib"]["rank"])
+    assert memory["moments"] == memory["masters"] == 4 * total / 2**30
+    assert memory["gradients"] == 2 * total / 2**30
+    assert (before["checkpoint"]["bytes"], after["checkpoint"]["bytes"]) == (12 * total, 8 * total)

@@ -183,6 +183,28 @@ def test_a_run_in_half_precision_stays_close_to_float32(tmp_path, paths, float32
         assert apart < (0.05 if precision == "bf16" else 0.01), name
 
 
+def test_a_run_with_moments_and_gradients_in_bf16_learns_as_in_float32(tmp_path, paths, float32, caplog):
+    """Within 3 % at every step; and a run takes up either type's checkpoints."""
+    kept = {"lr": 1e-2, "moments": "bf16", "gradients": "bf16"}
+    rows, trainer, gradients = run(tmp_path, paths, "bf16", optimizer=kept)
+    losses, exact_losses = ([row["loss"] for row in found] for found in (rows, float32[0]))
+    assert losses != exact_losses
+    np.testing.assert_allclose(losses, exact_losses, rtol=0.03)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    slots = trainer.optimizer.state.values()
+    assert {slot[name].dtype for slot in slots for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    described = json.loads((tmp_path / "bf16" / "run.json").read_text())
+    assert described["optimizer"] == {"moments": "bf16", "gradients": "bf16"}
+    for moments, change, steps in (("fp32", "bfloat16 → float32", 42), ("bf16", "float32 → bfloat16", 44)):
+        update = {"steps": steps, "optimizer": trainer.config.optimizer.model_copy(update={"moments": moments})}
+        config = trainer.config.model_copy(update=update)
+        with caplog.at_level("INFO"), open_ranks("cpu") as ranks, open_trainer(config, ranks) as again:
+            again.fit()
+        assert change in caplog.text
+    assert [row["loss"] < 2 * losses[-1] for row in step_rows(tmp_path / "bf16")[-4:]] == [True] * 4
+
+
 def test_an_fp16_run_reports_its_scale_and_goes_on_with_it(tmp_path, paths):
     rows, trainer, _ = run(tmp_path, paths, "fp16", steps=3, schedule={"warmup": 1})
     assert [row["loss_scale"] for row in rows] == [65536.0] * 3
