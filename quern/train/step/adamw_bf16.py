@@ -16,6 +16,9 @@ from quern.parallel.clip import local_part
 
 __all__ = ["AdamWBF16"]
 
+_PIECE = 1 << 16
+"""Elements."""
+
 
 class AdamWBF16(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) with state as :class:`torch.optim.AdamW` has it: ``step``,
@@ -65,7 +68,7 @@ class AdamWBF16(torch.optim.Optimizer):
         roots = (1 - beta2**count_P).sqrt().float().unbind()
         shrink = torch.full((), 1 - lr * group["weight_decay"], device=device)
         compiled = device.type == "cuda" if self._compiled is None else self._compiled
-        update: Callable[..., None] = _compiled() if compiled else _update
+        update: Callable[..., None] = _compiled() if compiled else _in_pieces
         for parameter, state, rate, root in zip(parameters, states, rates, roots, strict=True):
             parts = [_flat(own) for own in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
             if parts[0].numel():
@@ -113,6 +116,12 @@ def _update(
     weight.copy_(torch.where(kept, weight, updated))
     first.copy_(torch.where(kept, first, m.to(first.dtype)))
     second.copy_(torch.where(kept, second, v.to(second.dtype)))
+
+
+def _in_pieces(*tensors: Tensor) -> None:
+    """Without a compiler every operation makes a tensor; of pieces these stay in a core's cache."""
+    for parts in zip(*(tensor.split(_PIECE) if tensor.ndim else (tensor,) for tensor in tensors[:4]), strict=True):
+        _update(*parts, *tensors[4:])
 
 
 @cache
