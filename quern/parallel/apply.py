@@ -88,12 +88,9 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
             part.loss_compiler = layout.compile_backend
         if mesh.fsdp is not None:  # owns the parameters from here on: whatever changes modules comes before
             shard(
-                part,
-                mesh.fsdp,
-                compute_dtype=layout.compute_dtype,
-                reshard_after_forward=layout.reshard_after_forward,
-                bf16_gradients=layout.bf16_gradients,
-            )
+                part, mesh.fsdp, compute_dtype=layout.compute_dtype,
+                reshard_after_forward=layout.reshard_after_forward, bf16_gradients=layout.bf16_gradients,
+            )  # fmt: skip
         materialise(part, device)  # after sharding: no rank ever holds the whole model
         if layout.bf16_gradients:
             gradients_in_bf16(part)  # of the tensors that are trained

@@ -21,13 +21,9 @@ __all__ = ["accumulation", "gradients_in_bf16", "materialise", "replicate", "sha
 
 
 def shard(
-    model: Transformer,
-    mesh: DeviceMesh,
-    *,
-    compute_dtype: torch.dtype,
-    reshard_after_forward: bool | int,
+    model: Transformer, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool | int,
     bf16_gradients: bool = False,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """FSDP2 over a 1-D mesh, HSDP over a 2-D one (replicate, shard), in place.
 
     Units are every block, the last norm with the head, and the root, which has the embedding. So the head's gathering

@@ -31,15 +31,9 @@ class AdamWBF16(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        moments: torch.dtype = torch.bfloat16,
-        compiled: bool | None = None,
-    ) -> None:
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
+        moments: torch.dtype = torch.bfloat16, compiled: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "capturable": True})
         self.moments, self._compiled = moments, compiled
         self.grad_scale: Tensor | None = None

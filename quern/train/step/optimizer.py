@@ -35,11 +35,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def step(
-    optimizer: torch.optim.AdamW | AdamWBF16,
-    lr: float,
-    skip: torch.Tensor | None = None,
+    optimizer: torch.optim.AdamW | AdamWBF16, lr: float, skip: torch.Tensor | None = None,
     divisor: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """One update with learning rate ``lr``, or none where ``skip`` is true.
 
     ``skip``: bool or 0/1, 0-d, on the parameters' device, the same on every rank. The host never reads it: the fused
