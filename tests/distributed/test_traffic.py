@@ -217,8 +217,6 @@ def test_two_ranks(run_ranks: Any) -> None:
         replace(tp, activation="full", recomputed=2, pieces=2), replace(tp, activation="selective", pieces=4),
         replace(tp, kv_heads=1, dtype=torch.bfloat16, bf16_gradients=True),
         Case(TWO, dtype=torch.bfloat16, bf16_gradients=True),
-        replace(tp, kv_heads=1, dtype=torch.bfloat16, bf16_gradients=True),
-        Case(TWO, dtype=torch.bfloat16, bf16_gradients=True),
         Case(MeshPlan(pp=2), tied=True), Case(MeshPlan(pp=2), layers=4, schedule="zbv_zero_bubble", micro_batches=4),
     ])  # fmt: skip
 

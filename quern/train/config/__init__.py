@@ -293,17 +293,13 @@ class TrainConfig(Section):
     """A checkpoint whose weights a new run begins with (from ``quern checkpoint import-hf``, for example), or a
     training run: its newest. Keys of ``model`` that are not given are the checkpoint's. Example: checkpoints/llama"""
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-<<<<<<< HEAD
-    """Precision of compute. Master weights, moments and reductions are FP32 (FP64 with fp64)."""
+    """Precision of compute. Master weights, moments and reductions are FP32 (FP64 with fp64); ``optimizer`` may say
+    BF16 for moments and gradients."""
     weights_cast: Literal["auto", "per_use"] = "auto"
     """When weights are cast to ``precision``, and quantised for FP8. ``auto``: once after each update, and kept (2
     bytes a weight), where neither ``dp_shard`` nor ``tp`` splits them; in one process their gradients are then added in
-    FP32 as they are formed. ``per_use``: wherever they are used, which takes less memory. FSDP2 casts what it gathers
+    FP32 (or as ``optimizer.gradients`` says) as they are formed. ``per_use``: wherever they are used, which takes less memory. FSDP2 casts what it gathers
     in either case."""
-=======
-    """Precision of compute. Master weights, moments and reductions are FP32 (FP64 with fp64); ``optimizer`` may say
-    BF16 for moments and gradients."""
->>>>>>> 4a11f16 (Describe moments and gradients in BF16: bytes, limits of beta2, what is refused, what a checkpoint does)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is CUDA where there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
