@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.torch_version import TorchVersion
 
 __all__ = [
     "FLOAT8_ON_CPU", "SPLIT_GRADIENTS_JOINED", "VARLEN_TAKES_GQA", "addmm_in_float32", "divide_exactly",
-    "keep_order", "set_memory_budget",
+    "keep_order", "set_flash_attention", "set_memory_budget",
 ]  # fmt: skip
 
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
@@ -60,3 +61,20 @@ def set_memory_budget(share: float | None) -> None:
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = 1.0 if share is None else share
+
+
+def set_flash_attention(name: str | None) -> None:
+    """For the process: whose kernels SDPA's flash backend and ``varlen_attn`` run, FA3 or FA4 of packages of their own;
+    None = torch's. cuDNN's backend is off beside them: SDPA prefers it on Hopper and Blackwell, ``varlen_attn`` from
+    2.15 on.
+
+    Raises ImportError where the package is missing, RuntimeError where it lacks what torch calls.
+    """
+    current = attention.current_flash_attention_impl()
+    if current == name:
+        return
+    if name is None:
+        attention.restore_flash_attention_impl()
+    else:
+        attention.activate_flash_attention_impl(name)
+    torch.backends.cuda.enable_cudnn_sdp(name is None)

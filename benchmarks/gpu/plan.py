@@ -53,6 +53,10 @@ def _attention(base: dict[str, Any], small: bool) -> list[Row]:
                 found.append(Row("attention", f"{backend}, {dtype}", "parts.attention:agreement",
                                  {**sizes, "backend": backend, "dtype": dtype}, 120,
                                  None if backend == "sdpa" else _on(base)))  # fmt: skip
+    for name, dtypes in (("FA3", ("bfloat16", "float16")), ("FA4", ("bfloat16",))):
+        for dtype in dtypes:
+            spec = {**sizes, "backend": "varlen", "flash": name, "dtype": dtype}
+            found.append(Row("attention", f"{name}, {dtype}", "parts.attention:agreement", spec, 120, _on(base)))
     long = {**base, "batch": 2, "length": 64 if small else 4096, "document": 24 if small else 600}
     return [*found, Row("attention", "speed", "parts.attention:speed", long, 120, _on(base))]
 

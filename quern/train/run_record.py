@@ -139,6 +139,7 @@ def describe(
             "model": shape.model_dump(mode="json"),
             "parameters": shape.num_parameters,
             "layout": plan.sizes(),
+            "flash_attention": config.flash_attention,
             "float8": in_float8,
             "optimizer": {"moments": config.optimizer.moments, "gradients": config.optimizer.gradients},
             "order": start.mixture.order.hash,

@@ -39,6 +39,7 @@ from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, Run
 from quern.train.checkpoint.format.state import TrainState
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.config import ParallelConfig, TrainConfig
+from quern.train.flash import check_flash, use_flash
 from quern.train.history.ledger import Ledger
 from quern.train.init_from import check_init_from, starting_checkpoint
 from quern.train.processes.agree import Agreement
@@ -126,7 +127,9 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
     )
     local = os.environ.get("LOCAL_WORLD_SIZE")
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    check_layout(config.model.shape(vocab_size), layout, Task(batches, cuda, int(local) if local else None))
+    shape = config.model.shape(vocab_size)
+    check_flash(config, shape, precision_of(config.precision), config.device)
+    check_layout(shape, layout, Task(batches, cuda, int(local) if local else None))
     return layout
 
 
@@ -161,6 +164,7 @@ def open_trainer(
     model = _model(config, shape, precision, ranks)
     _check_kernels(config, precision, ranks.device)
     _numerics(config.deterministic)
+    together.all_or_raise(lambda: use_flash(config, shape, precision, model.attention, ranks.device))
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
             CheckpointManager(
@@ -307,6 +311,7 @@ def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: 
         half = precision.compute in _HALF
         backend = "varlen" if ranks.device.type == "cuda" and config.document_mask and half else "sdpa"
     _check_attention(config, precision, ranks.device.type)
+    check_flash(config, shape, precision, ranks.device.type)
     with torch.device("meta"):
         model = Transformer(
             shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,32 @@ def test_attention_that_is_wrong_is_found() -> None:
         rows = attention.agreement(spec)
     assert [row["passes"] for row in rows] == [False] * 4 + [True] * 4
     assert rows[0]["greatest difference"] > 0.1
+
+
+@pytest.mark.parametrize(("name", "module"), [("FA3", "flash_attn_interface"), ("FA4", "flash_attn")])
+def test_flash_attention_that_is_not_installed_is_no_failure(name: str, module: str) -> None:
+    spec = {**BASE, "batch": 2, "length": 40, "backend": "sdpa", "dtype": "float64", "flash": name}
+    with patch.dict(sys.modules, {module: None}), pytest.raises(SkipError, match=f"^not installed: .*{module}"):
+        attention.agreement(spec)
+
+
+def test_flash_attention_is_on_for_its_rows_alone() -> None:
+    spec = {**BASE, "batch": 2, "length": 40, "backend": "sdpa", "dtype": "float64", "flash": "FA3"}
+    calls: list[str | None] = []
+    right = attention.attend
+
+    def attend(*args: Any) -> torch.Tensor:
+        calls.append("attend")
+        return right(*args)
+
+    with patch.object(attention, "set_flash_attention", calls.append), patch.object(attention, "attend", attend):
+        rows = attention.agreement(spec)
+    assert calls == ["FA3", "attend", "attend", None]
+    assert {row["backend"] for row in rows} == {"FA3"}
+    assert all(row["passes"] for row in rows)
+    with patch.object(attention, "set_flash_attention", calls.append), pytest.raises(KeyError):
+        attention.agreement({**BASE, "flash": "FA4"})
+    assert calls[-2:] == ["FA4", None]
 
 
 @pytest.mark.slow

@@ -345,6 +345,15 @@ def test_the_precision_says_who_multiplies() -> None:
     assert run_module._known(own)["precision"] == "fp8-tensorwise (torchao)"
 
 
+def test_the_table_names_rows_with_other_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused on this machine; the ranks' figures are made up."""
+    options = Options(model=("debug",), variant=("", "flash_attention=fa4"), overrides=("precision=bf16",), seq_len=32)
+    document, _ = benched(monkeypatch, options, lambda config: [dict(FIGURES), {}])
+    assert [row["flash_attention"] for row in document["rows"]] == ["default", "fa4"]
+    (line,) = [line for line in table(document).splitlines() if line.endswith("flash_attention fa4")]
+    assert "default" not in line
+
+
 def test_of_several_micro_batches_the_first_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tried = []
 

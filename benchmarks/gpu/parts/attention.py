@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from parts import SkipError
 from parts.common import distance, gpu, greatest, seconds_of, shape_of, sized
 from quern.model.attention import Documents, attend, attention_mask
 from quern.model.config import ModelShape
+from quern.torch_versions import set_flash_attention
 
 #: Norm of the difference over the norm of the result, at most. Half precision rounds the softmax's weights before they
 #: are multiplied: 2⁻⁹ and 2⁻¹² of each number. Products in TF32 would be beyond float32's.
@@ -21,10 +23,18 @@ NAMES = ("out", "grad q", "grad k", "grad v")
 
 
 def agreement(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Result and gradients of ``backend`` in ``dtype``, causal and within documents, beside float64."""
+    """Result and gradients of ``backend`` in ``dtype``, causal and within documents, beside float64; with ``flash`` by
+    these kernels."""
+    try:
+        with flash(spec.get("flash")):
+            return list(_agreement(spec))
+    except ImportError as error:
+        raise SkipError(f"not installed: {error}") from error
+
+
+def _agreement(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     shape, device, dtype = shape_of(spec), gpu(spec), getattr(torch, spec["dtype"])
     inputs = heads(shape, spec["batch"], spec["length"], dtype, device)
-    found = []
     for masked in (True, False):
         rows = cut(spec["batch"], spec["length"]) if masked else [[spec["length"]]] * spec["batch"]
         documents = documents_of(rows, device) if masked else None
@@ -34,12 +44,23 @@ def agreement(spec: dict[str, Any]) -> list[dict[str, Any]]:
         exact = gradients(lambda q, k, v, allowed=allowed: dense(q, k, v, allowed), *(x.double() for x in inputs))
         for name, value, expected in zip(NAMES, ours, exact, strict=True):
             error, bound = distance(value, expected), BOUNDS[spec["dtype"]]
-            found.append({
-                "backend": spec["backend"], "dtype": spec["dtype"], "documents": masked, "of": name,
+            yield {
+                "backend": spec.get("flash") or spec["backend"], "dtype": spec["dtype"], "documents": masked,
+                "of": name,
                 "greatest difference": greatest(value, expected), "relative": error, "bound": bound,
                 "passes": error <= bound,
-            })  # fmt: skip
-    return found
+            }  # fmt: skip
+
+
+@contextmanager
+def flash(name: str | None) -> Iterator[None]:
+    """FA3 or FA4 in place of torch's flash kernels and cuDNN's, and these again at the end; None: as they are."""
+    if name is not None:
+        set_flash_attention(name)
+    try:
+        yield
+    finally:
+        set_flash_attention(None)
 
 
 def dense(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, allowed_BLL: Tensor) -> Tensor:
@@ -112,6 +133,9 @@ def speed(spec: dict[str, Any]) -> list[dict[str, Any]]:
                 seconds = seconds_of(
                     lambda mask=mask: torch.autograd.grad(attend(q, k, v, mask), (q, k, v), dy), device
                 )
+        except ImportError as error:
+            found.append({"what": name, "documents": masked, "says": f"not installed: {error}"})
+            continue
         except RuntimeError as error:  # not every version of torch has every kernel for these sizes
             found.append({"what": name, "documents": masked, "says": str(error).splitlines()[0]})
             continue
@@ -136,3 +160,6 @@ def ways(spec: dict[str, Any], device: torch.device) -> Iterator[tuple[str, bool
     documents = documents_of([documents_in(spec)] * spec["batch"], device)
     for backend in ("varlen", "flex") if device.type == "cuda" else ("sdpa",):
         yield backend, True, attention_mask(backend, documents, device), nullcontext()
+    for name in ("FA3", "FA4") if device.type == "cuda" else ():
+        yield f"sdpa, {name}", False, None, flash(name)
+        yield f"varlen, {name}", True, attention_mask("varlen", documents, device), flash(name)

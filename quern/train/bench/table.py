@@ -90,6 +90,8 @@ def _legend(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         legend.append("MFU –: the peak of this device is not known; --peak-tflops gives it")
     elif any(str(row["precision"]).startswith("fp8") for row in rows):
         legend.append("MFU of FP8 is of the peak in BF16 too: it may be above 100 %, and compares with the BF16 rows")
+    if flash := [row for row in rows if row["ok"] and row["flash_attention"] != "default"]:
+        legend.append("; ".join(f"{_name(row)}: flash_attention {row['flash_attention']}" for row in flash))
     if any(row["ok"] and row["not_finite"] for row in rows):
         names = "; ".join(_name(row) for row in rows if row["ok"] and row["not_finite"])
         legend.append(f"steps that were not finite: {names}")

@@ -269,6 +269,7 @@ class TrainConfig(Section):
     later: ClassVar[Mapping[str, Any]] = {
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(),
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "weights_cast": "auto",
+        "flash_attention": "default",
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -297,13 +298,16 @@ class TrainConfig(Section):
     BF16 for moments and gradients."""
     weights_cast: Literal["auto", "per_use"] = "auto"
     """When weights are cast to ``precision``, and quantised for FP8. ``auto``: once after each update, and kept (2
-    bytes a weight), where neither ``dp_shard`` nor ``tp`` splits them; in one process their gradients are then added in
-    FP32 (or as ``optimizer.gradients`` says) as they are formed. ``per_use``: wherever they are used, which takes less memory. FSDP2 casts what it gathers
-    in either case."""
+    bytes a weight), where neither ``dp_shard`` nor ``tp`` splits them; in one process their gradients are then added
+    up as they are formed. ``per_use``: wherever they are used, which takes less memory. FSDP2 casts what it gathers in
+    either case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is CUDA where there is one."""
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     """Attention implementation; ``auto`` takes varlen for document masks on CUDA in BF16 and FP16, else sdpa."""
+    flash_attention: Literal["default", "fa3", "fa4"] = "default"
+    """CUDA, BF16 and FP16: whose flash kernels varlen and, without document masks, sdpa run. ``default`` is torch's
+    choice among its own and cuDNN's; FlashAttention 3 and 4 are packages of their own, and cuDNN's are then off."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Which activations are recomputed in backward: none, those of whole blocks, or all but the costly products of a
     block."""

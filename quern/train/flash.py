@@ -1,0 +1,95 @@
+"""FlashAttention 3 and 4 in place of torch's flash kernels: checked before a run begins. **Unverified on GPU.**"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quern.errors import InputError
+from quern.model.attention import Documents, attend, attention_mask
+from quern.model.config import ModelShape
+from quern.torch_versions import set_flash_attention
+from quern.train.config import TrainConfig
+from quern.train.step.precision import Precision
+
+__all__ = ["check_flash", "use_flash"]
+
+#: Major compute capabilities that torch/nn/attention/_fa3.py and _fa4.py take, and what they import.
+_KERNELS = {
+    "fa3": ((9,), "flash_attn_interface (python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention)"),
+    "fa4": ((9, 10), "flash_attn.cute (pip install flash-attn-4)"),
+}
+
+
+def check_flash(config: TrainConfig, shape: ModelShape, precision: Precision, device: str) -> None:
+    """Check what needs no GPU. ``device``: auto, if it is not known yet.
+
+    Raises:
+        InputError: naming the field, what it is and what would fit.
+    """
+    which, head_dim = config.flash_attention, shape.head_dim
+    if which == "default":
+        return
+    if device == "cpu":
+        raise InputError(f"flash_attention: {which} runs on CUDA only; expected default on cpu")
+    if precision.compute not in (torch.bfloat16, torch.float16):
+        raise InputError(f"flash_attention: {which} computes in bf16 or fp16; expected default in {precision.name}")
+    if config.attention == "flex" or (config.attention == "sdpa" and config.document_mask):
+        why = "has kernels of its own" if config.attention == "flex" else "masks documents, and flash kernels no mask"
+        raise InputError(f"attention: {config.attention} {why}; expected auto or varlen with flash_attention {which}")
+    if head_dim % 8 or head_dim > 256:
+        raise InputError(f"flash_attention: {which} expects a head_dim of 8, 16, … 256, got {head_dim}")
+    if which == "fa3" and config.deterministic and head_dim > 192:
+        raise InputError(
+            f"deterministic: fa3 has no such backward for a head_dim above 192, got {head_dim}; expected false, or "
+            "flash_attention default"
+        )
+
+
+def use_flash(config: TrainConfig, shape: ModelShape, precision: Precision, backend: str, device: torch.device) -> None:
+    """Let attention run by ``config.flash_attention``, for the process; ``backend``: the model's implementation. What
+    is not ``default`` is tried, forward and backward, on the model's heads: a package may lack what this GPU, these
+    sizes or this version of torch need.
+
+    Raises:
+        InputError: the GPU does not fit, the package is missing, or the trial failed.
+    """
+    which = config.flash_attention
+    if which == "default":
+        set_flash_attention(None)
+        return
+    majors, package = _KERNELS[which]
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.cuda is None or major not in majors:
+        raise InputError(
+            f"flash_attention: {which} is for GPUs of NVIDIA's compute capability {' and '.join(map(str, majors))}, "
+            f"got {major}.{minor} ({torch.cuda.get_device_name(device)}); expected default"
+        )
+    try:
+        set_flash_attention(which.upper())
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"flash_attention: {which} needs the package {package}, and here: {error}") from error
+    try:
+        _try_out(shape, precision.compute, backend if config.document_mask else "sdpa", device)
+    except Exception as error:  # kernels and their compilers raise anything
+        set_flash_attention(None)
+        raise InputError(
+            f"flash_attention: {which} fails with {shape.num_heads} heads of {shape.head_dim} and {shape.num_kv_heads} "
+            f"of keys in {precision.name}: {type(error).__name__}: {error}; expected default, or another version of "
+            f"the package {package}"
+        ) from error
+
+
+def _try_out(shape: ModelShape, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """``sdpa`` without documents, or ``varlen`` with two of them."""
+    q, k, v = (
+        torch.zeros(1, 256, heads, shape.head_dim, dtype=dtype, device=device, requires_grad=True)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    ids, starts = torch.zeros(1, 256, dtype=torch.int32), torch.tensor([0, 100, 256], dtype=torch.int32)
+    documents = Documents(ids.to(device), starts.to(device), 156) if backend == "varlen" else None
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # else another is taken where this one does not fit
+        out = attend(q, k, v, attention_mask(backend, documents, device))
+        found = (out, *torch.autograd.grad(out, (q, k, v), torch.zeros_like(out)))
+    if not all(bool(part.isfinite().all()) for part in found):
+        raise RuntimeError("numbers that are not finite")
