@@ -17,6 +17,7 @@ from quern.train.bench.figures import figures
 from quern.train.bench.machine import describe_machine
 from quern.train.config import TrainConfig
 from quern.train.processes.agree import Agreement
+from quern.train.processes.machine import collecting
 from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
 from quern.train.step.metrics import memory_gib, peak_flops
@@ -40,9 +41,11 @@ def measure(config: TrainConfig, warm_up: int) -> dict[str, Any]:
             before_s = 0.0
             trainer.start_loop()
             opened_s = time.perf_counter() - began
-            for step in trainer.steps():
-                before_s = trainer.feed.waited_s if step == warm_up else before_s
-                trainer.train_step(step)
+            with collecting(config.process.gc_interval) as collect:  # as a run does
+                for step in trainer.steps():
+                    before_s = trainer.feed.waited_s if step == warm_up else before_s
+                    trainer.train_step(step)
+                    collect(step)
             trainer.drain_metrics()
             waited_s = (trainer.feed.waited_s - before_s) / (config.steps - warm_up)
             shape = trainer.state.facts.shape

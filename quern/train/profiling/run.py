@@ -30,6 +30,7 @@ from quern.train.config import (
 )
 from quern.train.processes import launch
 from quern.train.processes.agree import Agreement
+from quern.train.processes.machine import collecting
 from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.profiling.account import Account, account
 from quern.train.profiling.classes import MARK_DATA, MARK_UPDATE
@@ -131,20 +132,23 @@ def _folder(out: str, ranks: Ranks, together: Agreement) -> Iterator[str]:
 
 def _trace(config: TrainConfig, ranks: Ranks, out: str, steps: int, warm_up: int) -> _Traced:
     path = os.path.join(out, f"trace_rank{ranks.rank}.json")
-    with open_trainer(config, ranks) as trainer:
+    with open_trainer(config, ranks) as trainer, collecting(config.process.gc_interval) as collect:  # as a run does
         _annotate(trainer)
         trainer.start_loop()
         began: list[float] = []
         for step in range(warm_up):
             trainer.train_step(step)
+            collect(step)
             began.append(time.perf_counter())
         _synchronise(ranks.device)
         untraced = (time.perf_counter() - began[0]) / (warm_up - 1) if warm_up > 1 else None
         with recording() as profiler:
             trainer.train_step(warm_up)  # what the profiler does at first is in none of the steps
+            collect(warm_up)
             for step in range(warm_up + 1, warm_up + 1 + steps):
                 with record_function(f"{STEP}{step}"):
                     trainer.train_step(step)
+                    collect(step)
             _synchronise(ranks.device)
         trainer.drain_metrics()
         profiler.export_chrome_trace(path)
