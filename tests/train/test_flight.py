@@ -86,6 +86,118 @@ def test_the_collective_that_a_rank_of_gloo_did_not_reach_is_named(
     assert "there: ranks 0–1, 3" in plain
 
 
+def stuck_in_a_pair(run: str) -> None:
+    """Rank 3 waits for rank 2 in their pair, and has called another pair's collective behind that, which has ended.
+    Rank 2 leaves its pair in place of a rank that dies; its record is written before, in which the pair is at one."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1], [2, 3])]
+    others = [dist.new_group(ranks, group_desc="dp") for ranks in ([0, 2], [1, 3])]
+    pair, other = pairs[rank // 2], others[rank % 2]
+    dist.all_reduce(torch.ones(2), group=pair)
+    dist.all_reduce(torch.ones(3), group=other)
+    if rank == 2:
+        dist.all_reduce(torch.ones(5), group=other)
+        recorder.keep(run, rank, ZeroDivisionError("by this rank"))
+        dist.destroy_process_group(pair)
+        return
+    first = dist.all_reduce(torch.ones(4), group=pair, async_op=True)
+    dist.all_reduce(torch.ones(5), group=other)
+    ends: BaseException = ZeroDivisionError("by this rank too")
+    try:
+        first.wait()
+    except RuntimeError as error:
+        ends = error
+    assert isinstance(ends, RuntimeError) == (rank == 3)
+    recorder.keep(run, rank, ends)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_one_group_stands_there_whatever_it_called_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    run_ranks(stuck_in_a_pair, 4, str(tmp_path))
+    groups = {tuple(group["ranks"]): group for group in report(str(tmp_path))["groups"]}
+    assert sorted(groups) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    missing = groups[2, 3]["first_missing"]
+    assert (missing["number"], missing["input_sizes"], missing["state"]) == (2, [[4]], "failed")
+    assert (missing["arrived"], missing["missing"]) == ([3], [2])
+    assert groups[2, 3]["last_completed"]["input_sizes"] == [[2]]
+    assert missing["last_of_missing"]["2"]["input_sizes"] == [[5]]
+    assert groups[1, 3]["last_completed"]["input_sizes"] == [[5]]
+    assert groups[1, 3]["not_ended"] is groups[1, 3]["first_missing"] is None
+
+
+def of_gloo(run: Path, rank: int, error: str | None, calls: list[tuple[str, int]], first: int = 0) -> None:
+    """Calls as (group, number) in their order, all of them marked alike; one with a negative number is under way."""
+    groups = {"tp": "[2, 3]", "dp": "[1, 3]", "all": "[0, 1, 2, 3]"}
+    entries = [
+        entry(abs(number), "all_reduce", "scheduled", 1)
+        | {"profiling_name": "gloo:all_reduce", "retired": number > 0, "record_id": order}
+        | {"process_group": (group, group)}
+        for order, (group, number) in enumerate(calls, first)
+    ]
+    (run / "debug").mkdir(exist_ok=True)
+    text = json.dumps({
+        "pg_config": {name: {"name": name, "desc": name, "ranks": ranks} for name, ranks in groups.items()},
+        "entries": entries, "error": error,
+    })  # fmt: skip
+    (run / "debug" / f"flight_gloo_rank_{rank}.json").write_text(text)
+
+
+def ends(run: Path, name: str) -> tuple[int | None, int | None, list[int] | None]:
+    """Of a group: the number of its last call that ended, of one that did not, and who is missing in which."""
+    (group,) = (group for group in report(str(run))["groups"] if group["group"] == name)
+    last, pending, missing = group["last_completed"], group["not_ended"], group["first_missing"]
+    return last and last["number"], pending and pending["number"], missing and missing["missing"]
+
+
+VAIN = "RuntimeError: Connection closed by peer"
+
+
+def test_without_the_other_members_record_the_newest_call_with_it_has_failed(tmp_path: Path) -> None:
+    """Rank 2 was killed. Rank 3's last with it is of the pair, though the other pair has called since."""
+    of_gloo(tmp_path, 3, VAIN, [("all", 1), ("tp", 1), ("dp", 1)])
+    of_gloo(tmp_path, 1, None, [("all", 1), ("dp", 1)])
+    assert ends(tmp_path, "tp") == (None, 1, None)
+    assert ends(tmp_path, "dp") == (1, None, None)
+    assert ends(tmp_path, "all") == (1, None, None)
+
+
+def test_with_all_records_at_one_the_newest_call_has_failed(tmp_path: Path) -> None:
+    for rank in range(4):
+        of_gloo(tmp_path, rank, VAIN, [("all", 1), ("tp" if rank > 1 else "x", 1), ("all", 2)])
+    assert ends(tmp_path, "tp") == (1, None, None)
+    assert ends(tmp_path, "all") == (1, 2, None)
+
+
+def test_a_call_that_another_member_is_still_in_has_failed(tmp_path: Path) -> None:
+    of_gloo(tmp_path, 3, VAIN, [("tp", 1), ("tp", 2), ("dp", 1)])
+    of_gloo(tmp_path, 2, "ValueError: of its own", [("tp", 1), ("tp", -2)])
+    of_gloo(tmp_path, 1, None, [("dp", 1)])
+    assert ends(tmp_path, "tp") == (1, 2, None)
+    assert ends(tmp_path, "dp") == (1, None, None)
+
+
+def test_a_call_that_has_left_anothers_record_is_no_sign_of_it(tmp_path: Path) -> None:
+    """Rank 1 has made so many calls that the pair's first is forgotten, and rank 3 failed in its newest."""
+    of_gloo(tmp_path, 3, VAIN, [("dp", 1), ("tp", 1)])
+    of_gloo(tmp_path, 2, VAIN, [("tp", 1)])
+    of_gloo(tmp_path, 1, None, [("all", 9)], first=2000)
+    assert ends(tmp_path, "dp")[0] == 1
+    assert ends(tmp_path, "tp") == (None, 1, None)
+
+
+def test_a_late_rank_stands_in_the_oldest_call_that_has_not_ended(tmp_path: Path) -> None:
+    """Rank 3 has not come to the fourth of all: it is in the pair's second, behind which it has called another."""
+    of_gloo(tmp_path, 3, None, [("all", 3), ("tp", 1), ("tp", -2), ("dp", -1)])
+    of_gloo(tmp_path, 1, None, [("all", 3), ("all", -4)])
+    found = next(group for group in report(str(tmp_path))["groups"] if group["group"] == "all")
+    assert found["first_missing"]["missing"] == [3]
+    standing = found["first_missing"]["last_of_missing"]["3"]
+    assert (standing["group"], standing["number"]) == ("tp", 2)
+
+
 def entry(number: int, kind: str, state: str, size: int, *, pair: bool = False) -> dict[str, Any]:
     """As torch 2.10 of CUDA writes it (``DumpPickler`` of FlightRecorderDetail.hpp)."""
     return {

@@ -50,7 +50,8 @@ class Call:
     output_sizes: Sequence[Any]
     dtypes: Sequence[str]
     state: str
-    """``completed``, ``started`` or ``scheduled``; ``failed`` where the rank's error is that of this call."""
+    """``completed``, ``started`` or ``scheduled``; ``retired`` of gloo's where a rank waited in vain, and this may be
+    the call: the last of its group. gloo marks a call that failed as it marks one that ended well."""
     pairwise: bool
     frames: tuple[str, ...]
     """``file:line in function``, innermost first."""
@@ -130,19 +131,19 @@ def read_dump(file: str) -> Dump:
         failed = found.get("error")
         entries = sorted(found["entries"], key=lambda entry: entry["record_id"])
         vain = failed is not None and in_vain(failed)
-        newest = entries[-1]["record_id"] if entries else None
-        calls = tuple(_call(entry, failed=vain and entry["record_id"] == newest) for entry in entries)
+        newest = {str(entry["process_group"][0]): entry["record_id"] for entry in entries}
+        calls = tuple(_call(entry, unsure=vain and entry["record_id"] in newest.values()) for entry in entries)
     except Exception as error:
         raise InputError(f"{file}: the flight recorder's dump is damaged: {named_line(error)}") from error
     return Dump(file, -1 if rank is None else rank, failed, groups, calls)
 
 
-def _call(entry: Mapping[str, Any], *, failed: bool) -> Call:
+def _call(entry: Mapping[str, Any], *, unsure: bool) -> Call:
     backend, _, kind = str(entry["profiling_name"]).rpartition(":")
     state = str(entry["state"])
     pairwise = bool(entry.get("is_p2p", False))
     if backend == "gloo" and entry.get("retired"):  # it knows no other state than scheduled
-        state = "failed" if failed else "completed"
+        state = "retired" if unsure else "completed"
     return Call(
         backend=backend.partition(":")[0],
         group=str(entry["process_group"][0]),

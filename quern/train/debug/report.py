@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quern.errors import InputError
@@ -43,7 +44,7 @@ def report(run_dir: str) -> dict[str, Any]:
             dumps.append(read_dump(file))
         except InputError as error:
             damaged.append({"file": file, "error": str(error)})
-    groups, waiting = _groups(dumps)
+    groups, waiting = _groups(_judged(dumps))
     ranks = {
         dump.rank: {"rank": dump.rank, "error": dump.error, "file": dump.file}
         for dump in sorted(dumps, key=lambda dump: (dump.rank, dump.error is not None))
@@ -63,11 +64,41 @@ def _files(folder: str) -> list[str]:
     return [file for file in _listed(folder) if os.path.isfile(file) and rank_of(os.path.basename(file)) is not None]
 
 
+def _judged(dumps: Sequence[Dump]) -> list[Dump]:
+    """With ``failed`` or ``completed`` in place of ``retired``. Those have failed that another member's record shows
+    as not reached or not ended; if there is none, the newest of which a member has left no record, or else the rank's
+    newest call."""
+    records: dict[int, dict[tuple[str, int], Call]] = defaultdict(dict)
+    for dump in dumps:
+        records[dump.rank] |= {(c.group, c.number): c for c in dump.calls if c.backend == "gloo" and not c.pairwise}
+
+    def lacks(rank: int, call: Call) -> bool:
+        theirs = records[rank]
+        if (held := theirs.get((call.group, call.number))) is not None:
+            return held.state == "scheduled"
+        known = [number for group, number in theirs if group == call.group]
+        return max(known) < call.number if known else min(each.order for each in theirs.values()) == 0
+
+    def failed(dump: Dump) -> list[Call]:
+        unsure = [call for call in dump.calls if call.state == "retired"]
+        members = {call.group: dump.groups.get(call.group, ("", ()))[1] for call in unsure}
+        if found := [c for c in unsure if any(lacks(rank, c) for rank in members[c.group] if records.get(rank))]:
+            return found
+        silent = [c for c in unsure if not all(records.get(rank) for rank in members[c.group])]
+        return silent[-1:] or [c for c in unsure if c is dump.calls[-1]]
+
+    judged = []
+    for dump in dumps:
+        state = dict.fromkeys((call.order for call in failed(dump)), "failed")
+        calls = (replace(c, state=state.get(c.order, "completed")) if c.state == "retired" else c for c in dump.calls)
+        judged.append(replace(dump, calls=tuple(calls)))
+    return judged
+
+
 def _groups(dumps: Sequence[Dump]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Names of groups are not unique: those of one name and other members are others."""
     found: dict[tuple[str, str, tuple[int, ...]], dict[int, dict[int, Call]]] = defaultdict(lambda: defaultdict(dict))
     described: dict[tuple[str, tuple[int, ...]], str] = {}
-    last: dict[int, Call] = {}
     written: dict[str, set[int]] = defaultdict(set)
     lost: dict[str, set[int]] = defaultdict(set)  # ranks whose oldest calls have left the recorder's buffer
     waiting = []
@@ -87,8 +118,7 @@ def _groups(dumps: Sequence[Dump]) -> tuple[list[dict[str, Any]], list[dict[str,
             held = calls.get(call.number)
             if held is None or held.state != "completed":  # one rank may have two dumps, of which one is older
                 calls[call.number] = call
-            if dump.rank not in last or last[dump.rank].order <= call.order:
-                last[dump.rank] = call
+    last = _last(found.values())
     groups = []
     for (backend, name, members), by_rank in sorted(found.items()):
         known = written[backend] - (lost[backend] - by_rank.keys())
@@ -97,6 +127,21 @@ def _groups(dumps: Sequence[Dump]) -> tuple[list[dict[str, Any]], list[dict[str,
             | _of_group(by_rank, members or tuple(sorted(by_rank)), known, last)
         )
     return groups, waiting
+
+
+def _last(groups: Iterable[Mapping[int, Mapping[int, Call]]]) -> dict[int, Call]:
+    """For each rank the call that it stands in: of the last of its groups the oldest that has not ended, or the newest
+    if all have."""
+    ends: dict[int, list[Call]] = defaultdict(list)
+    for by_rank in groups:
+        for rank, calls in by_rank.items():
+            ends[rank].append(calls[max(calls)])
+
+    def standing(call: Call) -> tuple[bool, int]:
+        ended = call.state == "completed"
+        return ended, -call.order if ended else call.order
+
+    return {rank: min(calls, key=standing) for rank, calls in ends.items()}
 
 
 def _of_group(
