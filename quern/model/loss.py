@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quern.model import loss_kernels
-from quern.model.accumulate import add_product
+from quern.model.float8.accumulate import add_product
 from quern.model.float8.linear import Kept
 
 __all__ = ["IGNORE", "Split", "chunked_cross_entropy"]

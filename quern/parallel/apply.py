@@ -101,7 +101,7 @@ def parallelize(model: Transformer, mesh: Mesh, layout: Layout, device: torch.de
     gather = None
     if layout.float8_all_gather:
         assert layout.float8 is not None
-        gather = Float8Gather(parts, layout.float8, mesh, layout.compute_dtype)
+        gather = Float8Gather(parts, layout.float8, mesh, layout.compute_dtype, layout.compile_backend)
     if stages is None:
         run = Accumulation(wrapped[0], counts=mesh.rank("tp") == 0)
         return Parallel(model, run, Gradients(model, mesh), gather, amaxes, kept)

@@ -96,6 +96,8 @@ def gradients_in_bf16(model: nn.Module) -> None:
     """
     sharded = isinstance(model, FSDPModule)
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.grad_dtype = None if sharded else torch.bfloat16  # None: of any dtype
         if sharded:
             parameter.register_post_accumulate_grad_hook(_in_bf16)

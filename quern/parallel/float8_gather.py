@@ -14,7 +14,7 @@ Shapes: R rows and C columns of a weight as a rank of tp has it, r this rank's s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class _Rows:
     """[] or [R/128, C/128]: of the whole weight, once the ranks' are put together."""
     scale: Tensor
     """The same size; the values that hold until the next update."""
+    cast: Callable[[Tensor, Tensor, torch.dtype], Tensor] = cast
+    """:func:`quern.model.float8.quantise.cast`, or compiled, which reads and writes each number once."""
 
     @property
     def blockwise(self) -> bool:
@@ -74,9 +76,9 @@ class _Rows:
             lead, rows = self.first % BLOCK, self.local_rC.shape[0]
             scale_mn = scale.narrow(0, self.first // BLOCK, -(-(lead + rows) // BLOCK))
             scale_rn1 = scale_mn[:, None].expand(-1, BLOCK, -1).flatten(0, 1)[lead : lead + rows, :, None]
-            data_rC = cast(x_rC.unflatten(1, (-1, BLOCK)), scale_rn1, E4M3).flatten(1)
+            data_rC = self.cast(x_rC.unflatten(1, (-1, BLOCK)), scale_rn1, E4M3).flatten(1)
         else:
-            data_rC = cast(x_rC, scale, E4M3)
+            data_rC = self.cast(x_rC, scale, E4M3)
         return (F.pad(data_rC.view(torch.uint8), (0, 0, 0, self.padded - len(data_rC))),), None
 
     def receive(
@@ -91,8 +93,15 @@ class _Rows:
 class Float8Gather:
     """The weights of a model's parts that FSDP2 gathers in FP8, and their scales."""
 
-    def __init__(self, parts: Iterable[Transformer], recipe: Recipe, mesh: Mesh, compute_dtype: torch.dtype) -> None:
-        """Of parts that are sharded and have memory."""
+    def __init__(
+        self,
+        parts: Iterable[Transformer],
+        recipe: Recipe,
+        mesh: Mesh,
+        compute_dtype: torch.dtype,
+        compiler: str | None = None,
+    ) -> None:
+        """Of parts that are sharded and have memory. ``compiler``: a backend of torch.compile for quantising."""
         assert mesh.device_mesh is not None
         self._group = mesh.device_mesh.get_group("dp_shard")
         weights = [
@@ -105,13 +114,14 @@ class Float8Gather:
         wide = torch.promote_types(compute_dtype, torch.float32)
         self._amax = torch.zeros(sum(counts), dtype=wide, device=weights[0][0].device)
         self._scale = torch.full_like(self._amax, torch.nan)  # until the first update
+        how = cast if compiler is None else torch.compile(cast, backend=compiler, dynamic=False)
         self._rows = []
         for (local_rC, total, size), amax, scale in zip(
             weights, self._amax.split(counts), self._scale.split(counts), strict=True
         ):
             padded = -(-total // mesh.plan.dp_shard)
             first = min(padded * mesh.rank("dp_shard"), total)
-            rows = _Rows(local_rC, first, padded, total, compute_dtype, amax.view(size), scale.view(size))
+            rows = _Rows(local_rC, first, padded, total, compute_dtype, amax.view(size), scale.view(size), how)
             local_rC.fsdp_pre_all_gather = rows.send  # type: ignore[attr-defined]
             local_rC.fsdp_post_all_gather = rows.receive  # type: ignore[attr-defined]
             self._rows.append(rows)

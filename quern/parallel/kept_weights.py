@@ -28,8 +28,9 @@ __all__ = ["KeptWeights"]
 class KeptWeights:
     """The matrices of a model's blocks, and its output projection, as their products take them.
 
-    They are made anew before a forward of the model that finds a weight changed. Of the same forward, unless it is one
-    without gradients, begins the sum of gradients: it is ``.grad`` from there on, zero if there was none.
+    They are made anew by the first forward of the model after a change of a weight: one that its version tells, or a
+    step of an optimizer. Changes through ``Parameter.data`` are not seen. A forward with gradients makes the sum of a
+    weight's gradients its ``.grad``: zero if there was none, else what there was.
     """
 
     def __init__(self, model: Transformer, dtype: torch.dtype, *, add_gradients: bool, compiler: str | None) -> None:
@@ -67,8 +68,7 @@ class KeptWeights:
             self.update()
             self._seen = seen
         if torch.is_grad_enabled():
-            for weight, kept in self.weights:
-                _begin(weight, kept.total_OK)
+            self._begin()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -80,6 +80,20 @@ class KeptWeights:
             if isinstance(kept.kept, Quantised):
                 # cast apart: in a compiled graph it would be left out, and a value rounded once in place of twice
                 self._quantise(weight.detach().to(self._dtype), kept)
+
+    def _begin(self) -> None:
+        """Sums of gradients that are not ``.grad`` yet become it."""
+        new: list[Tensor] = []
+        for weight, kept in self.weights:
+            if kept.total_OK is None or weight.grad is kept.total_OK:
+                continue
+            if weight.grad is None:
+                new.append(kept.total_OK)
+            else:
+                kept.total_OK.copy_(weight.grad)
+            weight.grad = kept.total_OK
+        if new:
+            torch._foreach_zero_(new)
 
     def _keep(self, weight: Tensor, by: Weighted) -> Kept:
         empty_OK = torch.zeros_like(weight, dtype=self._dtype)
@@ -98,16 +112,6 @@ def _forget(kept: weakref.ref[KeptWeights], *_: Any) -> None:
     weights = kept()
     if weights is not None:
         weights._seen = []
-
-
-def _begin(weight: Tensor, total_OK: Tensor | None) -> None:
-    if total_OK is None or weight.grad is total_OK:
-        return
-    if weight.grad is None:
-        total_OK.zero_()
-    else:
-        total_OK.copy_(weight.grad)
-    weight.grad = total_OK
 
 
 def _quantise(weight_OK: Tensor, kept: Kept) -> None:

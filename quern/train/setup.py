@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -129,6 +129,13 @@ def _check_layout(config: TrainConfig, vocab_size: int, plan: MeshPlan, batches:
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     shape = config.model.shape(vocab_size)
     check_flash(config, shape, precision_of(config.precision), config.device)
+    if layout.weights_cast == "per_use" and not replace(layout, weights_cast="auto").keeps_weights(plan):
+        raise InputError(
+            "weights_cast: per_use changes nothing where FSDP2 casts what it gathers, or tp splits weights, which are "
+            "then cast where they are used; expected auto, or dp_shard 1 and tp 1 with it"
+        )
+    if layout.weights_cast == "per_use" and config.precision in ("fp32", "fp64"):
+        raise InputError(f"weights_cast: per_use changes nothing with precision {config.precision}; expected auto")
     check_layout(shape, layout, Task(batches, cuda, int(local) if local else None))
     return layout
 

@@ -45,11 +45,12 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
     the most really keeps: masters, both moments and the gradients as they stand between backward and update (in the
     master's type, or in BF16 where ``optimizer`` says so), of the heaviest stages, the padded vocabulary and weights
     that ``tp`` does not split counted.
+    Where weights are kept cast, 2 bytes for each are in it, the embedding's too, which is not kept.
     Gathered weights of the block in work and activations come on top.
     """
     parameters, plan = step.shape.num_parameters, step.plan
     master, copy = _MASTER[config.precision], _COMPUTE_COPY[config.precision]
-    moment = _moment_bytes(config)
+    moment, kept = _moment_bytes(config), copy if step.layout.keeps_weights(plan) else 0
     gib = 2**30
     most = max(elements_held(step, rank) for rank in _first_of_each_pipeline_rank(plan))
     return {
@@ -59,7 +60,7 @@ def state_memory(step: Step, config: TrainConfig) -> dict[str, float]:
         "moments": 2 * moment * parameters / gib,
         "gradients": step.gradient_bytes * parameters / gib,
         "compute_copy": copy * parameters / gib,
-        "rank": (master + 2 * moment + step.gradient_bytes) * most / gib,
+        "rank": (master + 2 * moment + step.gradient_bytes + kept) * most / gib,
     }
 
 

@@ -294,12 +294,15 @@ def test_what_a_dry_run_prints_of_a_layout(config: Path, monkeypatch: pytest.Mon
 
 
 def test_a_dry_run_counts_moments_and_gradients_in_bf16(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In place of 4 bytes each: 4 + 2 · 2 + 2 of a parameter, 8 of them in a checkpoint, and half of what is summed."""
+    """In place of 4 bytes each: 4 + 2 · 2 + 2 of a parameter, 8 of them in a checkpoint, and half of what is summed. In
+    one process 2 more are of weights that are kept cast, if they are."""
     keys = "precision=bf16", "--dry-run", "--json", "parallel.dp_shard=1"
     before = json.loads(said(capfd, "train", config, *keys))
     after = json.loads(said(capfd, "train", config, "optimizer={moments: bf16, gradients: bf16}", *keys))
     total, memory = before["parameters"]["total"], after["state_memory_gib"]
-    assert memory["rank"] == pytest.approx(10 / 16 * before["state_memory_gib"]["rank"])
+    assert memory["rank"] == pytest.approx(12 / 18 * before["state_memory_gib"]["rank"])
+    per_use = json.loads(said(capfd, "train", config, "weights_cast=per_use", *keys))["state_memory_gib"]
+    assert per_use["rank"] == pytest.approx(16 / 18 * before["state_memory_gib"]["rank"])
     assert memory["moments"] == memory["masters"] == 4 * total / 2**30
     assert memory["gradients"] == 2 * total / 2**30
     assert (before["checkpoint"]["bytes"], after["checkpoint"]["bytes"]) == (12 * total, 8 * total)

@@ -122,6 +122,35 @@ def test_the_same_bits_beside_tensor_parallelism_and_replicas(kept_ranks: Any) -
         assert found == [[]] * len(cases)
 
 
+def quantised_by_graphs(case: Case) -> int:
+    """How often a compiled graph has given FP8 in a forward pass: a block's own gives none."""
+    runs = 0
+
+    def counting(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            nonlocal runs
+            out = graph.forward(*args)
+            runs += any(value.dtype == E4M3 for value in out)
+            return out
+
+        return run
+
+    torch._dynamo.register_backend(counting, "counting")  # type: ignore[attr-defined]
+    parallel = build(case, gather=True)
+    assert parallel.float8_gather is not None
+    parallel.float8_gather.update()
+    with torch.no_grad():
+        parallel.model(torch.zeros(2, 32, dtype=torch.long))
+    return runs
+
+
+@pytest.mark.long
+def test_what_is_sent_is_quantised_by_a_graph_where_blocks_are_compiled(kept_ranks: Any) -> None:
+    """Seven weights of two layers, each read and written once."""
+    case = Case(Recipe("tensorwise"), MeshPlan(dp_shard=2), compile="counting")
+    assert kept_ranks(quantised_by_graphs, 2, case) == [14, 14]
+
+
 class Gathered(TorchDispatchMode):
     """Bytes of what is gathered, whole."""
 

@@ -199,12 +199,43 @@ def test_what_is_kept_goes_with_the_model() -> None:
     assert len(hooks) == before
 
 
+def trained_on(plan: MeshPlan) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of a rank, sums of losses and weights after two steps in BF16, kept and cast per use."""
+    found = []
+    for layout in (KEPT, PER_USE):
+        parallel = built(replace(layout, plan=plan, micro_batch=2, seq_len=16))
+        optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.5)
+        losses = []
+        for step in range(2):
+            optimizer.zero_grad()
+            losses.append(step_of(parallel, 100 * torch.distributed.get_rank() * (plan.pp == 1) + 10 * step, 2))
+            optimizer.step()
+        losses.append(parallel.run.forward([inputs_of(7), inputs_of(8)]))
+        weights = [getattr(value, "_local_tensor", value).detach() for value in parallel.model.parameters()]
+        assert bool(parallel.kept) is layout.keeps_weights(plan)
+        found.append([*losses, *weights])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        MeshPlan(dp_replicate=2), MeshPlan(pp=2), MeshPlan(tp=2),
+        pytest.param(MeshPlan(pp=2, dp_replicate=2), marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_ranks_train_the_same(kept_ranks: Any, plan: MeshPlan) -> None:
+    for kept, per_use in kept_ranks(trained_on, plan.world_size, plan):
+        assert all(torch.equal(a, b) for a, b in zip(kept, per_use, strict=True))
+
+
 @pytest.mark.parametrize(
     ("plan", "keeps", "adds"),
     [
         (MeshPlan(), True, True), (MeshPlan(dp_replicate=2), True, False), (MeshPlan(pp=2), True, False),
         (MeshPlan(dp_shard=2), False, False), (MeshPlan(tp=2), False, False),
-        (MeshPlan(dp_replicate=2, dp_shard=2), False, False), (MeshPlan(pp=2, tp=2), False, False),
+        (MeshPlan(pp=2, dp_replicate=2), False, False), (MeshPlan(dp_replicate=2, dp_shard=2), False, False),
+        (MeshPlan(pp=2, tp=2), False, False),
     ],
 )  # fmt: skip
 def test_which_layouts_keep_weights(plan: MeshPlan, keeps: bool, adds: bool) -> None:
@@ -226,7 +257,7 @@ class Traffic(TorchDispatchMode):
     """Bytes read and written of the blocks' matrices and their gradients by what stands between the products."""
 
     CASTS = ("_to_copy", "_foreach_copy_")
-    IN_PLACE = ("_foreach_copy_", "add_", "add_product", "zero_")
+    IN_PLACE = ("_foreach_copy_", "_foreach_zero_", "add_", "add_product")
 
     def __init__(self, sizes: set[tuple[int, ...]]) -> None:
         super().__init__()
@@ -247,8 +278,10 @@ class Traffic(TorchDispatchMode):
             )
             if name == "_foreach_copy_":  # sources and places
                 written, read = read[: len(read) // 2], read[len(read) // 2 :]
+            elif name == "_foreach_zero_":
+                written, read = read, []
             elif name in self.IN_PLACE:
-                written, read = read[:1], [] if name == "zero_" else read
+                written = read[:1]
             moved = sum(tensor.nbytes for tensor in [*read, *written])
             if name in self.CASTS and read and read[0].dtype == torch.float32:
                 self.weights += moved

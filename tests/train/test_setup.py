@@ -114,6 +114,21 @@ def test_a_compiler_that_torch_does_not_have(tmp_path, paths):
     check(case.settings(tmp_path / "run", paths, compile={"enabled": False, "backend": "inducter"}), 1)
 
 
+def test_casts_per_use_are_refused_where_they_change_nothing(tmp_path, paths):
+    def settings(**changes):
+        return case.settings(tmp_path / "run", paths, **{"weights_cast": "per_use", "precision": "bf16", **changes})
+
+    check(settings(), 1)
+    check(settings(parallel={"dp_replicate": 2}), 2)
+    for changes, world, why in (
+        ({"parallel": {"dp_shard": 2}}, 2, "FSDP2"), ({"parallel": {"tp": 2}}, 2, "tp"),
+        ({"parallel": {"dp_replicate": 2, "pp": 2}}, 4, "FSDP2"), ({"precision": "fp32"}, 1, "precision fp32"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"^weights_cast: per_use changes nothing .*{why}"):
+            check(settings(**changes), world)
+    check(settings(parallel={"dp_shard": 2}, weights_cast="auto"), 2)
+
+
 @pytest.mark.slow
 def test_saving_and_measuring_are_no_steps_time(tmp_path, paths, monkeypatch):
     """By a clock that only stands still: a step takes 1 s, a save and a held-out loss 1000 s."""

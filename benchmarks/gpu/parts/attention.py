@@ -30,6 +30,10 @@ def agreement(spec: dict[str, Any]) -> list[dict[str, Any]]:
             return list(_agreement(spec))
     except ImportError as error:
         raise SkipError(f"not installed: {error}") from error
+    except RuntimeError as error:
+        if "compute capability" in str(error):  # the kernels are not for this GPU
+            raise SkipError(str(error)) from error
+        raise
 
 
 def _agreement(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:

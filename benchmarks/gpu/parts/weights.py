@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parts.common import distance, gpu, seconds_of, shape_of, sized
+from quern.model.float8.quantise import Quantised
 from quern.model.float8.recipe import Recipe
 from quern.model.init import initialise
 from quern.model.transformer import Transformer
@@ -18,17 +19,14 @@ from quern.parallel.planning.mesh import MeshPlan, build_mesh
 
 
 def refresh(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Time of making anew what is kept of all weights, once a step, and the bytes it keeps; ``passes``: what is kept is
-    what a cast alone gives."""
+    """Time of making anew what is kept of all weights, once a step, and the bytes it keeps; ``passes``: it has the bits
+    of weights that are cast or quantised alone, uncompiled."""
     parallel = built(spec, "auto")
     (kept,) = parallel.kept
     kept.refresh()
     seconds = seconds_of(kept.update, gpu(spec))
-    numbers = sum(parameter.numel() for parameter in parallel.model.parameters() if parameter.ndim == 2)
-    same = all(
-        torch.equal(own.kept.to(torch.float32), weight.detach().to(torch.bfloat16).to(torch.float32))
-        for weight, own in kept.weights if isinstance(own.kept, Tensor)
-    )  # fmt: skip
+    numbers = sum(weight.numel() for weight, _ in kept.weights)
+    same = all(equal(own.kept, own.by.factor(weight.detach().to(torch.bfloat16))) for weight, own in kept.weights)
     return [{"what": spec["scaling"] or "bf16", "numbers": numbers, "bytes a number": kept.bytes / numbers,
              **sized(seconds, moved=4 * numbers + kept.bytes), "passes": same}]  # fmt: skip
 
@@ -52,6 +50,14 @@ def gradients(spec: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def equal(kept: Tensor | Quantised, made: Tensor | Quantised) -> bool:
+    """Whether they have the same bits; ``made`` uncompiled."""
+    if isinstance(kept, Quantised) and isinstance(made, Quantised):
+        data = torch.equal(kept.data_RS.view(torch.uint8), made.data_RS.view(torch.uint8))
+        return data and torch.equal(kept.scale, made.scale)
+    return torch.equal(kept, made)
+
+
 def built(spec: dict[str, Any], weights_cast: str) -> Parallel:
     recipe = None if spec["scaling"] is None else Recipe(spec["scaling"])
     layout = Layout(
@@ -68,11 +74,13 @@ def built(spec: dict[str, Any], weights_cast: str) -> Parallel:
 
 
 def run(parallel: Parallel, spec: dict[str, Any]) -> None:
-    """One step's forward and backward, of two micro-batches."""
+    """One step's forward and backward, of two micro-batches, and the casts after an update."""
     drawn = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(2):
         tokens_BL = torch.randint(spec["vocab_size"], (1, spec["length"]), generator=drawn).to(gpu(spec))
         batches.append(Inputs(tokens_BL, tokens_BL.roll(-1, 1), None, None))
     parallel.model.zero_grad(set_to_none=True)
+    for kept in parallel.kept:  # once a step, as after an update
+        kept.update()
     parallel.run.forward_backward(batches, lambda loss: loss / (2 * spec["length"]))

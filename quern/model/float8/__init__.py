@@ -1,1 +1,1 @@
-"""FP8 matrix products: scales, casts, kernels and their emulation, and the linear layer made of them."""
+"""Matrix products of linear layers: in FP8 (scales, casts, kernels, their emulation), with kept weights, added up."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quern.model.accumulate import add_product
+from quern.model.float8.accumulate import add_product
 from quern.model.float8.delayed import GRADIENT, INPUT, WEIGHT, Delayed
 from quern.model.float8.needed_grads import needed_grads
 from quern.model.float8.product import multiply

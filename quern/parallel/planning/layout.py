@@ -38,7 +38,7 @@ class Layout:
     float8: Recipe | None = None
     """How the blocks' products are computed in FP8; None = in ``compute_dtype``."""
     weights_cast: str = "auto"
-    """``auto``: once after each update where no axis shards them; ``per_use``: wherever they are used."""
+    """``auto``: once after each update where neither FSDP2 nor ``tp`` has them; ``per_use``: wherever they are used."""
     float8_all_gather: bool = False
     """FSDP2 gathers in FP8 what these products take."""
     bf16_gradients: bool = False
@@ -53,7 +53,7 @@ class Layout:
 
     def keeps_weights(self, plan: MeshPlan) -> bool:
         """Whether each rank of a mesh keeps its weights as products take them, from one update to the next."""
-        return self.weights_cast == "auto" and plan.dp_shard == plan.tp == 1
+        return self.weights_cast == "auto" and not plan.by_fsdp and plan.tp == 1
 
     def adds_gradients(self, plan: MeshPlan) -> bool:
         """Whether then the gradient of a weight is added to the step's as it is formed: in one process."""

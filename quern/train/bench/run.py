@@ -176,6 +176,7 @@ def _known(config: TrainConfig) -> dict[str, Any]:
         "precision": precision,
         "moments": config.optimizer.moments,
         "gradients": config.optimizer.gradients,
+        "weights_cast": config.weights_cast,
         "checkpointing": config.activation_checkpointing,
         "checkpointing_layers": config.activation_checkpointing_layers,
         "memory_budget": config.activation_memory_budget,

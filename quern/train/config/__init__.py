@@ -68,8 +68,8 @@ class OptimizerConfig(Section):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null = no clipping."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """What the two moments are stored in (fp32 = FP64 with precision fp64): bf16 is 4 bytes a parameter less, and
-    another recipe. Computed in FP32, rounded to nearest, for which ``beta1`` and ``beta2`` must be at most 0.996."""
+    """What the two moments are stored in (fp32 = FP64 with fp64): bf16 is 4 bytes a parameter less, and another recipe.
+    Computed in FP32, rounded to nearest, for which ``beta1`` and ``beta2`` must be at most 0.996."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """What gradients are summed and kept in between backward and update (fp32 = FP64 with precision fp64): bf16 is 2
     bytes a parameter less and half of what FSDP2 reduces, and another recipe: micro-batches and ranks are summed in
@@ -119,8 +119,8 @@ class ParallelConfig(Section):
     async_tp: bool = False
     """CUDA with ``compile``: gathers and scatters of ``tp`` overlap with the products that need them."""
     tp_pieces: Count = 1
-    """Gathers and scatters of ``tp`` travel in so many pieces: while one does, the one before it is multiplied, also in
-    FP8 and without ``compile``. A divisor of a rank's tokens, ``seq_len`` / ``tp``. Example: 2"""
+    """[pieces] Gathers and scatters of ``tp`` travel in so many; while one does, the one before it is multiplied, in
+    FP8 and without ``compile`` too. A divisor of a rank's tokens, ``seq_len`` / ``tp``. Example: 2"""
     nvlink_domain: Count | None = None
     """[GPUs] GPUs that NVLink joins; null = those of a node, as the launcher says. Example: 8"""
     tp_across_domains: bool = False
@@ -267,9 +267,8 @@ class TrainConfig(Section):
     """A training run."""
 
     later: ClassVar[Mapping[str, Any]] = {
-        "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(),
-        "activation_checkpointing_layers": None, "activation_memory_budget": None, "weights_cast": "auto",
-        "flash_attention": "default",
+        "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
+        "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -297,7 +296,7 @@ class TrainConfig(Section):
     """Precision of compute. Master weights, moments and reductions are FP32 (FP64 with fp64); ``optimizer`` may say
     BF16 for moments and gradients."""
     weights_cast: Literal["auto", "per_use"] = "auto"
-    """When weights are cast to ``precision``, and quantised for FP8. ``auto``: once after each update, and kept (2
+    """When weights are cast to bf16 or fp16, and then quantised for FP8. ``auto``: once after each update, and kept (2
     bytes a weight), where neither ``dp_shard`` nor ``tp`` splits them; in one process their gradients are then added
     up as they are formed. ``per_use``: wherever they are used, which takes less memory. FSDP2 casts what it gathers in
     either case."""

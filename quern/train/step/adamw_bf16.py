@@ -120,5 +120,5 @@ def _in_pieces(*tensors: Tensor) -> None:
 
 @cache
 def _compiled() -> Callable[..., None]:
-    """One graph for all sizes."""
+    """A graph for all sizes of matrices, and one for vectors."""
     return torch.compile(_update, dynamic=True)

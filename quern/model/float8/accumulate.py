@@ -24,12 +24,18 @@ def add_product(total_RS: Tensor, a_TR: Tensor, b_TS: Tensor) -> None:
     """
     if total_RS.dtype == a_TR.dtype:
         torch.addmm(total_RS, a_TR.T, b_TS, out=total_RS)  # not addmm_, which torch's FLOP counter overlooks
-    else:
+    elif torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a graph, or a counter, looks on
         _add_product(total_RS, a_TR, b_TS)
+    else:  # an operation of one's own costs the host 50 µs
+        _add(total_RS, a_TR, b_TS)
 
 
 @torch.library.custom_op("quern::add_product", mutates_args=("total_RS",))
 def _add_product(total_RS: Tensor, a_TR: Tensor, b_TS: Tensor) -> None:
+    _add(total_RS, a_TR, b_TS)
+
+
+def _add(total_RS: Tensor, a_TR: Tensor, b_TS: Tensor) -> None:
     kernel = addmm_in_float32()
     if total_RS.is_cuda and total_RS.dtype == torch.float32 and kernel is not None:
         kernel(total_RS, a_TR.T, b_TS, torch.float32, out=total_RS)
