@@ -95,7 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(h_ND.dtype, torch.float32)
-        w_VD = weight_VD.to(h_ND.dtype) if kept is None else kept.kept
+        w_VD = weight_VD.to(h_ND.dtype) if kept is None else kept.factor
         nll_N = torch.empty(h_ND.shape[0], dtype=compute, device=h_ND.device)
         log_z_N = torch.empty_like(nll_N)
         dh_ND = torch.empty_like(h_ND) if wanted[0] else None

@@ -58,7 +58,7 @@ class KeptWeights:
     def bytes(self) -> int:
         """That are kept, without sums of gradients."""
         return sum(
-            tensor.nbytes for _, kept in self.weights for tensor in {*_tensors(kept.kept), *_tensors(kept.turned)}
+            tensor.nbytes for _, kept in self.weights for tensor in {*_tensors(kept.factor), *_tensors(kept.turned)}
         )
 
     def refresh(self) -> None:
@@ -73,11 +73,11 @@ class KeptWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Make all anew."""
-        plain = [(kept.kept, weight.detach()) for weight, kept in self.weights if isinstance(kept.kept, Tensor)]
+        plain = [(kept.factor, weight.detach()) for weight, kept in self.weights if isinstance(kept.factor, Tensor)]
         if plain:
             torch._foreach_copy_([place for place, _ in plain], [weight for _, weight in plain])
         for weight, kept in self.weights:
-            if isinstance(kept.kept, Quantised):
+            if isinstance(kept.factor, Quantised):
                 # cast apart: in a compiled graph it would be left out, and a value rounded once in place of twice
                 self._quantise(weight.detach().to(self._dtype), kept)
 
@@ -116,7 +116,7 @@ def _forget(kept: weakref.ref[KeptWeights], *_: Any) -> None:
 
 def _quantise(weight_OK: Tensor, kept: Kept) -> None:
     factor, turned = kept.by.factor(weight_OK), kept.by.turned(weight_OK)
-    for made, place in ((factor, kept.kept), (turned, kept.turned)):
+    for made, place in ((factor, kept.factor), (turned, kept.turned)):
         place.data_RS.copy_(made.data_RS)
         place.scale.copy_(made.scale)
     if kept.amax is not None:

@@ -26,7 +26,7 @@ def refresh(spec: dict[str, Any]) -> list[dict[str, Any]]:
     kept.refresh()
     seconds = seconds_of(kept.update, gpu(spec))
     numbers = sum(weight.numel() for weight, _ in kept.weights)
-    same = all(equal(own.kept, own.by.factor(weight.detach().to(torch.bfloat16))) for weight, own in kept.weights)
+    same = all(equal(own.factor, own.by.factor(weight.detach().to(torch.bfloat16))) for weight, own in kept.weights)
     return [{"what": spec["scaling"] or "bf16", "numbers": numbers, "bytes a number": kept.bytes / numbers,
              **sized(seconds, moved=4 * numbers + kept.bytes), "passes": same}]  # fmt: skip
 

@@ -159,7 +159,7 @@ class Kept:
     itself alone. Who keeps it makes it anew when the weight changes."""
 
     by: Weighted
-    kept: Any
+    factor: Any
     """The weight's factor in forward: a tensor, or a Quantised; of its own memory."""
     turned: Any
     """And in grad_input; may be the same."""
@@ -172,7 +172,7 @@ class Kept:
         if self.amax is not None:
             assert isinstance(self.by, _Delayed)
             self.by.recipe.see(self.amax, WEIGHT)
-        return self.by.times(x_TK, self.kept)
+        return self.by.times(x_TK, self.factor)
 
     def grad_input(self, dy_TO: Tensor, weight_OK: Tensor) -> Tensor:
         return self.by.times_turned(dy_TO, self.turned)
@@ -189,7 +189,7 @@ class Kept:
     def add_grad_weight(self, dy_TO: Tensor, x_TK: Tensor) -> None:
         """Add to ``total_OK``: in BF16 and FP16 on CUDA without rounding the product."""
         assert self.total_OK is not None
-        if isinstance(self.kept, Tensor):
+        if isinstance(self.factor, Tensor):
             add_product(self.total_OK, dy_TO, x_TK)
         else:
             self.total_OK.add_(self.by.grad_weight(dy_TO, x_TK))
