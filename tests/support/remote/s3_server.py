@@ -253,6 +253,17 @@ class Server:
         return [upload["Key"].removeprefix("runs/one/") for upload in found]
 
 
+def one_at_a_time(server: Any) -> None:
+    """moto computes an object's ETag by the file that another thread's answer is read from: that answer may be empty."""
+    app, lock = server.app, threading.Lock()
+
+    def locked(environ: Any, start_response: Any) -> Any:
+        with lock:
+            return app(environ, start_response)
+
+    server.app = locked
+
+
 @contextmanager
 def serve() -> Iterator[int]:
     """The port of an S3 server, which ends with the block.
@@ -263,6 +274,7 @@ def serve() -> Iterator[int]:
     WSGIRequestHandler.disable_nagle_algorithm = True
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    one_at_a_time(server._server)
     loader = functools.cache(botocore.session.create_loader)
     try:
         with mock.patch.object(botocore.session, "create_loader", loader):
