@@ -244,9 +244,8 @@ def test_which_layouts_keep_weights(plan: MeshPlan, keeps: bool, adds: bool) -> 
     assert not PER_USE.adds_gradients(plan)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("bf16"), *(
-    pytest.param(name, marks=pytest.mark.long) for name in ("tensorwise", "delayed")
-)])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
 def test_compiled_blocks_keep_them_too(recipe: str) -> None:
     layouts = [replace(layout, float8=RECIPES[recipe], compile_backend="aot_eager") for layout in (KEPT, PER_USE)]
     kept, per_use = (trained(layout, shape_of(layers=1), steps=2) for layout in layouts)

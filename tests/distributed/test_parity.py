@@ -87,7 +87,10 @@ def marked() -> dict[Case, Any]:
     """
     cases: dict[Case, Any] = {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE}
     cases |= {case: pytest.param(case, marks=pytest.mark.exhaustive) for case in COVERING}
-    cases |= {case: pytest.param(case, marks=pytest.mark.long) for case in [*matrix.quick(), *matrix.special(), *NAMED]}
+    cases |= {
+        case: pytest.param(case, marks=pytest.mark.long)
+        for case in [*matrix.quick(), *matrix.special(), *matrix.in_pieces(), *NAMED]
+    }
     often = [case for case in matrix.quick() if case.on.world <= 2 or case.layout in MANY_RANKS]
     often = [case for case in often if case.float8 is None or case.gather]
     schedules = {False: ("1f1b", "zbv_zero_bubble"), True: ("1f1b",)}

@@ -20,7 +20,7 @@ from quern.parallel.planning.stages import num_stages
 
 __all__ = [
     "FACTORS", "LAYOUTS", "SIZES", "STEPS", "VOCAB_SIZE", "Case", "Computation", "Layout", "covering", "everything",
-    "float8", "pairs", "product", "quick", "special",
+    "float8", "in_pieces", "pairs", "product", "quick", "special",
 ]  # fmt: skip
 
 STEPS, VOCAB_SIZE, Z_LOSS = 3, 127, 0.3
@@ -179,6 +179,8 @@ class Case:
     """Recipe of the blocks' products; with sizes of its own (``blocks``), the same on every layout."""
     gather: bool = False
     """FSDP2 gathers weights in FP8."""
+    pieces: int = 1
+    """In how many of them tensor parallelism gathers and scatters."""
 
     def __str__(self) -> str:
         parts = [self.place, self.activation, f"x{self.accumulate}", "mask" if self.mask else "whole"]
@@ -187,6 +189,7 @@ class Case:
         parts += ["ramp"] if self.ramp else []
         parts += [self.float8] if self.float8 else []
         parts += ["gather"] if self.gather else []
+        parts += [f"pieces{self.pieces}"] if self.pieces > 1 else []
         return "-".join(parts if self.skip is None else [*parts, f"skip{self.skip}"])
 
     @property
@@ -279,7 +282,7 @@ def everything() -> list[Case]:
     cases = [
         Case(**row, sizes=sizes[number % len(sizes)], z_loss=number % 5 in (1, 3)) for number, row in enumerate(plain)
     ]
-    return list(dict.fromkeys([*cases, *special(), *float8()]))
+    return list(dict.fromkeys([*cases, *special(), *in_pieces(), *float8()]))
 
 
 def special() -> list[Case]:
@@ -295,6 +298,15 @@ def special() -> list[Case]:
     return found
 
 
+def in_pieces() -> list[Case]:
+    """Tensor parallelism whose messages travel in pieces, with each other axis."""
+    return [
+        Case("tp2", more=True, z_loss=True, pieces=2), Case("tp4", "full", sizes="norm", pieces=5),
+        Case("fsdp2tp2", "selective", tied=True, pieces=5), Case("ddp2tp2", mask=False, sizes="slim", pieces=2),
+        Case("pp2tp2", schedule="zbv_zero_bubble", tied=True, pieces=2),
+    ]  # fmt: skip
+
+
 def float8() -> list[Case]:
     """FP8 on layouts of each kind. What several ranks of ``tp`` make of ``tensorwise`` and ``rowwise`` is not what one
     makes, for each has scales of its own.
@@ -307,6 +319,7 @@ def float8() -> list[Case]:
         Case("pp2", schedule="zbv_zero_bubble"), Case("fsdp4keep", "full", gather=True), Case("fsdp4"),
         Case("hsdp2x2", gather=True), Case("fsdp2tp2", "full", gather=True), Case("pp2fsdp2", schedule="1f1b"),
         Case("pp2tp2", "selective", schedule="1f1b"), Case("pp2tp2", schedule="zbv_zero_bubble"),
+        Case("tp2", "full", pieces=2),
     ]  # fmt: skip
     rows = [Case("fsdp2"), Case("ddp2", "full"), Case("pp2", "selective", schedule="1f1b")]
     whole = [Case("fsdp2", "full", gather=True), Case("ddp2"), Case("pp2", schedule="zbv_zero_bubble")]
@@ -333,6 +346,7 @@ def quick() -> list[Case]:
     cases = [case for case in product() if case.layout != "alone" or case.more or case.activation != "none"]
     few = [case for case in special() if case.layout in ("fsdp2", "tp2", "pp2")]
     few += [case for case in float8() if case.float8 == "blockwise" and case.on.world == 2][:2]
+    few += in_pieces()[:1]
     return sorted([*covering(cases, seen, cost), *few], key=lambda case: case.on.world)
 
 

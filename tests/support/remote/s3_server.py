@@ -254,7 +254,7 @@ class Server:
 
 
 def one_at_a_time(server: Any) -> None:
-    """moto computes an object's ETag by the file that another thread's answer is read from: that answer may be empty."""
+    """moto computes an object's ETag from the file that another thread answers from: that answer may be empty."""
     app, lock = server.app, threading.Lock()
 
     def locked(environ: Any, start_response: Any) -> Any:
