@@ -6,6 +6,9 @@ from contextlib import contextmanager
 #: "SIGTERM" or "SIGHUP" while a KeyboardInterrupt ends this process for it; a library may raise one of its own.
 ended_by: list[str] = []
 
+#: Exit code of a training run that a signal ended after it had saved a checkpoint.
+STOPPED = 3
+
 #: The file name of an error of standard output.
 STDOUT = "standard output"
 

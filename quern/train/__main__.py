@@ -21,16 +21,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 
-from quern.errors import QuernError, named_line
-from quern.train import tracebacks
+from quern.errors import STOPPED, QuernError, named_line
 from quern.train.config import TrainConfig
 from quern.train.debug import recorder
 from quern.train.init_from import load_run_config
 from quern.train.processes import launch
+from quern.train.supervision import tracebacks
 
-__all__ = ["STOPPED", "leave", "main", "train"]
+__all__ = ["leave", "main", "train"]
 
-STOPPED = 3
 #: A rank that has failed closes what it has open, and has this long for it.
 CLOSING_S = 5.0
 _told: list[Exception] = []

@@ -43,6 +43,7 @@ from quern.train.step.precision import LossScale, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import learning_rate
 from quern.train.step.validation import Validator
+from quern.train.supervision import beats
 
 __all__ = ["Trainer"]
 
@@ -117,8 +118,10 @@ class Trainer(Closes):
         """Train to ``config.steps``, or until a signal asks for an end; the last step is always saved."""
         self.saves.prepare(self._everything())
         self.start_loop()
-        with _listening(self), self.profiler, collecting(self.config.process.gc_interval) as collect:
+        interval = self.config.process.gc_interval
+        with _listening(self), self.profiler, collecting(interval) as collect, beats.telling() as tell:
             for step in self.steps():
+                tell(step)
                 self.train_step(step)
                 if step == self.start.step:
                     self.ranks.wait_at_most(self.config.comm.timeout_s)

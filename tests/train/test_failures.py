@@ -48,11 +48,12 @@ program.leave(program.main(sys.argv[1:]))
 #: ``quern train --nproc 4``, with the program above in place of ``quern.train``.
 LAUNCHER = """
 import sys
-from quern.cli import train
+from quern.cli.train import ranks
+from quern.train.init_from import load_run_config
 
-python, program, config, run = sys.argv[1:]
-train.module = lambda *_: [python, program, config]
-sys.exit(train._ranks(run, config, [], 4))
+python, program, config = sys.argv[1:]
+ranks.module = lambda *_: [python, program, config]
+sys.exit(ranks.supervise(load_run_config(config, ()), config, [], 4, 0))
 """
 
 
@@ -84,7 +85,7 @@ def test_all_ranks_end_and_the_one_that_failed_is_named(tmp_path: Path, fault: s
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(fault=FAULTS[fault]))
     own = sys.executable if fault == "hangs" else python()  # a forked one gets no signal that is meant for it
-    command = [python(), "-c", LAUNCHER, own, str(program), str(tmp_path / "config.yaml"), str(run)]
+    command = [python(), "-c", LAUNCHER, own, str(program), str(tmp_path / "config.yaml")]
     environment = {name: value for name, value in os.environ.items() if name not in RANKS} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0

@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 from quern.config import dump_yaml
-from quern.train import run_record, tracebacks
+from quern.train import run_record
+from quern.train.supervision import tracebacks
 from support.train import run_case as case
 
 
@@ -18,12 +19,17 @@ def failed(run: Path, rank: int, error: Exception) -> None:
     assert kept == str(run / "tracebacks" / f"rank_{rank}.txt")
 
 
+def told(run: str, codes: list[int | None]) -> str | None:
+    failure = tracebacks.first_failure(run, codes)
+    return None if failure is None else failure.said
+
+
 def test_a_death_by_signal_comes_first(tmp_path):
     failed(tmp_path, 0, RuntimeError("Connection closed by peer [127.0.0.1]:4411\nThis may indicate"))
-    said = tracebacks.verdict(str(tmp_path), [1, -9, -6, None])
+    said = told(str(tmp_path), [1, -9, -6, None])
     assert said == "rank 1 was killed by signal 9 (SIGKILL); there is no checkpoint yet"
     (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
-    assert tracebacks.verdict(str(tmp_path), [1, 1, -signal.SIGRTMIN - 1]) == (
+    assert told(str(tmp_path), [1, 1, -signal.SIGRTMIN - 1]) == (
         f"rank 2 was killed by signal {signal.SIGRTMIN + 1}; newest checkpoint step 10; the same command goes on"
     )
 
@@ -34,11 +40,11 @@ def test_the_traceback_that_was_written_first_is_told(tmp_path):
     file = tmp_path / "tracebacks" / "rank_1.txt"
     said = f"rank 1: ValueError: two; its traceback: {file}; there is no checkpoint yet"
     for codes in ([1, 1], [1, 1, 3], [1, 1, None, 0]):
-        assert tracebacks.verdict(str(tmp_path), codes) == said
+        assert told(str(tmp_path), codes) == said
     assert "Traceback (most recent call last)" in file.read_text()
-    assert tracebacks.verdict(str(tmp_path), [1, 1, 2]) is None  # that of rank 2 was an error with a line of its own
+    assert told(str(tmp_path), [1, 1, 2]) is None  # that of rank 2 was an error with a line of its own
     tracebacks.clear(str(tmp_path))
-    assert tracebacks.verdict(str(tmp_path), [1, 1]) is None
+    assert told(str(tmp_path), [1, 1]) is None
 
 
 def test_a_rank_that_is_still_there_while_others_waited_in_vain_is_told(tmp_path):
@@ -46,14 +52,12 @@ def test_a_rank_that_is_still_there_while_others_waited_in_vain_is_told(tmp_path
     failed(tmp_path, 3, RuntimeError("Connection closed by peer [127.0.0.1]:4411"))
     waited = "and rank 0 waited in vain (RuntimeError: Timed out waiting 3000ms for recv)"
     end = "there is no checkpoint yet"
-    assert tracebacks.verdict(str(tmp_path), [1, None, 0, 1]) == f"rank 1 does not answer, {waited}; {end}"
+    assert told(str(tmp_path), [1, None, 0, 1]) == f"rank 1 does not answer, {waited}; {end}"
     stacks = tmp_path / "tracebacks" / "rank_2.stacks.txt"
     stacks.write_text("Thread")
-    assert tracebacks.verdict(str(tmp_path), [1, None, None, 1]) == (
-        f"ranks 1, 2 do not answer, {waited}; stacks: {stacks}; {end}"
-    )
+    assert told(str(tmp_path), [1, None, None, 1]) == (f"ranks 1, 2 do not answer, {waited}; stacks: {stacks}; {end}")
     failed(tmp_path, 3, ValueError("of its own"))
-    assert tracebacks.verdict(str(tmp_path), [1, None, 0, 1]).startswith("rank 0: RuntimeError: ")
+    assert told(str(tmp_path), [1, None, 0, 1]).startswith("rank 0: RuntimeError: ")
 
 
 def test_a_folder_that_cannot_be_written_loses_no_traceback(tmp_path):

@@ -19,7 +19,7 @@ from quern.cli.demo.train import metric_rows
 from quern.cli.output import plain
 from quern.data_pipeline.page.url import canonicalize
 from quern.data_pipeline.page.url import host as host_of
-from quern.errors import QuernError
+from quern.errors import STOPPED, QuernError
 from quern.lineage.exposure import exposures
 from quern.lineage.purge.apply.transaction import Request, purge
 from quern.lineage.purge.proof.verify import verify
@@ -35,8 +35,6 @@ __all__ = ["purge_demo"]
 
 _STEPS = 30
 """That the training goes on for."""
-_STOPPED = 3
-"""Exit code of a trainer that a signal ended."""
 
 
 def purge_demo(data_run: str, train_run: str, console: Console | None) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def _go_on(resume: dict[str, Any], train_run: str) -> dict[str, Any]:
             process.kill()
             process.wait()
     moves = _moves(copy)
-    if process.returncode not in (0, _STOPPED) or len(moves) == before or moves[-1]["step"] != (step or 0):
+    if process.returncode not in (0, STOPPED) or len(moves) == before or moves[-1]["step"] != (step or 0):
         raise QuernError(f"{copy}: the training did not go on from step {step} (exit code {process.returncode})")
     return {"run": copy, "from_step": moves[-1]["step"], "to_step": last, "versions": moves[-1]["versions"]}
 

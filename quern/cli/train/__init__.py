@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,13 +13,11 @@ from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
 from quern.cli.train import debug, fork
+from quern.cli.train.ranks import supervise
 from quern.config import dump_yaml
 from quern.errors import InputError
-from quern.safe_path import module
-from quern.train import tracebacks
 from quern.train.config import TrainConfig
 from quern.train.init_from import load_run_config
-from quern.train.processes import launch
 from quern.words import counted, size
 
 __all__ = ["app", "train"]
@@ -55,6 +51,14 @@ def train(
         int,
         typer.Option("--nproc", help="Ranks: as many processes on this machine; planned alone by --dry-run."),
     ] = 1,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            help="Start the ranks again after a failure, so many times; not if it is the same step twice in a row.",
+        ),
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print sizes, layout, memory, traffic and order; start nothing.")
     ] = False,
@@ -86,7 +90,8 @@ def train(
                 _print_summary(resolved, summary, err_console() if show_config else out_console())
         return
     check(resolved, nproc)
-    code = _here(resolved) if nproc == 1 else _ranks(resolved.run_dir, config, overrides or (), nproc)
+    alone = nproc == 1 and not max_restarts
+    code = _here(resolved) if alone else supervise(resolved, config, overrides or (), nproc, max_restarts)
     if code:
         raise typer.Exit(code)
 
@@ -115,22 +120,6 @@ def _here(config: TrainConfig) -> int:
     from quern.train.__main__ import train as run
 
     return run(config)
-
-
-def _ranks(run_dir: str, config: str, overrides: Sequence[str], nproc: int) -> int:
-    """``nproc`` processes on this machine with torchrun's environment. One that fails ends the others, and a line says
-    which; a signal to us goes to all. Returns the first code that is not 0.
-    """
-    tracebacks.clear(run_dir)
-    command = module("quern.train", config, *overrides)
-    with launch.started(command, launch.environments(nproc), launch.send) as workers:
-        code = launch.wait(workers) or 0
-        codes = [worker.poll() for worker in workers]
-        launch.abort(workers)
-        said = tracebacks.verdict(run_dir, codes) if code else None
-        if said is not None:
-            print(f"error: {said}", file=sys.stderr)
-    return code if code >= 0 else 128 - code  # as a shell shows a death by signal
 
 
 def _print_summary(config: TrainConfig, summary: dict[str, Any], console: Console) -> None:

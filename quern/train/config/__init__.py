@@ -269,6 +269,7 @@ class TrainConfig(Section):
     later: ClassVar[Mapping[str, Any]] = {
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
+        "on_event": None,
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -339,6 +340,9 @@ class TrainConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
+    on_event: str | None = None
+    """Command that ``quern train --nproc`` starts, without a shell, when the run fails or stops; the event is a line of
+    JSON on its standard input. Example: ./page-somebody --team training"""
     verify_shards: bool = True
     """Compare every shard's SHA-256 at the start, each rank its share; files verified before are not read again."""
 

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GRACE_S", "LOOPBACK", "Worker", "abort", "end_with_launcher", "ending_signals", "environments", "free_port",
-    "launched", "leave_lost_terminal", "leaving", "send", "started", "wait",
+    "GRACE_S", "LOOPBACK", "Worker", "abort", "end_with_launcher", "ending_signals", "environments",
+    "free_port", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started", "wait",
 ]  # fmt: skip
 
 GRACE_S = 10.0
@@ -107,31 +107,40 @@ def started(
     ``options``: Popen's, by rank.
     """
     workers: list[Worker] = []
+    pipe, ours = os.pipe()
+    with listening(lambda number: on_signal(workers, number), lambda: send(workers, signal.SIGUSR1)):
+        try:
+            for number, environment in enumerate(environments):
+                how = options[number] if options else {}
+                own = {**environment, _PIPE: str(pipe)}
+                workers.append(subprocess.Popen([*command], env=own, start_new_session=True, pass_fds=[pipe], **how))
+            yield workers
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
+                worker.wait()
+            os.close(pipe)
+            os.close(ours)
+
+
+@contextmanager
+def listening(on_end: Callable[[int], None], on_request: Callable[[], None]) -> Iterator[None]:
+    """Within the block, one of :func:`ending_signals` calls ``on_end`` with its number, SIGUSR1 ``on_request``."""
 
     def heard(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_lost_terminal()
-        on_signal(workers, number)
+        on_end(number)
 
-    pipe, ours = os.pipe()
     before: dict[int, Any] = {number: signal.signal(number, heard) for number in ending_signals()}
-    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: send(workers, number))
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: on_request())
     try:
-        for number, environment in enumerate(environments):
-            how = options[number] if options else {}
-            own = {**environment, _PIPE: str(pipe)}
-            workers.append(subprocess.Popen([*command], env=own, start_new_session=True, pass_fds=[pipe], **how))
-        yield workers
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for worker in workers:
-            if worker.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
-            worker.wait()
-        os.close(pipe)
-        os.close(ours)
 
 
 @contextmanager

@@ -15,15 +15,15 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
-from quern.errors import named_line
+from quern.errors import STOPPED, named_line
 from quern.filesystem import open_own
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.debug.dumps import in_vain, tracebacks_folder
 
-__all__ = ["clear", "file_of", "keep", "stacks_of", "verdict", "writing_stacks"]
+__all__ = ["Failure", "clear", "file_of", "first_failure", "keep", "stacks_of", "writing_stacks"]
 
-_STOPPED = 3  # of quern.train: saved, and ended by a signal
 #: First line of a file: when the rank failed, in seconds since the epoch, and the error.
 _HEAD = re.compile(r"(\d+\.\d+) (.*)")
 
@@ -78,9 +78,18 @@ def keep(run_dir: str, rank: int, error: BaseException) -> str | None:
     return file
 
 
-def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
-    """One line for the exit codes of the ranks, as Popen gives them (None: still there): who failed first, and what to
-    do. None where no rank failed, or a rank has said why itself, with ``error: …``.
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first."""
+
+    rank: int
+    said: str
+    """Who failed of what, and what to do, in a line."""
+
+
+def first_failure(run_dir: str, codes: Sequence[int | None]) -> Failure | None:
+    """Who failed first, by the exit codes of the ranks as Popen gives them (None: still there) and by their tracebacks.
+    None where no rank failed, or a rank has said why itself, with ``error: …``.
 
     A death by signal comes first: the others fail of the connection that it left. Then a rank that is still there,
     while the others have waited in vain. Then the traceback that was written first.
@@ -94,7 +103,7 @@ def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
             name = f" ({signal.Signals(-code).name})"
         except ValueError:
             name = ""
-        return f"rank {rank} was killed by signal {-code}{name}; {after}"
+        return Failure(rank, f"rank {rank} was killed by signal {-code}{name}; {after}")
     found = []
     for rank in range(len(codes)):
         try:
@@ -104,7 +113,7 @@ def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
             continue
         if head is not None:
             found.append((float(head[1]), rank, head[2]))
-    if not found or len(found) < sum(code not in (0, _STOPPED, None) for code in codes):
+    if not found or len(found) < sum(code not in (0, STOPPED, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
     hung = [number for number, code in enumerate(codes) if code is None]
@@ -112,5 +121,5 @@ def verdict(run_dir: str, codes: Sequence[int | None]) -> str | None:
         stacks = [stacks_of(run_dir, number) for number in hung]
         named = f"rank {hung[0]} does" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} do"
         where = "".join(f"; stacks: {file}" for file in stacks if os.path.isfile(file) and os.path.getsize(file))
-        return f"{named} not answer, and rank {rank} waited in vain ({what}){where}; {after}"
-    return f"rank {rank}: {what}; its traceback: {file_of(run_dir, rank)}; {after}"
+        return Failure(hung[0], f"{named} not answer, and rank {rank} waited in vain ({what}){where}; {after}")
+    return Failure(rank, f"rank {rank}: {what}; its traceback: {file_of(run_dir, rank)}; {after}")

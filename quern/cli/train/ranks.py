@@ -1,0 +1,56 @@
+"""``quern train --nproc N --max-restarts R``: several ranks on this machine, started again after a failure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from quern.cli.open_run import open_training
+from quern.cli.output import plain_line
+from quern.errors import QuernError
+from quern.safe_path import module
+from quern.train.config import TrainConfig
+from quern.train.supervision.events import Events
+from quern.train.supervision.restarts import Restarts
+from quern.train.supervision.supervisor import Supervisor
+from quern.words import counted
+
+__all__ = ["supervise"]
+
+#: Documents that are named of a step that has ended a run twice.
+_NAMED = 8
+
+
+def supervise(config: TrainConfig, file: str, overrides: Sequence[str], nproc: int, most_restarts: int) -> int:
+    """Train ``file`` with ``overrides``, which is ``config``, on ``nproc`` processes; returns the exit code."""
+    restarts, command = Restarts(most_restarts), module("quern.train", file, *overrides)
+    with closing(Events(config.run_dir, config.on_event)) as events:
+        attempt = Supervisor(config.run_dir, command, nproc, restarts, events, _tell).run()
+    if restarts.why is not None:
+        _tell(f"not started again: {restarts.why}")
+    if restarts.why is not None and attempt.step is not None:
+        _tell(_what_was_read(config.run_dir, attempt.step))
+    return attempt.code
+
+
+def _what_was_read(run_dir: str, step: int) -> str:
+    """The documents of a step, as far as they can be known."""
+    from quern.lineage.answers.step import step_answer
+
+    command = f"quern lineage step {run_dir} {step}"
+    try:
+        run = open_training(run_dir)
+        newest = len(run.attempts) - 1
+        command += f" --attempt {newest}"  # no ledger proves that it got to the step
+        rows = list(step_answer(run, step, attempt=newest)["sequences"])
+    except QuernError:
+        return f"what step {step} read: {command}"
+    documents = {own["doc_id"]: own["name"] or own["doc_id"] for row in rows for own in row["documents"]}
+    named = ", ".join(plain_line(name, 200) for name in list(documents.values())[:_NAMED])
+    more = f" and {len(documents) - _NAMED:,} more" if len(documents) > _NAMED else ""
+    return f"step {step} read {counted(len(documents), 'document')}: {named}{more} ({command})"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

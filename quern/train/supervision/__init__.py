@@ -1,0 +1,1 @@
+"""What starts a run's ranks again after a failure, and says what happened."""

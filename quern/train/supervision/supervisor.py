@@ -1,0 +1,83 @@
+"""Starts the ranks of a run on this machine, and again after a failure: they go on from the newest whole checkpoint.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+
+from quern.errors import STOPPED, InputError
+from quern.train.processes import launch
+from quern.train.supervision import beats, tracebacks
+from quern.train.supervision.events import Events
+from quern.train.supervision.restarts import Attempt, Restarts
+
+__all__ = ["Supervisor"]
+
+
+class Supervisor:
+    """``nproc`` processes of ``command`` with torchrun's environment.
+
+    One that fails ends the others. A signal to this process goes to all, and ends the restarts. ``tell`` prints a line.
+    """
+
+    def __init__(
+        self, run_dir: str, command: Sequence[str], nproc: int, restarts: Restarts, events: Events,
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._run_dir, self._command, self._nproc = run_dir, command, nproc
+        self._restarts, self._events, self._tell = restarts, events, tell
+        self._asked = threading.Event()
+
+    def run(self) -> Attempt:
+        """Start the ranks until they end well, or are not started again; returns how they have ended last."""
+        while True:
+            attempt = self._attempt()
+            if attempt.said is not None:
+                self._tell(f"error: {attempt.said}")
+            wait_s = self._restarts.wait_s(attempt)
+            if attempt.code not in (0, InputError.exit_code):
+                self._events.tell(
+                    "stopped" if attempt.asked or attempt.code == STOPPED else "failed", code=attempt.code,
+                    rank=attempt.rank, step=attempt.step, said=attempt.said, restarts=self._restarts.done,
+                    starts_again_in_s=wait_s, why_not=self._restarts.why,
+                )  # fmt: skip
+            if wait_s is None:
+                return attempt
+            where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
+            times = f"{self._restarts.done} of {self._restarts.most}"
+            self._tell(f"failed {where}: started again in {wait_s:.0f} s (restart {times})")
+            if self._waited(wait_s):
+                return attempt
+
+    def _waited(self, wait_s: float) -> bool:
+        """Whether a signal has asked for the end before ``wait_s`` were over."""
+        with launch.listening(lambda number: self._asked.set(), lambda: None):
+            return self._asked.wait(wait_s)
+
+    def _attempt(self) -> Attempt:
+        tracebacks.clear(self._run_dir)
+        with tempfile.TemporaryDirectory(prefix="quern-ranks-") as folder:
+            path = os.path.join(folder, "beats")
+            environments = beats.environments_with(path, launch.environments(self._nproc))
+            with launch.started(self._command, environments, self._on_signal) as workers:
+                code = launch.wait(workers) or 0
+                codes = [worker.poll() for worker in workers]
+                launch.abort(workers)
+                failure = tracebacks.first_failure(self._run_dir, codes) if code else None
+            steps = beats.read(path)
+        rank = None if failure is None else failure.rank
+        reached = [step for step in steps if step is not None]
+        return Attempt(
+            code if code >= 0 else 128 - code, self._asked.is_set(), rank,
+            steps[rank] if rank is not None else max(reached, default=None),
+            None if failure is None else failure.said,
+        )  # fmt: skip
+
+    def _on_signal(self, workers: Sequence[launch.Worker], number: int) -> None:
+        self._asked.set()
+        launch.send(workers, number)

@@ -1,0 +1,244 @@
+"""Ranks that fail are started again, not for ever; what happened is written, and given to a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quern.config import dump_yaml
+from quern.train.supervision import beats, events
+from quern.train.supervision.events import Events
+from quern.train.supervision.restarts import Attempt, Restarts
+from quern.train.supervision.supervisor import Supervisor
+from support.lineage import runs
+from support.programs import python
+from support.train import run_case as case
+
+RANKS = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+
+
+def failed(step: int | None, code: int = 1) -> Attempt:
+    return Attempt(code, step=step)
+
+
+@pytest.mark.parametrize(
+    ("most", "attempts", "waits", "why"),
+    [
+        pytest.param(0, [failed(3)], [None], None, id="never"),
+        pytest.param(3, [failed(3), failed(9), failed(11)], [1, 1, 1], None, id="further each time"),
+        pytest.param(5, [failed(None)] * 4, [1, 2, 4, 4], None, id="twice as long, up to the longest"),
+        pytest.param(9, [failed(8), failed(5), failed(6), failed(9)], [1, 2, 4, 1], None, id="until it gets further"),
+        pytest.param(2, [failed(1), failed(2), failed(3)], [1, 1, None], "2 times", id="as often as it was told"),
+        pytest.param(9, [failed(7), failed(7)], [1, None], "step 7 .* twice in a row", id="the same step twice"),
+        pytest.param(9, [failed(7), failed(None), failed(7)], [1, 2, 4], None, id="not in a row"),
+        pytest.param(9, [failed(7, code=0)], [None], None, id="complete"),
+        pytest.param(9, [failed(None, code=2)], [None], None, id="bad input"),
+        pytest.param(9, [failed(7, code=3)], [None], None, id="saved after a signal"),
+        pytest.param(9, [Attempt(1, asked=True, step=7)], [None], None, id="asked to end, failed over it"),
+        pytest.param(9, [failed(7, code=137), failed(8, code=134)], [1, 1], None, id="killed"),
+    ],
+)
+def test_when_it_starts_again(most: int, attempts: Sequence[Attempt], waits: list[int], why: str | None) -> None:
+    restarts = Restarts(most, longest_wait_s=4)
+    assert [restarts.wait_s(attempt) for attempt in attempts] == waits
+    assert (restarts.why is None) is (why is None)
+    if why is not None:
+        assert re.search(why, str(restarts.why))
+
+
+def test_a_launcher_reads_in_which_step_its_ranks_are(tmp_path: Path) -> None:
+    path = str(tmp_path / "beats")
+    environments = beats.environments_with(path, [{**os.environ, "LOCAL_RANK": str(rank)} for rank in range(3)])
+    assert beats.read(path) == [None, None, None]
+    code = "from quern.train.supervision import beats\nwith beats.telling() as tell:\n for step in {}: tell(step)"
+    for rank, steps in ((2, [0, 1, 2**40]), (0, [5])):
+        subprocess.run([sys.executable, "-c", code.format(steps)], env=environments[rank], check=True)
+    assert beats.read(path) == [5, None, 2**40]
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / events.EVENTS_FILE).read_text().splitlines()]
+
+
+def test_each_event_is_a_line_and_a_call_without_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import sys; open('heard', 'a').write(sys.argv[1] + sys.stdin.read())"
+    told = Events(str(tmp_path), f"{sys.executable} -c \"{code}\" '$HOME; touch shell'")
+    told.tell("failed", step=3, said="rank 1: \x1b[31mred\n")
+    told.close()
+    told.tell("stopped", step=None)
+    told.close()
+    lines = (tmp_path / events.EVENTS_FILE).read_text().splitlines(keepends=True)
+    assert (tmp_path / "heard").read_text() == "".join("$HOME; touch shell" + line for line in lines)
+    assert not (tmp_path / "shell").exists()
+    first, second = read_events(tmp_path)
+    assert (first["event"], first["step"], first["said"]) == ("failed", 3, "rank 1: \x1b[31mred\n")
+    assert first["run_dir"] == str(tmp_path)
+    assert (second["event"], second["step"]) == ("stopped", None)
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        ("/no/such/command", "cannot be started"),
+        (f"{sys.executable} -c 'raise SystemExit(7)'", "exit code 7"),
+        (f"{sys.executable} -c 'import time; time.sleep(600)'", r"ended after"),
+    ],
+)
+def test_a_command_that_fails_is_not_the_runs_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, command: str, warning: str
+) -> None:
+    monkeypatch.setattr(events, "LIMIT_S", 0.5 if "600" in command else 60.0)
+    told = Events(str(tmp_path), command)
+    told.tell("failed")
+    told.close()
+    told._calls[0].join(60)
+    assert warning in caplog.text
+    assert len(read_events(tmp_path)) == 1
+
+
+#: A rank that begins a step for each of its arguments, and fails in the step named last, in the first FAILS attempts.
+PROGRAM = """
+import os, sys, time
+from quern.train.supervision import beats
+folder, fails, *steps = sys.argv[1:]
+mine = os.path.join(folder, "started-" + os.environ["RANK"])
+before = os.path.getsize(mine) if os.path.exists(mine) else 0
+open(mine, "a").write(".")
+with beats.telling() as tell:
+    for step in steps[before].split(","):
+        tell(int(step))
+    if before < int(fails):
+        while os.environ["RANK"] == "0":
+            time.sleep(1)
+        os.kill(os.getpid(), 9)
+"""
+
+
+def supervise(tmp_path: Path, most: int, fails: int, *steps: str) -> tuple[Attempt, list[str], Restarts]:
+    said: list[str] = []
+    restarts = Restarts(most, first_wait_s=0.01)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(fails), *steps]
+    told = Events(str(tmp_path), None)
+    return Supervisor(str(tmp_path), command, 2, restarts, told, said.append).run(), said, restarts
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quern.train.processes.launch.GRACE_S", 0.1)
+
+
+def test_ranks_are_started_again_until_they_end_well(tmp_path: Path) -> None:
+    attempt, said, restarts = supervise(tmp_path, 3, 2, "0,1", "0,1,2,3", "0,1")
+    assert (attempt.code, restarts.done, restarts.why) == (0, 2, None)
+    assert [line.partition(";")[0] for line in said[::2]] == ["error: rank 1 was killed by signal 9 (SIGKILL)"] * 2
+    assert [(row["event"], row["rank"], row["step"], row["restarts"]) for row in read_events(tmp_path)] == [
+        ("failed", 1, 1, 1), ("failed", 1, 3, 2),
+    ]  # fmt: skip
+
+
+def test_the_same_step_twice_in_a_row_is_the_end(tmp_path: Path) -> None:
+    attempt, said, restarts = supervise(tmp_path, 9, 9, "4,5", "3,4,5", "5")
+    assert (attempt.code, attempt.step, restarts.done) == (137, 5, 1)
+    assert restarts.why == "step 5 has ended the run twice in a row"
+    assert read_events(tmp_path)[-1]["why_not"] == restarts.why
+    assert "in step 5" in said[1]
+
+
+def test_a_signal_in_the_wait_for_a_start_is_the_end(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from quern.train.supervision.events import Events\n"
+        "from quern.train.supervision.restarts import Restarts\n"
+        "from quern.train.supervision.supervisor import Supervisor\n"
+        "restarts, told = Restarts(9, first_wait_s=600.0), Events(sys.argv[1], None)\n"
+        "Supervisor(sys.argv[1], [sys.executable, '-c', 'raise SystemExit(1)'], 1, restarts, told, str).run()\n"
+        "print(restarts.done)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    while not (tmp_path / events.EVENTS_FILE).exists():  # written right before the wait
+        time.sleep(0.05)
+        assert process.poll() is None
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert process.communicate()[0] == b"1\n"
+
+
+#: ``quern.train``, of which rank 1 is killed in step 5 while the file named first is there, or for ever.
+TRAINER = """
+import os, sys
+from quern.train import __main__ as program
+from quern.train.trainer import Trainer
+from quern.train.processes import launch
+
+plain = Trainer.clip
+
+def clip(self, step):
+    if step == 5 and self.ranks.rank == 1 and (sys.argv[1] == "ever" or os.path.exists(sys.argv[1])):
+        if sys.argv[1] != "ever":
+            os.unlink(sys.argv[1])
+        os.kill(os.getpid(), 9)
+    return plain(self, step)
+
+Trainer.clip = clip
+launch.end_with_launcher()
+program.leave(program.main(sys.argv[2:]))
+"""
+LAUNCHER = """
+import sys
+from quern.cli.train import ranks
+from quern.train.init_from import load_run_config
+
+once, program, config = sys.argv[1:]
+ranks.module = lambda *_: [sys.executable, program, once, config]
+sys.exit(ranks.supervise(load_run_config(config, ()), config, [], 2, 3))
+"""
+
+
+def train(tmp_path: Path, name: str, paths: list[str], fault: str) -> tuple[Any, Path]:
+    run = tmp_path / name
+    config = case.settings(run, paths, global_batch=4, micro_batch=1, checkpoint={"interval": 2})
+    (tmp_path / f"{name}.yaml").write_text(dump_yaml(config))
+    (tmp_path / "program.py").write_text(TRAINER)
+    command = [python(), "-c", LAUNCHER, fault, str(tmp_path / "program.py"), str(tmp_path / f"{name}.yaml")]
+    environment = {key: value for key, value in os.environ.items() if key not in RANKS} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False), run
+
+
+@pytest.mark.long
+def test_a_run_goes_on_after_a_kill_to_the_same_weights(tmp_path: Path) -> None:
+    paths = case.write_corpus(tmp_path / "data")
+    (tmp_path / "once").touch()
+    whole, plain = train(tmp_path, "plain", paths, str(tmp_path / "none"))
+    killed, again = train(tmp_path, "again", paths, str(tmp_path / "once"))
+    assert (whole.returncode, killed.returncode) == (0, 0), killed.stderr
+    assert "failed in step 5: started again in 1 s (restart 1 of 3)" in killed.stderr
+    files = sorted((plain / "checkpoints" / f"step_{case.STEPS:08d}").glob("*.distcp"))
+    assert files
+    for file in files:
+        assert file.read_bytes() == (again / file.relative_to(plain)).read_bytes()
+
+
+@pytest.mark.long
+def test_a_step_that_ends_the_run_twice_is_named_with_its_documents(tmp_path: Path) -> None:
+    data = runs.write_run(tmp_path / "data", seed=4, documents=240, files=6)
+    paths = [str(path) for path in sorted((data / "tokens").iterdir()) if path.is_dir() and path.suffix != ".val"]
+    done, run = train(tmp_path, "run", paths, "ever")
+    assert done.returncode == 137, done.stderr
+    lines = done.stderr.splitlines()
+    assert "not started again: step 5 has ended the run twice in a row" in lines
+    assert lines[-1].startswith("step 5 read ")
+    assert lines[-1].endswith(f"(quern lineage step {run} 5 --attempt 1)")
+    urls = {row["url"] for row in runs.listing(seed=4, documents=240, files=6).rows if row["url"]}
+    assert any(url in lines[-1] for url in urls)
