@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quern.cli.main import app as cli_app
-from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
+from quern.html.pieces import show
 from quern.lineage.forensics.cause import Part, _accused, find_cause, findings
 from quern.lineage.forensics.explain import explain
 from quern.lineage.forensics.file import StepRecord

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quern.data_pipeline.report.pieces import Bar, bars, num, percent, show, table
 from quern.data_pipeline.report.survey import NO_HOST, OUTCOMES, Survey
+from quern.html.pieces import Bar, bars, num, percent, show, table
 from quern.words import counted
 
 __all__ = ["languages_section", "seen"]

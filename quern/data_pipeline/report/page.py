@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from importlib.resources import files
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from quern.config import dump_yaml
 from quern.data_pipeline.report.counters import TokenLengths
 from quern.data_pipeline.report.funnel import all_alarms, funnel, main_reasons
 from quern.data_pipeline.report.languages import languages_section, seen
-from quern.data_pipeline.report.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
 from quern.data_pipeline.report.stats import committed
 from quern.data_pipeline.report.survey import (
     CHAR_EDGES,
@@ -27,6 +23,8 @@ from quern.data_pipeline.report.survey import (
     survey,
 )
 from quern.data_pipeline.report.texts import duplicates_section, samples_section
+from quern.html import frame as html
+from quern.html.pieces import Bar, Tick, bars, num, percent, plot, short, show, steps, table
 from quern.words import counted
 
 __all__ = ["render", "survey_run", "write_report"]
@@ -104,27 +102,20 @@ def render(run_dir: str, stats: Mapping[str, Any], found: Survey, run: Mapping[s
         ("damage", "Damage", _damage(stats)),
         ("config", "Config", _config(config)),
     ]
-    present = [(key, title, body) for key, title, body in sections if body]
-    template = _resource("template.html")
-    script = template.partition("<script>")[2].partition("</script>")[0]
-    return Template(template).substitute(
-        title=f"quern · {show(run_dir.rstrip('/').rpartition('/')[2], 80)}",
+    return html.frame(
+        title=f"quern · {run_dir.rstrip('/').rpartition('/')[2]}",
+        kicker="quern · data run",
         headline=f"{counted(stats['pages'], 'page')} became {counted(stats['unique'], 'document')}",
         tiles=_tiles(stats),
-        nav="".join(f'<a href="#{key}">{title}</a>' for key, title, _ in present),
-        sections="\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in present),
+        sections=sections,
         footer=_footer(run_dir, run, found),
         css=_resource("style.css"),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        scripts=[_resource("filter.js")],
     )
 
 
 def _resource(name: str) -> str:
     return files("quern.data_pipeline.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _lead(text: str) -> str:
-    return f'<p class="lead">{text}</p>'
 
 
 def _count(value: int) -> str:
@@ -142,8 +133,7 @@ def _tiles(stats: Mapping[str, Any]) -> str:
     if stats["tokens"] is not None:
         tokens = stats["tokens"]
         tiles.append(("tokens", _count(tokens["tokens"]), counted(tokens["shards"], "shard")))
-    cells = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
+    return html.tiles(tiles)
 
 
 def _alarms(stats: Mapping[str, Any]) -> str:
@@ -175,7 +165,7 @@ def _funnel(stats: Mapping[str, Any]) -> str:
     other = ", ".join(f"{num(count)} {show(kind)}" for kind, count in stats["other_records"].items())
     note = f" The files also hold records that carry no page: {other}." if other else ""
     return (
-        _lead(f"Every page that was read, and where it left; the width is the number of pages.{note}")
+        html.lead(f"Every page that was read, and where it left; the width is the number of pages.{note}")
         + f'<ol class="funnel">{"".join(lines)}</ol>'
     )
 
@@ -209,7 +199,9 @@ def _reasons(stats: Mapping[str, Any]) -> str:
         rows.append(Bar(f'<span title="{show(full)}">{show(label, 60)}</span>', (("dropped", count),), note))
     more = len(ranked) - NUM_REASONS
     tail = f'<p class="muted">and {num(more)} rarer reasons, in stats.json</p>' if more > 0 else ""
-    lead = _lead(f"The first failed rule of each of the {num(dropped)} dropped pages. Duplicates are not among them.")
+    lead = html.lead(
+        f"The first failed rule of each of the {num(dropped)} dropped pages. Duplicates are not among them."
+    )
     return lead + bars(rows, "reasons") + tail
 
 
@@ -234,7 +226,7 @@ def _sources(stats: Mapping[str, Any], found: Survey) -> str:
                 texts = tokens - table_of["unique"]
                 row.append(num(found.unique_chars[name] / texts, 2) if texts else "–")
         rows.append(row)
-    lead = _lead("“Held out” documents are the validation set; they are counted in documents and tokens.")
+    lead = html.lead("“Held out” documents are the validation set; they are counted in documents and tokens.")
     return (lead if with_tokens else "") + table(head, rows) + _losses_by_source(stats)
 
 
@@ -265,7 +257,7 @@ def _lengths(found: Survey) -> str:
     )
     drawn = _histogram(found.words, WORD_EDGES, "words") + _histogram(found.chars, CHAR_EDGES, "characters")
     legend = '<p class="legend"><span><i class="kept"></i>passed</span><span><i class="dropped"></i>dropped</span></p>'
-    return f'{_lead(lead)}{legend}<div class="two">{drawn}</div>'
+    return f'{html.lead(lead)}{legend}<div class="two">{drawn}</div>'
 
 
 def _histogram(counts: np.ndarray, edges: np.ndarray, unit: str) -> str:
@@ -329,7 +321,7 @@ def _time(stats: Mapping[str, Any]) -> str:
         rows.append(Bar(show(name), (("kept", value),), note))
     speed = timing["pages_per_cpu_second"]
     lead = f"CPU seconds of the pages phase: {num(timing['cpu_seconds'], 1)} in all"
-    return _lead(lead + (f", {num(speed, 1)} pages a CPU-second." if speed else ".")) + bars(rows)
+    return html.lead(lead + (f", {num(speed, 1)} pages a CPU-second." if speed else ".")) + bars(rows)
 
 
 def _damage(stats: Mapping[str, Any]) -> str:
@@ -342,7 +334,9 @@ def _damage(stats: Mapping[str, Any]) -> str:
     ]
     more = damage["count"] - len(rows)
     tail = f'<p class="muted">and {num(more)} more</p>' if more > 0 else ""
-    lead = _lead(f"{counted(damage['count'], 'place')} where an input file is damaged; reading went on behind each.")
+    lead = html.lead(
+        f"{counted(damage['count'], 'place')} where an input file is damaged; reading went on behind each."
+    )
     return lead + table(["file", "offset", "what was wrong"], rows, "texts") + tail
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quern.data_pipeline.report.funnel import url_similarities
-from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, table
 from quern.data_pipeline.report.survey import Pair, Sample, Survey
+from quern.html.pieces import Bar, Tick, bars, link, num, percent, plot, show, table
 from quern.words import counted
 
 __all__ = ["duplicates_section", "samples_section", "shown_documents"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
-from quern.data_pipeline.report.pieces import Bar, Tick, bars, link, num, percent, plot, show, steps, table
+from quern.html import frame as html
+from quern.html.pieces import Bar, Tick, bars, link, num, percent, plot, show, steps, table
 from quern.lineage.forensics.cause import said_of
 
 __all__ = ["render"]
@@ -25,38 +25,15 @@ def render(found: Mapping[str, Any], run: str) -> str:
         ("sources", "Sources", _sources(found)),
         ("next", "What to do", _commands(found)),
     ]
-    css = files("quern.data_pipeline.report").joinpath("style.css").read_text(encoding="utf-8")
-    nav = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
-    body = "\n".join(f'<section id="{key}"><h2>{title}</h2>{text}</section>' for key, title, text in sections)
     name = run.rstrip("/").rpartition("/")[2]
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; \
-form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<meta name="color-scheme" content="light dark">
-<title>quern · {show(name, 80)} · step {found["step"]}</title>
-<style>
-{css}
-</style>
-</head>
-<body>
-<header>
-<p class="kicker">quern · training run {show(name, 80)}</p>
-<h1>{_headline(found)}</h1>
-{_tiles(found)}
-<nav>{nav}</nav>
-</header>
-<main>
-{body}
-</main>
-<footer><p>{show(found["file"])}</p><p>Layout {_layout(found)} · policy {_pairs(found["policy"])}</p></footer>
-</body>
-</html>
-"""
+    return html.frame(
+        title=f"quern · {name} · step {found['step']}",
+        kicker=f"quern · training run {show(name, 80)}",
+        headline=_headline(found),
+        tiles=_tiles(found),
+        sections=sections,
+        footer=f"<p>{show(found['file'])}</p><p>Layout {_layout(found)} · policy {_pairs(found['policy'])}</p>",
+    )
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -89,8 +66,7 @@ def _tiles(found: Mapping[str, Any]) -> str:
         ("sequences that stand out", num(last["out"]), f"of {num(last['sequences'])}"),
         ("update", show(found["decision"]), "by the guard’s policy"),
     ]
-    cells = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
+    return html.tiles(tiles)
 
 
 def _what(found: Mapping[str, Any]) -> str:

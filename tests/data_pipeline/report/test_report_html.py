@@ -26,9 +26,9 @@ from quern.data_pipeline.report import page as report_html
 from quern.data_pipeline.report import survey as report_survey
 from quern.data_pipeline.report.counters import TopCounter
 from quern.data_pipeline.report.page import write_report
-from quern.data_pipeline.report.pieces import link, percent, show
 from quern.data_pipeline.report.survey import Budget, survey
 from quern.errors import QuernError
+from quern.html.pieces import link, percent, show
 from support.named_cases import with_each
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from quern.data_pipeline import report
-from quern.data_pipeline.report.pieces import show
 from quern.errors import InputError
+from quern.html.pieces import show
 from quern.lineage.purge.apply import clean as module
 from quern.lineage.purge.apply.clean import clean
 from quern.lineage.purge.apply.pages import clean_forensics

@@ -1,28 +1,3 @@
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-$script_hash'; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-$css
-</style>
-</head>
-<body>
-<header>
-<p class="kicker">quern · data run</p>
-<h1>$headline</h1>
-$tiles
-<nav>$nav</nav>
-</header>
-<main>
-$sections
-</main>
-<footer>$footer</footer>
-<script>
 (function () {
   var form = document.getElementById("filter");
   if (!form) return;
@@ -43,6 +18,3 @@ $sections
   form.addEventListener("submit", function (event) { event.preventDefault(); });
   apply();
 })();
-</script>
-</body>
-</html>
