@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import shutil
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from quern.train.batches.corpus import Corpus
 from quern.train.begin import Start
 from quern.train.checkpoint.format.manifest import CONFIG_FILE
 from quern.train.config import TrainConfig
+from quern.train.config.differences import differing
 from quern.train.step.metrics import Utilisation
 from quern.train.step.schedule import learning_rate
 from quern.train.summary import checkpoint_size, float8, step_of
@@ -95,32 +95,8 @@ def changes(config: TrainConfig, step: int) -> list[str]:
 
 def differences(before: TrainConfig, after: TrainConfig) -> list[str]:
     """``config: key: before → after`` of each key in which two configs differ, but for ``run_dir``."""
-    return _changes("", before.model_dump(mode="json"), after.model_dump(mode="json"))
-
-
-def _changes(name: str, before: Any, after: Any) -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = [key for key in after if name or key != "run_dir"]  # it may be the same folder by another path
-        return [
-            line for key in keys for line in _changes(f"{name}.{key}" if name else key, before.get(key), after[key])
-        ]
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        pairs = enumerate(zip(before, after, strict=True))
-        return [line for place, pair in pairs for line in _changes(f"{name}.{place}", *pair)]
-    return [] if before == after else [f"config: {name}: {_plain(before)} → {_plain(after)}"]
-
-
-def _plain(value: Any) -> str:
-    """As YAML on one line, cut where it is long."""
-    text = " ".join(_dumped(value).split())
-    return text if len(text) <= 100 else text[:99].rsplit(" ", 1)[0] + " …"
-
-
-def _dumped(value: Any) -> str:
-    """A config's value as it would stand in its file."""
-    import yaml
-
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n")
+    found = differing(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    return [f"config: {name}: {had} → {has}" for name, had, has in found]
 
 
 def describe(

@@ -12,7 +12,7 @@ from rich.table import Table
 from quern.cli.config.init import TRAIN_CASES, init_command
 from quern.cli.config.keys import keys_command
 from quern.cli.output import JSON, err_console, json_stdout, out_console, plain, reports_errors
-from quern.cli.train import debug, fork
+from quern.cli.train import debug, fork, report
 from quern.cli.train.ranks import supervise
 from quern.config import dump_yaml
 from quern.errors import InputError
@@ -98,6 +98,7 @@ def train(
 
 app.command("fork")(fork.fork)
 app.command("debug")(debug.debug)
+app.command("report")(report.report)
 app.command("keys")(keys_command(TrainConfig))
 app.command("init")(init_command(TrainConfig, TRAIN_CASES, "quern train run"))
 

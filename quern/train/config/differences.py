@@ -1,0 +1,36 @@
+"""Tells in which keys two configs differ, a line a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+__all__ = ["Difference", "differing"]
+
+#: A key, dotted; its value in one config, and in the other, each as YAML on one line.
+Difference = tuple[str, str, str]
+
+
+def differing(before: Any, after: Any, name: str = "") -> Iterator[Difference]:
+    """Each key in which two configs, as plain data, differ, but for ``run_dir``: the same run may stand at two paths.
+
+    A key that one of them lacks counts as null.
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*after, *before]):
+            if name or key != "run_dir":
+                yield from differing(before.get(key), after.get(key), f"{name}.{key}" if name else str(key))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for place, pair in enumerate(zip(before, after, strict=True)):
+            yield from differing(*pair, f"{name}.{place}")
+    elif before != after:
+        yield name, _plain(before), _plain(after)
+
+
+def _plain(value: Any) -> str:
+    """As YAML on one line, cut where it is long."""
+    dumped = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n")
+    text = " ".join(dumped.split())
+    return text if len(text) <= 100 else text[:99].rsplit(" ", 1)[0] + " …"
