@@ -110,7 +110,7 @@ def extra(runs: Sequence[Run]) -> dict[str, list[Chart]]:
             kind = "sources"
         few = dict(list(names.items())[:_MAX_LINES])
         key = f"extra-{sum(map(len, found.values()))}"
-        made = curves(key, outer.replace("_", " "), runs, few, mean=kind != "ranks")
+        made = curves(key, outer.replace("_", " ").capitalize(), runs, few, mean=kind != "ranks")
         if made is not None:
             found[kind].append(made)
     return found

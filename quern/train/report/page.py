@@ -78,7 +78,7 @@ def render(runs: Sequence[Run]) -> str:
         ("time", "Where the time went", "".join(_time(own, runs) for own in runs)),
         ("attempts", "Attempts", "".join(_attempts(own, runs) for own in runs)),
         ("checkpoints", "Checkpoints", "".join(_checkpoints(own, runs) for own in runs)),
-        ("steps", "Steps that were not as they should be", "".join(_odd(own, runs) for own in runs)),
+        ("steps", "Unhealthy steps", "".join(_odd(own, runs) for own in runs)),
         ("config", "Config", _config(run)),
     ]
     return html.frame(

@@ -1,7 +1,7 @@
 (function () {
   "use strict";
   var data = JSON.parse(document.getElementById("curves").textContent);
-  var root = document.documentElement, plots = [], axis = "step", moving = false;
+  var root = document.documentElement, plots = [], axis = "step", range = [0, 1], moving = false, HEIGHT = 250;
   var units = { step: "steps", tokens: "tokens", hours: "hours since the start" };
   var glyphs = { spike: "○", skipped: "×", non_finite: "!", good: "▲", saved: "△", failed: "▽" };
   var tones = { spike: "--duplicate", skipped: "--dropped", non_finite: "--dropped", good: "--kept", saved: "--soft",
@@ -13,7 +13,7 @@
     var size = Math.abs(value), units = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
     for (var i = 0; i < units.length; i++)
       if (size >= units[i][0] * 0.9995) return +(value / units[i][0]).toPrecision(4) + units[i][1];
-    return String(+value.toPrecision(4));
+    return size && size < 1e-3 ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(4));
   }
   function format(chart, value) {
     if (value === null || value === undefined) return "–";
@@ -63,7 +63,7 @@
     if (!chart.marked) return;
     var box = plot.bbox, draw = plot.ctx, ratio = devicePixelRatio || 1;
     draw.save();
-    draw.beginPath(); draw.rect(box.left, box.top, box.width, box.height); draw.clip();
+    draw.beginPath(); draw.rect(box.left - 6 * ratio, box.top, box.width + 12 * ratio, box.height); draw.clip();
     draw.textAlign = "center"; draw.textBaseline = "middle"; draw.font = 600 + " " + 12 * ratio + "px sans-serif";
     data.marks.forEach(function (own) {
       var place = own.x[axis][0];
@@ -83,13 +83,13 @@
     draw.restore();
   }
 
-  function make(chart) {
-    var place = document.getElementById(chart.key), log = chart.log && positive(chart);
+  function make(chart, place) {
+    var log = chart.log && positive(chart);
     function ink() { return colour("--soft"); }
     function rule() { return { stroke: function () { return colour("--line"); }, width: 1 }; }
-    var plot = new uPlot({
-      width: place.clientWidth || 320, height: 250, padding: [10, 8, 0, 0],
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+    return new uPlot({
+      width: place.clientWidth || 320, height: HEIGHT, padding: [10, 16, 0, 0],
+      scales: { x: { time: false }, y: log ? { distr: 3, range: close } : {} },
       cursor: { sync: { key: "run", setSeries: false }, dataIdx: nearest, drag: { x: true, y: false },
         points: { size: 6 } },
       legend: { live: true },
@@ -97,25 +97,38 @@
         .concat(chart.series.map(function (line) { return series(chart, line); })),
       axes: [
         { stroke: ink, grid: rule(), ticks: rule(), size: 30, space: 70, values: function (plot, all) { return all.map(short); } },
-        { stroke: ink, grid: rule(), ticks: rule(), size: 52, space: log ? 24 : 34,
-          filter: log ? decades : undefined,
-          values: function (plot, all) { return all.map(function (v) { return v === null ? "" : format(chart, v); }); } },
+        { stroke: ink, grid: rule(), ticks: rule(), size: 58, space: 34, splits: log ? rounds : undefined, filter: function (plot, all) { return all; },
+          values: function (plot, all) { return all.map(function (v) { return chart.percent ? +(100 * v).toFixed(1) + " %" : short(v); }); } },
       ],
       hooks: {
         draw: [function (plot) { mark(chart, plot); }],
         setScale: [function (plot, key) { if (key === "x") follow(plot); }],
       },
     }, table(chart), place);
-    return { plot: plot, chart: chart, place: place };
   }
 
-  // Of a logarithmic axis all ticks where it is short, decades with 2 and 5 where it is longer.
-  function decades(plot, ticks) {
-    var span = Math.log10(plot.scales.y.max / plot.scales.y.min);
-    return ticks.map(function (tick) {
-      var digit = Math.round(tick / Math.pow(10, Math.floor(Math.log10(tick) + 1e-9)));
-      return span < 1 || digit === 1 || (span < 2.2 && (digit === 2 || digit === 5)) ? tick : null;
-    });
+  // Round values of a logarithmic axis: even steps where it is short, else 1, 2 and 5 or powers of ten.
+  function rounds(plot, axis, least, most) {
+    var found = [], span = Math.log10(most / least);
+    if (span < 0.7) {
+      var step = Math.pow(10, Math.floor(Math.log10(most - least)));
+      step = (most - least) / step < 2.5 ? step / 2 : (most - least) / step > 6 ? step * 2 : step;
+      for (var v = Math.ceil(least / step) * step; v <= most; v += step) found.push(+v.toPrecision(6));
+      return found;
+    }
+    var digits = span < 2.5 ? [1, 2, 5] : [1], every = Math.max(1, Math.round(span / 6));
+    for (var power = Math.floor(Math.log10(least)); power <= Math.log10(most); power++)
+      digits.forEach(function (digit) {
+        var value = +(digit * Math.pow(10, power)).toPrecision(6);
+        if (value >= least && value <= most && power % every === 0) found.push(value);
+      });
+    return found;
+  }
+
+  function close(plot, least, most) {
+    if (least === null || !(least > 0)) return [1, 10];
+    var margin = Math.pow(Math.max(most / least, 1.02), 0.06);
+    return [least / margin, most * margin];
   }
 
   function positive(chart) {
@@ -124,62 +137,83 @@
 
   function follow(from) {
     if (moving) return;
+    range = [from.scales.x.min, from.scales.x.max];
     moving = true;
-    plots.forEach(function (own) {
-      if (own.plot !== from) own.plot.setScale("x", { min: from.scales.x.min, max: from.scales.x.max });
-    });
+    plots.forEach(function (own) { if (own.plot && own.plot !== from) own.plot.setScale("x", { min: range[0], max: range[1] }); });
     moving = false;
   }
 
   function whole() {
     var least = Infinity, most = -Infinity;
-    plots.forEach(function (own) {
-      var x = own.plot.data[0];
-      if (x.length) { least = Math.min(least, x[0]); most = Math.max(most, x[x.length - 1]); }
+    data.charts.forEach(function (chart) {
+      chart.series.forEach(function (line) {
+        line.x[axis].forEach(function (x) { if (x !== null) { least = Math.min(least, x); most = Math.max(most, x); } });
+      });
     });
+    range = least < most ? [least, most] : [least - 1, least + 1];
     moving = true;
-    plots.forEach(function (own) { own.plot.setScale("x", { min: least, max: most }); });
+    plots.forEach(function (own) { if (own.plot) own.plot.setScale("x", { min: range[0], max: range[1] }); });
     moving = false;
   }
 
-  function build() {
-    plots.forEach(function (own) { own.plot.destroy(); });
+  // A chart is drawn when it comes near the window, or is to be printed.
+  function draw(own) {
+    if (own.plot) return;
     moving = true;
-    plots = data.charts.map(make);
-    plots.forEach(function (own) {
-      own.place.addEventListener("dblclick", function () { setTimeout(whole); });
-      if (!own.chart.scaled && positive(own.chart)) {
-        var button = document.createElement("button");
-        button.type = "button"; button.className = "scale"; own.chart.scaled = true;
-        var say = function () { button.textContent = own.chart.log ? "log" : "linear"; };
-        button.title = "the scale of the y axis";
-        button.addEventListener("click", function () { own.chart.log = !own.chart.log; say(); build(); });
-        say();
-        own.place.parentNode.insertBefore(button, own.place);
-      }
-    });
+    own.plot = make(own.chart, own.place);
+    own.plot.setScale("x", { min: range[0], max: range[1] });
     moving = false;
-    whole();
   }
+
+  function again() {
+    plots.forEach(function (own) {
+      if (!own.plot) return;
+      own.plot.destroy();
+      own.plot = null;
+      draw(own);
+    });
+  }
+
+  data.charts.forEach(function (chart) {
+    var own = { chart: chart, place: document.getElementById(chart.key), plot: null };
+    plots.push(own);
+    own.place.addEventListener("dblclick", function () { setTimeout(whole); });
+    if (!positive(chart)) return;
+    var button = document.createElement("button");
+    function say() { button.setAttribute("aria-pressed", chart.log); }
+    button.type = "button";
+    button.className = "scale";
+    button.textContent = "log scale";
+    button.addEventListener("click", function () { chart.log = !chart.log; say(); again(); });
+    say();
+    own.place.parentNode.insertBefore(button, own.place);
+  });
 
   var form = document.getElementById("axes"), set = form.querySelector("fieldset");
   Object.keys(units).forEach(function (name) {
     if (!data.charts.some(function (chart) { return chart.series.some(function (line) { return told(line.x[name]); }); })) return;
     var label = document.createElement("label"), choice = document.createElement("input");
     choice.type = "radio"; choice.name = "axis"; choice.value = name; choice.checked = name === axis;
-    choice.addEventListener("change", function () { axis = name; build(); });
+    choice.addEventListener("change", function () { axis = name; whole(); again(); });
     label.append(choice, " " + units[name]);
     set.append(label);
   });
   form.querySelector("button").addEventListener("click", whole);
   form.hidden = false;
-  build();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
+  whole();
+  var watch = new IntersectionObserver(function (seen) {
+    seen.forEach(function (one) {
+      if (one.isIntersecting) plots.forEach(function (own) { if (own.place === one.target) draw(own); });
+    });
+  }, { rootMargin: "500px" });
+  plots.forEach(function (own) { watch.observe(own.place); });
+  addEventListener("beforeprint", function () { plots.forEach(draw); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   var wait;
   addEventListener("resize", function () {
     clearTimeout(wait);
     wait = setTimeout(function () {
-      plots.forEach(function (own) { own.plot.setSize({ width: own.place.clientWidth, height: 250 }); });
+      plots.forEach(function (own) { if (own.plot) own.plot.setSize({ width: own.place.clientWidth, height: HEIGHT }); });
     }, 100);
   });
 })();
