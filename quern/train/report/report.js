@@ -206,7 +206,10 @@
       if (one.isIntersecting) plots.forEach(function (own) { if (own.place === one.target) draw(own); });
     });
   }, { rootMargin: "500px" });
-  plots.forEach(function (own) { watch.observe(own.place); });
+  plots.forEach(function (own) {
+    if (own.place.getBoundingClientRect().top < innerHeight) draw(own);
+    else watch.observe(own.place);
+  });
   addEventListener("beforeprint", function () { plots.forEach(draw); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   var wait;

@@ -75,7 +75,7 @@ def thin(values: Sequence[F64] | F64) -> NDArray[np.int64]:
     size = len(columns[0])
     if size <= 4 * RANGES:
         return np.arange(size)
-    edges = np.linspace(0, size, RANGES + 1).astype(np.int64)[:-1]
+    edges = np.arange(RANGES) * size // RANGES
     found = [edges, np.array([size - 1])]
     for column in columns:
         for fill, best in ((np.inf, np.minimum), (-np.inf, np.maximum)):
@@ -92,7 +92,7 @@ def means(axes: Axes, values: F64) -> tuple[Axes, F64] | None:
     size = len(values)
     if size < 2 * _MEANS or not np.isfinite(values).any():
         return None
-    edges = np.linspace(0, size, _MEANS + 1).astype(np.int64)[:-1]
+    edges = np.arange(_MEANS) * size // _MEANS
     known = np.isfinite(values)
     counts = np.add.reduceat(known.astype(np.int64), edges)
     sums = np.add.reduceat(np.where(known, values, 0.0), edges)
