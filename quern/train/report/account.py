@@ -34,7 +34,7 @@ def account(run: Run) -> dict[str, float] | None:
     own = run.attempts[run.first :]
     if any(math.isnan(value) for one in own for value in (one.began, one.last)):
         return None
-    if np.isnan(run.metrics.time).any() or np.isnan(run.metrics.column("step_time_s")).any():
+    if np.isnan(run.metrics.column("time")).any() or np.isnan(run.metrics.column("step_time_s")).any():
         return None
     spent = dict.fromkeys(PARTS, 0.0)
     for number, attempt in enumerate(own):
@@ -60,7 +60,7 @@ def _between_steps(run: Run, attempt: Attempt, spent: dict[str, float]) -> None:
         spent["start"] += max(0.0, attempt.last - attempt.began)
         return
     saved = {fact["step"] for fact in attempt.facts if fact["kind"] == "checkpoint"}
-    times, steps = run.metrics.time[rows], run.metrics.step[rows]
+    times, steps = run.metrics.column("time")[rows], run.metrics.step[rows]
     done = np.cumsum(run.metrics.column("step_time_s")[rows])
     validated = {}
     for own in run.metrics.validations:

@@ -76,7 +76,7 @@ def by_source(runs: Sequence[Run]) -> Chart | None:
     """Held-out loss by source, where there are several."""
     lines = []
     for number, run in enumerate(runs):
-        names = dict.fromkeys(name for own, kept in run.validations if kept for name in own.sources)
+        names = dict.fromkeys(name for own in run.validations for name in own.sources)
         for place, name in enumerate(names if len(names) > 1 else ()):
             axes, values = held_out(run, name)
             lines.append(Series(_named(runs, run, name), axes, values, "dots", number + place * len(runs)))
@@ -85,7 +85,7 @@ def by_source(runs: Sequence[Run]) -> Chart | None:
 
 def held_out(run: Run, source: str | None = None) -> tuple[Axes, NDArray[np.float64]]:
     """Held-out loss of all sources together, or of one, of the present branch, by step."""
-    own = sorted((one for one, kept in run.validations if kept), key=lambda one: one.step)
+    own = run.validations
     values = np.array([one.loss if source is None else one.sources.get(source, np.nan) for one in own])
     began, steps = run.attempts[run.first].began, np.array([one.step for one in own], np.float64)
     hours = (np.array([one.time for one in own]) - began) / 3600

@@ -13,7 +13,6 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from quern import storage
 from quern.config import load_config
 from quern.errors import InputError
 from quern.train.checkpoint.format.manifest import CONFIG_FILE, list_checkpoints
@@ -32,35 +31,34 @@ KEPT, AGAIN, ABANDONED = 0, 1, 2
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start, resume or rollback: rows of ``rows`` are its own."""
+    """One start, resume or rollback, from ``step`` on. ``began`` and ``last`` (its last line): seconds since 1970.
+    ``ended``: how, in words. ``rows``: its rows of metrics. ``facts``: its lines in the ledger."""
 
     number: int
     kind: str
     step: int
     began: float
-    ended: str
-    """How, in words."""
     last: float
-    """When its last line was written, in seconds since 1970, as ``began``."""
+    ended: str
     rows: NDArray[np.int64]
     facts: Sequence[Entry]
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that the ledger tells of: after ``step`` steps; ``state`` in words."""
+    """A checkpoint that the ledger tells of, after ``step`` steps. ``kept``: it is of the present branch."""
 
     step: int
     state: str
+    """In words."""
     good: bool
     failed: bool
     kept: bool
-    """Whether it is of the present branch."""
 
 
 @dataclass(frozen=True)
 class Odd:
-    """A step that was not as it should be, as its lines in the ledger tell."""
+    """A step that was not as it should be, as its lines in the ledger tell; ``kept``: it is of the present branch."""
 
     step: int
     attempt: int
@@ -74,10 +72,12 @@ class Odd:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, read. ``fate``: int64 [rows], of each row of ``metrics``. ``order``: its surviving rows by step.
+    """A training run, read.
 
-    ``config``: of the last start, as plain data; empty where there is none. ``first``: the number of the first attempt
-    that is this run's own: a fork's ledger begins with those of the run that it comes from.
+    ``fate``: int64 [rows], of each row of ``metrics``. ``order``: its surviving rows by step. ``first``: the number of
+    the first attempt that is its own: a fork's ledger begins with those of the run that it comes from.
+    ``validations``: those of the present branch, by step. ``config``: of the last start, ``record``: run.json, as plain
+    data, empty where there is none.
     """
 
     path: str
@@ -90,19 +90,9 @@ class Run:
     first: int
     checkpoints: tuple[SavedCheckpoint, ...]
     odd: tuple[Odd, ...]
-    validations: tuple[tuple[Validation, bool], ...]
-    """Each with whether it is of the present branch."""
+    validations: tuple[Validation, ...]
     config: Mapping[str, Any]
     record: Mapping[str, Any]
-
-    @property
-    def reached(self) -> int:
-        """Steps that are complete, by metrics."""
-        return int(self.metrics.step[self.order[-1]]) + 1
-
-    def kept(self, name: str) -> NDArray[np.float64]:
-        """A column of the surviving rows, by step."""
-        return self.metrics.column(name)[self.order]
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -110,9 +100,13 @@ class Run:
         return self.metrics.step[self.order]
 
     @property
-    def status(self) -> str:
-        """How it stands, in words."""
-        return self.attempts[-1].ended
+    def reached(self) -> int:
+        """Steps that are complete, by metrics."""
+        return int(self.steps[-1]) + 1
+
+    def kept(self, name: str) -> NDArray[np.float64]:
+        """A column of the surviving rows, by step."""
+        return self.metrics.column(name)[self.order]
 
 
 def open_run(path: str) -> Run:
@@ -131,26 +125,23 @@ def open_run(path: str) -> Run:
         raise InputError(
             f"{os.path.join(path, METRICS_FILE)}: expected at least one step, got none; nothing to show yet"
         )
-    moves = [place for place, entry in enumerate(entries) if entry["kind"] in MOVES]
-    if not moves:
+    places = [place for place, entry in enumerate(entries) if entry["kind"] in MOVES]
+    if not places:
         raise InputError(f"{ledger}: expected a line that begins the run, got none")
-    fate = _fates(metrics, [entries[place] for place in moves])
+    moves = [entries[place] for place in places]
+    fate = _fates(metrics, moves)
     kept = np.flatnonzero(fate == KEPT)
     order = kept[np.argsort(metrics.step[kept], kind="stable")]
     order = order[np.flatnonzero(np.diff(metrics.step[order], append=-1) != 0)]  # of a step told twice the later
     if not len(order):
-        raise InputError(f"{path}: expected a step of the branch that the run is on, got none: it has gone back to its "
-                         "beginning and done no step since")  # fmt: skip
+        raise InputError(f"{path}: expected a step of the branch that the run is on, got none since it went back")
     fork = max((place for place, entry in enumerate(entries) if entry["kind"] == "fork"), default=-1)
-    first = sum(place < fork for place in moves)
-    attempts = tuple(_attempts(entries, moves, metrics))
-    stops = _stops([entries[place] for place in moves])
+    attempts, stops = tuple(_attempts(entries, places, metrics)), _stops(moves)
     return Run(
         path=path, name=os.path.basename(os.path.abspath(path)), entries=entries, metrics=metrics, fate=fate,
-        order=order, attempts=attempts, first=min(first, len(attempts) - 1),
+        order=order, attempts=attempts, first=min(sum(place < fork for place in places), len(places) - 1),
         checkpoints=tuple(_checkpoints(path, entries)), odd=tuple(_odd(attempts, stops)),
-        validations=tuple(_validations(metrics, stops)),
-        config=_config(path), record=_record(path),
+        validations=_validations(metrics, stops), config=_plain(path, CONFIG_FILE), record=_plain(path, "run.json"),
     )  # fmt: skip
 
 
@@ -188,12 +179,11 @@ def _attempts(entries: Sequence[Entry], moves: Sequence[int], metrics: MetricsTa
     for number, (place, end) in enumerate(zip(moves, [*moves[1:], len(entries)], strict=True)):
         entry, facts = entries[place], entries[place + 1 : end]
         rows = np.flatnonzero(metrics.attempt == number)
-        times = [when(entry), *map(when, facts), *metrics.time[rows[-1:]]]
+        times = [when(entry), *map(when, facts), *metrics.column("time")[rows[-1:]]]
         times += [own.time for own in metrics.validations if len(rows) and rows[0] < own.row <= rows[-1] + 1]
         last = max((time for time in times if not math.isnan(time)), default=math.nan)
-        yield Attempt(
-            number, entry["kind"], entry["step"], when(entry), _ended(facts, end == len(entries)), last, rows, facts
-        )
+        ended = _ended(facts, end == len(entries))
+        yield Attempt(number, entry["kind"], entry["step"], when(entry), last, ended, rows, facts)
 
 
 def _ended(facts: Sequence[Entry], newest: bool) -> str:
@@ -204,7 +194,7 @@ def _ended(facts: Sequence[Entry], newest: bool) -> str:
             return f"stopped by {fact.get('signal')}"
         if fact["kind"] == "fork":
             return "forked from here"
-    return "running, or ended without a word" if newest else "ended without a word"
+    return "running, or ended without a record" if newest else "ended without a record"
 
 
 def _checkpoints(path: str, entries: Sequence[Entry]) -> Iterator[SavedCheckpoint]:
@@ -251,36 +241,27 @@ def _odd(attempts: Sequence[Attempt], stops: Sequence[float]) -> Iterator[Odd]:
             yield Odd(step, attempt.number, tuple(dict.fromkeys(what)), loss, z, norm, norm_z, step < stop)
 
 
-def _validations(metrics: MetricsTable, stops: Sequence[float]) -> Iterator[tuple[Validation, bool]]:
-    last: dict[int, int] = {}
-    kept = []
-    for place, own in enumerate(metrics.validations):
+def _validations(metrics: MetricsTable, stops: Sequence[float]) -> tuple[Validation, ...]:
+    """Those of the present branch; of two at one step the later."""
+    kept = {}
+    for own in metrics.validations:
         attempt = int(metrics.attempt[own.row - 1]) if own.row else 0
-        kept.append(attempt >= len(stops) or own.step <= stops[attempt])
-        if kept[-1]:
-            last[own.step] = place
-    for place, own in enumerate(metrics.validations):
-        yield own, kept[place] and last[own.step] == place
+        if attempt >= len(stops) or own.step <= stops[attempt]:
+            kept[own.step] = own
+    return tuple(kept[step] for step in sorted(kept))
 
 
-def _config(path: str) -> Mapping[str, Any]:
-    """The config of the last start, with the defaults of this version where it can be read by it."""
-    file = os.path.join(path, CONFIG_FILE)
+def _plain(path: str, name: str) -> Mapping[str, Any]:
+    """The config, with the defaults of this version where it can be read by it, or run.json (which is YAML too)."""
+    file = os.path.join(path, name)
     try:
-        return load_config(file, TrainConfig).model_dump(mode="json")
+        if name == CONFIG_FILE:
+            return load_config(file, TrainConfig).model_dump(mode="json")
     except InputError:
         pass
     try:
         with open(file, encoding="utf-8") as text:
             found = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _record(path: str) -> Mapping[str, Any]:
-    try:
-        found = storage.read_json(os.path.join(path, "run.json"))
-    except InputError:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

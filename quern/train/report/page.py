@@ -69,7 +69,7 @@ def render(runs: Sequence[Run]) -> str:
     data = charts.data_block([chart for own in drawn.values() for chart in own], charts.marks(runs))
     sections = [
         ("beside", "Two runs", beside_section(runs)),
-        ("loss", "Loss", _controls() + figures["loss"] + _course(run)),
+        ("loss", "Loss", _controls() + figures["loss"] + _courses(runs)),
         ("optimiser", "Optimiser", grid["optimiser"]),
         ("sources", "Sources", "".join(_sources(own, runs) for own in runs)),
         ("speed", "Speed and memory", grid["speed"]),
@@ -84,8 +84,8 @@ def render(runs: Sequence[Run]) -> str:
     return html.frame(
         title=f"quern · {' and '.join(own.name for own in runs)}",
         kicker=f"quern · training run {' beside '.join(show(own.name, 60) for own in runs)}",
-        headline=_headline(run),
-        tiles=_tiles(run) + _notes(runs),
+        headline="; ".join(map(_headline, runs)),
+        tiles=(_tiles(run) if len(runs) == 1 else "") + _notes(runs),
         sections=sections,
         footer=_footer(runs) + data,
         css=_resource("uplot/uPlot.min.css") + _resource("style.css"),
@@ -100,16 +100,16 @@ def _resource(name: str) -> str:
 def _headline(run: Run) -> str:
     of = run.config.get("steps")
     all_steps = f" of {num(of)}" if isinstance(of, int) and of != run.reached else ""
-    return f"{num(run.reached)}{all_steps} steps, {show(run.status)}"
+    return f"{num(run.reached)}{all_steps} steps, {show(run.attempts[-1].ended)}"
 
 
 def _tiles(run: Run) -> str:
     loss, tokens = run.kept("loss"), run.kept("tokens")
     tail = loss[-max(1, len(loss) // 100) :]
-    held = [own for own, kept in run.validations if kept]
+    held = run.validations
     cells = [("training loss", _figure(_mean(tail), 4), f"mean of the last {counted(len(tail), 'step')}")]
     if held:
-        last, best = max(held, key=lambda own: own.step), min(held, key=lambda own: _least(own.loss))
+        last, best = held[-1], min(held, key=lambda own: _least(own.loss))
         cells.append(("held-out loss", _figure(last.loss, 4), f"least {_figure(best.loss, 4)} at {num(best.step)}"))
     if np.isfinite(tokens).any():
         cells.append(("tokens", short(float(np.nanmax(tokens))), counted(run.reached, "step")))
@@ -167,10 +167,19 @@ def _controls() -> str:
     )
 
 
+def _courses(runs: Sequence[Run]) -> str:
+    note = (
+        f"Tables are of all steps. A curve of many steps is drawn from {RANGES} ranges, of each its first step and "
+        "those with its least and greatest value, so that no spike is lost; means are of 200 ranges. Loss in nats a target."
+    )
+    shown = "".join(_of(run, runs) + _course(run) for run in runs)
+    return f'<h3>The course of the run</h3>{shown}<p class="muted">{note}</p>'
+
+
 def _course(run: Run) -> str:
     """The run in a dozen stretches, exact."""
     stretches = [own for own in np.array_split(np.arange(len(run.order)), _COURSE) if len(own)]
-    held = [own for own, kept in run.validations if kept]
+    held = run.validations
     loss, norm, lr, tokens, speed = map(run.kept, ("loss", "grad_norm", "lr", "tokens", "tokens_per_s"))
     rows = []
     for own in stretches:
@@ -185,12 +194,7 @@ def _course(run: Run) -> str:
         ])  # fmt: skip
     head = ["steps", "tokens", "loss, mean", "least", "greatest", "held out", "norm, median", "greatest",
             "learning rate", "tokens/s"]  # fmt: skip
-    note = (
-        f"Tables are of all {counted(len(run.order), 'step')}. A curve of many steps is drawn from {RANGES} ranges, of "
-        "each its first step and those with its least and greatest value, so that no spike is lost; means are of 200 "
-        "ranges. Loss in nats a target."
-    )
-    return "<h3>The course of the run</h3>" + table(head, rows) + f'<p class="muted">{note}</p>'
+    return table(head, rows)
 
 
 def _sources(run: Run, runs: Sequence[Run]) -> str:
@@ -198,7 +202,7 @@ def _sources(run: Run, runs: Sequence[Run]) -> str:
     if not found:
         return ""
     total = sum(own.tokens for own in found) or 1
-    held = [own for own, kept in run.validations if kept][-1:]
+    held = run.validations[-1:]
     rows = [
         [show(own.name, 80), num(own.tokens), percent(own.tokens, total), num(own.available), num(own.epochs, 2),
          *(_figure(one.sources.get(own.name, math.nan), 4) for one in held)]

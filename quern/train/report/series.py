@@ -63,7 +63,7 @@ def axes_of(run: Run, rows: NDArray[np.int64]) -> Axes:
     return Axes(
         run.metrics.step[rows].astype(np.float64) + 1,
         run.metrics.column("tokens")[rows],
-        (run.metrics.time[rows] - began) / 3600,
+        (run.metrics.column("time")[rows] - began) / 3600,
     )
 
 
