@@ -59,6 +59,7 @@ SMALL = {
     r"CONFIG (?=parallel)": "configs/llama3-8b.yaml data=[{path: runs/cc/tokens/cc, max_epochs: 1000000000}] ",
     r"RUN (?=--audit)": "../runs/cc ",
     r"/shared/runs/a\b": "runs/cc",
+    r"runs/lr2\b": "runs/125m",
     r"/secure": "..",
     r"\bRUN\b": "runs/125m",
     r"\b(?:IN|A)\b": "runs/125m/checkpoints/step_00000004",

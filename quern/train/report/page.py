@@ -170,7 +170,8 @@ def _controls() -> str:
 def _courses(runs: Sequence[Run]) -> str:
     note = (
         f"Tables are of all steps. A curve of many steps is drawn from {RANGES} ranges, of each its first step and "
-        "those with its least and greatest value, so that no spike is lost; means are of 200 ranges. Loss in nats a target."
+        "those with its least and greatest value, so that no spike is lost; means are of 200 ranges. Loss in nats a "
+        "target."
     )
     shown = "".join(_of(run, runs) + _course(run) for run in runs)
     return f'<h3>The course of the run</h3>{shown}<p class="muted">{note}</p>'
