@@ -261,6 +261,36 @@ def test_marks_stand_where_things_happened(page: Page) -> None:
     assert "5 steps abandoned" in page.text
 
 
+def test_what_lies_on_a_branch_that_was_left_is_said_to(tmp_path: Path) -> None:
+    """A rollback behind a resume, and the same checkpoint saved anew: nothing of before stands for what is now."""
+    rows: list[dict[str, Any]] = []
+    ledger: list[dict[str, Any]] = [{"kind": "order", "hash": ORDER.hash, "spec": ORDER.to_dict()}]
+    for number, (kind, first, stop) in enumerate([("start", 0, 20), ("resume", 10, 16), ("rollback", 5, 12)]):
+        ledger.append({"kind": kind, "step": first, "data_step": first + 20 * number, "order": ORDER.hash})
+        for step in range(first, stop):
+            rows.append({"kind": "step", "step": step, "attempt": number, "loss": number + 1.0})
+            if number == 0 and step in (7, 15):
+                rows.append({"kind": "validation", "step": step + 1, "loss": 9.0, "tokens": 1, "sources": {}})
+        ledger += [{"kind": "spike", "step": 7, "data_step": 7}] if number == 0 else []
+        for step in ((10, 15), (12,), (10,))[number]:
+            ledger.append({"kind": "checkpoint", "step": step, "data_step": step, "name": f"step_{step:08d}"})
+            ledger += [{"kind": "good", "step": step, "name": f"step_{step:08d}"}] if number < 2 else []
+    for name, lines in (("metrics", rows), ("ledger", ledger)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(Path(write_report(str(tmp_path))).read_text())
+    assert page.line("training")["y"] == [1.0] * 5 + [3.0] * 7
+    assert [line["label"] for line in page.curves["charts"][0]["series"]] == [
+        "training", "abandoned, attempt 0", "abandoned, attempt 1"
+    ]  # fmt: skip
+    assert page.line("abandoned, attempt 0")["x"]["step"] == [6, 7, 8, 9, 10]  # from 10 on they were done again
+    assert page.rows["checkpoints"][1:] == [
+        ["10", "saved, removed since"], ["12", "on a branch that was left"], ["15", "on a branch that was left"]
+    ]  # fmt: skip
+    assert [mark["kind"] for mark in page.curves["marks"]] == ["restart", "rollback", "saved"]
+    assert page.rows["steps"][1][-1] == "done again or abandoned"
+    assert "12 steps, running, or ended without a record" in page.text
+
+
 def test_the_time_is_where_it_was_spent(made: Made) -> None:
     spent = account(open_run(str(made.path)))
     assert spent is not None
