@@ -52,6 +52,8 @@ from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
+from quern.train.trackers.board import branch_folder
+from quern.train.trackers.trackers import Trackers, check_installed
 from quern.train.trainer import Trainer
 
 __all__ = ["Checked", "check", "check_settings", "layout_of", "open_trainer"]
@@ -102,6 +104,8 @@ def check(config: TrainConfig, world: int) -> Checked:
     Raises:
         InputError: naming the field, what it is and what would fit.
     """
+    if os.environ.get("RANK", "0") == "0":  # the rank that sends
+        check_installed(config.metrics.sent_to)
     corpus = Corpus([source.path for source in config.data], config.seq_len)
     layout = check_settings(config, world, corpus.vocab_size)
     check_init_from(config, _encoding(corpus))
@@ -220,21 +224,23 @@ def open_trainer(
             peak_flops(ranks.device, config.precision, config.metrics.peak_tflops),
         )  # fmt: skip
 
-        def written_once() -> Metrics | None:
-            if not ranks.first:
-                return None
+        def written_once() -> tuple[Metrics, Trackers] | tuple[None, None]:
+            if ledger is None:
+                return None, None
             run_record.tell(config, shape, layout, start.step)
             run_record.describe(config, corpus, shape, layout.plan, utilisation, start)
-            return Metrics(config.run_dir, config.metrics, config.steps)
+            board = branch_folder(config.run_dir, ledger.entries)
+            metrics = Metrics(config.run_dir, config.metrics, config.steps, board=board, first=start.step)
+            return metrics, Trackers(config.run_dir, config.metrics, start.attempt)
 
-        metrics = together.all_or_raise(written_once)
+        metrics, trackers = together.all_or_raise(written_once)
         forensics = _forensics(config, start, mesh, parallel, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
             forensics=forensics, loss_scale=loss_scale, checkpoints=checkpoints, state=state, validator=validator,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
-            ledger=ledger, metrics=metrics,
+            ledger=ledger, metrics=metrics, trackers=trackers,
         )  # fmt: skip
         with trainer:
             trainer.saves.restore(scalars)

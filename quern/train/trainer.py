@@ -44,6 +44,7 @@ from quern.train.step.profile import Profiler
 from quern.train.step.schedule import learning_rate
 from quern.train.step.validation import Validator
 from quern.train.supervision import beats
+from quern.train.trackers.trackers import Trackers
 
 __all__ = ["Trainer"]
 
@@ -87,6 +88,8 @@ class Trainer(Closes):
     ledger: Ledger | None
     """On rank 0 only."""
     metrics: Metrics | None
+    """On rank 0 only."""
+    trackers: Trackers | None
     """On rank 0 only."""
     stopped_by: str | None = None
     """The signal that ended the run early."""
@@ -332,6 +335,8 @@ class Trainer(Closes):
         elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)
+        if self.trackers is not None:
+            self.trackers.finish("finished" if self.complete else "stopped")
         self.ranks.barrier()
 
     def close(self) -> None:
@@ -339,6 +344,8 @@ class Trainer(Closes):
         self.feed.close()
         if self.metrics is not None:
             self.metrics.close()
+        if self.trackers is not None:
+            self.trackers.close()
         if self.ledger is not None:
             self.ledger.close()
         self.checkpoints.close()

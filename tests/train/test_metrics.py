@@ -205,7 +205,7 @@ def test_a_board_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypa
     assert metrics._board is not None
     metrics.report(row(0))
     with contextlib.suppress(OSError):  # its thread writes when it likes: now
-        metrics._board.flush()
+        metrics._board.writer.flush()
     metrics.report(row(1))
     metrics.validation(2, {"loss": 3.25, "tokens": 8, "sources": {}})
     metrics.close()

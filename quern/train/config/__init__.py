@@ -12,12 +12,13 @@ from quern.model.config import ModelConfig
 from quern.parallel.planning.schedules import Schedule
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
 from quern.train.config.float8 import Float8Config
+from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
 from quern.train.config.numbers import Count, NonNegative, Weight
 
 __all__ = [
     "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
-    "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProcessConfig", "ProfileConfig",
-    "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
+    "HeldOutConfig", "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProcessConfig",
+    "ProfileConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
 ]  # fmt: skip
 
 _MOST_BETA = 257 / 258
@@ -229,27 +230,6 @@ class ForensicsConfig(Section):
         if self.steps and not self.window:
             raise ValueError("steps: expected a window of 1 or more with it")
         return self
-
-
-class ValidationConfig(Section):
-    """Loss on the held-out documents (``path + '.val'``)."""
-
-    interval: NonNegative = 500
-    """[steps] Steps between validations; 0 = only at the end."""
-    windows: Count | None = 256
-    """[windows] Windows of each source, from its start; null = all."""
-
-
-class MetricsConfig(Section):
-    """The metrics written for each step."""
-
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
-    live: bool = True
-    """Show a line on stderr with loss, speed and time to go."""
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """[TFLOP/s] Dense peak of one device in the compute precision; null = by the device's name, else MFU is null.
-    Example: 989"""
 
 
 class ProfileConfig(Section):

@@ -7,12 +7,11 @@ import logging
 import os
 import resource
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +20,7 @@ from quern.errors import QuernError
 from quern.model.config import ModelShape
 from quern.train.config import MetricsConfig
 from quern.train.history.ledger import nulled
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from quern.train.trackers.board import FOLDER, Board
 
 __all__ = ["Mark", "Metrics", "Utilisation", "memory_gib", "peak_flops"]
 
@@ -121,14 +118,16 @@ def memory_gib(device: torch.device) -> float:
 class Metrics:
     """Writes the metrics of each step, on rank 0 only. Every other rank has none of these."""
 
-    def __init__(self, run_dir: str, config: MetricsConfig, steps: int) -> None:
-        self._path, self._folder = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "tensorboard")
+    def __init__(
+        self, run_dir: str, config: MetricsConfig, steps: int, *, board: str | None = None, first: int = 0
+    ) -> None:
+        """``board``: where TensorBoard's files go, None = the run's; ``first``: the step from which the run goes on."""
+        self._path, self._folder = os.path.join(run_dir, "metrics.jsonl"), board or os.path.join(run_dir, FOLDER)
         try:
             self._file = open(self._path, "ab", 0, opener=storage.open_own)  # noqa: SIM115  (closed by close)
         except OSError as error:
             raise QuernError(f"{self._path}: cannot be written ({error.strerror})") from None
-        self._board = _board(self._folder) if config.tensorboard else None
-        self._hook, threading.excepthook = threading.excepthook, self._ended
+        self._board = Board(self._folder, first) if config.tensorboard else None
         self._told: set[str] = set()
         """Of which it has been said that they cannot be written."""
         self._live = config.live
@@ -139,22 +138,18 @@ class Metrics:
 
     def report(self, row: Mapping[str, Any]) -> None:
         """One step; ``row`` is plain data with ``step`` and ``loss``."""
-        row, step = nulled(row), int(row["step"])
+        row, step = {"kind": "step", **nulled(row)}, int(row["step"])
         self._first = step if self._first is None else self._first
-        self._write({"kind": "step", **row})
-        names = ("loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "memory_gib", "mfu_full")
-        self._draw({f"train/{name}": row.get(name) for name in names}, step)
+        self._write(row)
+        self._draw(row)
         self._show(row, step)
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
         """Held-out loss after ``step`` completed steps: ``loss``, and by source."""
         losses = nulled(losses)
-        self._write({"kind": "validation", "step": step, **losses})
-        total = "loss"
-        while total in losses["sources"]:
-            total += " of all sources"
-        named = {total: losses["loss"], **{name: value["loss"] for name, value in losses["sources"].items()}}
-        self._draw({f"validation/{name}": value for name, value in named.items()}, step)
+        row = {"kind": "validation", "step": step, **losses}
+        self._write(row)
+        self._draw(row)
         if self._live:
             self._clear()
             loss = f"{losses['loss']:.4f}" if losses["loss"] is not None else "not finite"
@@ -166,13 +161,7 @@ class Metrics:
         with self._tried(self._folder):
             if self._board is not None:
                 self._board.close()
-        threading.excepthook = self._hook
         self._clear()
-
-    def _ended(self, how: threading.ExceptHookArgs) -> None:
-        """A thread has ended with an error: the board's raises it again here, where it is one line."""
-        if not (isinstance(how.exc_value, OSError) and type(how.thread).__module__.startswith("tensorboard.")):
-            self._hook(how)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         timed = {**row, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
@@ -187,14 +176,12 @@ class Metrics:
                     os.ftruncate(self._file.fileno(), size)  # half a line would damage the next one
                 raise
 
-    def _draw(self, values: Mapping[str, float | None], step: int) -> None:
-        """Put numbers on the board; after an error it takes no more."""
+    def _draw(self, row: Mapping[str, Any]) -> None:
+        """Put a line's numbers on the board; after an error it takes no more."""
         if self._board is None or self._folder in self._told:
             return
         with self._tried(self._folder):
-            for name, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(name, value, step)
+            self._board.draw(row)
 
     @contextmanager
     def _tried(self, path: str) -> Iterator[None]:
@@ -234,9 +221,3 @@ class Metrics:
 def _tell(text: str) -> None:
     with suppress(OSError):  # the terminal may have been closed, and the run is to be saved all the same
         print(text, end="", file=sys.stderr, flush=True)
-
-
-def _board(folder: str) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # half a second that only a run with a board pays
-
-    return SummaryWriter(folder)

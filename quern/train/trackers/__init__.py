@@ -1,0 +1,1 @@
+"""Where metrics are shown: TensorBoard's files, and a process for each other tracker."""
