@@ -105,7 +105,7 @@ def _checked(kind: Any, found: Any) -> Any:
     for name, value in found.items():
         if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
             raise ValueError(f"{name}: has another type than expected, got {value!r:.40}")
-        if name in ("step", "bytes", "entries") and value < 0:
+        if isinstance(value, int) and value < -1:
             raise ValueError(f"{name}: expected 0 or more, got {value}")
     return kind(**found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -146,7 +147,7 @@ class Follower:
         """Send what the ledger says of the starts before ``stop`` that are of the present branch."""
         if not self.state.branches:
             return
-        step = int(max(0, self.state.place))
+        step = math.ceil(max(0.0, self.state.place))
         done, points = self.state.entries, []
         attempt = sum(entry["kind"] in MOVES for entry in self._entries[:done]) - 1
         for entry in self._entries[done:]:
@@ -227,7 +228,8 @@ def main(run_dir: str, name: str, attempt: int, timeout_s: float, answers: IO[st
                     follower.close(word.decode() or "killed")
                     return
             except BlockingIOError:
-                pause = _POLL_S
+                if ended:
+                    return  # that one, or the worker of a later start, sends what is left
             except Exception as error:
                 if not told:
                     say(failed=str(error) if isinstance(error, QuernError) else named_line(error))
