@@ -33,7 +33,7 @@ from quern.train.batches.boundaries import open_boundaries
 from quern.train.batches.corpus import Corpus
 from quern.train.batches.feed import Feed
 from quern.train.batches.loader import Loader
-from quern.train.batches.mixture import plan_mixture
+from quern.train.batches.mixture import order_names, plan_mixture
 from quern.train.begin import LEDGER_FILE, Start, begin
 from quern.train.checkpoint.format.manifest import Checkpoint, EncodingInfo, RunFacts
 from quern.train.checkpoint.format.state import TrainState
@@ -44,6 +44,8 @@ from quern.train.history.ledger import Ledger
 from quern.train.init_from import check_init_from, starting_checkpoint
 from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks
+from quern.train.step.by_rank import RankFigures
+from quern.train.step.by_source import SourceLosses
 from quern.train.step.forensics import Facts, Forensics
 from quern.train.step.guard import Guard
 from quern.train.step.metrics import Metrics, Utilisation, peak_flops
@@ -57,7 +59,6 @@ from quern.train.trackers.trackers import Trackers, check_installed
 from quern.train.trainer import Trainer
 
 __all__ = ["Checked", "check", "check_settings", "layout_of", "open_trainer"]
-
 
 log = logging.getLogger(__name__)
 
@@ -238,9 +239,10 @@ def open_trainer(
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
-            forensics=forensics, loss_scale=loss_scale, checkpoints=checkpoints, state=state, validator=validator,
-            profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), utilisation=utilisation,
-            ledger=ledger, metrics=metrics, trackers=trackers,
+            forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture)),
+            by_rank=RankFigures(ranks), loss_scale=loss_scale, checkpoints=checkpoints, state=state,
+            profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), validator=validator,
+            utilisation=utilisation, ledger=ledger, metrics=metrics, trackers=trackers,
         )  # fmt: skip
         with trainer:
             trainer.saves.restore(scalars)
@@ -275,8 +277,7 @@ def _forensics(
         dp_rank=mesh.dp_rank,
         loss_scaled=loss_scale.enabled,
     )  # fmt: skip
-    gradients, counts = parallel.gradients, parallel.run.counts
-    return Forensics(config.forensics, config.run_dir, facts, gradients.squares, counts, together)
+    return Forensics(config.forensics, config.run_dir, facts, parallel.gradients.squares, together)
 
 
 def _check_kernels(config: TrainConfig, precision: Precision, device: torch.device) -> None:

@@ -35,6 +35,8 @@ from quern.train.processes.machine import collecting
 from quern.train.processes.ranks import Ranks
 from quern.train.step import figures
 from quern.train.step.adamw_bf16 import AdamWBF16
+from quern.train.step.by_rank import RankFigures
+from quern.train.step.by_source import SourceLosses
 from quern.train.step.forensics import Forensics, Seen
 from quern.train.step.guard import Guard, Health
 from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
@@ -78,6 +80,8 @@ class Trainer(Closes):
     feed: Feed
     guard: Guard
     forensics: Forensics
+    by_source: SourceLosses
+    by_rank: RankFigures
     loss_scale: LossScale
     checkpoints: CheckpointManager
     state: TrainState
@@ -86,11 +90,9 @@ class Trainer(Closes):
     profiler: Profiler
     utilisation: Utilisation
     ledger: Ledger | None
-    """On rank 0 only."""
     metrics: Metrics | None
-    """On rank 0 only."""
     trackers: Trackers | None
-    """On rank 0 only."""
+    """On rank 0 only, as the metrics and the ledger."""
     stopped_by: str | None = None
     """The signal that ended the run early."""
     on_gradients: Callable[[Trainer, int], None] | None = None
@@ -165,9 +167,11 @@ class Trainer(Closes):
         self.optimizer.zero_grad(set_to_none=True)
 
         def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
+            self.by_rank.worked()
             return self.loss_scale.scaled(loss_sum / batch.valid_tokens)
 
-        losses = self.forensics.losses()
+        losses = self.by_source.buffers(self.parallel.run.counts)
+        self.by_rank.begin()
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
         self.forensics.keep(batch, losses)
         self.parallel.gradients.finish()
@@ -176,7 +180,8 @@ class Trainer(Closes):
             sums / batch.valid_tokens, self._master, stop=self._signal, saves_ended=save.ended,
             saves_published=save.published, asked=self.forensics.take_request(),
         )  # fmt: skip
-        self._summed = self.ranks.sum(mine)
+        behind = self.by_source.of_this_rank(batch, losses, mine), self.by_rank.of_this_rank(batch.data_step, mine)
+        self._summed = self.ranks.sum(torch.cat((mine, *behind)))
         return self._summed[1]
 
     def clip(self, step: int) -> torch.Tensor:
@@ -221,8 +226,9 @@ class Trainer(Closes):
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
             pending.ended.wait()
-            found = figures.unpack(pending.values)
-            self.forensics.settle(self._read(pending, found))
+            found, behind = figures.unpack(pending.values)
+            self.by_rank.settle(pending.wait_s)
+            self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             if self._skips > self.config.guard.max_skips:  # the same on every rank
                 done = pending.step + 1 - self._skips
@@ -237,14 +243,14 @@ class Trainer(Closes):
                     f"then {way}"
                 )
 
-    def _read(self, pending: _Pending, found: figures.Figures) -> Seen:
+    def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._signal).name if self._signal else "signal to another rank"
             if self.ledger is not None:
                 log.info("%s: the step in work is finished and saved; the same command goes on", self.stopped_by)
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
         self._skips = self._skips + 1 if found.skipped else 0
-        where = {"step": pending.step, "data_step": pending.data_step}
+        where, num = {"step": pending.step, "data_step": pending.data_step}, len(self.by_source)
         flags = {
             "loss_spike": bool(found.loss_spike), "grad_norm_spike": bool(found.norm_spike),
             "non_finite": bool(found.non_finite), "skipped": bool(found.skipped),
@@ -273,7 +279,8 @@ class Trainer(Closes):
             **where, "attempt": self.start.attempt, "loss": found.loss, "grad_norm": found.norm, "lr": pending.lr,
             "tokens": pending.tokens, "valid_tokens": pending.valid_tokens, "tokens_per_s": speed,
             "step_time_s": seconds, "data_wait_s": pending.wait_s, "memory_gib": memory_gib(self.ranks.device),
-            **self.utilisation.of(speed), **flags,
+            **self.utilisation.of(speed), **flags, "losses_by_source": self.by_source.read(behind[:num]),
+            **self.by_rank.read(pending.data_step, behind[num:]),
         }  # fmt: skip
         row |= {"loss_scale": found.scale} if self.loss_scale.enabled else {}
         self.metrics.report(row | ({"z_loss": found.objective - found.loss} if self.config.z_loss else {}))

@@ -38,6 +38,8 @@ class StepInputs:
     micro_batches: tuple[Inputs, ...]
     origins: tuple[Origin, ...]
     """Of each micro-batch."""
+    sources_S: torch.Tensor
+    """The number of each sequence's source, of all micro-batches in turn."""
     wait_s: float
     """Time the loop stood still for it."""
 
@@ -101,7 +103,8 @@ class Feed:
         assert batch.data_step == data_step, f"expected data step {data_step}, the loader gave {batch.data_step}"
         inputs = tuple(to_device(b, self._device, document_mask=self._document_mask) for b in batch.micro_batches)
         origins = tuple(Origin(b.indices, b.sources, b.epochs, b.windows) for b in batch.micro_batches)
-        return StepInputs(data_step, batch.valid_tokens, inputs, origins, wait)
+        sources = _move(np.concatenate([own.sources for own in origins]).astype(np.int64), self._device)
+        return StepInputs(data_step, batch.valid_tokens, inputs, origins, sources, wait)
 
     def close(self) -> None:
         """Stop the reading thread."""

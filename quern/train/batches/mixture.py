@@ -17,7 +17,7 @@ from quern.mixtures.word import quantise
 from quern.train.batches.corpus import AssumedCorpus, Corpus
 from quern.train.config import TrainConfig
 
-__all__ = ["Mixture", "carry_on", "plan_mixture", "source_names"]
+__all__ = ["Mixture", "carry_on", "order_names", "plan_mixture", "source_names"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ def source_names(config: TrainConfig) -> list[str]:
     """The name of each entry of ``data``: that of its source, or its path if several have that name."""
     names = [os.path.basename(os.path.abspath(given.path)) for given in config.data]
     return [name if names.count(name) == 1 else given.path for name, given in zip(names, config.data, strict=True)]
+
+
+def order_names(config: TrainConfig, mixture: Mixture) -> list[str]:
+    """The name of each source of the order; of one that is not read any more, its identity."""
+    names = source_names(config)
+    owns = zip(mixture.source_map, mixture.order.ids, strict=True)
+    return [ident if own is None else names[own] for own, ident in owns]
 
 
 def plan_mixture(config: TrainConfig, corpus: Corpus | AssumedCorpus) -> OrderPlan:

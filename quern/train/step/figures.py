@@ -42,7 +42,7 @@ _SUMMED = Figures._fields.index("norm")
 
 def of_this_rank(objective_and_loss: torch.Tensor, dtype: torch.dtype, **counts: float) -> torch.Tensor:
     """[6]: what this rank adds to the figures that are summed. ``counts``: those behind the first two, by name; they
-    travel with the loss, so that all ranks know them at the same step."""
+    travel with the loss, so that all ranks know them at the same step. More may be put behind them."""
     mine = torch.zeros(_SUMMED, dtype=dtype, device=objective_and_loss.device)
     mine[:2] = objective_and_loss
     for name, value in counts.items():
@@ -52,11 +52,13 @@ def of_this_rank(objective_and_loss: torch.Tensor, dtype: torch.dtype, **counts:
 
 
 def pack(summed: torch.Tensor, **own: torch.Tensor) -> torch.Tensor:
-    """[14], on its way to the host: the summed figures and the others by name, which are the same on every rank."""
+    """[14 + n], on its way to the host: the summed figures, the others by name, which are the same on every rank, and
+    the n that were put behind those of :func:`of_this_rank`."""
     rest = torch.stack([own[name].to(summed.dtype) for name in Figures._fields[_SUMMED:]])
-    return torch.cat((summed, rest)).to("cpu", non_blocking=True)
+    return torch.cat((summed[:_SUMMED], rest, summed[_SUMMED:])).to("cpu", non_blocking=True)
 
 
-def unpack(values: torch.Tensor) -> Figures:
-    """The figures, once the copy to the host has ended."""
-    return Figures(*values.tolist())
+def unpack(values: torch.Tensor) -> tuple[Figures, list[float]]:
+    """The figures and those behind them, once the copy to the host has ended."""
+    numbers = values.tolist()
+    return Figures(*numbers[: len(Figures._fields)]), numbers[len(Figures._fields) :]

@@ -122,8 +122,7 @@ class _Sequences:
 class Forensics:
     """Keeps the last ``config.window`` steps, and writes them when one of them is to be recorded.
 
-    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. ``counts``: whether this rank's losses
-    are to be counted, as its runner says. Collective.
+    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. Collective.
     """
 
     def __init__(
@@ -132,10 +131,9 @@ class Forensics:
         run_dir: str,
         facts: Facts,
         squares: Callable[[Sequence[Norms]], dict[str, float]],
-        counts: bool,
         together: Agreement,
     ) -> None:
-        self._config, self._facts, self._squares, self._counts = config, facts, squares, counts
+        self._config, self._facts, self._squares = config, facts, squares
         self._together = together
         self._folder = os.path.join(run_dir, FOLDER)
         self._kept: deque[_Kept] = deque(maxlen=config.window + 1)  # one is in work when the one before is read
@@ -147,12 +145,8 @@ class Forensics:
 
     # ---- in every step
 
-    def losses(self) -> dict[int, Tensor] | None:
-        """The buffers [B, L] for the losses of a step's forward passes; None: nothing is kept here."""
-        return {} if self._config.window and self._counts else None
-
     def keep(self, batch: StepInputs, losses: Mapping[int, Tensor] | None) -> None:
-        """Remember a step's losses, on the device, in pieces."""
+        """Remember a step's losses, on the device, in pieces; None: another rank counts them."""
         if not self._config.window:
             return
         nats_MBP = targets_MBP = None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quern import storage
+from quern.errors import InputError
 from quern.parallel.accumulation import Inputs, Runner
 from quern.tokenize.shard_format import VERSION_FILE
 from quern.tokenize.shards import ShardReader
@@ -34,10 +35,12 @@ _HELD_OUT = ".val"
 
 
 def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
-    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window.
+    """Those of ``path + '.val'`` that the corpus version lists and that hold at least one window, and the sets of
+    ``validation.sets``.
 
     Raises:
-        InputError: a file of theirs is missing or is not what the corpus version says.
+        InputError: a file of theirs is missing or is not what the corpus version says; a set is of another encoding
+            than the sources, is one of them, or has the name of one.
     """
     found = []
     for source in config.data:
@@ -46,6 +49,19 @@ def open_held_out(config: TrainConfig) -> tuple[Corpus, ...]:
         listed = storage.read_json(os.path.join(root, VERSION_FILE))["sources"]
         if name in listed and ShardReader(folder).num_windows(config.seq_len):
             found.append(Corpus([folder], config.seq_len))
+    for number, given in enumerate(config.validation.sets):
+        where = f"validation.sets.{number}"
+        if given.name in source_names(config):
+            raise InputError(f"{where}.name: expected another than those of the sources of data, got {given.name!r}")
+        try:
+            Corpus([*(source.path for source in config.data), given.path], config.seq_len)
+            found.append(Corpus([given.path], config.seq_len))
+        except InputError as error:
+            raise InputError(f"{where}.path: {error}") from None
+    opened = [corpus.readers[0].path for corpus in found]
+    if len(set(opened)) < len(opened):
+        twice = max(opened, key=opened.count)
+        raise InputError(f"validation.sets: {twice} is given twice, or is held out of a source; expected each set once")
     return tuple(found)
 
 
@@ -77,12 +93,13 @@ class _FromTheStart:
 @dataclass(frozen=True)
 class _Source:
     name: str
+    is_set: bool
     loader: Loader
     steps: int
 
 
 class Validator:
-    """Mean loss a target, over each source's held-out windows and over all of them."""
+    """Mean loss a target, over the held-out windows of each source and each set, and over all of the sources."""
 
     def __init__(
         self, config: TrainConfig, held_out: Sequence[Corpus], ranks: Ranks, dp_rank: int, dp_size: int, cache: str
@@ -90,6 +107,7 @@ class Validator:
         self._ranks, self._document_mask = ranks, config.document_mask
         folders = [os.path.abspath(given.path) + _HELD_OUT for given in config.data]
         names = dict(zip(folders, source_names(config), strict=True))
+        sets = {os.path.abspath(given.path): given.name for given in config.validation.sets}
         self._sources = []
         for corpus in held_out:
             (windows,) = corpus.windows
@@ -99,14 +117,21 @@ class Validator:
                 corpus, order, rank=dp_rank, world=dp_size, micro_batch=config.micro_batch,
                 document_mask=config.document_mask, boundaries=open_boundaries(corpus.readers, cache),
             )  # fmt: skip
-            self._sources.append(_Source(names[corpus.readers[0].path], loader, order.steps))
+            path = os.path.abspath(corpus.readers[0].path)
+            name = sets.get(path) or names[path]
+            self._sources.append(_Source(name, path in sets, loader, order.steps))
 
     def run(self, model: Runner) -> dict[str, Any]:
-        """``loss`` (nats a target), ``tokens`` (targets) and the same by source (:func:`source_names`). Collective."""
-        rows = [(source.name, self._mean(model, source)) for source in self._sources]
-        tokens = sum(row["tokens"] for _, row in rows)
-        loss = sum(row["loss"] * row["tokens"] for _, row in rows) / max(tokens, 1)
-        return {"loss": loss, "tokens": tokens, "sources": dict(rows)}
+        """``loss`` (nats a target), ``tokens`` (targets) and the same by source (:func:`source_names`), and of the
+        ``sets`` that are given. The first two are over the sources, over the sets where no source has held-out
+        documents. Collective."""
+        rows = [(source, self._mean(model, source)) for source in self._sources]
+        sources = {source.name: row for source, row in rows if not source.is_set}
+        sets = {source.name: row for source, row in rows if source.is_set}
+        counted = (sources or sets).values()
+        tokens = sum(row["tokens"] for row in counted)
+        loss = sum(row["loss"] * row["tokens"] for row in counted) / max(tokens, 1)
+        return {"loss": loss, "tokens": tokens, "sources": sources, **({"sets": sets} if sets else {})}
 
     def _mean(self, model: Runner, source: _Source) -> dict[str, Any]:
         summed = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)

@@ -1,4 +1,4 @@
-"""Writes a branch as a run of Trackio: in ``TRACKIO_DIR``, or where ``TRACKIO_SERVER_URL``, ``TRACKIO_SPACE_ID`` say."""
+"""Writes a branch as a run of Trackio: in ``TRACKIO_DIR``, or on the server of ``TRACKIO_SERVER_URL``."""
 
 from __future__ import annotations
 

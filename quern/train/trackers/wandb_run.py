@@ -1,4 +1,4 @@
-"""Writes a branch as a run of Weights & Biases, or offline with ``WANDB_MODE=offline``, below ``RUN/trackers/wandb``."""
+"""Writes a branch as a run of Weights & Biases; with ``WANDB_MODE=offline`` below ``RUN/trackers/wandb`` alone."""
 
 from __future__ import annotations
 

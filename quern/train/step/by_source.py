@@ -1,0 +1,45 @@
+"""Sums a step's losses by source, on the device, for the sum over ranks that the step takes anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quern.model.loss import IGNORE
+from quern.train.batches.feed import StepInputs
+
+__all__ = ["SourceLosses"]
+
+
+class SourceLosses:
+    """``names``: of each source of the order, by its number there."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return 2 * len(self._names)
+
+    def buffers(self, counts: bool) -> dict[int, Tensor] | None:
+        """For the losses [B, L] of a step's micro-batches, by number; None where another rank counts them."""
+        return {} if counts else None
+
+    def of_this_rank(self, batch: StepInputs, losses: Mapping[int, Tensor] | None, like: Tensor) -> Tensor:
+        """[2 K] of K sources: nats and targets in this rank's sequences, as shares of the global batch's targets.
+
+        ``losses``: :meth:`buffers`, filled."""
+        if losses is None:
+            return like.new_zeros(len(self))
+        nats_S = torch.cat([losses[number].sum(-1, dtype=torch.float64) for number in range(len(batch.micro_batches))])
+        targets_S = torch.cat([(inputs.targets_BL != IGNORE).sum(-1) for inputs in batch.micro_batches])
+        own_KS = batch.sources_S == torch.arange(len(self._names), device=like.device)[:, None]
+        sums = [torch.where(own_KS, value_S.double(), 0.0).sum(-1) for value_S in (nats_S, targets_S)]
+        return (torch.cat(sums) / batch.valid_tokens).to(like.dtype)
+
+    def read(self, values: Sequence[float]) -> dict[str, float]:
+        """The mean loss of each source that has a target in the step, from the sums over ranks."""
+        count = len(self._names)
+        pairs = zip(self._names, values[:count], values[count:], strict=True)
+        return {name: nats / targets for name, nats, targets in pairs if targets > 0}
