@@ -103,6 +103,19 @@ def same(kept_ranks: Any, paths: list[str], one_process: Any, given: Given, fold
         assert close(step["layers"], other["layers"])
         assert step["grad_norm"] == pytest.approx(math.hypot(*step["layers"].values()), rel=1e-6)
     assert close(many["parameters"], one["parameters"])
+    check_losses_by_source(folder / "many", many["steps"][-1]["sequences"])
+
+
+def check_losses_by_source(run: Path, columns: dict[str, Any]) -> None:
+    """The line of metrics against a sum over the step's sequences, each of which was compared with one process."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [row["losses_by_source"] for row in rows if row.get("data_step") == STEP and row["kind"] == "step"]
+    sequences = [*zip(columns["source"], columns["loss"], columns["targets"], strict=True)]
+    assert found.keys() == {("web", "code")[source] for source, _, targets in sequences if targets}
+    for name, loss in found.items():
+        own = [row for row in sequences if row[0] == ("web", "code").index(name) and row[2]]
+        mean = math.fsum(nats * targets for _, nats, targets in own) / sum(targets for _, _, targets in own)
+        assert loss == pytest.approx(mean, rel=1e-7)  # the file has eight digits
 
 
 @pytest.mark.parametrize(

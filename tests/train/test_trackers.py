@@ -1,4 +1,4 @@
-"""Trackers hold the numbers of metrics.jsonl, as their own libraries read them; none that fails or hangs holds up a run.
+"""Trackers hold the numbers of metrics.jsonl, by their own libraries; none that fails or hangs holds up a run.
 
 What a run leaves in the trackers is written by real trainers: one that is killed (SIGKILL), resumed, rolled back and
 forked.
@@ -58,7 +58,7 @@ def mlflow_points(ident: str) -> tuple[Points, dict[str, str], dict[str, str]]:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of an offline run: W&B's protocol buffers in LevelDB's log format (blocks of 32 KiB, types 1 to 4)."""
+    """The records of an offline run: W&B's protocol buffers in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = path.read_bytes(), 7, b""
@@ -120,7 +120,7 @@ case.live(case.settings(run, paths, **changes), factor=factor)
 
 
 def train(run: Path, paths: list[str], kill_at: int | None = None, **changes: Any) -> int:
-    """A trainer in a process of its own; SIGKILL in step ``kill_at``. Step 5's gradient is not finite: it is skipped."""
+    """A trainer in a process of its own; SIGKILL in step ``kill_at``. Step 5 is skipped: its gradient is NaN."""
     given = json.dumps([str(run), paths, kill_at, changes])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run([sys.executable, "-c", PROGRAM, given], env=environment, check=False).returncode
