@@ -24,7 +24,7 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     },
     TrainConfig: {
         "run_dir": "r", "data": [{"path": "a"}], "steps": 10, "phases": [{"first_step": 5}],
-        "model": {"preset": "debug", "rope_scaling": {}},
+        "model": {"preset": "debug", "rope_scaling": {}}, "validation": {"sets": [{"name": "a", "path": "b"}]},
     },
 }  # fmt: skip
 #: Numbers that are no amount of anything.
@@ -74,6 +74,8 @@ def test_every_key_of_a_config_is_there_with_its_default(model: type[BaseModel])
         "data.N.path",
         "steps",
         "phases.N.first_step",
+        "validation.sets.N.name",
+        "validation.sets.N.path",
         *(f"extra.N.{name}" for name in ("rule", "name", "options", "source_digest")),
     }
     for name in keys.keys() - given - {"model.preset"}:
@@ -91,7 +93,15 @@ def test_a_key_that_must_be_given_is_told_from_one_with_a_default(model: type[Ba
         required
         == {
             DataRun: {"run_dir", "sources", "sources.N.name", "sources.N.kind", "extra.N.rule"},
-            TrainConfig: {"run_dir", "data", "data.N.path", "steps", "phases.N.first_step"},
+            TrainConfig: {
+                "run_dir",
+                "data",
+                "data.N.path",
+                "steps",
+                "phases.N.first_step",
+                "validation.sets.N.name",
+                "validation.sets.N.path",
+            },
         }[model]
     )
 

@@ -77,15 +77,16 @@ class Follower:
         for end, row in self._lines(state.bytes):
             attempt = row.get("attempt", state.attempt)
             if row["kind"] == "step" and (attempt > state.attempt or not state.branches):
+                state = self._facts(state, points, attempt, math.inf)
                 self._send(points, state)
-                self._facts(attempt)
-                state, points = self._begin(replace(self.state, bytes=state.bytes), attempt, row), []
+                state, points = self._begin(state, attempt, row), []
             if (place := place_of(row)) > state.place:
+                state = replace(self._facts(state, points, state.attempt + 1, row["step"]), place=place)
                 points.append(Point(row["step"], numbers_of(row), _ms(row["time"])))
-                state = replace(state, place=place)
             state = replace(state, bytes=end)
+        if state.bytes == before.bytes:  # a fact of a later step than the last line's may stand behind lines to come
+            state = self._facts(state, points, state.attempt + 1, math.inf)
         self._send(points, state)
-        self._facts(self.state.attempt + 1)
         return self.state != before
 
     def close(self, how: str) -> None:
@@ -143,24 +144,20 @@ class Follower:
             )  # fmt: skip
         return self._backend
 
-    def _facts(self, stop: int) -> None:
-        """Send what the ledger says of the starts before ``stop`` that are of the present branch."""
-        if not self.state.branches:
-            return
-        step = math.ceil(max(0.0, self.state.place))
-        done, points = self.state.entries, []
+    def _facts(self, state: State, points: list[Point], stop: int, most: float) -> State:
+        """Append what the ledger says next of the starts before ``stop`` that are of the present branch, up to step
+        ``most``; returns the state behind it."""
+        done = state.entries
         attempt = sum(entry["kind"] in MOVES for entry in self._entries[:done]) - 1
         for entry in self._entries[done:]:
             attempt += entry["kind"] in MOVES
-            if attempt >= stop:
+            if not state.branches or attempt >= stop or entry.get("step", 0) > most:
                 break
             done += 1
-            if entry["kind"] in FACTS and attempt >= self.state.branches[-1].attempt:
-                number = float(entry["step"])
-                points.append(Point(max(step, entry["step"]), {FACTS[entry["kind"]]: number}, _ms(entry["time"])))
-                step = points[-1].step
-        if done > self.state.entries:
-            self._send(points, replace(self.state, entries=done))
+            if entry["kind"] in FACTS and attempt >= state.branches[-1].attempt:
+                step = max(math.ceil(max(0.0, state.place)), entry["step"])
+                points.append(Point(step, {FACTS[entry["kind"]]: float(entry["step"])}, _ms(entry["time"])))
+        return replace(state, entries=done)
 
     def _read_entries(self) -> None:
         path = os.path.join(self._run_dir, "ledger.jsonl")
