@@ -80,16 +80,18 @@ def wandb_records(path: Path) -> Iterator[Any]:
 def wandb_points(run: Path, ident: str) -> tuple[Points, list[Any]]:
     found: Points = {}
     others = []
-    last = -1
+    last = step = -1
     for path in sorted(run.glob(f"trackers/wandb/offline-run-*-{ident}/*.wandb")):
         for record in wandb_records(path):
             if record.WhichOneof("record_type") != "history":
                 others.append(record)
                 continue
             row = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-            assert row["_step"] > last, "goes backwards"
-            last = int(row["_step"])
-            found[last] = {name: float(value) for name, value in row.items() if not name.startswith("_")}
+            assert row["_step"] == last + 1, "a row is missing, or two have one number"
+            assert row["step"] >= step, "goes backwards"
+            last, step = int(row["_step"]), int(row["step"])
+            numbers = {name: float(value) for name, value in row.items() if not name.startswith("_") and name != "step"}
+            found.setdefault(step, {}).update(numbers)
     return found, others
 
 
@@ -233,13 +235,15 @@ class Run:
     def __init__(self, **given):
         spoil("START")
         self.out = open(os.environ["FAKE_OUT"], "a")
-        self.config = {}
+        self.config = types.SimpleNamespace(update=lambda config, allow_val_change: None)
         self.write(given={key: value for key, value in given.items() if key in ("id", "group", "name")})
     def write(self, **what):
         print(json.dumps(what), file=self.out, flush=True)
     def log(self, numbers, step):
         spoil("STEP")
-        self.write(step=step, loss=numbers.get("train/loss"))
+        self.write(number=step, step=numbers["step"], loss=numbers.get("train/loss"))
+    def define_metric(self, name, step_metric=None):
+        pass
     def finish(self, exit_code=0):
         spoil("END")
         self.write(exit=exit_code)
@@ -391,7 +395,8 @@ def test_a_fork_leaves_the_branch_that_its_checkpoint_is_of(tmp_path: Path) -> N
     "text",
     ["[]", "{", '{"branches": [1]}', '{"group": "g", "branches": []}',
      '{"group": 1, "bytes": 0, "entries": 0, "attempt": 0, "place": 0, "recipe": "", "branches": []}',
-     '{"group": "", "bytes": -5, "entries": 0, "attempt": 0, "place": 0, "recipe": "", "branches": []}'],
+     '{"group": "", "bytes": -5, "entries": 0, "attempt": 0, "place": 0, "points": 0, "recipe": "", "ended": "",'
+     ' "branches": []}'],
 )  # fmt: skip
 def test_a_state_that_is_none_is_refused_by_its_path(text: str, tmp_path: Path) -> None:
     path = tmp_path / "wandb.json"

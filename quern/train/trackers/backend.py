@@ -14,6 +14,8 @@ __all__ = ["Backend", "Opening", "Point"]
 class Point(NamedTuple):
     """Numbers at a step."""
 
+    number: int
+    """How many points of the branch are before it."""
     step: int
     numbers: Mapping[str, float]
     time_ms: int

@@ -67,7 +67,11 @@ class State:
     attempt: int = -1
     place: float = -1.0
     """Of the last line of metrics that was sent to the present branch."""
+    points: int = 0
+    """That were sent to it."""
     recipe: str = ""
+    ended: str = ""
+    """How its run in the tracker was ended; empty: it has not been."""
     branches: tuple[Branch, ...] = ()
 
     def write(self, path: str) -> None:
@@ -94,7 +98,7 @@ class State:
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "id": str, "step": int, "attempt": int, "parent": (str, type(None)), "group": str, "bytes": int, "entries": int,
-    "place": (int, float), "recipe": str, "branches": tuple,
+    "points": int, "place": (int, float), "recipe": str, "ended": str, "branches": tuple,
 }  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def branch_at(
     that the newest branch has.
     """
     moves = [entry for entry in entries if entry["kind"] in MOVES]
-    opened = replace(state, attempt=attempt, recipe=recipe or state.recipe)
+    opened = replace(state, attempt=attempt, points=0, recipe=recipe or state.recipe)
     if attempt >= len(moves):  # the ledger has been taken away; lines of metrics alone say of no branch
         return None if state.branches else (opened, None)
     if not state.branches:

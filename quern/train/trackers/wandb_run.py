@@ -17,7 +17,8 @@ __all__ = ["WandbRun"]
 
 
 class WandbRun:
-    """A run in a project; its step is the optimizer step. See :class:`quern.train.trackers.backend.Backend`.
+    """A run in a project. See :class:`quern.train.trackers.backend.Backend`. W&B drops a row whose number was there
+    before the run was resumed, so rows have numbers of their own; ``step`` is on the x-axis.
 
     Metrics, config and what ``run.json`` says are all that is sent: no code, git state, console, packages, host or
     use of the machine.
@@ -39,11 +40,14 @@ class WandbRun:
             settings=quiet,
         )  # fmt: skip
         self._run.config.update(config, allow_val_change=True)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, points: Sequence[Point]) -> None:
         """See the protocol."""
         for point in points:
-            self._run.log({**point.numbers, "_timestamp": point.time_ms / 1000}, step=point.step)
+            given = {**point.numbers, "step": point.step, "_timestamp": point.time_ms / 1000}
+            self._run.log(given, step=point.number)
 
     def close(self, how: str) -> None:
         """See the protocol."""

@@ -81,8 +81,9 @@ class Follower:
                 self._send(points, state)
                 state, points = self._begin(state, attempt, row), []
             if (place := place_of(row)) > state.place:
-                state = replace(self._facts(state, points, state.attempt + 1, row["step"]), place=place)
-                points.append(Point(row["step"], numbers_of(row), _ms(row["time"])))
+                state = self._facts(state, points, state.attempt + 1, row["step"])
+                points.append(Point(state.points, row["step"], numbers_of(row), _ms(row["time"])))
+                state = replace(state, place=place, points=state.points + 1)
             state = replace(state, bytes=end)
         if state.bytes == before.bytes:  # a fact of a later step than the last line's may stand behind lines to come
             state = self._facts(state, points, state.attempt + 1, math.inf)
@@ -91,15 +92,20 @@ class Follower:
 
     def close(self, how: str) -> None:
         """End the tracker's run; ``how``: see :class:`Backend`."""
-        if self._backend is not None:
-            self._backend.close(how)
+        if self.state.branches and not self.state.ended:
+            self._opened(None).close(how)
+            self._save(replace(self.state, ended=how))
 
     def _send(self, points: list[Point], state: State) -> None:
         if points:
             self._opened(None).log(points)
+            state = replace(state, ended="")
         if state != self.state:
-            self.state = state
-            state.write(self._path)
+            self._save(state)
+
+    def _save(self, state: State) -> None:
+        self.state = state
+        state.write(self._path)
 
     def _begin(self, state: State, attempt: int, row: Mapping[str, Any]) -> State:
         """Open the branch in which ``attempt`` is, if it is another one."""
@@ -116,8 +122,7 @@ class Follower:
             opened, parent = self._first(opened, parent)
         backend = self._opened(parent, opened)
         branch = Branch(backend.id, int(max(0, opened.place)), attempt, parent.id if parent else None)
-        self.state = replace(opened, branches=(*opened.branches, branch))
-        self.state.write(self._path)
+        self._save(replace(opened, ended="", branches=(*opened.branches, branch)))
         return self.state
 
     def _first(self, state: State, parent: Parent | None) -> tuple[State, Parent | None]:
@@ -142,12 +147,14 @@ class Follower:
                     metrics.tags, self._config.model_dump(mode="json"), self._described, parent,
                 )
             )  # fmt: skip
+            if new is None and state.ended:
+                self._save(replace(self.state, ended=""))
         return self._backend
 
     def _facts(self, state: State, points: list[Point], stop: int, most: float) -> State:
         """Append what the ledger says next of the starts before ``stop`` that are of the present branch, up to step
         ``most``; returns the state behind it."""
-        done = state.entries
+        done, number = state.entries, state.points
         attempt = sum(entry["kind"] in MOVES for entry in self._entries[:done]) - 1
         for entry in self._entries[done:]:
             attempt += entry["kind"] in MOVES
@@ -156,8 +163,10 @@ class Follower:
             done += 1
             if entry["kind"] in FACTS and attempt >= state.branches[-1].attempt:
                 step = max(math.ceil(max(0.0, state.place)), entry["step"])
-                points.append(Point(step, {FACTS[entry["kind"]]: float(entry["step"])}, _ms(entry["time"])))
-        return replace(state, entries=done)
+                fact = {FACTS[entry["kind"]]: float(entry["step"])}
+                points.append(Point(number, step, fact, _ms(entry["time"])))
+                number += 1
+        return replace(state, entries=done, points=number)
 
     def _read_entries(self) -> None:
         path = os.path.join(self._run_dir, "ledger.jsonl")
