@@ -46,7 +46,7 @@ def _command(app: typer.Typer, name: str) -> None:
 #: In the order in which help lists them.
 _COMMANDS: dict[str, Callable[[typer.Typer, str], None]] = {
     "data": _group, "tokens": _group, "lineage": _group, "mix": _group, "train": _train, "bench": _bench,
-    "checkpoint": _group, "selftest": _command, "demo": _command,
+    "checkpoint": _group, "selftest": _command, "doctor": _command, "demo": _command,
 }  # fmt: skip
 
 

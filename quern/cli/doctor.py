@@ -1,0 +1,75 @@
+"""``quern doctor``: finds machines that would make a run fail or slow, before it begins."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from quern.cli.output import JSON, json_stdout, out_console, plain_line, reports_errors
+from quern.doctor.place import place_of
+from quern.doctor.run import Options, check, options_of
+from quern.doctor.table import as_data, show
+from quern.train.init_from import load_run_config
+
+__all__ = ["doctor"]
+
+
+class Device(StrEnum):
+    """What is loaded with work."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@reports_errors
+def doctor(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="A training config, whose folders, store and kernels are tried.", metavar="[CONFIG]"),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: run_dir=/shared/runs/a")] = None,
+    share: Annotated[
+        str | None, typer.Option(help="A folder or store that all ranks see; the run's folder if CONFIG is given.")
+    ] = None,
+    id: Annotated[
+        str | None, typer.Option(help="Tells this check from others in --share; else the launcher's.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that a node which does not answer is waited for.")
+    ] = 120,
+    rounds: Annotated[int, typer.Option(min=0, help="Partners of each node, and of each GPU of it, in pairs.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Readings of each measurement; their median counts.")] = 9,
+    device: Annotated[Device, typer.Option(help="auto: CUDA where there is one.")] = Device.auto,
+    disk: Annotated[
+        list[str] | None, typer.Option(help="A folder whose disk is measured; several times for more.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="A path or URL below which one object is written and removed.")
+    ] = None,
+    ray: Annotated[str | None, typer.Option(help="host:port of a Ray cluster that must be reachable.")] = None,
+    json: bool = JSON,
+) -> None:
+    """Check this machine, or under torchrun or srun all of them, and name those that would make a run fail or slow.
+
+    Each node is measured alone first, without a rendezvous; then readings are exchanged through files in --share,
+    and links are measured in pairs and rings of those that answered. A machine is compared with the median of the
+    others. Exit code 1: something was found.
+    """
+    options = Options(
+        share=share, id=id, timeout_s=timeout, repeats=repeats, rounds=rounds, device=device.value, store=store,
+        ray=ray, disks=tuple(disk or ()),
+    )  # fmt: skip
+    if config is not None:
+        options = options_of(load_run_config(config, overrides or ()), options)
+    place = place_of()
+    with json_stdout(json) as emit:
+        result = check(place, options)
+        if result.tells:
+            emit(as_data(result))
+            if not json:
+                show(result, out_console(), plain_line)
+    if result.findings:
+        raise typer.Exit(1)

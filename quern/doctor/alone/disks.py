@@ -1,0 +1,122 @@
+"""Measures disks, memory and an object store with small, bounded files that are gone afterwards, also of a process that
+is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quern import storage
+from quern.errors import one_line
+
+__all__ = ["full_name", "host_speeds", "limits", "measure_disk", "try_store"]
+
+WRITE_BYTES = 32 << 20
+CHUNK = 4 << 20
+_STORE_BYTES = 1 << 20
+_LEAST_SHM = 512 << 20
+
+
+def full_name(path: str) -> str:
+    """The nearest folder that is there, of a path that may not be."""
+    above = os.path.abspath(path)
+    while not os.path.isdir(above) and above != os.path.dirname(above):
+        above = os.path.dirname(above)
+    return above
+
+
+def measure_disk(path: str, repeats: int) -> dict[str, Any]:
+    """``speeds`` (bytes a second of a written and synced file; syncs of 4 KiB a second), ``disks`` (size and free),
+    ``problems``. Three files at most, each of 32 MiB and without a name, so that none can stay."""
+    folder = full_name(path)
+    try:
+        usage = shutil.disk_usage(folder)
+        disk = {"path": path, "total": usage.total, "free": usage.free}
+        if usage.free < 4 * WRITE_BYTES:
+            return {"disks": [disk]}
+        writes, syncs = [], []
+        for _ in range(min(3, repeats)):
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                writes.append(WRITE_BYTES / _seconds(lambda file=file: _write(file.fileno())))  # type: ignore[misc]
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            syncs = [1 / _seconds(lambda: _sync(file.fileno())) for _ in range(repeats)]
+    except OSError as error:
+        return {"problems": [{"code": "disk", "text": f"{path}: {error.strerror or error}"}]}
+    return {"disks": [disk], "speeds": {f"disk write {path}": writes, f"disk sync {path}": syncs}}
+
+
+def _write(file: int) -> None:
+    chunk = os.urandom(CHUNK)  # a file system may compress
+    for _ in range(WRITE_BYTES // CHUNK):
+        os.write(file, chunk)
+    os.fsync(file)
+
+
+def _sync(file: int) -> None:
+    os.pwrite(file, os.urandom(4096), 0)
+    os.fsync(file)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return max(time.perf_counter() - began, 1e-9)
+
+
+def try_store(folder: str) -> dict[str, Any]:
+    """Write, read and remove one object of 1 MiB below ``folder``, a path or a store's URL: ``shown``, ``problems``."""
+    path, data = storage.join(folder, f"quern-doctor-{uuid.uuid4().hex}"), os.urandom(_STORE_BYTES)
+    step, took = "write", {}
+    try:
+        try:
+            took["write"] = _seconds(lambda: storage.publish_bytes(path, data))
+            step = "read"
+            read: list[bytes] = []
+            took["read"] = _seconds(lambda: read.append(storage.read_bytes(path)))
+            if read[0] != data:
+                return {"problems": [{"code": "store", "text": f"{folder}: read other bytes than were written"}]}
+        finally:
+            took["delete"] = _seconds(lambda: storage.remove(path))
+        if storage.is_file(path):
+            return {"problems": [{"code": "store", "text": f"{folder}: an object is there after it was removed"}]}
+    except Exception as error:  # of any store's library
+        return {"problems": [{"code": "store", "text": f"{folder}: {step}: {one_line(error)}"}]}
+    return {"shown": {f"store {folder}": ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in took.items())}}
+
+
+def host_speeds(repeats: int) -> dict[str, Any]:
+    """Copies inside the host's memory, bytes a second read and written; SHA-256 by one core, bytes a second."""
+    source, text = np.ones(64 << 20, np.uint8), bytes(8 << 20)
+    target = np.empty_like(source)
+    np.copyto(target, source)
+    copies = [2 * source.nbytes / _seconds(lambda: np.copyto(target, source)) for _ in range(repeats)]
+    hashes = [len(text) / _seconds(lambda: hashlib.sha256(text).digest()) for _ in range(repeats)]
+    return {"speeds": {"memory copy": copies, "cpu sha256": hashes}}
+
+
+def limits(cuda: bool, root: str = "/") -> dict[str, Any]:
+    """``shown`` and ``problems``: shared memory, and memory that may be locked, which InfiniBand needs unlimited."""
+    problems, shown = [], {}
+    shm = os.path.join(root, "dev/shm")
+    if os.path.isdir(shm):
+        usage = shutil.disk_usage(shm)
+        shown["/dev/shm"] = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+        if usage.free < _LEAST_SHM:
+            problems.append({"code": "shm", "text": f"/dev/shm has {usage.free >> 20} MiB free, and NCCL and workers "
+                                                    f"need {_LEAST_SHM >> 20} or more"})  # fmt: skip
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    shown["locked memory"] = "unlimited" if unlimited else f"{soft >> 10:,} KiB"
+    adapters = os.path.join(root, "sys/class/infiniband")
+    if cuda and not unlimited and os.path.isdir(adapters) and os.listdir(adapters):
+        problems.append({"code": "memlock", "text": f"ulimit -l is {soft >> 10:,} KiB, and InfiniBand needs more"})
+    return {"shown": shown, "problems": problems}

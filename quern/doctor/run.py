@@ -1,0 +1,201 @@
+"""Runs the check: each node alone, then an exchange of readings, then pairs and rings of those that answered."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from quern import storage
+from quern.doctor.child import Child, ChildError
+from quern.doctor.fleet import judge
+from quern.doctor.meeting import Meeting
+from quern.doctor.place import Place
+from quern.doctor.readings import Finding, Link, Reading, dumped, loaded
+from quern.doctor.rounds import planned_rounds
+from quern.errors import InputError
+from quern.train.config import TrainConfig
+
+__all__ = ["Options", "Result", "check", "options_of"]
+
+_ALONE, _LINK = 0.75, 0.5
+"""Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is checked, and for how long others are waited for."""
+
+    share: str | None = None
+    """A folder that all ranks see; in it they leave files, below an id."""
+    id: str | None = None
+    timeout_s: float = 120.0
+    repeats: int = 9
+    rounds: int = 8
+    device: str = "auto"
+    disks: tuple[str, ...] = ()
+    store: str | None = None
+    ray: str | None = None
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    torch: bool = True
+    """False for machines of data runs: no device, no torch."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was read and found. Only the rank that ``tells`` has the readings of all."""
+
+    world: int
+    tells: bool
+    readings: list[Reading]
+    links: list[Link]
+    findings: list[Finding]
+    waits: list[dict[str, Any]]
+
+
+def options_of(config: TrainConfig, options: Options) -> Options:
+    """``options`` with what a training config needs: its folders, its store, compilers and kernels."""
+    bf16 = "bf16" in (config.optimizer.moments, config.optimizer.gradients)
+    compiled = "compile.enabled" if config.compile.enabled and config.compile.backend == "inductor" else ""
+    local = config.checkpoint.local
+    disks = [config.run_dir, *([local.partition("{")[0]] if local else []), *options.disks]
+    needs = {
+        "compile": compiled or ("optimizer in bf16" if bf16 else ""), "float8": config.float8.recipe,
+        "precision": config.precision, "flash": config.flash_attention,
+    }  # fmt: skip
+    return replace(
+        options, share=options.share or config.run_dir, disks=tuple(dict.fromkeys(disks)), needs=needs,
+        store=options.store or config.checkpoint.store,
+        device=config.device if options.device == "auto" else options.device,
+    )  # fmt: skip
+
+
+def check(place: Place, options: Options) -> Result:
+    """Check this rank's machine, and with others of its start the fleet. Collective, but for ranks that hang.
+
+    Raises:
+        InputError: several ranks and no shared folder, or files of another check are in it.
+        QuernError: the others went on without this rank.
+    """
+    folder = ""
+    if place.world > 1:
+        if options.share is None:
+            raise InputError("--share: expected a folder or store that all ranks see, as there are several")
+        base = os.path.abspath(options.share) if storage.is_local(options.share) else options.share
+        folder = storage.join(base, "doctor", options.id or place.start)
+    child = Child({"GLOO_SOCKET_IFNAME": "lo"} if place.address.startswith("127.") and _has("lo") else None)
+    try:
+        if place.world == 1:
+            reading = _read_alone(child, place, options)
+            return Result(1, True, [reading], [], judge([reading]), [])
+        return _together(Meeting(folder, place.rank, place.world, options.timeout_s), child, place, options, folder)
+    finally:
+        child.close()
+
+
+def _together(meeting: Meeting, child: Child, place: Place, options: Options, folder: str) -> Result:
+    meeting.begin({"node": place.node, "local_rank": place.local_rank})
+    answered = meeting.meet("alone", dumped(_read_alone(child, place, options)))
+    places = {rank: _said(meeting.hellos.get(rank), rank) for rank in range(place.world)}
+    names = []
+    for number, (kind, groups) in enumerate(planned_rounds({r: places[r] for r in answered}, options.rounds)):
+        names.append(f"round-{number}")
+        _measure(meeting, child, place, options, names[-1], kind, groups, folder)
+    first = meeting.present[0]
+    waits = [asdict(wait) for wait in meeting.waits]
+    if place.rank != first:
+        told = meeting.await_published("verdict", first)
+        meeting.leave(last=False)
+        found = [loaded(Finding, one, f"{folder}/verdict.json") for one in told] if isinstance(told, list) else []
+        return Result(place.world, False, [], [], found, waits)
+    readings = [loaded(Reading, value, path) for path, value in meeting.values("alone", answered)]
+    links = [
+        loaded(Link, value, path)
+        for name in names
+        for path, value in meeting.values(name, answered)
+        if value is not None
+    ]
+    silent = {rank: places[rank][0] for rank in meeting.missing}
+    found = judge(readings, links, silent)
+    meeting.publish("verdict", [asdict(one) for one in found])
+    meeting.leave(last=True)
+    return Result(place.world, True, readings, links, found, waits)
+
+
+def _said(hello: Any, rank: int) -> tuple[str, int]:
+    """Node and local rank."""
+    match hello:
+        case {"node": str(node), "local_rank": int(local_rank)}:
+            return node, local_rank
+    return f"the node of rank {rank}", 0
+
+
+def _measure(
+    meeting: Meeting, child: Child, place: Place, options: Options, name: str, kind: str, groups: list[tuple[int, ...]],
+    folder: str,
+) -> None:  # fmt: skip
+    """One round: this rank's link, if it has one whose ends are all still there, and what became of it to all."""
+    own = next((group for group in groups if place.rank in group and set(group) <= {*meeting.present}), None)
+    value = None
+    if own is not None:
+        limit = _LINK * options.timeout_s
+        task = {
+            "what": "link", "kind": kind, "ranks": own, "rank": place.rank, "device": options.device,
+            "local_rank": place.local_rank, "address": place.address, "repeats": options.repeats,
+            "meet": f"{folder}/{name}.at.{own[0]}.json", "timeout_s": limit,
+        }  # fmt: skip
+        try:
+            value = {"kind": kind, "ranks": own, **child.ask(task, limit)}
+            if "ring" in kind and place.rank != own[0]:
+                value = None  # the first tells for all
+        except ChildError as error:
+            child.close()  # what is left of a connection that failed may fail the next one
+            value = {"kind": kind, "ranks": own, "problem": str(error)}
+    meeting.meet(name, value)
+
+
+def _read_alone(child: Child, place: Place, options: Options) -> Reading:
+    """Everything that needs no other rank."""
+    end = time.monotonic() + _ALONE * options.timeout_s
+    found: dict[str, Any] = {"problems": []}
+    tasks: list[dict[str, Any]] = []
+    common = {"device": options.device, "repeats": options.repeats, "needs": dict(options.needs)}
+    if place.local_rank == 0:
+        disks = options.disks or (tempfile.gettempdir(),)
+        tasks.append({**common, "what": "node", "disks": disks, "store": options.store, "ray": options.ray,
+                      "torch": options.torch})  # fmt: skip
+    if options.torch:
+        tasks.append({**common, "what": "device", "local_rank": place.local_rank, "all": place.local_world == 1,
+                      "cpu": _cpu()})  # fmt: skip
+    for task in tasks:
+        try:
+            told = child.ask(task, max(1.0, end - time.monotonic()))
+        except ChildError as error:
+            told = error.partial
+            problem = {"code": "hung" if error.hung else "failed", "text": f"{task['what']}: {error}"}
+            found["problems"].append(problem)
+        for name, value in told.items():
+            if isinstance(value, dict):
+                found.setdefault(name, {}).update(value)
+            else:
+                found[name] = [*found.get(name, []), *value]
+    found["devices"] = [one for one in found.get("devices", []) if one]  # one that hung at once has said nothing
+    where = f"rank {place.rank}"
+    return loaded(Reading, {**found, "rank": place.rank, "node": place.node, "local_rank": place.local_rank}, where)
+
+
+def _cpu() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _has(interface: str) -> bool:
+    return os.path.isdir(f"/sys/class/net/{interface}")
