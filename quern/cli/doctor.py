@@ -9,9 +9,11 @@ import typer
 
 from quern.cli.output import JSON, json_stdout, out_console, plain_line, reports_errors
 from quern.doctor.place import place_of
-from quern.doctor.run import Options, check, options_of
+from quern.doctor.run import Options, check, check_cluster, options_of
 from quern.doctor.table import as_data, show
+from quern.errors import InputError
 from quern.train.init_from import load_run_config
+from quern.train.processes import launch
 
 __all__ = ["doctor"]
 
@@ -49,7 +51,12 @@ def doctor(
     store: Annotated[
         str | None, typer.Option(help="A path or URL below which one object is written and removed.")
     ] = None,
-    ray: Annotated[str | None, typer.Option(help="host:port of a Ray cluster that must be reachable.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="host:port of a Ray cluster that must be reachable; with --data auto by itself.")
+    ] = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Check the machines of a Ray cluster for data runs, node by node; no torch.")
+    ] = False,
     json: bool = JSON,
 ) -> None:
     """Check this machine, or under torchrun or srun all of them, and name those that would make a run fail or slow.
@@ -62,11 +69,13 @@ def doctor(
         share=share, id=id, timeout_s=timeout, repeats=repeats, rounds=rounds, device=device.value, store=store,
         ray=ray, disks=tuple(disk or ()),
     )  # fmt: skip
+    if data and config is not None:
+        raise InputError("--data: expected without CONFIG, which is one of training; give --disk, --store and --ray")
+    launch.end_with_launcher()
     if config is not None:
         options = options_of(load_run_config(config, overrides or ()), options)
-    place = place_of()
     with json_stdout(json) as emit:
-        result = check(place, options)
+        result = check_cluster(ray or "auto", options) if data else check(place_of(), options)
         if result.tells:
             emit(as_data(result))
             if not json:

@@ -1,7 +1,7 @@
 """Finds out of slow links which node, rank or pair is to blame.
 
-A node is named where the median of its links is too low, then a rank of those that are left, then single pairs between
-ends that nobody has named: one bad cable accuses one pair, a bad adapter not each of its partners.
+A node is named where the median of the links of each of its ranks is too low, then a rank of those that are left, then
+single pairs between ends that nobody has named: one bad cable accuses one pair, a bad adapter not each of its partners.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def _pairs(kind: str, found: Mapping[tuple[int, ...], Link], places: Mapping[int
         if code == "slow-rank" and not several:
             continue
         for end, ratio, count in _slow_ends(speeds, of, named):
-            ranks = [rank for rank in places if of[rank] == end]
-            named |= set(ranks)
-            node = places[ranks[0]]
+            here = [rank for rank in places if of[rank] == end]
+            named |= set(here)
+            node = places[here[0]]
             text = f"the median of {count} links ({kind}) is {ratio - 1:+.0%} against the fleet's"
             yield code, [node], "" if end == node else end, text
     left = {ranks: speed for ranks, speed in speeds.items() if not named & set(ranks)}
@@ -87,18 +87,20 @@ def _pairs(kind: str, found: Mapping[tuple[int, ...], Link], places: Mapping[int
 def _slow_ends(
     speeds: Mapping[tuple[int, ...], float], of: Mapping[int, str], named: Collection[int]
 ) -> list[tuple[str, float, int]]:
-    """Ends, nodes or ranks, of which all links are slow; with their median over the fleet's, and how many links."""
-    ends: dict[str, list[float]] = defaultdict(list)
+    """Ends, nodes or ranks, that are slow: the median of their links over the fleet's, and how many these are."""
+    of_ranks: dict[int, list[float]] = defaultdict(list)
     for ranks, speed in speeds.items():
         if not set(ranks) & set(named):
-            for end in {of[rank] for rank in ranks}:
-                ends[end].append(speed)
-    ends = {end: values for end, values in ends.items() if len(values) >= _FEWEST_LINKS}
+            for rank in ranks:
+                of_ranks[rank].append(speed)
+    ends: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for rank, own in of_ranks.items():
+        if len(own) >= _FEWEST_LINKS:
+            ends[of[rank]].append((median(own), len(own)))
     if len(ends) < FEWEST:
         return []
-    counts = np.array([len(values) for values in ends.values()])
+    values, counts = np.array([max(ranks) for ranks in ends.values()]).T  # a node is as good as its best rank
     spread = np.maximum(LINK_SPREAD * _MEDIAN_OF_MANY / np.sqrt(counts), _LEAST)
-    values = np.array([median(values) for values in ends.values()])
     middle, low = below(values, spread)
     return [
         (end, value / middle, int(count))

@@ -32,7 +32,7 @@ def load(
     with ExitStack() as opened:
         state = None
         if nvml is not None and cuda:
-            found = torch.cuda.get_device_properties(device)
+            found: Any = torch.cuda.get_device_properties(device)
             pci = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
             state = opened.enter_context(nvml.watched(pci))
         sizes = {torch.bfloat16: 8192, torch.float16: 8192, torch.float32: 4096} if cuda else {torch.float32: 512}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -14,6 +13,7 @@ __all__ = ["Device", "Disk", "Finding", "Link", "Problem", "Reading", "Speeds", 
 
 T = TypeVar("T")
 
+_made: dict[Any, Any] = {}
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 Text = Annotated[str, Field(max_length=2000)]
@@ -29,8 +29,7 @@ def loaded(kind: type[T], value: Any, where: str) -> T:
         InputError: naming ``where``, the field and what was expected.
     """
     try:
-        checked: T = _adapter(kind).validate_python(value)
-        return checked
+        return _adapters(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field_name = ".".join(map(str, first["loc"])) or "value"
@@ -43,9 +42,12 @@ def dumped(value: Any) -> dict[str, Any]:
     return asdict(value)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapters(kind: type[T]) -> TypeAdapter[T]:
+    """Made once a class, which takes a moment."""
+    if kind not in _made:
+        _made[kind] = TypeAdapter(kind)
+    found: TypeAdapter[T] = _made[kind]
+    return found
 
 
 @dataclass(frozen=True)

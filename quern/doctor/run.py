@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quern import storage
+from quern.data_pipeline.execution.engine import on_each_machine
 from quern.doctor.child import Child, ChildError
 from quern.doctor.fleet import judge
 from quern.doctor.meeting import Meeting
 from quern.doctor.place import Place
-from quern.doctor.readings import Finding, Link, Reading, dumped, loaded
+from quern.doctor.readings import Finding, Link, Problem, Reading, dumped, loaded
 from quern.doctor.rounds import planned_rounds
-from quern.errors import InputError
+from quern.errors import InputError, one_line
 from quern.train.config import TrainConfig
 
-__all__ = ["Options", "Result", "check", "options_of"]
+__all__ = ["Options", "Result", "check", "check_cluster", "options_of"]
 
 _ALONE, _LINK = 0.75, 0.5
 """Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up."""
@@ -94,6 +95,33 @@ def check(place: Place, options: Options) -> Result:
             reading = _read_alone(child, place, options)
             return Result(1, True, [reading], [], judge([reading]), [])
         return _together(Meeting(folder, place.rank, place.world, options.timeout_s), child, place, options, folder)
+    finally:
+        child.close()
+
+
+def check_cluster(address: str, options: Options) -> Result:
+    """Check every machine of a Ray cluster for data runs: cores, memory, disks and object store, without torch.
+
+    Raises:
+        QuernError: no cluster answers at ``address``.
+    """
+    asked = replace(options, torch=False)
+    told = on_each_machine(address, _read_there, (asked,), options.timeout_s)
+    readings, silent, failed = [], {}, []
+    for rank, (node, value) in enumerate(told):
+        if value is None:
+            silent[rank] = node
+        elif isinstance(value, Exception):
+            failed.append(Reading(rank, node, problems=[Problem("failed", one_line(value))]))
+        else:
+            readings.append(loaded(Reading, {**value, "rank": rank, "node": node}, node))
+    return Result(len(told), True, [*readings, *failed], [], judge([*readings, *failed], (), silent), [])
+
+
+def _read_there(options: Options) -> dict[str, Any]:
+    child = Child()
+    try:
+        return dumped(_read_alone(child, Place(0, 1, 0, 1, "", "127.0.0.1", ""), options))
     finally:
         child.close()
 

@@ -39,6 +39,9 @@ def show(result: Result, console: Console, plain: Plain) -> None:
     """Measurements over the fleet, facts, findings. ``plain`` makes a text of outside safe for a terminal."""
     console.print(_speeds(result, plain))
     console.print()
+    if (machines := _machines(result, plain)) is not None:
+        console.print(machines)
+        console.print()
     for name, value in _facts(result.readings):
         console.print(Text(f"{plain(name):<16} {plain(shorten(value, 200))}"), soft_wrap=True)
     console.print()
@@ -101,6 +104,18 @@ def _amount(name: str, value: float) -> str:
     if name.startswith("disk sync"):
         return f"{1e3 / value:.3g} ms" if value else "–"
     return f"{value / 1e9:.3g} GB/s"
+
+
+def _machines(result: Result, plain: Plain) -> Table | None:
+    """Machines of a data run, node by node."""
+    if len(result.readings) < 2 or any(reading.devices for reading in result.readings):
+        return None
+    table = Table("node", "cores", "memory", "disks", box=None, pad_edge=False, header_style="bold")
+    for reading in result.readings[:_MOST]:
+        disks = ", ".join(f"{disk.path} {size(disk.free)} of {size(disk.total)} free" for disk in reading.disks)
+        row = [reading.node, reading.shown.get("cores", "–"), reading.shown.get("memory", "–"), disks]
+        table.add_row(*map(Text, map(plain, row)))
+    return table
 
 
 def _facts(readings: Sequence[Reading]) -> list[tuple[str, str]]:

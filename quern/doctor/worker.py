@@ -40,6 +40,7 @@ def _node(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
         _merged(found, part())
         tell({"partial": found})
 
+    step("machine", software.machine)
     step("network", network.interfaces)
     step("ray", lambda: network.ray_answers(task["ray"]))
     for path in task["disks"]:

@@ -25,6 +25,7 @@ from quern.errors import STOPPED, QuernError, named_line
 from quern.train.config import TrainConfig
 from quern.train.debug import recorder
 from quern.train.init_from import load_run_config
+from quern.train.preflight import preflight
 from quern.train.processes import launch
 from quern.train.supervision import tracebacks
 
@@ -47,6 +48,8 @@ def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("quern").setLevel(logging.INFO)  # where it goes on, how often it saves, what has been uploaded
+    if config.preflight:
+        preflight(config)
     from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 

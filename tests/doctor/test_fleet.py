@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quern.doctor.fleet import judge
-from quern.doctor.readings import Device, Disk, Finding, Link, Reading
+from quern.doctor.readings import Device, Disk, Finding, Link, Problem, Reading, dumped, loaded
+from quern.doctor.rounds import planned_rounds
+from quern.errors import InputError
 
 NODES, GPUS, REPEATS = 64, 8, 9
-TESTS = {"product bf16": 700e12, "product fp32": 50e12, "copy device": 2.6e12}
+TESTS = {"product bf16": 700e12, "copy device": 2.6e12}
 LINK = 40e9
 PAIRS = [(node, (node + step) % NODES) for step in range(1, 5) for node in range(NODES)]
 """Eight links of each node."""
@@ -109,7 +116,7 @@ def named(found: Iterable[Finding]) -> set[tuple[str, tuple[str, ...], str]]:
 
 
 @pytest.mark.parametrize(
-    "draws", [pytest.param(range(60), marks=pytest.mark.slow), pytest.param(range(60, 2000), marks=pytest.mark.long)],
+    "draws", [pytest.param(range(14), marks=pytest.mark.slow), pytest.param(range(14, 2000), marks=pytest.mark.long)],
     ids=["some", "2,000"],
 )  # fmt: skip
 def test_what_is_wrong_is_named_and_nothing_else(draws: range) -> None:
@@ -120,3 +127,165 @@ def test_what_is_wrong_is_named_and_nothing_else(draws: range) -> None:
         put = [FAULTS[draw % 7]] if draw % 7 < len(FAULTS) else FAULTS
         truth = {fault(fleet) for fault in put}
         assert named(fleet.judge()) == truth, draw
+
+
+def test_a_gpu_that_lost_fifteen_percent_of_a_fast_one_is_near_the_threshold() -> None:
+    """What can be known: a clock 2 sd above the median less 15 % is 12 % below it, and named; one 3 sd above is not."""
+    fleet = Fleet(np.random.default_rng(1))
+    fleet.gpus[1, 3] = 1.03 * 0.85
+    assert named(fleet.judge()) == {("slow-device", ("node-1",), "cuda:3")}
+    fleet.gpus[1, 3] = 1.06 * 0.85
+    assert fleet.judge() == []
+
+
+def readings(*speeds: float, name: str = "product bf16") -> list[Reading]:
+    return [Reading(n, f"node-{n}", speeds={name: [speed] * 3}) for n, speed in enumerate(speeds)]
+
+
+def test_three_are_no_fleet() -> None:
+    assert judge(readings(1, 1, 0.5)) == []
+    assert [one.nodes for one in judge(readings(1, 1, 0.5, 1))] == [("node-2",)]
+
+
+def test_a_fleet_that_spreads_more_than_expected_is_judged_by_its_own_spread() -> None:
+    values = np.random.default_rng(2).normal(1, 0.2, 64)
+    assert judge(readings(*values)) == []
+    assert [one.nodes for one in judge(readings(*values, 0.001 * values[0]))] in ([("node-64",)], [])
+    assert judge(readings(*np.random.default_rng(2).normal(1, 0.01, 64), 0.8))[0].nodes == ("node-64",)
+
+
+def test_one_bad_reading_of_a_machine_accuses_nobody() -> None:
+    fleet = readings(*[1.0] * 8)
+    fleet[3].speeds["product bf16"][0] = 0.01
+    assert judge(fleet) == []
+
+
+def test_devices_of_another_model_are_another_fleet() -> None:
+    fleet = [
+        Reading(n, f"node-{n}", devices=[Device("cuda:0", kind, {"product bf16": [speed]})])
+        for n, (kind, speed) in enumerate([("H100", 700.0)] * 6 + [("A100", 300.0)] * 6)
+    ]
+    assert judge(fleet) == []
+
+
+def test_without_a_majority_every_version_is_told() -> None:
+    two = [Reading(n, f"node-{n}", facts={"driver": version}) for n, version in enumerate("ab")]
+    (found,) = judge(two)
+    assert (found.nodes, found.text) == (("node-0", "node-1"), "a on node-0; b on node-1")
+    (found,) = judge([*two, Reading(2, "node-2", facts={"driver": "a"})])
+    assert (found.nodes, found.text) == (("node-1",), "b, and a on 2 other nodes")
+    (found,) = judge([*two[:1], Reading(1, "node-1", facts={"driver": "a"}), Reading(2, "node-2", facts={"os": "x"})])[
+        :1
+    ]
+    assert found.nodes == ("node-2",)
+
+
+def links(*groups: tuple[int, ...], slow: Mapping[tuple[int, ...], float], kind: Any = "pair") -> list[Link]:
+    return [
+        Link(
+            kind,
+            [*pair],
+            [slow.get(pair, 1.0)] if slow.get(pair, 1.0) else [],
+            "" if slow.get(pair, 1.0) else "no answer",
+        )
+        for pair in groups
+    ]
+
+
+EIGHT = [Reading(n, f"node-{n // 2}", local_rank=n % 2) for n in range(16)]
+ALL = [pair for pair in combinations(range(16), 2) if pair[0] // 2 != pair[1] // 2]
+
+
+@pytest.mark.parametrize(
+    ("slow", "truth"),
+    [
+        ({(0, 7): 0.5}, [("slow-pair", ("node-0", "node-3"), "ranks 0 and 7")]),
+        ({pair: 0.5 for pair in ALL if 5 in pair}, [("slow-rank", ("node-2",), "rank 5")]),
+        ({pair: 0.7 for pair in ALL if {4, 5} & {*pair}}, [("slow-links", ("node-2",), "")]),
+        ({(0, 7): 0.0}, [("broken-link", ("node-0", "node-3"), "ranks 0 and 7")]),
+        ({pair: 0.0 for pair in ALL if {4, 5} & {*pair}}, [("slow-links", ("node-2",), "")]),
+        (
+            {pair: 0.6 for pair in ALL if 4 in pair} | {(6, 15): 0.4},
+            [("slow-rank", ("node-2",), "rank 4"), ("slow-pair", ("node-3", "node-7"), "ranks 6 and 15")],
+        ),
+        (dict.fromkeys(ALL, 0.0), [("broken-link", tuple(f"node-{n}" for n in range(8)), "all 112 links (pair)")]),
+    ],
+    ids=["pair", "rank", "node", "broken pair", "broken node", "rank and another pair", "all broken"],
+)  # fmt: skip
+def test_a_link_is_blamed_on_node_rank_or_pair(
+    slow: dict[tuple[int, ...], float], truth: list[tuple[str, tuple[str, ...], str]]
+) -> None:
+    found = judge(EIGHT, links(*ALL, slow=slow))
+    assert named(found) == set(truth)
+    assert len(found) == len(truth)
+
+
+def test_a_ring_that_does_not_close_and_a_slow_one_inside_a_node() -> None:
+    found = judge(EIGHT, links(tuple(range(16)), slow={tuple(range(16)): 0.0}, kind="ring"))
+    assert [(one.code, one.text) for one in found] == [("broken-link", "no answer")]
+    rings = [(2 * n, 2 * n + 1) for n in range(8)]
+    found = judge(EIGHT, links(*rings, slow={(4, 5): 0.5}, kind="local ring"))
+    assert named(found) == {("slow-links", ("node-2",), "")}
+
+
+def test_what_both_ends_tell_counts_once_and_a_failure_of_either_counts() -> None:
+    both = [Link("pair", [0, 2], [1.0]), Link("pair", [0, 2], [], "timed out"), Link("pair", [0, 99], [], "gone")]
+    (found,) = judge(EIGHT, both)
+    assert (found.code, found.nodes, found.text) == ("broken-link", ("node-0", "node-1"), "timed out")
+
+
+@pytest.mark.parametrize(
+    ("device", "code"),
+    [({"ecc_errors": 1}, "ecc"), ({"remap_pending": True}, "rows"), ({"remap_failed": True}, "rows"),
+     ({"xids": [79]}, "xid"), ({"throttled": ["power brake"]}, "throttled"), ({"remapped_rows": 3}, None),
+     ({"ecc_errors": None}, None)],
+)  # fmt: skip
+def test_what_is_wrong_on_one_machine_needs_no_fleet(device: dict[str, Any], code: str | None) -> None:
+    found = judge([Reading(0, "n", devices=[Device("cuda:0", "H100", **device)])])
+    assert [one.code for one in found] == ([code] if code else [])
+    assert all(one.todo for one in found)
+
+
+def test_silent_ranks_and_what_a_rank_found_by_itself_are_told() -> None:
+    found = judge([Reading(0, "a", problems=[Problem("store", "s3://x: write: denied")])], silent={3: "d"})
+    assert [(one.code, one.nodes) for one in found] == [("silent", ("d",)), ("store", ("a",))]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"rank": -1, "node": "a"}, "f.json: rank: Input should be greater than or equal to 0, got -1"),
+        ({"rank": 1, "node": "a", "speeds": {"x": [float("nan")]}}, "f.json: speeds.x.0: Input should be a finite"),
+        ({"rank": 1, "node": "a", "evil": 1}, "f.json: evil: Unexpected keyword argument, got 1"),
+        ([1], "f.json: value: Input should be a dictionary"),
+        ({"rank": 1, "node": "a" * 3000}, "f.json: node: String should have at most 2000 characters"),
+    ],
+)
+def test_another_rank_s_file_is_checked(value: Any, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        loaded(Reading, value, "f.json")
+    assert str(caught.value).startswith(said)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_reading_survives_its_file() -> None:
+    one = Reading(1, "a", devices=[Device("cpu", "x", {"product fp32": [1.5]})], disks=[Disk("/", 10, 5)])
+    assert loaded(Reading, json.loads(json.dumps(dumped(one))), "f") == one
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 9))
+def test_rounds_let_everybody_meet_and_nobody_twice_at_a_time(nodes: int, local: int, most: int) -> None:
+    places = {rank: (f"n{rank // local}", rank % local) for rank in range(nodes * local)}
+    rounds = list(planned_rounds(places, most))
+    for _, groups in rounds:
+        ranks = [rank for group in groups for rank in group]
+        assert len(set(ranks)) == len(ranks)
+    pairs = [group for kind, groups in rounds if kind == "pair" for group in groups]
+    assert len({*pairs}) == len(pairs)
+    if most >= nodes + nodes % 2 - 1:  # then all rails of all pairs of nodes
+        expected = {
+            (a, b) for a, b in combinations(places, 2) if places[a][0] != places[b][0] and a % local == b % local
+        }
+        assert {*pairs} == expected
+    assert [groups for kind, groups in rounds if kind == "ring"] == ([[tuple(places)]] if len(places) > 2 else [])

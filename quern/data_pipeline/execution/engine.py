@@ -24,7 +24,7 @@ from quern.data_pipeline.execution.ray_life import Pulse, pulse_of, start
 from quern.data_pipeline.execution.tasks import MAX_DEATHS, Death, Engine, InProcess, OnDeath
 from quern.errors import QuernError, first_line
 
-__all__ = ["Death", "Engine", "InProcess", "RayPool", "open_engine"]
+__all__ = ["Death", "Engine", "InProcess", "RayPool", "on_each_machine", "open_engine"]
 
 log = logging.getLogger(__name__)
 
@@ -324,6 +324,40 @@ def _call_on(machine: str | None, function: Callable[..., Any], args: tuple[Any,
             first_line(error),
         )
         return None
+
+
+def on_each_machine(
+    address: str, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+) -> list[tuple[str, Any]]:
+    """``function(*args)`` once on every machine of the cluster at ``address``, all at once: the machine's name with the
+    answer, with an exception where it failed, or None where no answer came within ``timeout_s``."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            stack.callback(ray.shutdown)
+            start(None, address)
+        nodes = sorted(
+            (node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"])
+        )
+        hosts = [str(node["NodeManagerHostname"]) for node in nodes]
+        asked = [
+            ray.remote(_run)
+            .options(num_cpus=0, max_retries=0,
+                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+            .remote(function, args)
+            for node in nodes
+        ]  # fmt: skip
+        answered: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)[0] if asked else []
+        found: list[tuple[str, Any]] = []
+        for node, host, reference in zip(nodes, hosts, asked, strict=True):
+            name = host if hosts.count(host) == 1 else f"{host}/{node['NodeID'][:6]}"
+            try:
+                found.append((name, ray.get(reference) if reference in answered else None))
+            except Exception as error:  # also what the function raised there
+                found.append((name, error))
+        return found
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

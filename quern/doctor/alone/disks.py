@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -75,21 +76,20 @@ def _seconds(call: Callable[[], object]) -> float:
 def try_store(folder: str) -> dict[str, Any]:
     """Write, read and remove one object of 1 MiB below ``folder``, a path or a store's URL: ``shown``, ``problems``."""
     path, data = storage.join(folder, f"quern-doctor-{uuid.uuid4().hex}"), os.urandom(_STORE_BYTES)
-    step, took = "write", {}
+    read: list[bytes] = []
+    steps = {"write": lambda: storage.publish_bytes(path, data), "read": lambda: read.append(storage.read_bytes(path)),
+             "delete": lambda: storage.remove(path)}  # fmt: skip
+    took: dict[str, float] = {}
     try:
-        try:
-            took["write"] = _seconds(lambda: storage.publish_bytes(path, data))
-            step = "read"
-            read: list[bytes] = []
-            took["read"] = _seconds(lambda: read.append(storage.read_bytes(path)))
-            if read[0] != data:
-                return {"problems": [{"code": "store", "text": f"{folder}: read other bytes than were written"}]}
-        finally:
-            took["delete"] = _seconds(lambda: storage.remove(path))
-        if storage.is_file(path):
-            return {"problems": [{"code": "store", "text": f"{folder}: an object is there after it was removed"}]}
+        for step, call in steps.items():
+            took[step] = _seconds(call)
     except Exception as error:  # of any store's library
+        with suppress(Exception):
+            storage.remove(path)
         return {"problems": [{"code": "store", "text": f"{folder}: {step}: {one_line(error)}"}]}
+    if read[0] != data or storage.is_file(path):
+        wrong = "read other bytes than were written" if read[0] != data else "an object is there after it was removed"
+        return {"problems": [{"code": "store", "text": f"{folder}: {wrong}"}]}
     return {"shown": {f"store {folder}": ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in took.items())}}
 
 

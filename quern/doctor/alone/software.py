@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 from quern import __version__
 from quern.doctor.alone.gpus import MISSING, Nvml
+from quern.words import size
 
-__all__ = ["Needs", "kernels", "versions"]
+__all__ = ["Needs", "kernels", "machine", "versions"]
 
 Needs = dict[str, Any]
 """Of a training config: ``compile`` (why a compiler is needed, or empty), ``float8``, ``precision``, ``flash``."""
@@ -18,12 +21,24 @@ Needs = dict[str, Any]
 _FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
 
 
+def machine() -> dict[str, Any]:
+    """``facts``: quern and Python; ``shown``: cores that this process may use, and memory."""
+    memory: dict[str, int] = {}
+    with suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        memory = {line.partition(":")[0]: int(line.split()[1]) << 10 for line in file}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+    shown = {"cores": f"{cores}"}
+    if {"MemTotal", "MemAvailable"} <= memory.keys():
+        shown["memory"] = f"{size(memory['MemAvailable'])} of {size(memory['MemTotal'])} available"
+    return {"facts": {"quern": __version__, "python": platform.python_version()}, "shown": shown}
+
+
 def versions(nvml: Nvml | None, needs: Needs) -> dict[str, Any]:
     """``facts`` that must be the same on all nodes, ``shown``, and ``problems`` where they do not fit each other."""
     import torch
 
     cuda = torch.cuda.is_available()
-    facts = {"quern": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    facts: dict[str, str] = {"torch": str(torch.__version__)}
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     facts["compiler"] = compiler or "none"
     triton = find_spec("triton") is not None

@@ -249,7 +249,7 @@ class TrainConfig(Section):
     later: ClassVar[Mapping[str, Any]] = {
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
-        "on_event": None,
+        "on_event": None, "preflight": False,
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -325,6 +325,8 @@ class TrainConfig(Section):
     JSON on its standard input. Example: ./page-somebody --team training"""
     verify_shards: bool = True
     """Compare every shard's SHA-256 at the start, each rank its share; files verified before are not read again."""
+    preflight: bool = False
+    """Check the machines first, as ``quern doctor`` does, and start only if nothing is found."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -338,15 +340,12 @@ class TrainConfig(Section):
             if phase.first_step <= last:
                 raise ValueError(f"phases.{number}.first_step: expected more than {last}, got {phase.first_step}")
             if phase.weights is not None and len(phase.weights) != len(self.data):
-                raise ValueError(
-                    f"phases.{number}.weights: expected {len(self.data)} weights, one a source, "
-                    f"got {len(phase.weights)}"
-                )
+                got, wanted = len(phase.weights), len(self.data)
+                raise ValueError(f"phases.{number}.weights: expected {wanted} weights, one a source, got {got}")
             last = phase.first_step
         if self.forensics.steps and max(self.forensics.steps) >= self.steps:
-            raise ValueError(
-                f"forensics.steps: expected steps below {self.steps} (steps), got {max(self.forensics.steps)}"
-            )
+            most = max(self.forensics.steps)
+            raise ValueError(f"forensics.steps: expected steps below {self.steps} (steps), got {most}")
         if self.activation_checkpointing_layers is not None and self.activation_checkpointing == "none":
             raise ValueError("activation_checkpointing_layers: expected full or selective activation_checkpointing too")
         if self.activation_memory_budget is not None and not self.compile.enabled:

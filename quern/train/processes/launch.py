@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 __all__ = [
-    "GRACE_S", "LOOPBACK", "Worker", "abort", "end_with_launcher", "ending_signals", "environments",
-    "free_port", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started", "wait",
+    "GRACE_S", "LOOPBACK", "Worker", "abort", "end_with_launcher", "ending_signals", "environments", "free_port",
+    "handed_on", "launched", "leave_lost_terminal", "leaving", "listening", "send", "started", "wait",
 ]  # fmt: skip
 
 GRACE_S = 10.0
@@ -53,6 +53,11 @@ def leave_lost_terminal() -> None:
 def launched() -> bool:
     """Whether this process is a worker that :func:`started` has started."""
     return _PIPE in os.environ
+
+
+def handed_on() -> list[int]:
+    """Popen's ``pass_fds`` for a program that calls :func:`end_with_launcher` in place of this process."""
+    return [int(os.environ[_PIPE])] if _PIPE in os.environ else []
 
 
 def end_with_launcher() -> None:

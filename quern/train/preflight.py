@@ -1,0 +1,30 @@
+"""Runs ``quern doctor`` for a config in a process beside each rank, so that what hangs there hangs no rank."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+
+from quern.config import dump_yaml
+from quern.errors import QuernError
+from quern.safe_path import module
+from quern.train.config import TrainConfig
+from quern.train.processes import launch
+
+__all__ = ["preflight"]
+
+
+def preflight(config: TrainConfig) -> None:
+    """Check the machines of this start. Collective.
+
+    Raises:
+        QuernError: something was found, or a machine could not be checked; it has been told on standard error.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        command = module("quern.cli.main", "doctor", file.name, "--device", config.device)
+        done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise QuernError("preflight: quern doctor has named machines (above), and nothing was started; "
+                         "repair or leave them out, or start with preflight=false")  # fmt: skip

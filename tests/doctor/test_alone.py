@@ -1,0 +1,228 @@
+"""What a machine tells about itself: NVML's counters by a stand-in, limits and network by a made-up root, disks."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quern.doctor.alone import disks, network, software
+from quern.doctor.alone.gpus import Nvml, open_nvml
+from quern.doctor.fleet import judge
+from quern.doctor.load import load
+from quern.doctor.place import place_of
+from quern.doctor.readings import Device, Reading
+from quern.errors import InputError
+
+
+class Driver:
+    """Stands in for the module pynvml: one GPU, with faults."""
+
+    class NVMLError(Exception): ...
+
+    def __init__(
+        self, *, ecc: int | None = 0, rows: tuple[int, ...] | None = (0, 0, 0, 0), why: int = 0, xids: Any = ()
+    ):
+        self.ecc, self.rows, self.why, self.xids = ecc, rows, why, [*xids]
+        self.cuda, self.events = 12080, 0
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        return self.cuda
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
+        return b"570.86.15"
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByPciBusId(self, pci: bytes) -> bytes:  # noqa: N802
+        assert pci == b"0000:1b:00.0"
+        return pci
+
+    def nvmlDeviceGetName(self, handle: object) -> str:  # noqa: N802
+        return "NVIDIA H100 80GB HBM3"
+
+    def _known(self, value: Any) -> Any:
+        if value is None:
+            raise self.NVMLError("Not Supported")
+        return value
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: bytes, kind: int, counter: int) -> Any:  # noqa: N802
+        assert (kind, counter) == (1, 0)  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
+        return self._known(self.ecc)
+
+    def nvmlDeviceGetRemappedRows(self, handle: bytes) -> Any:  # noqa: N802
+        return self._known(self.rows)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: bytes) -> int:  # noqa: N802
+        return self.why
+
+    def nvmlDeviceGetClockInfo(self, handle: bytes, kind: int) -> int:  # noqa: N802
+        return 1755
+
+    nvmlDeviceGetMaxClockInfo = nvmlDeviceGetClockInfo
+
+    def nvmlEventSetCreate(self) -> str:  # noqa: N802
+        self.events += 1
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, handle: bytes, kinds: int, events: str) -> None:  # noqa: N802
+        assert kinds == 0x8  # nvmlEventTypeXidCriticalError
+
+    def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:  # noqa: N802
+        if not self.xids:
+            raise self.NVMLError("Timeout")
+        return SimpleNamespace(eventData=self.xids.pop(0))
+
+    def nvmlEventSetFree(self, events: str) -> None:  # noqa: N802
+        self.events -= 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "codes"),
+    [
+        (Driver(), []),
+        (Driver(ecc=3), ["ecc"]),
+        (Driver(rows=(1, 2, 1, 0)), ["rows"]),
+        (Driver(rows=(1, 2, 0, 1)), ["rows"]),
+        (Driver(why=0x04), []),  # a power cap
+        (Driver(why=0x40 | 0x80), ["throttled"]),
+        (Driver(xids=[79, 48]), ["xid"]),
+        (Driver(ecc=None, rows=None), []),
+    ],
+)
+def test_what_nvml_counts_is_judged(driver: Driver, codes: list[str]) -> None:
+    with Nvml(driver).watched("0000:1b:00.0") as state:
+        device = Device("cuda:0", "H100", **state())
+    assert driver.events == 0
+    assert [one.code for one in judge([Reading(0, "n", devices=[device])])] == codes
+    assert device.sm_clock_mhz == 1755
+
+
+def test_pynvml_has_what_is_asked_of_it() -> None:
+    api = pytest.importorskip("pynvml")
+    asked = {name for name in vars(Driver) if name.startswith("nvml")}
+    assert asked <= vars(api).keys()
+    assert api.NVML_CLOCK_SM == 1
+    assert api.nvmlClocksThrottleReasonHwPowerBrakeSlowdown == 0x80
+    assert api.nvmlClocksThrottleReasonSwThermalSlowdown == 0x20
+
+
+def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(Driver())
+    assert nvml.system() == {"driver": "570.86.15", "driver's cuda": "12.8", "gpus": "2 × NVIDIA H100 80GB HBM3"}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (problem,) = software.versions(nvml, {})["problems"]
+    assert problem["text"] == "the driver 570.86.15 supports CUDA 12.8, and torch is built for 13.0"
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    (problem,) = software.versions(nvml, {})["problems"]
+    assert problem["text"].endswith("and torch finds no GPU")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (problem,) = software.versions(None, {"compile": "compile.enabled"})["problems"]
+    assert (problem["code"], software.versions(None, {})["problems"]) == ("compiler", [])
+
+
+def test_without_the_package_nothing_is_read() -> None:
+    with open_nvml() as nvml:
+        assert nvml is None or nvml.system()
+
+
+def test_disks_that_cannot_be_written_and_stores_that_lie_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = disks.measure_disk(str(tmp_path / "not" / "there"), 2)
+    assert found["disks"][0]["path"] == str(tmp_path / "not" / "there"), "the disk it will be on"
+    assert len(found["speeds"][f"disk sync {tmp_path}/not/there"]) == 2
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 20))
+    full = disks.measure_disk(str(tmp_path), 2)
+    assert "speeds" not in full, "a full disk is not written to"
+    (problem,) = disks.try_store("nothere://bucket")["problems"]
+    assert problem["code"] == "store"
+    monkeypatch.setattr(disks.storage, "read_bytes", lambda path: b"other")
+    (problem,) = disks.try_store(str(tmp_path))["problems"]
+    assert problem["text"] == f"{tmp_path}: read other bytes than were written"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_limits_and_interfaces_are_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, speed, hardware in (("eth0", "100000", True), ("eth1", "100000", True), ("veth7", "-1", False)):
+        folder = tmp_path / "class/net" / name
+        (folder / "device" if hardware else folder).mkdir(parents=True)
+        for file, text in (("operstate", "up"), ("speed", speed), ("mtu", "9000")):
+            (folder / file).write_text(text + "\n")
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    found = network.interfaces(str(tmp_path))
+    assert found["facts"] == {
+        "interfaces": "2 × 100000 Mb/s, MTU 9000", "infiniband": "1 × 4: ACTIVE 400 Gb/sec (4X NDR)",
+    }  # fmt: skip
+    assert found["shown"] == {"interfaces": "eth0, eth1, veth7"}
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    (tmp_path / "sys").symlink_to(tmp_path)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
+    monkeypatch.setattr(disks.resource, "getrlimit", lambda which: (65536, 65536))
+    found = disks.limits(True, str(tmp_path))
+    assert [one["code"] for one in found["problems"]] == ["shm", "memlock"]
+    assert [one["code"] for one in disks.limits(False, str(tmp_path))["problems"]] == ["shm"]
+
+
+def test_a_ray_address_is_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert "problems" not in network.ray_answers(address)
+    assert network.ray_answers(address)["problems"][0]["code"] == "ray"
+    assert network.ray_answers("nonsense")["problems"][0]["code"] == "ray"
+
+
+def test_a_device_that_computes_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for part in load(torch.device("cpu"), "x", 1, None, lambda doing: None):
+            found |= part
+        return found
+
+    assert "problems" not in parts()
+    exact = torch.Tensor.__matmul__
+
+    def off_by_one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = exact(a, b)
+        if product.dtype == torch.float32:
+            product[5, 7] += 1
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", off_by_one)
+    assert parts()["problems"][0]["text"] == "cpu: a product of integers in fp32 differs from float64's"
+
+
+def test_places_are_told_by_torchrun_and_by_slurm() -> None:
+    alone = place_of({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"})
+    assert (alone.rank, alone.world) == (0, 1), "a batch script is one process"
+    numbers = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    place = place_of({**numbers, "MASTER_ADDR": "127.0.0.1"})
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (9, 16, 1, 8)
+    assert place.address == "127.0.0.1"
+    step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURMD_NODENAME": "n3", "SLURM_STEP_ID": "0"}  # fmt: skip
+    place = place_of(step)
+    assert (place.rank, place.world, place.local_world, place.node) == (3, 4, 1, "n3")
+    assert place.start == place_of({**step, "SLURM_PROCID": "1", "SLURMD_NODENAME": "n1"}).start
+    assert place.start != place_of({**step, "SLURM_STEP_ID": "1"}).start
+    with pytest.raises(InputError, match=r"RANK: expected 0 to 1 \(WORLD_SIZE is 2\), got 2"):
+        place_of({"RANK": "2", "WORLD_SIZE": "2"})
+    with pytest.raises(InputError, match=r"WORLD_SIZE: expected a number, got ''"):
+        place_of({"RANK": "2"})

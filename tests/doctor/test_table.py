@@ -1,0 +1,61 @@
+"""What is shown fits a screen, names what was found, and carries nothing out of a machine's texts to the terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from quern.cli.output import plain_line
+from quern.doctor.fleet import judge
+from quern.doctor.readings import Device, Disk, Link, Problem, Reading
+from quern.doctor.run import Result
+from quern.doctor.table import show
+
+
+def shown(readings: list[Reading], links: list[Link] | None = None) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    links = links or []
+    show(Result(len(readings), True, readings, links, judge(readings, links), []), console, plain_line)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_five_hundred_ranks_with_as_many_findings_fit_a_screen() -> None:
+    ranks = [
+        Reading(
+            rank, f"node-{rank // 8}", local_rank=rank % 8, facts={} if rank % 8 else {"driver": "a"},
+            devices=[Device(f"cuda:{rank % 8}", "H100", {"product bf16": [7e14]}, ecc_errors=1)],
+        )
+        for rank in range(512)
+    ]  # fmt: skip
+    text = shown(ranks, [Link("pair", [0, 8], [4e10]), Link("pair", [0, 16], [3e10])])
+    assert len(text.splitlines()) < 40
+    assert "512 findings: 64 nodes, 512 ranks" in text
+    assert "node-0, cuda:0: 1 uncorrected memory errors" in text
+    assert "and 492 more (--json)" in text
+    assert text.count("reset the GPU") == 1
+    assert "30 GB/s" in text
+
+
+def test_texts_of_machines_are_only_texts() -> None:
+    bad = "evil\x1b[2J\n[red]x[/red]\u202e"
+    reading = Reading(
+        0, bad, facts={bad: bad}, shown={bad: bad}, problems=[Problem("store", bad)], disks=[Disk(bad, 9, 1)]
+    )
+    text = shown([reading, Reading(1, bad, facts={bad: "else"})])
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "[red]x[/red]" in text
+
+
+def test_machines_of_data_runs_stand_node_by_node() -> None:
+    machines = [
+        Reading(
+            n, f"node-{n}", facts={"ray": "2.60.0"}, shown={"cores": f"{8 * n}"}, disks=[Disk("/d", 1 << 40, 1 << 39)]
+        )
+        for n in range(3)
+    ]
+    text = shown(machines)
+    assert "node-2  16" in text
+    assert text.count("/d 512.0 GiB of 1.0 TiB free") == 3
