@@ -9,6 +9,7 @@
 # A rank that fails ends the others, and torchrun starts all of them again, twice at most. Where that does not help, the
 # job is put back into the queue without the node whose task ended first, as long as no three attempts in a row have
 # lasted less than half an hour: then it is not a machine's fault. (Tried with a Slurm of shell scripts, not a real one.)
+# DOCTOR=1 sbatch … checks every node first (docs/doctor.md), and ends the job where something is found.
 #SBATCH --job-name=quern-train
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
@@ -27,6 +28,10 @@ export OMP_NUM_THREADS=1
 export PYTHONSAFEPATH=1
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000))
+
+if [ "${DOCTOR:-0}" = 1 ]; then
+    srun --kill-on-bad-exit=0 quern doctor "$@"
+fi
 
 log=$(mktemp)
 exec {errors}> >(tee "$log" >&2)

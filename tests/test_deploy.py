@@ -188,6 +188,21 @@ def test_the_training_script_starts_torchrun_on_every_node(tmp_path: Path) -> No
     assert (module, config, override) == ("quern.train", "c.yaml", "run_dir=/shared/a run")
 
 
+def test_the_training_script_checks_the_nodes_first_if_told_to(tmp_path: Path) -> None:
+    script = (DEPLOY / "slurm-train.sh").read_text().replace("${DOCTOR:-0}", "1")
+    (tmp_path / "train.sh").write_text(script)
+    (tmp_path / "train.sh").chmod(0o755)
+    doctor, train = run_fake(tmp_path, str(tmp_path / "train.sh"), "c.yaml", "run_dir=/shared/a run")
+    assert doctor[-4:] == ["quern", "doctor", "c.yaml", "run_dir=/shared/a run"]
+    assert "quern.train" in train
+    (tmp_path / "record").unlink()
+    fakes = {"srun": f'echo "$@" >> "{tmp_path}/asked"; exit 1'}
+    run_fake(tmp_path, str(tmp_path / "train.sh"), "c.yaml", code=1, fakes=fakes)
+    assert (tmp_path / "asked").read_text().splitlines() == ["--kill-on-bad-exit=0 quern doctor c.yaml"], (
+        "nothing is begun"
+    )
+
+
 def requeued(tmp_path: Path, said: str, code: int = 1) -> str:
     """What the training script asks of scontrol after its ranks have said something and ended."""
     asked = tmp_path / "asked"
@@ -213,7 +228,9 @@ def test_a_failed_training_goes_back_into_the_queue_without_the_bad_node_and_not
 
 def commands(text: str) -> list[list[str]]:
     """Every ``quern …`` command of a file, also in comments."""
-    found = re.findall(r"(?<![\w/.-])quern ((?:data|tokens|train|mix|checkpoint|lineage|bench|demo)\b[^'`\n|&]*)", text)
+    found = re.findall(
+        r"(?<![\w/.-])quern ((?:data|tokens|train|mix|checkpoint|lineage|bench|demo|doctor)\b[^'`\n|&]*)", text
+    )
     return [shlex.split(command.replace("\\", " ").replace('"$@"', "configs/fineweb-en.yaml")) for command in found]
 
 

@@ -60,6 +60,8 @@ def check_module(module: str, arguments: list[str], page: str) -> None:
     elif module == "quern.train.profiling":
         with mock.patch.object(profiling, "load_train_config", side_effect=ParsedError), pytest.raises(ParsedError):
             profiling.main(arguments)
+    elif module == "quern.cli.main":
+        check_quern(arguments, page)
     else:
         assert module == "quern.train"
         check_config(arguments[0], arguments[1:], page, TrainConfig)

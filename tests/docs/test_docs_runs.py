@@ -32,6 +32,7 @@ NOT_RUN = {
     r"torchrun |ray\.address": "needs several machines",
     r"quern selftest|python benchmarks/": "minutes",
     r"quern bench|float8": "needs GPUs, or minutes; tests/cli/test_bench.py runs small ones",
+    r"quern doctor|preflight=true": "it measures the machine; tests/cli/test_doctor.py runs it",
     r"quern train debug": "needs a run that failed; tests/train/test_flight.py has some",
     r"quern train profile": "a minute; tests/cli/test_train_profile.py runs small ones",
     r"--dtype uint|--val --no-eot": "a synopsis: nobody gives all of its options",
