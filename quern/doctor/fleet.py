@@ -72,7 +72,7 @@ def judge(
 
 def spread_of(name: str) -> float:
     """The least relative standard deviation that a measurement's fleet is taken to have."""
-    return SPREADS[name.split()[0]]
+    return SPREADS.get(name.partition(" ")[0], 0.15)  # of another version's measurement little is known
 
 
 def _finding(code: str, nodes: Sequence[str], where: str, text: str) -> Finding:

@@ -41,6 +41,8 @@ def measure_link(
     """
     place, timeout = list(ranks).index(rank), timedelta(seconds=timeout_s)
     store = _meet(meet, address, place == 0, timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(
         backend,

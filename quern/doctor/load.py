@@ -29,6 +29,10 @@ def load(
     cuda = device.type == "cuda"
     name = f"cuda:{device.index}" if cuda else "cpu"
     yield {"name": name, "kind": kind}
+    if cuda:
+        torch.cuda.set_device(device)  # events are of the current one
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     with ExitStack() as opened:
         state = None
         if nvml is not None and cuda:
