@@ -48,6 +48,7 @@ PROGRAMS = {
         layout = Layout(None, MeshPlan(pp=2, tp=2, dp_shard=2), seq_len=64)
         assert traffic(Step(ModelConfig(preset="1B").shape(1000), layout, 8, 2, 4))
     """,
+    "machines, waited for and judged": "import quern.cli.doctor",
     "a page through the chain": f"""
         from quern.data_pipeline.chain import Chain
         from quern.data_pipeline.config import ChainConfig

@@ -30,7 +30,7 @@ class Device(StrEnum):
 def doctor(
     config: Annotated[
         str | None,
-        typer.Argument(help="A training config, whose folders, store and kernels are tried.", metavar="[CONFIG]"),
+        typer.Argument(help="A training config, whose folders, store and kernels are tried.", metavar="CONFIG"),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: run_dir=/shared/runs/a")] = None,
     share: Annotated[

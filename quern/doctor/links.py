@@ -23,16 +23,9 @@ _BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
 def measure_link(
-    kind: str,
-    ranks: Sequence[int],
-    rank: int,
-    *,
-    device: torch.device,
-    meet: str,
-    address: str,
-    repeats: int,
+    kind: str, ranks: Sequence[int], rank: int, *, device: torch.device, meet: str, address: str, repeats: int,
     timeout_s: float,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """``speeds`` of a :class:`~quern.doctor.readings.Link`, or its ``problem``. Collective among ``ranks``, the first
     of which writes into the file ``meet`` where it is found.
 
@@ -45,28 +38,23 @@ def measure_link(
         torch.cuda.set_device(device)
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(kind, store),
-        rank=place,
-        world_size=len(ranks),
-        timeout=timeout,
+        backend, store=dist.PrefixStore(kind, store), rank=place, world_size=len(ranks), timeout=timeout,
         device_id=bound,
-    )
+    )  # fmt: skip
     try:
         step, payload = (_exchange, 1.0) if "pair" in kind else (_reduce, 2 * (len(ranks) - 1) / len(ranks))
         size = _BYTES[device.type]
-        speeds = []
+        speeds, intact = [], True
         for number in range(repeats + 1):
             dist.all_reduce(torch.zeros(1, device=device))  # all begin at one time
             _wait(device)
             seconds, right = step(place, len(ranks), size, device)
-            if not right:
-                return {"problem": "other bytes arrived than were sent"}
+            intact = intact and right
             if number:  # the first makes the connections
                 speeds.append(payload * size / seconds)
         dist.all_reduce(torch.zeros(1, device=device))
         _wait(device)
-        return {"speeds": speeds}
+        return {"speeds": speeds} if intact else {"problem": "other bytes arrived than were sent"}
     finally:
         dist.destroy_process_group()
 

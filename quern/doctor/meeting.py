@@ -91,6 +91,15 @@ class Meeting:
             raise QuernError(f"rank {self.rank}: the others waited {limit:g} s for {name!r} and went on without it")
         return self.present
 
+    def step_out(self) -> None:
+        """Say, before this rank's next meeting, that it measures nothing with others any more."""
+        storage.publish_bytes(self._path("out", self.rank), b"null")
+
+    def active(self) -> list[int]:
+        """Those present that have not stepped out; after a meeting the same to all."""
+        out = set(self._answered("out"))
+        return [rank for rank in self.present if rank not in out]
+
     def values(self, name: str, ranks: Sequence[int]) -> list[tuple[str, Any]]:
         """File and value of those of ``ranks`` that answered in a meeting."""
         paths = [path for rank in ranks if storage.is_file(path := self._path(name, rank))]

@@ -21,6 +21,7 @@ from quern.doctor.readings import Finding, Link, Problem, Reading, dumped, loade
 from quern.doctor.rounds import planned_rounds
 from quern.errors import InputError, one_line
 from quern.train.config import TrainConfig
+from quern.words import is_plain_name
 
 __all__ = ["Options", "Result", "check", "check_cluster", "options_of"]
 
@@ -87,6 +88,8 @@ def check(place: Place, options: Options) -> Result:
     if place.world > 1:
         if options.share is None:
             raise InputError("--share: expected a folder or store that all ranks see, as there are several")
+        if options.id is not None and not is_plain_name(options.id):
+            raise InputError(f"--id: expected a name that can be a folder's, got {options.id!r}")
         base = os.path.abspath(options.share) if storage.is_local(options.share) else options.share
         folder = storage.join(base, "doctor", options.id or place.start)
     child = Child({"GLOO_SOCKET_IFNAME": "lo"} if place.address.startswith("127.") and _has("lo") else None)
@@ -128,7 +131,10 @@ def _read_there(options: Options) -> dict[str, Any]:
 
 def _together(meeting: Meeting, child: Child, place: Place, options: Options, folder: str) -> Result:
     meeting.begin({"node": place.node, "local_rank": place.local_rank})
-    answered = meeting.meet("alone", dumped(_read_alone(child, place, options)))
+    own = _read_alone(child, place, options)
+    if any(problem.code == "hung" for problem in own.problems):
+        meeting.step_out()
+    answered = meeting.meet("alone", dumped(own))
     places = {rank: _said(meeting.hellos.get(rank), rank) for rank in range(place.world)}
     names = []
     for number, (kind, groups) in enumerate(planned_rounds({r: places[r] for r in answered}, options.rounds)):
@@ -167,11 +173,13 @@ def _measure(
     meeting: Meeting, child: Child, place: Place, options: Options, name: str, kind: str, groups: list[tuple[int, ...]],
     folder: str,
 ) -> None:  # fmt: skip
-    """One round: this rank's link, if it has one whose ends are all still there, and what became of it to all."""
-    own = next((group for group in groups if place.rank in group and set(group) <= {*meeting.present}), None)
+    """One round: this rank's link, if it has one whose ends are still there, and what became of it to all. Who has
+    waited long for a link steps out: otherwise one bad end would let its partners wait in every round."""
+    active = meeting.active()
+    own = next(([rank for rank in group if rank in active] for group in groups if place.rank in group), [])
     value = None
-    if own is not None:
-        limit = _LINK * options.timeout_s
+    if len(own) > 1 and place.rank in own:
+        limit, began = _LINK * options.timeout_s, time.monotonic()
         task = {
             "what": "link", "kind": kind, "ranks": own, "rank": place.rank, "device": options.device,
             "local_rank": place.local_rank, "address": place.address, "repeats": options.repeats,
@@ -184,6 +192,8 @@ def _measure(
         except ChildError as error:
             child.close()  # what is left of a connection that failed may fail the next one
             value = {"kind": kind, "ranks": own, "problem": str(error)}
+            if time.monotonic() - began > limit / 2:
+                meeting.step_out()
     meeting.meet(name, value)
 
 

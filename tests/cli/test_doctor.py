@@ -26,6 +26,7 @@ QUICK = ("--repeats", "1", "--device", "cpu")
 def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, world, said in (
         ((), ("0", "2"), "--share: expected a folder or store that all ranks see, as there are several"),
+        (("--share", "s", "--id", "../x"), ("0", "2"), "--id: expected a name that can be a folder's, got '../x'"),
         ((), ("2", "2"), "RANK: expected 0 to 1 (WORLD_SIZE is 2), got 2"),
         (("nothere.yaml",), ("0", "1"), "nothere.yaml: no such config file"),
         (("--data", "c.yaml"), ("0", "1"), "--data: expected without CONFIG, which is one of training; give --disk, "

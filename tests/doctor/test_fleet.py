@@ -165,7 +165,7 @@ def test_one_bad_reading_of_a_machine_accuses_nobody() -> None:
 def test_devices_of_another_model_are_another_fleet() -> None:
     fleet = [
         Reading(n, f"node-{n}", devices=[Device("cuda:0", kind, {"product bf16": [speed]})])
-        for n, (kind, speed) in enumerate([("H100", 700.0)] * 6 + [("A100", 300.0)] * 6)
+        for n, (kind, speed) in enumerate([("H100", 700.0)] * 12 + [("A100", 300.0)] * 4)
     ]
     assert judge(fleet) == []
 

@@ -7,15 +7,19 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from quern.doctor import run
 from quern.doctor.child import Child, ChildError
 from quern.doctor.meeting import Meeting
+from quern.doctor.place import Place
+from quern.doctor.run import Options
 from quern.errors import InputError, QuernError
 from support.programs import python
 from support.waits import has_ended, until
@@ -91,6 +95,38 @@ def test_a_damaged_list_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "alone.list.json").write_text('{"present": ["0"]}')
     with pytest.raises(InputError, match=r"alone.list.json: expected present, a list of ranks"):
         meeting.meet("alone", None)
+
+
+class Hung:
+    """A child whose links hang: it takes longer than half of a link's time."""
+
+    asked = 0
+
+    def ask(self, task: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.asked += 1
+        time.sleep(timeout_s)
+        raise ChildError("hung", "pair", {}, hung=True)
+
+    def close(self) -> None: ...
+
+
+def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path) -> None:
+    options, hung = Options(timeout_s=0.1), [Hung() for _ in range(3)]
+    meetings = [Meeting(str(tmp_path), rank, 3, 240.0) for rank in range(3)]
+
+    def rounds(rank: int) -> None:
+        place = Place(rank, 3, 0, 1, f"node-{rank}", "127.0.0.1", "")
+        for number, group in enumerate([(0, 1), (0, 2), (1, 2), (0, 1, 2)]):
+            child = cast(Child, hung[rank])
+            run._measure(meetings[rank], child, place, options, f"round-{number}", "pair", [group], str(tmp_path))
+
+    threads = [threading.Thread(target=rounds, args=(rank,)) for rank in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert [one.asked for one in hung] == [1, 1, 0]
+    assert [one.active() for one in meetings] == [[2]] * 3
 
 
 def test_the_last_to_leave_removes_the_files(tmp_path: Path) -> None:
