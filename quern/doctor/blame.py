@@ -76,12 +76,8 @@ def _pairs(kind: str, found: Mapping[tuple[int, ...], Link], places: Mapping[int
         if value == 0:
             yield "broken-link", nodes, where, found[ranks].problem or "no answer"
         elif is_low and len(left) >= FEWEST:
-            yield (
-                "slow-pair",
-                nodes,
-                where,
-                f"{value / middle - 1:+.0%} against the median of {len(left)} links ({kind})",
-            )
+            text = f"{value / middle - 1:+.0%} against the median of {len(left)} links ({kind})"
+            yield "slow-pair", nodes, where, text
 
 
 def _slow_ends(

@@ -136,7 +136,7 @@ def _slow(readings: Sequence[Reading]) -> Iterator[Finding]:
     for reading in readings:
         for name, repeats in reading.speeds.items():
             if repeats:
-                fleets[name, ""].append((reading.node, "", repeats))
+                fleets[name, reading.shown.get("processor", "")].append((reading.node, "", repeats))
         for device in reading.devices:
             for name, repeats in device.speeds.items():
                 if repeats:

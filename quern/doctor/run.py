@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -34,7 +32,7 @@ class Options:
     """What is checked, and for how long others are waited for."""
 
     share: str | None = None
-    """A folder that all ranks see; in it they leave files, below an id."""
+    """A folder that all ranks see; in it they have a folder of their own while they check."""
     id: str | None = None
     timeout_s: float = 120.0
     repeats: int = 9
@@ -91,7 +89,7 @@ def check(place: Place, options: Options) -> Result:
         if options.id is not None and not is_plain_name(options.id):
             raise InputError(f"--id: expected a name that can be a folder's, got {options.id!r}")
         base = os.path.abspath(options.share) if storage.is_local(options.share) else options.share
-        folder = storage.join(base, "doctor", options.id or place.start)
+        folder = storage.join(base, f"doctor-{options.id or place.start}")
     child = Child({"GLOO_SOCKET_IFNAME": "lo"} if place.address.startswith("127.") and _has("lo") else None)
     try:
         if place.world == 1:
@@ -208,8 +206,7 @@ def _read_alone(child: Child, place: Place, options: Options) -> Reading:
         tasks.append({**common, "what": "node", "disks": disks, "store": options.store, "ray": options.ray,
                       "torch": options.torch})  # fmt: skip
     if options.torch:
-        tasks.append({**common, "what": "device", "local_rank": place.local_rank, "all": place.local_world == 1,
-                      "cpu": _cpu()})  # fmt: skip
+        tasks.append({**common, "what": "device", "local_rank": place.local_rank, "all": place.local_world == 1})
     for task in tasks:
         try:
             told = child.ask(task, max(1.0, end - time.monotonic()))
@@ -225,14 +222,6 @@ def _read_alone(child: Child, place: Place, options: Options) -> Reading:
     found["devices"] = [one for one in found.get("devices", []) if one]  # one that hung at once has said nothing
     where = f"rank {place.rank}"
     return loaded(Reading, {**found, "rank": place.rank, "node": place.node, "local_rank": place.local_rank}, where)
-
-
-def _cpu() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _has(interface: str) -> bool:

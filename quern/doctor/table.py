@@ -136,6 +136,8 @@ def _facts(readings: Sequence[Reading]) -> list[tuple[str, str]]:
     ]
     for reading in readings:
         for device in reading.devices if len(readings) == 1 else ():
+            if device.name == "cpu":
+                continue
             clock = f", {device.sm_clock_mhz} of {device.max_sm_clock_mhz} MHz" if device.sm_clock_mhz else ""
             rows.append((device.name, device.kind + clock))
     if len(readings) == 1:

@@ -59,7 +59,7 @@ def _device(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
     import torch
 
     from quern.doctor.alone.gpus import open_nvml
-    from quern.doctor.alone.software import kernels
+    from quern.doctor.alone.software import cpu_model, kernels
     from quern.doctor.load import load
     from quern.train.processes.ranks import choose_device
 
@@ -75,7 +75,7 @@ def _device(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
         for device in devices:
             one: dict[str, Any] = {}
             found["devices"].append(one)
-            kind = torch.cuda.get_device_name(device) if device.type == "cuda" else task["cpu"]
+            kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
             for part in load(device, kind, task["repeats"], nvml, lambda doing: tell({"doing": doing})):
                 _merged(found, {"problems": part.pop("problems", [])})
                 _merged(one, part)

@@ -168,6 +168,13 @@ def test_devices_of_another_model_are_another_fleet() -> None:
         for n, (kind, speed) in enumerate([("H100", 700.0)] * 12 + [("A100", 300.0)] * 4)
     ]
     assert judge(fleet) == []
+    processors = ["new"] * 12 + ["old"] * 4
+    speeds = [{"cpu sha256": [1.0 if kind == "new" else 0.5]} for kind in processors]
+    assert (
+        judge([Reading(n, f"n{n}", shown={"processor": kind}, speeds=speeds[n]) for n, kind in enumerate(processors)])
+        == []
+    )
+    assert len(judge([Reading(n, f"n{n}", speeds=speeds[n]) for n in range(16)])) == 4
 
 
 def test_without_a_majority_every_version_is_told() -> None:

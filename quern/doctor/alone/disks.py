@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,15 @@ import numpy as np
 from quern import storage
 from quern.errors import one_line
 
-__all__ = ["full_name", "host_speeds", "limits", "measure_disk", "try_store"]
+__all__ = ["host_speeds", "limits", "measure_disk", "try_store"]
 
-WRITE_BYTES = 32 << 20
-CHUNK = 4 << 20
+_WRITE_BYTES = 32 << 20
+_CHUNK = 4 << 20
 _STORE_BYTES = 1 << 20
 _LEAST_SHM = 512 << 20
 
 
-def full_name(path: str) -> str:
+def _nearest(path: str) -> str:
     """The nearest folder that is there, of a path that may not be."""
     above = os.path.abspath(path)
     while not os.path.isdir(above) and above != os.path.dirname(above):
@@ -38,16 +39,16 @@ def full_name(path: str) -> str:
 def measure_disk(path: str, repeats: int) -> dict[str, Any]:
     """``speeds`` (bytes a second of a written and synced file; syncs of 4 KiB a second), ``disks`` (size and free),
     ``problems``. Three files at most, each of 32 MiB and without a name, so that none can stay."""
-    folder = full_name(path)
+    folder = _nearest(path)
     try:
         usage = shutil.disk_usage(folder)
         disk = {"path": path, "total": usage.total, "free": usage.free}
-        if usage.free < 4 * WRITE_BYTES:
+        if usage.free < 4 * _WRITE_BYTES:
             return {"disks": [disk]}
-        writes, syncs = [], []
+        writes, syncs, chunk = [], [], os.urandom(_CHUNK)  # a file system may compress
         for _ in range(min(3, repeats)):
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-                writes.append(WRITE_BYTES / _seconds(lambda file=file: _write(file.fileno())))  # type: ignore[misc]
+                writes.append(_WRITE_BYTES / _seconds(partial(_write, file.fileno(), chunk)))
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             syncs = [1 / _seconds(lambda: _sync(file.fileno())) for _ in range(repeats)]
     except OSError as error:
@@ -55,9 +56,8 @@ def measure_disk(path: str, repeats: int) -> dict[str, Any]:
     return {"disks": [disk], "speeds": {f"disk write {path}": writes, f"disk sync {path}": syncs}}
 
 
-def _write(file: int) -> None:
-    chunk = os.urandom(CHUNK)  # a file system may compress
-    for _ in range(WRITE_BYTES // CHUNK):
+def _write(file: int, chunk: bytes) -> None:
+    for _ in range(_WRITE_BYTES // _CHUNK):
         os.write(file, chunk)
     os.fsync(file)
 

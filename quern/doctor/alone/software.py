@@ -13,7 +13,7 @@ from quern import __version__
 from quern.doctor.alone.gpus import MISSING, Nvml
 from quern.words import size
 
-__all__ = ["Needs", "kernels", "machine", "versions"]
+__all__ = ["Needs", "cpu_model", "kernels", "machine", "versions"]
 
 Needs = dict[str, Any]
 """Of a training config: ``compile`` (why a compiler is needed, or empty), ``float8``, ``precision``, ``flash``."""
@@ -21,13 +21,22 @@ Needs = dict[str, Any]
 _FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
 
 
+def cpu_model() -> str:
+    """As the system names it."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def machine() -> dict[str, Any]:
-    """``facts``: quern and Python; ``shown``: cores that this process may use, and memory."""
+    """``facts``: quern and Python; ``shown``: the processor, cores that this process may use, memory."""
     memory: dict[str, int] = {}
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
         memory = {line.partition(":")[0]: int(line.split()[1]) << 10 for line in file}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
-    shown = {"cores": f"{cores}"}
+    shown = {"processor": cpu_model(), "cores": f"{cores}"}
     if {"MemTotal", "MemAvailable"} <= memory.keys():
         shown["memory"] = f"{size(memory['MemAvailable'])} of {size(memory['MemTotal'])} available"
     return {"facts": {"quern": __version__, "python": platform.python_version()}, "shown": shown}
