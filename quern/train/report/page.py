@@ -127,9 +127,10 @@ def _notes(runs: Sequence[Run]) -> str:
     lines = []
     for run in runs:
         of = f"{show(run.name)}: " if len(runs) > 1 else ""
-        counts = [(sum("spike" in odd.what for odd in run.odd), "spike"),
-                  (sum("skipped" in odd.what for odd in run.odd), "skipped step"),
-                  (sum("not finite" in odd.what for odd in run.odd), "step that was not finite")]  # fmt: skip
+        kept = [odd for odd in run.odd if odd.kept]
+        counts = [(sum("spike" in odd.what for odd in kept), "spike"),
+                  (sum("skipped" in odd.what for odd in kept), "skipped step"),
+                  (sum("not finite" in odd.what for odd in kept), "step that was not finite")]  # fmt: skip
         told = [_plural(number, noun) for number, noun in counts if number]
         again, left = (int((run.fate == fate).sum()) for fate in (AGAIN, ABANDONED))
         told += [f"{counted(again, 'step')} done again after an attempt that ended"] if again else []
@@ -263,12 +264,12 @@ def _checkpoints(run: Run, runs: Sequence[Run]) -> str:
 def _odd(run: Run, runs: Sequence[Run]) -> str:
     rows = [
         [num(own.step), show(", ".join(own.what)), num(own.attempt), _figure(own.loss, 4), _figure(own.loss_z, 1),
-         _figure(own.norm, 3), _figure(own.norm_z, 1), "in the weights" if own.kept else "done again or abandoned"]
+         _figure(own.norm, 3), _figure(own.norm_z, 1), "present branch" if own.kept else "done again or abandoned"]
         for own in run.odd[:_ROWS]
     ]  # fmt: skip
     if not rows:
         return ""
-    head = ["step", "what", "attempt", "loss", "z", "gradient norm", "z", "now"]
+    head = ["step", "what", "attempt", "loss", "z", "gradient norm", "z", "is of"]
     return _of(run, runs) + table(head, rows) + _more(len(run.odd) - len(rows), "later")
 
 
