@@ -17,26 +17,10 @@ from quern.train.report.series import Axes, Series, axes_of, means, thin
 __all__ = ["Chart", "by_source", "curves", "data_block", "extra", "figure", "held_out", "loss", "marks"]
 
 #: Keys of a step in metrics.jsonl that have a place on the page, or say where a row belongs.
-_KNOWN = frozenset(
-    [
-        "data_step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "valid_tokens",
-        "tokens_per_s",
-        "step_time_s",
-        "data_wait_s",
-        "memory_gib",
-        "mfu_full",
-        "mfu_causal",
-        "loss_spike",
-        "grad_norm_spike",
-        "non_finite",
-        "skipped",
-    ]
-)
+_KNOWN = {
+    "data_step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "step_time_s", "data_wait_s",
+    "memory_gib", "mfu_full", "mfu_causal", "loss_spike", "grad_norm_spike", "non_finite", "skipped", "time",
+}  # fmt: skip
 #: Lines of one chart, and of marks of one kind, that are drawn at most.
 _MAX_LINES, _MAX_MARKS = 24, 400
 
