@@ -18,6 +18,7 @@ PROGRAMS = {
     "the order and its recipe": "import quern.mixtures.recipe",
     "status of a data run": "import quern.cli.data, quern.data_pipeline.monitoring.run_status",
     "ledger and consumers": "import quern.train.history.ledger, quern.train.history.consumers",
+    "a training run as a page": "import quern.train.report, quern.cli.train.report",
     "checkpoints, listed": """
         import quern.train.checkpoint.format.manifest, quern.train.checkpoint.retention.save_interval
     """,

@@ -31,6 +31,7 @@ from quern.mixtures.phases import Phase
 from quern.train.report import write_report
 from quern.train.report.account import account
 from quern.train.report.history import open_run
+from quern.train.report.page import render
 from quern.train.report.series import RANGES, thin
 from quern.train.report.sources import tokens_by_source
 
@@ -257,7 +258,7 @@ def test_marks_stand_where_things_happened(page: Page) -> None:
         ["33", "spike, skipped"],
         ["50", "not finite"],
     ]
-    assert "2 spikes; 1 skipped step; 1 step that was not finite; 6 steps done again" in page.text
+    assert "2 spikes; 1 step skipped; 1 step not finite; 6 steps done again" in page.text
     assert "5 steps abandoned" in page.text
 
 
@@ -414,6 +415,10 @@ def test_two_runs_stand_on_the_same_axes(made: Made, tmp_path: Path) -> None:
         upto = [[value for value in wanted[max(0, stop - 50) : stop] if value is not None] for stop in (15, 60)]
         assert means == [f"{statistics.fmean(some):.4f}" for some in upto]
     assert ["optimizer.lr", "0.001", "0.002"] in page.rows["beside"]
+    assert (
+        "The configs of their last starts are the same"
+        in Page(render([open_run(str(made.path)), open_run(str(made.path))])).text
+    )
     tokens = [row[0] for row in page.rows["beside"] if row[0].replace(",", "").isdigit()]
     assert tokens == ["15", "30", "45", "60", "960", "1,920", "2,880", "3,840"]
 

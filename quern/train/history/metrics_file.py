@@ -40,7 +40,7 @@ class Validation:
     sources: Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MetricsTable:
     """The steps in the order of the file.
 

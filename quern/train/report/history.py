@@ -70,7 +70,7 @@ class Odd:
     kept: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """A training run, read.
 

@@ -128,10 +128,10 @@ def _notes(runs: Sequence[Run]) -> str:
     for run in runs:
         of = f"{show(run.name)}: " if len(runs) > 1 else ""
         kept = [odd for odd in run.odd if odd.kept]
-        counts = [(sum("spike" in odd.what for odd in kept), "spike"),
-                  (sum("skipped" in odd.what for odd in kept), "skipped step"),
-                  (sum("not finite" in odd.what for odd in kept), "step that was not finite")]  # fmt: skip
-        told = [_plural(number, noun) for number, noun in counts if number]
+        spikes, skipped, wrong = (sum(what in odd.what for odd in kept) for what in ("spike", "skipped", "not finite"))
+        told = [counted(spikes, "spike")] if spikes else []
+        told += [f"{counted(skipped, 'step')} skipped"] if skipped else []
+        told += [f"{counted(wrong, 'step')} not finite"] if wrong else []
         again, left = (int((run.fate == fate).sum()) for fate in (AGAIN, ABANDONED))
         told += [f"{counted(again, 'step')} done again after an attempt that ended"] if again else []
         told += [f"{counted(left, 'step')} abandoned by a rollback"] if left else []
@@ -143,10 +143,6 @@ def _notes(runs: Sequence[Run]) -> str:
             lines.append(f'<p class="alarm">{of}{counted(len(damaged), "line")} of metrics.jsonl cannot be read, the '
                          f"first is line {num(damaged[0])}; their figures are missing here.</p>")  # fmt: skip
     return f'<div class="notes">{"".join(lines)}</div>' if lines else ""
-
-
-def _plural(number: int, noun: str) -> str:
-    return counted(number, noun) if " that " not in noun or number == 1 else f"{number:,} steps that were not finite"
 
 
 def _controls() -> str:
@@ -171,8 +167,8 @@ def _controls() -> str:
 def _courses(runs: Sequence[Run]) -> str:
     note = (
         f"Tables are of all steps. A curve of many steps is drawn from {RANGES} ranges, of each its first step and "
-        "those with its least and greatest value, so that no spike is lost; means are of 200 ranges. Loss in nats a "
-        "target."
+        "those with its least and greatest value, so that no spike is lost; means are of 200 ranges. Of one "
+        "kind of mark 400 are drawn, of more the ones with the greatest loss of their range. Loss in nats a target."
     )
     shown = "".join(_of(run, runs) + _course(run) for run in runs)
     return f'<h3>The course of the run</h3>{shown}<p class="muted">{note}</p>'
@@ -223,9 +219,9 @@ def _time(run: Run, runs: Sequence[Run]) -> str:
     if spent is None:
         return ""
     total = sum(spent.values())
-    lost = {"again": "dropped", "abandoned": "dropped", "between": "dropped"}
+    looks = {"compute": "kept", "again": "dropped", "abandoned": "dropped", "between": "dropped"}
     rows = [
-        Bar(PARTS[name], ((lost.get(name, "duplicate" if name not in ("compute",) else "kept"), value),),
+        Bar(PARTS[name], ((looks.get(name, "duplicate"), value),),
             f"{_duration(value)} <small>· {percent(value, total)}</small>")
         for name, value in spent.items() if value > 0
     ]  # fmt: skip
