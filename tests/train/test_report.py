@@ -398,6 +398,12 @@ def test_what_is_no_training_run_is_one_line(tmp_path: Path) -> None:
         write_report(str(tmp_path))
 
 
+def test_a_folder_is_no_place_for_a_page(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected the name of a file, got a folder"):
+        write_report(str(made.path), str(tmp_path))
+    assert list(tmp_path.parent.glob(f".{tmp_path.name}*")) == []
+
+
 def test_two_runs_stand_on_the_same_axes(made: Made, tmp_path: Path) -> None:
     other = Made(tmp_path / "other", seed=1, lr=2e-3)
     out = tmp_path / "two.html"

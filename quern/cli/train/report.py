@@ -14,7 +14,7 @@ __all__ = ["report"]
 @reports_errors
 def report(
     run: Annotated[str, typer.Argument(help="The folder of a training run, also while it runs.", metavar="RUN")],
-    out: Annotated[str | None, typer.Option("--out", help="Where the page goes.  [default: RUN/report.html]")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Where the page goes, by default RUN/report.html.")] = None,
     beside: Annotated[
         str | None, typer.Option("--beside", help="Another run, on the same axes.", metavar="OTHER_RUN")
     ] = None,

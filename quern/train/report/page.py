@@ -12,6 +12,7 @@ import numpy as np
 
 from quern import storage
 from quern.config import dump_yaml
+from quern.errors import InputError
 from quern.html import frame as html
 from quern.html.pieces import Bar, bars, num, percent, short, show, table
 from quern.train.report import charts
@@ -35,11 +36,13 @@ def write_report(path: str, out: str | None = None, beside: str | None = None) -
     not at all, and return where it is. ``beside``: another run, drawn on the same axes. Equal files give equal bytes.
 
     Raises:
-        InputError: one of them is no training run, or has not completed a step.
+        InputError: one of them is no training run, or has not completed a step; or ``out`` is a folder.
         QuernError: a ledger is damaged, or the page cannot be written.
     """
     runs = [open_run(path)] + ([] if beside is None else [open_run(beside)])
     target = os.path.join(path, REPORT_FILE) if out is None else out
+    if os.path.isdir(target):
+        raise InputError(f"{target}: expected the name of a file, got a folder")
     storage.publish_bytes(target, render(runs).encode())
     return target
 
