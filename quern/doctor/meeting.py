@@ -70,6 +70,8 @@ class Meeting:
             QuernError: this rank came after the others had gone on without it.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
+        if not storage.is_file(self._path("hello", self.rank)):  # the folder goes with the last who leaves
+            raise QuernError(f"rank {self.rank}: the others have ended the check without it, before its {name!r}")
         storage.publish_bytes(self._path(name, self.rank), _bytes(value))
         began, look, listed = self._clock(), _FIRST_LOOK_S, f"{self._folder}/{name}.list.json"
         while not storage.is_file(listed):

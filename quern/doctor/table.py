@@ -134,13 +134,10 @@ def _facts(readings: Sequence[Reading]) -> list[tuple[str, str]]:
         for name, values in versions.items()
         if len(values) > 1
     ]
-    for reading in readings:
-        for device in reading.devices if len(readings) == 1 else ():
-            if device.name == "cpu":
-                continue
+    if len(told) == 1:
+        for device in (device for reading in readings for device in reading.devices if device.name != "cpu"):
             clock = f", {device.sm_clock_mhz} of {device.max_sm_clock_mhz} MHz" if device.sm_clock_mhz else ""
             rows.append((device.name, device.kind + clock))
-    if len(readings) == 1:
-        rows += [(name, value) for name, value in readings[0].shown.items()]
-        rows += [(disk.path, f"{size(disk.free)} free of {size(disk.total)}") for disk in readings[0].disks]
+        rows += told[0].shown.items()
+        rows += [(disk.path, f"{size(disk.free)} free of {size(disk.total)}") for disk in told[0].disks]
     return rows

@@ -92,6 +92,7 @@ def test_an_earlier_check_of_the_same_id_is_not_read(tmp_path: Path) -> None:
 
 def test_a_damaged_list_is_one_line(tmp_path: Path) -> None:
     meeting = Meeting(str(tmp_path), 0, 2, 1.0)
+    meeting.begin(None)
     (tmp_path / "alone.list.json").write_text('{"present": ["0"]}')
     with pytest.raises(InputError, match=r"alone.list.json: expected present, a list of ranks"):
         meeting.meet("alone", None)
@@ -115,6 +116,7 @@ def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path)
     meetings = [Meeting(str(tmp_path), rank, 3, 240.0) for rank in range(3)]
 
     def rounds(rank: int) -> None:
+        meetings[rank].begin(None)
         place = Place(rank, 3, 0, 1, f"node-{rank}", "127.0.0.1", "")
         for number, group in enumerate([(0, 1), (0, 2), (1, 2), (0, 1, 2)]):
             child = cast(Child, hung[rank])
@@ -135,6 +137,9 @@ def test_the_last_to_leave_removes_the_files(tmp_path: Path) -> None:
     one.begin(None)
     two.leave(last=False)
     one.leave(last=True)
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(QuernError, match="rank 1: the others have ended the check without it"):
+        two.meet("alone", None)
     assert not (tmp_path / "a").exists()
 
 
