@@ -157,7 +157,7 @@ def slow_rank(run: str, paths: list[str]) -> None:
         case.live(case.settings(run, paths, parallel={"dp_replicate": 2, "dp_shard": 1}, micro_batch=2, steps=5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_whose_forward_takes_longer_is_named(tmp_path: Path) -> None:
     """The step itself takes both ranks as long: under DDP the faster one waits for gradients."""
     paths = case.write_corpus(tmp_path / "data")
