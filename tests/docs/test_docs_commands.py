@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 import typing
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,7 @@ COMMANDS = [command for block in BLOCKS if block.of_shell for command in command
 CONFIGS = [block for block in BLOCKS if block.language == "yaml"]
 APP = typing.cast(typing.Any, typer.main.get_command(main.app))
 MAKEFILE = (ROOT / "Makefile").read_text()
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 #: What stands for a number.
 NUMBER = re.compile(r"\b(N|ID|R|STEP)$")
@@ -101,6 +103,8 @@ def test_a_command_can_be_given(command: Command, monkeypatch: pytest.MonkeyPatc
         case ["pip", "install", "-c", pins, wanted]:
             assert (ROOT / pins).exists()
             assert wanted == ".[all]"
+        case ["pip", "install", wanted]:
+            assert wanted.removeprefix("quern[").removesuffix("]") in EXTRAS
         case ["bash", script]:
             assert (ROOT / script).exists()
         case [program, *_]:

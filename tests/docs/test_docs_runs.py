@@ -57,6 +57,7 @@ SMALL = {
     r"\b12000\b": "3",
     r"--at 5000": "--at 4",
     r"steps=8000": "steps=8",
+    r"metrics\.trackers=\S+ metrics\.project=small": "",  # an extra
     r"CONFIG (?=parallel)": "configs/llama3-8b.yaml data=[{path: runs/cc/tokens/cc, max_epochs: 1000000000}] ",
     r"RUN (?=--audit)": "../runs/cc ",
     r"/shared/runs/a\b": "runs/cc",
