@@ -30,7 +30,7 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 if [ "${DOCTOR:-0}" = 1 ]; then
-    srun --kill-on-bad-exit=0 quern doctor "$@"
+    MASTER_ADDR="${nodes[0]}" srun --kill-on-bad-exit=0 quern doctor "$@"
 fi
 
 log=$(mktemp)

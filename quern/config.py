@@ -37,7 +37,12 @@ class Section(BaseModel):
     @model_serializer(mode="wrap")
     def _without_later(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         plain: dict[str, Any] = handler(self)
-        return {key: value for key, value in plain.items() if key not in self.later or value != self.later[key]}
+        return {key: value for key, value in plain.items() if key not in self.later or _changed(value, self.later[key])}
+
+
+def _changed(value: Any, default: Any) -> bool:
+    """Whether a dumped value is not the default; JSON has lists in place of tuples."""
+    return bool(value != default and not (isinstance(default, tuple) and value == list(default)))
 
 
 Model = TypeVar("Model", bound=BaseModel)

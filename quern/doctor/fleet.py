@@ -23,7 +23,7 @@ __all__ = ["SPREADS", "TODO", "judge", "spread_of"]
 SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15}
 """Relative standard deviation of machines in order, by the first word of a measurement's name."""
 
-FREE_SHARE, FREE_BYTES = 0.05, 1 << 30
+FREE_SHARE, FREE_BYTES, ENOUGH_BYTES = 0.05, 1 << 30, 100 << 30
 """A disk is full below these."""
 
 TODO = {
@@ -93,7 +93,7 @@ def _absolute(reading: Reading) -> Iterator[Finding]:
 
 
 def _is_full(disk: Disk) -> bool:
-    return disk.free < min(FREE_BYTES, disk.total / 2) or disk.free < FREE_SHARE * disk.total
+    return disk.free < min(FREE_BYTES, disk.total / 2) or disk.free < min(FREE_SHARE * disk.total, ENOUGH_BYTES)
 
 
 def _wrong(device: Device) -> Iterator[tuple[str, str]]:
@@ -106,7 +106,7 @@ def _wrong(device: Device) -> Iterator[tuple[str, str]]:
     if device.xids:
         yield "xid", f"XID {', '.join(map(str, device.xids))} under load"
     if device.throttled:
-        yield "throttled", f"slowed down by {', '.join(device.throttled)}"
+        yield "throttled", f"slowed down by {', '.join(dict.fromkeys(device.throttled))}"
 
 
 def _versions(readings: Sequence[Reading]) -> Iterator[Finding]:

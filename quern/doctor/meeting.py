@@ -21,8 +21,8 @@ __all__ = ["Meeting", "Wait"]
 
 #: Seconds between two looks, which grow: a network file system is not asked more than it has to be.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.5
-#: Seconds for which the files wait for those who still read them.
-_LEAVE_S = 10.0
+#: Seconds for which the files wait for those who still read them; over NFS a file may be seen half a minute late.
+_LEAVE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,12 @@ class Meeting:
         storage.publish_bytes(self._path(name, self.rank), _bytes(value))
         began, look, listed = self._clock(), _FIRST_LOOK_S, f"{self._folder}/{name}.list.json"
         while not storage.is_file(listed):
-            answered = self._answered(name)
-            whole = len(answered) == len(self.present)
-            if (whole and answered[0] == self.rank) or self._clock() - began >= limit:
-                self._close(listed, answered)
-                break
+            late = self._clock() - began >= limit
+            if late or self.rank == self.present[0]:  # not all: a file system would have to list the folder for each
+                answered = self._answered(name)
+                if late or len(answered) == len(self.present):
+                    self._close(listed, answered)
+                    break
             time.sleep(look)
             look = min(_LAST_LOOK_S, look * 1.5)
         present, by, hellos = _checked(storage.read_json(listed), listed)
@@ -128,14 +129,15 @@ class Meeting:
     def leave(self, last: bool) -> None:
         """Say that this rank needs the files no more; the ``last`` waits a moment for the others and removes them."""
         storage.publish_bytes(self._path("left", self.rank), b"null")
-        end = self._clock() + _LEAVE_S
+        end = self._clock() + min(_LEAVE_S, self._timeout_s)
         while last and len(self._answered("left")) < len(self.present) and self._clock() < end:
             time.sleep(_LAST_LOOK_S)
         if last:
-            storage.remove_tree(self._folder)
+            with suppress(OSError):  # somebody reads in it still; what is told stays true
+                storage.remove_tree(self._folder)
 
     def _answered(self, name: str) -> list[int]:
-        there = set(storage.list_files(self._folder))
+        there = set(storage.list_files(f"{self._folder}/{name}"))
         return [rank for rank in self.present if self._path(name, rank) in there]
 
     def _close(self, listed: str, answered: Iterable[int]) -> None:
@@ -147,7 +149,7 @@ class Meeting:
             storage.create_bytes(listed, _bytes({"present": [*answered], "by": self.rank, "hellos": hellos}))
 
     def _path(self, name: str, rank: int) -> str:
-        return f"{self._folder}/{name}.{rank}.json"
+        return f"{self._folder}/{name}/{rank}.json"
 
 
 def _bytes(value: Any) -> bytes:

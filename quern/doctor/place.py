@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quern.errors import InputError
+from quern.train.processes.address import own_address
 
 __all__ = ["Place", "place_of"]
 
 #: What tells one start from another of the same launcher.
-_START = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
-          "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # fmt: skip
+_START = ("QUERN_START", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
+          "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Place:
     local_world: int
     node: str
     address: str
-    """By which other ranks reach this machine."""
+    """By which other machines reach this one; a loopback where its own name is all that is known."""
     start: str
     """The same for all ranks of one start, and for no other."""
 
@@ -51,8 +52,12 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
     )
     if not 0 <= rank < world:
         raise InputError(f"{names[0]}: expected 0 to {world - 1} ({names[1]} is {world}), got {rank}")
+    if local_world == world and "QUERN_START" not in environment:  # one launcher, whose ids may come again
+        environment = {**environment, "QUERN_START": str(os.getppid())}
+    towards = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or socket.gethostname()
+    address = own_address(towards)
     start = hashlib.sha256("\0".join(environment.get(name, "") for name in _START).encode()).hexdigest()[:12]
-    return Place(rank, world, local_rank, local_world, host, _address(environment.get("MASTER_ADDR")), start)
+    return Place(rank, world, local_rank, local_world, host, address, start)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
@@ -60,12 +65,3 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
     with suppress(ValueError):
         return int(text.partition("(")[0].partition(",")[0])  # Slurm: 8(x64)
     raise InputError(f"{name}: expected a number, got {text!r}")
-
-
-def _address(master: str | None) -> str:
-    """This machine's address on the way to the first rank's; nothing is sent."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((master or socket.gethostname(), 9))
-        address: str = way.getsockname()[0]
-        return address
-    return socket.gethostname()

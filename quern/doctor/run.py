@@ -19,6 +19,7 @@ from quern.doctor.readings import Finding, Link, Problem, Reading, dumped, loade
 from quern.doctor.rounds import planned_rounds
 from quern.errors import InputError, one_line
 from quern.train.config import TrainConfig
+from quern.train.processes.address import reached_by
 from quern.words import is_plain_name
 
 __all__ = ["Options", "Result", "check", "check_cluster", "options_of"]
@@ -90,7 +91,7 @@ def check(place: Place, options: Options) -> Result:
             raise InputError(f"--id: expected a name that can be a folder's, got {options.id!r}")
         base = os.path.abspath(options.share) if storage.is_local(options.share) else options.share
         folder = storage.join(base, f"doctor-{options.id or place.start}")
-    child = Child({"GLOO_SOCKET_IFNAME": "lo"} if place.address.startswith("127.") and _has("lo") else None)
+    child = Child()
     try:
         if place.world == 1:
             reading = _read_alone(child, place, options)
@@ -128,12 +129,17 @@ def _read_there(options: Options) -> dict[str, Any]:
 
 
 def _together(meeting: Meeting, child: Child, place: Place, options: Options, folder: str) -> Result:
-    meeting.begin({"node": place.node, "local_rank": place.local_rank})
+    meeting.begin({"node": place.node, "local_rank": place.local_rank, "address": place.address})
     own = _read_alone(child, place, options)
     if any(problem.code == "hung" for problem in own.problems):
         meeting.step_out()
     answered = meeting.meet("alone", dumped(own))
-    places = {rank: _said(meeting.hellos.get(rank), rank) for rank in range(place.world)}
+    places: dict[int, tuple[str, int]] = {}
+    addresses: list[str] = []
+    for rank in range(place.world):
+        where = _said(meeting.hellos.get(rank), rank, addresses)
+        places[rank] = where if where not in places.values() else (f"{where[0]} (rank {rank})", where[1])
+    place = replace(place, address=reached_by(place.address, addresses))
     names = []
     for number, (kind, groups) in enumerate(planned_rounds({r: places[r] for r in answered}, options.rounds)):
         names.append(f"round-{number}")
@@ -159,10 +165,11 @@ def _together(meeting: Meeting, child: Child, place: Place, options: Options, fo
     return Result(place.world, True, readings, links, found, waits)
 
 
-def _said(hello: Any, rank: int) -> tuple[str, int]:
-    """Node and local rank."""
+def _said(hello: Any, rank: int, addresses: list[str]) -> tuple[str, int]:
+    """Node and local rank; its address goes to the others."""
     match hello:
-        case {"node": str(node), "local_rank": int(local_rank)}:
+        case {"node": str(node), "local_rank": int(local_rank), "address": str(address)}:
+            addresses.append(address)
             return node, local_rank
     return f"the node of rank {rank}", 0
 
@@ -222,7 +229,3 @@ def _read_alone(child: Child, place: Place, options: Options) -> Reading:
     found["devices"] = [one for one in found.get("devices", []) if one]  # one that hung at once has said nothing
     where = f"rank {place.rank}"
     return loaded(Reading, {**found, "rank": place.rank, "node": place.node, "local_rank": place.local_rank}, where)
-
-
-def _has(interface: str) -> bool:
-    return os.path.isdir(f"/sys/class/net/{interface}")

@@ -87,10 +87,13 @@ def _device(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
 
 def _link(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
     from quern.doctor.links import measure_link
+    from quern.train.processes.address import is_loopback
     from quern.train.processes.ranks import choose_device
 
     tell({"doing": f"{task['kind']} {task['ranks']}"})
     device = choose_device(task["device"], task["local_rank"])
+    if is_loopback(task["address"]) and os.path.isdir("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return measure_link(
         task["kind"], task["ranks"], task["rank"], device=device, meet=task["meet"], address=task["address"],
         repeats=task["repeats"], timeout_s=task["timeout_s"],

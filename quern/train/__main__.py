@@ -48,13 +48,15 @@ def train(config: TrainConfig) -> int:
     """Run ``config`` on the ranks of the environment; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("quern").setLevel(logging.INFO)  # where it goes on, how often it saves, what has been uploaded
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
+    if config.on_event is not None and not launch.launched() and os.environ.get("RANK", "0") == "0":
+        logging.getLogger(__name__).warning("on_event: nobody starts it here: quern train does, other launchers do not")
     if config.preflight:
         preflight(config)
     from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for forensics of a step: there is none before the first
     with ExitStack() as opened:
         ranks = opened.enter_context(
             open_ranks(config.device, config.comm.first_timeout_s, config.run_dir, bind_cores=config.process.bind_cores)

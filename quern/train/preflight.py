@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 
 from quern.config import dump_yaml
-from quern.errors import QuernError
+from quern.errors import InputError
 from quern.safe_path import module
 from quern.train.config import TrainConfig
 from quern.train.processes import launch
@@ -18,13 +19,20 @@ def preflight(config: TrainConfig) -> None:
     """Check the machines of this start. Collective.
 
     Raises:
-        QuernError: something was found, or a machine could not be checked; it has been told on standard error.
+        InputError: something was found, or a machine could not be checked; it has been told on standard error. The
+            same command would find it again.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_yaml(config))
         file.flush()
         command = module("quern.cli.main", "doctor", file.name, "--device", config.device)
-        done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise QuernError("preflight: quern doctor has named machines (above), and nothing was started; "
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        start = {"QUERN_START": str(os.getppid())} if alone else {}  # of the launcher: its ids may come again
+        done = subprocess.run(
+            command, env={**os.environ, **start}, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL
+        )
+    if done.returncode == 1:
+        raise InputError("preflight: quern doctor has named machines (above), and nothing was started; "
                          "repair or leave them out, or start with preflight=false")  # fmt: skip
+    if done.returncode:
+        raise InputError("preflight: quern doctor could not check the machines (above), and nothing was started")

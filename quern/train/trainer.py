@@ -342,9 +342,9 @@ class Trainer(Closes):
         elif self.ledger is not None:
             self.ledger.append("end", step=self._done)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)
-        if self.trackers is not None:
-            self.trackers.finish("finished" if self.complete else "stopped")
         self.ranks.barrier()
+        if self.trackers is not None:  # the others do not wait for a tracker
+            self.trackers.finish("finished" if self.complete else "stopped")
 
     def close(self) -> None:
         """Stop threads, close files and release the run's lock."""

@@ -52,7 +52,7 @@ def test_a_node_that_hangs_is_named_and_the_others_measure_their_links(tmp_path:
         for rank in range(4)
     ]  # fmt: skip
     try:
-        until((share / "doctor-a/hello.3.json").exists)
+        until((share / "doctor-a/hello/3.json").exists)
         os.kill(forked(ranks[3]), signal.SIGSTOP)
         outputs = [one.communicate(timeout=300) for one in ranks[:3]]
         assert [one.returncode for one in ranks[:3]] == [1, 1, 1], outputs
@@ -75,7 +75,7 @@ def test_a_node_that_hangs_is_named_and_the_others_measure_their_links(tmp_path:
 def test_a_run_with_preflight_begins_only_where_nothing_is_found(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     bad = quern("train", config, "preflight=true", "device=cpu", "checkpoint.store=nothere://bucket")
-    assert bad.returncode == 1, bad.stderr
+    assert bad.returncode == 2, bad.stderr
     assert "nothere://bucket: write: nothere://bucket/quern-doctor" in bad.stdout
     assert bad.stderr.startswith("error: preflight: quern doctor has named machines (above), and nothing was started")
     assert not (tmp_path / "run").exists()

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from quern.doctor import fleet
 from quern.doctor.alone import disks, network, software
 from quern.doctor.alone.gpus import Nvml, open_nvml
 from quern.doctor.fleet import judge
 from quern.doctor.load import load
 from quern.doctor.place import place_of
-from quern.doctor.readings import Device, Reading
+from quern.doctor.readings import Device, Disk, Reading
 from quern.errors import InputError
+from quern.train.processes import address
 
 
 class Driver:
@@ -167,10 +169,8 @@ def test_limits_and_interfaces_are_read_from_the_system(tmp_path: Path, monkeypa
     (port / "state").write_text("4: ACTIVE\n")
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     found = network.interfaces(str(tmp_path))
-    assert found["facts"] == {
-        "interfaces": "2 × 100000 Mb/s, MTU 9000", "infiniband": "1 × 4: ACTIVE 400 Gb/sec (4X NDR)",
-    }  # fmt: skip
-    assert found["shown"] == {"interfaces": "eth0, eth1, veth7"}
+    assert found["facts"] == {"infiniband": "1 × 4: ACTIVE 400 Gb/sec (4X NDR)"}
+    assert found["shown"] == {"interfaces": "eth0, eth1, veth7 (2 × 100000 Mb/s, MTU 9000)"}
     (tmp_path / "dev/shm").mkdir(parents=True)
     (tmp_path / "sys").symlink_to(tmp_path)
     usage = namedtuple("usage", "total used free")
@@ -178,7 +178,7 @@ def test_limits_and_interfaces_are_read_from_the_system(tmp_path: Path, monkeypa
     monkeypatch.setattr(disks.resource, "getrlimit", lambda which: (65536, 65536))
     found = disks.limits(True, str(tmp_path))
     assert [one["code"] for one in found["problems"]] == ["shm", "memlock"]
-    assert [one["code"] for one in disks.limits(False, str(tmp_path))["problems"]] == ["shm"]
+    assert disks.limits(False, str(tmp_path))["problems"] == []
 
 
 def test_a_ray_address_is_tried() -> None:
@@ -226,3 +226,28 @@ def test_places_are_told_by_torchrun_and_by_slurm() -> None:
         place_of({"RANK": "2", "WORLD_SIZE": "2"})
     with pytest.raises(InputError, match=r"WORLD_SIZE: expected a number, got ''"):
         place_of({"RANK": "2"})
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        ("10.0.0.7", ["10.0.0.8"], "10.0.0.7"),
+        ("127.0.1.1", ["127.0.0.1", "10.0.0.8", "10.0.0.9"], "on the way to 10.0.0.8"),
+        ("127.0.0.1", ["127.0.0.1", "::1"], "on the way to 127.0.0.1"),
+    ],
+)
+def test_a_name_that_means_the_machine_itself_is_no_address(
+    monkeypatch: pytest.MonkeyPatch, own: str, others: list[str], expected: str
+) -> None:
+    monkeypatch.setattr(address, "own_address", lambda towards: f"on the way to {towards}")
+    assert address.reached_by(own, others) == expected
+
+
+def test_a_large_disk_is_not_full_for_a_small_share() -> None:
+    def full(free: int, total: int) -> bool:
+        return fleet._is_full(Disk(path="/d", free=free, total=total))
+
+    assert not full(40 << 40, 1 << 50)
+    assert full(90 << 30, 1 << 50)
+    assert full(4 << 30, 100 << 30)
+    assert not full(6 << 30, 100 << 30)

@@ -55,7 +55,7 @@ def test_a_stopped_rank_costs_the_others_one_time_out(tmp_path: Path) -> None:
         assert stopped is not None
         assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
         go.set()
-        until(lambda: all((share / f"alone.{rank}.json").exists() for rank in range(3)))
+        until(lambda: all((share / f"alone/{rank}.json").exists() for rank in range(3)))
         clock.value = TIMEOUT_S - 1
         time.sleep(0.3)  # three looks or more
         assert not (share / "alone.list.json").exists(), "nobody is given up before the time-out"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from quern.cli.train import ranks
 from quern.config import dump_yaml
 from quern.train.supervision import beats, events
 from quern.train.supervision.events import Events
@@ -59,11 +60,14 @@ def test_when_it_starts_again(most: int, attempts: Sequence[Attempt], waits: lis
 def test_a_launcher_reads_in_which_step_its_ranks_are(tmp_path: Path) -> None:
     path = str(tmp_path / "beats")
     environments = beats.environments_with(path, [{**os.environ, "LOCAL_RANK": str(rank)} for rank in range(3)])
-    assert beats.read(path) == [None, None, None]
+    file = open(path, "rb")  # noqa: SIM115
+    assert beats.read(file.fileno()) == [None, None, None]
     code = "from quern.train.supervision import beats\nwith beats.telling() as tell:\n for step in {}: tell(step)"
     for rank, steps in ((2, [0, 1, 2**40]), (0, [5])):
         subprocess.run([sys.executable, "-c", code.format(steps)], env=environments[rank], check=True)
-    assert beats.read(path) == [5, None, 2**40]
+    os.unlink(path)
+    assert beats.read(file.fileno()) == [5, None, 2**40]
+    file.close()
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
@@ -105,6 +109,17 @@ def test_a_command_that_fails_is_not_the_runs_failure(
     told._calls[0].join(60)
     assert warning in caplog.text
     assert len(read_events(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("command", ["", "  ", "page 'somebody"])
+def test_what_is_no_command_is_refused(tmp_path: Path, command: str) -> None:
+    with pytest.raises(ValueError, match=r"on_event\n.*expected a command with its arguments"):
+        case.settings(tmp_path, ["data"], on_event=command)
+
+
+def test_an_error_of_a_rank_does_not_reach_the_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks._tell("error: rank 1: \x1b]0;title\x07 of a\nfile")
+    assert capsys.readouterr().err.rstrip("\n").isprintable()
 
 
 #: A rank that begins a step for each of its arguments, and fails in the step named last, in the first FAILS attempts.

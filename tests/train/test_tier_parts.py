@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from quern import storage
 from quern.train.checkpoint.mirror import disk as disk_module
 from quern.train.checkpoint.mirror.disk import Disk
-from quern.train.checkpoint.mirror.nodes import Nodes, find_nodes, own_address, reachable_address
+from quern.train.checkpoint.mirror.nodes import Nodes, find_nodes, reachable_address
 from quern.train.checkpoint.mirror.peer_files import mirror_folder
+from quern.train.processes.address import own_address
 
 TOKEN, OTHER = "a" * 32, "b" * 32
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 from quern.config import dump_yaml
@@ -101,3 +102,11 @@ def test_a_longer_run_says_what_becomes_of_its_learning_rate(tmp_path):
     told = "learning rate: step 59 had 0.00048, step 60 gets 0.003"  # 0.003 (1 - 0.9 · 14/15)
     assert run_record.changes(after, 60) == ["config: steps: 60 → 80", told]
     assert run_record.changes(after, 40) == ["config: steps: 60 → 80"]
+
+
+def test_a_traceback_of_an_earlier_start_is_not_this_ones(tmp_path):
+    failed(tmp_path, 0, ValueError("old"))
+    later = time.time()
+    assert tracebacks.first_failure(str(tmp_path), [1, 0], later) is None
+    failed(tmp_path, 0, ValueError("new"))
+    assert "new" in tracebacks.first_failure(str(tmp_path), [1, 0], later).said

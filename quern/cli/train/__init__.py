@@ -90,7 +90,7 @@ def train(
                 _print_summary(resolved, summary, err_console() if show_config else out_console())
         return
     check(resolved, nproc)
-    alone = nproc == 1 and not max_restarts
+    alone = nproc == 1 and not max_restarts and resolved.on_event is None
     code = _here(resolved) if alone else supervise(resolved, config, overrides or (), nproc, max_restarts)
     if code:
         raise typer.Exit(code)

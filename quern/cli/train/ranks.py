@@ -53,4 +53,4 @@ def _what_was_read(run_dir: str, step: int) -> str:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(plain_line(line, 4000), file=sys.stderr, flush=True)  # it may quote an error of a rank

@@ -110,7 +110,7 @@ def limits(cuda: bool, root: str = "/") -> dict[str, Any]:
     if os.path.isdir(shm):
         usage = shutil.disk_usage(shm)
         shown["/dev/shm"] = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
-        if usage.free < _LEAST_SHM:
+        if cuda and usage.free < _LEAST_SHM:
             problems.append({"code": "shm", "text": f"/dev/shm has {usage.free >> 20} MiB free, and NCCL and workers "
                                                     f"need {_LEAST_SHM >> 20} or more"})  # fmt: skip
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -28,13 +28,14 @@ class Nvml:
     def system(self) -> dict[str, str]:
         """Driver, the CUDA it supports (``12.8``), and how many GPUs of which model."""
         api = self._api
-        cuda = int(api.nvmlSystemGetCudaDriverVersion())
-        names = [
-            _text(api.nvmlDeviceGetName(api.nvmlDeviceGetHandleByIndex(n))) for n in range(api.nvmlDeviceGetCount())
+        cuda = int(self._asked(api.nvmlSystemGetCudaDriverVersion) or 0)
+        handles = [
+            self._asked(api.nvmlDeviceGetHandleByIndex, n) for n in range(self._asked(api.nvmlDeviceGetCount) or 0)
         ]
+        names = ["lost" if one is None else _text(self._asked(api.nvmlDeviceGetName, one) or "lost") for one in handles]
         counts = {name: names.count(name) for name in dict.fromkeys(names)}
         return {
-            "driver": _text(api.nvmlSystemGetDriverVersion()),
+            "driver": _text(self._asked(api.nvmlSystemGetDriverVersion) or "unknown"),
             "driver's cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "gpus": ", ".join(f"{count} × {name}" for name, count in counts.items()) or "none",
         }
@@ -44,7 +45,10 @@ class Nvml:
         """The GPU at a PCI address (``0000:1b:00.0``), watched inside the block; yields what reads its state, XIDs
         since the beginning included. Read it while the GPU is under load: clocks rest with it."""
         api = self._api
-        handle = api.nvmlDeviceGetHandleByPciBusId(pci.encode())
+        handle = self._asked(api.nvmlDeviceGetHandleByPciBusId, pci.encode())
+        if handle is None:  # another name of the device, as in some containers: it is measured all the same
+            yield lambda: {}
+            return
         events = None
         with suppress(api.NVMLError):  # not in every container
             events = api.nvmlEventSetCreate()

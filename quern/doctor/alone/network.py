@@ -13,8 +13,9 @@ __all__ = ["interfaces", "ray_answers"]
 
 
 def interfaces(root: str = "/sys") -> dict[str, Any]:
-    """``facts``: interfaces with hardware behind them that are up, as ``2 × 100000 Mb/s, MTU 9000``, and InfiniBand's
-    ports, as ``8 × 4: ACTIVE 400 Gb/sec (4X NDR)``; ``shown``: the interfaces' names."""
+    """``facts``: InfiniBand's ports, as ``8 × 4: ACTIVE 400 Gb/sec (4X NDR)``; ``shown``: interfaces that are up, with
+    those that have hardware behind them as ``2 × 100000 Mb/s, MTU 9000``. A machine may have one more for its own
+    management."""
     found, names = Counter[str](), []
     folder = os.path.join(root, "class/net")
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
@@ -29,8 +30,8 @@ def interfaces(root: str = "/sys") -> dict[str, Any]:
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         for port in sorted(os.listdir(os.path.join(folder, name, "ports"))):
             ports[f"{_read(folder, name, 'ports', port, 'state')} {_read(folder, name, 'ports', port, 'rate')}"] += 1
-    facts = {"interfaces": _told(found), **({"infiniband": _told(ports)} if ports else {})}
-    return {"facts": facts, "shown": {"interfaces": ", ".join(names) or "none up"}}
+    facts = {"infiniband": _told(ports)} if ports else {}
+    return {"facts": facts, "shown": {"interfaces": f"{', '.join(names) or 'none up'} ({_told(found)})"}}
 
 
 def ray_answers(address: str | None) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quern.config import Section
 from quern.model.config import ModelConfig
@@ -327,6 +329,14 @@ class TrainConfig(Section):
     """Compare every shard's SHA-256 at the start, each rank its share; files verified before are not read again."""
     preflight: bool = False
     """Check the machines first, as ``quern doctor`` does, and start only if nothing is found."""
+
+    @field_validator("on_event")
+    @classmethod
+    def _is_a_command(cls, value: str | None) -> str | None:
+        with suppress(ValueError):  # of a quotation mark that is not closed
+            if value is None or shlex.split(value):
+                return value
+        raise ValueError(f"expected a command with its arguments, quoted as for a shell, got {value!r}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

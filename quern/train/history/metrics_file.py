@@ -85,8 +85,8 @@ def read_metrics(run_dir: str) -> MetricsTable:
         elif kind == "validation":
             told = dict(_numbers(row))
             sources = {
-                name[len("sources.") : -len(".loss")]: value for name, value in told.items()
-                if name.startswith("sources.") and name.endswith(".loss")
+                name.partition(".")[2].removesuffix(".loss"): value for name, value in told.items()
+                if name.startswith(("sources.", "sets.")) and name.endswith(".loss")
             }  # fmt: skip
             validations.append(Validation(step, rows, told.get("time", math.nan), told.get("loss", math.nan), sources))
     found = {name: np.frombuffer(_pad(values, rows)) for name, values in columns.items()}

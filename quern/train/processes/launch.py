@@ -113,21 +113,21 @@ def started(
     """
     workers: list[Worker] = []
     pipe, ours = os.pipe()
-    with listening(lambda number: on_signal(workers, number), lambda: send(workers, signal.SIGUSR1)):
-        try:
+    try:
+        with listening(lambda number: on_signal(workers, number), lambda: send(workers, signal.SIGUSR1)):
             for number, environment in enumerate(environments):
                 how = options[number] if options else {}
                 own = {**environment, _PIPE: str(pipe)}
                 workers.append(subprocess.Popen([*command], env=own, start_new_session=True, pass_fds=[pipe], **how))
             yield workers
-        finally:
-            for worker in workers:
-                if worker.poll() is None:
-                    with suppress(ProcessLookupError):
-                        os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
-                worker.wait()
-            os.close(pipe)
-            os.close(ours)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)  # with what it has started: compilers, for example
+            worker.wait()
+        os.close(pipe)
+        os.close(ours)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def _table(runs: Sequence[Run], axis: str, unit: str) -> str:
     for share in _SHARES:
         at = common * share
         means, held = zip(*(_at(run, own, at, axis) for run, own in zip(runs, known, strict=True)), strict=True)
-        rows.append([num(round(at)), *means, _difference(means), *held])
+        rows.append([num(round(at)), *(_shown(mean) for mean in means), _difference(*means), *held])
     return table([unit, "loss A", "loss B", "B − A", "held out A", "held out B"], rows)
 
 
@@ -58,18 +58,19 @@ def _axis(run: Run, axis: str) -> F64:
     return (run.steps + 1).astype(np.float64) if axis == "step" else run.kept("tokens")
 
 
-def _at(run: Run, known: F64, at: float, axis: str) -> tuple[str, str]:
+def _at(run: Run, known: F64, at: float, axis: str) -> tuple[float, str]:
     """Mean loss, and held-out loss with its step, of a run when it has got to ``at``."""
     stop = int(np.searchsorted(known, at, "right"))
     loss = run.kept("loss")[max(0, stop - _WINDOW) : stop]
     axes, values = held_out(run)
     before = int(np.searchsorted(getattr(axes, axis), at, "right"))
     held = f"{num(float(values[before - 1]), 4)} <small>at {num(axes.step[before - 1])}</small>" if before else "–"
-    return num(float(np.nanmean(loss)), 4) if np.isfinite(loss).any() else "–", held
+    return float(np.nanmean(loss)) if np.isfinite(loss).any() else np.nan, held
 
 
-def _difference(means: Sequence[str]) -> str:
-    if "–" in means:
-        return "–"
-    one, two = (float(mean.replace(",", "")) for mean in means)
-    return f"{two - one:+.4f}".replace("-", "−")
+def _shown(mean: float) -> str:
+    return "–" if np.isnan(mean) else num(mean, 4)
+
+
+def _difference(one: float, two: float) -> str:
+    return "–" if np.isnan(two - one) else f"{two - one:+.4f}".replace("-", "−")

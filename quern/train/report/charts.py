@@ -85,7 +85,7 @@ def extra(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     for run in runs:
         for name in run.metrics.columns:
             if name not in _KNOWN:
-                outer, _, inner = name.partition(".")
+                outer, _, inner = name.rpartition(".") if name.startswith("ranks.") else name.partition(".")
                 groups[outer][name] = inner or outer
     found: dict[str, list[Chart]] = {"sources": [], "ranks": [], "other": []}
     for outer, names in groups.items():
@@ -94,7 +94,7 @@ def extra(runs: Sequence[Run]) -> dict[str, list[Chart]]:
             kind = "sources"
         few = dict(list(names.items())[:_MAX_LINES])
         key = f"extra-{sum(map(len, found.values()))}"
-        made = curves(key, outer.replace("_", " ").capitalize(), runs, few, mean=kind != "ranks")
+        made = curves(key, outer.replace("_", " ").replace(".", ": ").capitalize(), runs, few, mean=kind != "ranks")
         if made is not None:
             found[kind].append(made)
     return found

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Run:
     config: Mapping[str, Any]
     record: Mapping[str, Any]
 
-    @property
+    @cached_property
     def steps(self) -> NDArray[np.int64]:
         """The surviving steps, ascending."""
         return self.metrics.step[self.order]

@@ -63,7 +63,8 @@ class RankFigures:
         return mine.flatten()
 
     def read(self, data_step: int, values: Sequence[float]) -> dict[str, Any]:
-        """``slowest_rank``, and ``ranks``: by figure, the least, the median and the most of all ranks. On rank 0."""
+        """``slowest_rank``, None where not every rank tells its work, as in a pipeline; and ``ranks``: by figure, the
+        least, the median and the most of all ranks. On rank 0."""
         if not self._slots:
             return {}
         given = np.array(values).reshape(len(_FIGURES), self._slots)
@@ -73,7 +74,7 @@ class RankFigures:
         rows = {name: row[~np.isnan(row)] for name, row in zip(_FIGURES, self._known, strict=True)}
         busy = np.nan_to_num(self._known[0]) + np.nan_to_num(self._known[1])
         return {
-            "slowest_rank": int(busy.argmax()) if busy.any() else None,
+            "slowest_rank": None if np.isnan(self._known[0]).any() else int(busy.argmax()),
             "ranks": {
                 name: {"min": float(row.min()), "median": float(np.median(row)), "max": float(row.max())}
                 for name, row in rows.items() if row.size

@@ -27,10 +27,11 @@ def environments_with(path: str, environments: Sequence[Mapping[str, str]]) -> l
     return [{**environment, _FILE: path} for environment in environments]
 
 
-def read(path: str) -> list[int | None]:
-    """Of each rank the step (from 0) that it has begun last; None: it has not begun one."""
-    with open(path, "rb") as file:
-        return [None if step == _NONE else step for (step,) in _STEP.iter_unpack(file.read())]
+def read(descriptor: int) -> list[int | None]:
+    """Of each rank the step (from 0) that it has begun last; None: it has not begun one. ``descriptor``: of the file,
+    whose name may be gone by then: writes to a mapping do not look new to what tidies temporary folders."""
+    size = os.fstat(descriptor).st_size
+    return [None if step == _NONE else step for (step,) in _STEP.iter_unpack(os.pread(descriptor, size, 0))]
 
 
 @contextmanager

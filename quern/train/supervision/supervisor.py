@@ -5,9 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-import os
 import tempfile
-import threading
+import time
 from collections.abc import Callable, Sequence
 
 from quern.errors import STOPPED, InputError
@@ -31,10 +30,11 @@ class Supervisor:
     ) -> None:  # fmt: skip
         self._run_dir, self._command, self._nproc = run_dir, command, nproc
         self._restarts, self._events, self._tell = restarts, events, tell
-        self._asked = threading.Event()
+        self._asked = False
 
     def run(self) -> Attempt:
         """Start the ranks until they end well, or are not started again; returns how they have ended last."""
+        tracebacks.clear(self._run_dir)  # those of a failure stay while the ranks are started again
         while True:
             attempt = self._attempt()
             if attempt.said is not None:
@@ -56,28 +56,30 @@ class Supervisor:
 
     def _waited(self, wait_s: float) -> bool:
         """Whether a signal has asked for the end before ``wait_s`` were over."""
-        with launch.listening(lambda number: self._asked.set(), lambda: None):
-            return self._asked.wait(wait_s)
+        end = time.monotonic() + wait_s
+        with launch.listening(lambda number: self._on_signal((), number), lambda: None):
+            while not self._asked and time.monotonic() < end:
+                time.sleep(0.1)
+        return self._asked
 
     def _attempt(self) -> Attempt:
-        tracebacks.clear(self._run_dir)
-        with tempfile.TemporaryDirectory(prefix="quern-ranks-") as folder:
-            path = os.path.join(folder, "beats")
-            environments = beats.environments_with(path, launch.environments(self._nproc))
+        began = time.time()
+        with tempfile.NamedTemporaryFile(prefix="quern-ranks-") as file:
+            environments = beats.environments_with(file.name, launch.environments(self._nproc))
             with launch.started(self._command, environments, self._on_signal) as workers:
                 code = launch.wait(workers) or 0
                 codes = [worker.poll() for worker in workers]
                 launch.abort(workers)
-                failure = tracebacks.first_failure(self._run_dir, codes) if code else None
-            steps = beats.read(path)
+                failure = tracebacks.first_failure(self._run_dir, codes, began) if code else None
+            steps = beats.read(file.fileno())
         rank = None if failure is None else failure.rank
         reached = [step for step in steps if step is not None]
         return Attempt(
-            code if code >= 0 else 128 - code, self._asked.is_set(), rank,
+            code if code >= 0 else 128 - code, self._asked, rank,
             steps[rank] if rank is not None else max(reached, default=None),
             None if failure is None else failure.said,
         )  # fmt: skip
 
     def _on_signal(self, workers: Sequence[launch.Worker], number: int) -> None:
-        self._asked.set()
+        self._asked = True
         launch.send(workers, number)

@@ -87,9 +87,10 @@ class Failure:
     """Who failed of what, and what to do, in a line."""
 
 
-def first_failure(run_dir: str, codes: Sequence[int | None]) -> Failure | None:
+def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0) -> Failure | None:
     """Who failed first, by the exit codes of the ranks as Popen gives them (None: still there) and by their tracebacks.
-    None where no rank failed, or a rank has said why itself, with ``error: …``.
+    None where no rank failed, or a rank has said why itself, with ``error: …``. ``since``: when the ranks were started,
+    in seconds since the epoch; older tracebacks are of earlier starts.
 
     A death by signal comes first: the others fail of the connection that it left. Then a rank that is still there,
     while the others have waited in vain. Then the traceback that was written first.
@@ -111,7 +112,7 @@ def first_failure(run_dir: str, codes: Sequence[int | None]) -> Failure | None:
                 head = _HEAD.fullmatch(stream.readline().rstrip("\n"))
         except OSError:
             continue
-        if head is not None:
+        if head is not None and float(head[1]) >= since:
             found.append((float(head[1]), rank, head[2]))
     if not found or len(found) < sum(code not in (0, STOPPED, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed

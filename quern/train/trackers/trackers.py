@@ -99,7 +99,7 @@ class Trackers(Closes):
             answer = _parsed(line)
             if type(answer.get("bytes")) is int:
                 if answer["bytes"] > own.done:
-                    own.since = time.monotonic()
+                    own.since, own.told = time.monotonic(), False
                 own.done = answer["bytes"]
             elif "failed" in answer:
                 self._say(own, str(answer["failed"]))

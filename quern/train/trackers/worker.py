@@ -144,7 +144,7 @@ class Follower:
             self._backend = self._open(
                 Opening(
                     self._run_dir, state.branches[-1].id if new is None else None, project, name, state.group,
-                    metrics.tags, self._config.model_dump(mode="json"), self._described, parent,
+                    metrics.tags, self._config.model_dump(mode="json", exclude={"on_event"}), self._described, parent,
                 )
             )  # fmt: skip
             if new is None and state.ended:
@@ -155,6 +155,8 @@ class Follower:
         """Append what the ledger says next of the starts before ``stop`` that are of the present branch, up to step
         ``most``; returns the state behind it."""
         done, number = state.entries, state.points
+        if done == len(self._entries) or self._entries[done].get("step", 0) > most:
+            return state  # asked for every row
         attempt = sum(entry["kind"] in MOVES for entry in self._entries[:done]) - 1
         for entry in self._entries[done:]:
             attempt += entry["kind"] in MOVES
@@ -183,8 +185,8 @@ class Follower:
                 end += len(line) + 1
                 try:
                     row = json.loads(line)
-                    _ms(row["time"]), place_of(row), numbers_of(row)
-                except (ValueError, KeyError, TypeError, RecursionError):
+                    _ms(row["time"]), place_of(row), numbers_of(row), int(row.get("attempt", 0))
+                except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
                     row = {"kind": "damaged", "step": -2}
                 yield end, row
 
@@ -225,11 +227,13 @@ def main(run_dir: str, name: str, attempt: int, timeout_s: float, answers: IO[st
             try:
                 # the worker of a trainer that was killed may still be sending
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                follower = follower or Follower(run_dir, name, attempt)
+                if follower is None:
+                    follower = Follower(run_dir, name, attempt)
+                    say(bytes=follower.state.bytes)
                 while follower.advance():
                     say(bytes=follower.state.bytes)
                 say(bytes=follower.state.bytes)
-                pause = _POLL_S
+                pause, told = _POLL_S, False
                 if ended:
                     follower.close(word.decode() or "killed")
                     return

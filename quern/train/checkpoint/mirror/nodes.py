@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 
+from quern.train.processes.address import own_address, reached_by
 from quern.train.processes.agree import Agreement
 
-__all__ = ["Nodes", "find_nodes", "own_address", "reachable_address"]
+__all__ = ["Nodes", "find_nodes", "reachable_address"]
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,4 @@ def reachable_address(agreement: Agreement, nodes: Nodes) -> str:
     """
     found = agreement.gather(own_address(os.environ.get("MASTER_ADDR") or "127.0.0.1"))
     mine = found[nodes.rank]
-    if len(set(nodes.hosts)) > 1 and _is_loopback(mine):
-        return own_address(next((address for address in found if not _is_loopback(address)), mine))
-    return mine
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def own_address(towards: str, port: int = 1) -> str:
-    """The address of this machine on its way to another; no packet is sent. 127.0.0.1 where there is no way."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except (OSError, UnicodeError):  # the second of what cannot be a name
-        return "127.0.0.1"
+    return reached_by(mine, found) if len(set(nodes.hosts)) > 1 else mine
