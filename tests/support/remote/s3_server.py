@@ -39,8 +39,8 @@ class Fault:
 
     ``what``: an error code of S3; ``cut answer`` and ``cut request`` end the connection in the middle of a body;
     ``lose answer`` carries the request out and says nothing; ``flip`` turns one bit of the answer's body over;
-    ``stall`` stops in the middle of the answer; ``drip`` sends the answer byte by byte, ``slow`` at about 1.5 MB/s;
-    ``cut anywhere`` ends the connection at a random byte of the answer's body.
+    ``stall`` stops in the middle of the answer, before one without a body; ``drip`` sends the answer byte by byte,
+    ``slow`` at about 1.5 MB/s; ``cut anywhere`` ends the connection at a random byte of the answer's body.
     """
 
     what: str
@@ -173,6 +173,10 @@ class Handler(BaseHTTPRequestHandler):
     def answer(
         self, status: int, headers: dict[str, str], data: bytes, what: str = "", length: str | None = None
     ) -> None:
+        if what == "stall" and not data:  # whose head alone would be a whole answer
+            self.server.endured += not self.server.ended.wait(WAIT_S)
+            self.close_connection = True
+            return
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
