@@ -15,7 +15,7 @@ from quern.train.processes.address import own_address
 __all__ = ["Place", "place_of"]
 
 #: What tells one start from another of the same launcher.
-_START = ("QUERN_START", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
+_START = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
           "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # fmt: skip
 
 
@@ -52,8 +52,6 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
     )
     if not 0 <= rank < world:
         raise InputError(f"{names[0]}: expected 0 to {world - 1} ({names[1]} is {world}), got {rank}")
-    if local_world == world and "QUERN_START" not in environment:  # one launcher, whose ids may come again
-        environment = {**environment, "QUERN_START": str(os.getppid())}
     towards = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR") or socket.gethostname()
     address = own_address(towards)
     start = hashlib.sha256("\0".join(environment.get(name, "") for name in _START).encode()).hexdigest()[:12]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 
@@ -26,11 +25,7 @@ def preflight(config: TrainConfig) -> None:
         file.write(dump_yaml(config))
         file.flush()
         command = module("quern.cli.main", "doctor", file.name, "--device", config.device)
-        alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        start = {"QUERN_START": str(os.getppid())} if alone else {}  # of the launcher: its ids may come again
-        done = subprocess.run(
-            command, env={**os.environ, **start}, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL)
     if done.returncode == 1:
         raise InputError("preflight: quern doctor has named machines (above), and nothing was started; "
                          "repair or leave them out, or start with preflight=false")  # fmt: skip

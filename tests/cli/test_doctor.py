@@ -62,7 +62,7 @@ def test_a_node_that_hangs_is_named_and_the_others_measure_their_links(tmp_path:
         assert [wait["missing"] for wait in told["waits"] if wait["missing"]] == [[3]], "only once"
         assert told["waits"][0]["meeting"] == "alone"
         reading = told["readings"][0]
-        assert reading["facts"].keys() >= {"quern", "python", "torch", "ray", "compiler", "interfaces"}
+        assert reading["facts"].keys() >= {"quern", "python", "torch", "ray", "compiler"}
         assert reading["devices"][0]["speeds"].keys() == {"product fp32", "copy torch"}
         pairs = {(link["kind"], *link["ranks"]) for link in told["links"] if link["speeds"] and not link["problem"]}
         assert pairs == {("pair", 0, 1), ("pair", 0, 2), ("pair", 1, 2), ("ring", 0, 1, 2)}
