@@ -18,7 +18,7 @@ from quern.doctor.readings import Device, Disk, Finding, Link, Reading
 from quern.doctor.robust import FEWEST, below, medians
 from quern.words import size
 
-__all__ = ["SPREADS", "TODO", "judge", "spread_of"]
+__all__ = ["SPREADS", "WHAT_TO_DO", "judge", "spread_of"]
 
 SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15}
 """Relative standard deviation of machines in order, by the first word of a measurement's name."""
@@ -26,7 +26,7 @@ SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu
 FREE_SHARE, FREE_BYTES, ENOUGH_BYTES = 0.05, 1 << 30, 100 << 30
 """A disk is full below these."""
 
-TODO = {
+WHAT_TO_DO = {
     "silent": "look whether the machine answers; start again without it",
     "hung": "look at the step it hung in, at dmesg and at the driver; drain the node",
     "failed": "read the error; quern doctor on that machine alone repeats it",
@@ -76,7 +76,7 @@ def spread_of(name: str) -> float:
 
 
 def _finding(code: str, nodes: Sequence[str], where: str, text: str) -> Finding:
-    return Finding(code, tuple(nodes), where, text, TODO.get(code, ""))
+    return Finding(code, tuple(nodes), where, text, WHAT_TO_DO.get(code, ""))
 
 
 def _absolute(reading: Reading) -> Iterator[Finding]:
