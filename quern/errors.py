@@ -9,6 +9,9 @@ ended_by: list[str] = []
 #: Exit code of a training run that a signal ended after it had saved a checkpoint.
 STOPPED = 3
 
+#: Exit code of a training run in which a rank hung.
+HUNG = 5
+
 #: The file name of an error of standard output.
 STDOUT = "standard output"
 
@@ -35,6 +38,12 @@ class InputError(QuernError):
     """
 
     exit_code = 2
+
+
+class GoBackError(QuernError):
+    """The weights are to be left: the next start of the run goes back to an earlier checkpoint. Exit code 4."""
+
+    exit_code = 4
 
 
 def one_line(error: BaseException, chars: int = 300) -> str:

@@ -1,7 +1,8 @@
 """``torchrun … -m quern.train CONFIG [key=value …]``, and ``python -m quern.train`` for one process.
 
-Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved. A rank
-ends when its launcher, torchrun or quern train, has ended.
+Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved, 4 the
+same command goes back to an earlier checkpoint (one process does so at once). A rank ends when its launcher, torchrun
+or quern train, has ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from quern.safe_path import leave_working_folder
 if __name__ == "__main__":
     leave_working_folder()  # before anything else is imported
 
+import gc
 import logging
 import os
 import signal
@@ -21,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 
-from quern.errors import STOPPED, QuernError, named_line
+from quern.errors import STOPPED, GoBackError, QuernError, named_line
 from quern.train.config import TrainConfig
 from quern.train.debug import recorder
 from quern.train.init_from import load_run_config
@@ -41,7 +43,8 @@ usage: torchrun … -m quern.train CONFIG [key=value …]
 
 CONFIG is a YAML file (configs/ has ready ones); key=value overrides it, dotted: model.preset=125M. The same command
 goes on with a run where it was left. quern train has --dry-run and --nproc besides.
-Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved."""
+Exit codes: 0 the run is complete, 1 it failed, 2 bad input, 3 a signal ended it after a checkpoint was saved, 4 the
+same command goes back to an earlier checkpoint."""
 
 
 def train(config: TrainConfig) -> int:
@@ -54,6 +57,17 @@ def train(config: TrainConfig) -> int:
         logging.getLogger(__name__).warning("on_event: nobody starts it here: quern train does, other launchers do not")
     if config.preflight:
         preflight(config)
+    while True:
+        try:
+            return _train(config)
+        except GoBackError as error:
+            if "RANK" in os.environ:  # the launcher starts all of them again
+                raise
+            logging.getLogger(__name__).warning("%s", error)
+        gc.collect()  # the weights that are left, before those of the checkpoint take as much
+
+
+def _train(config: TrainConfig) -> int:
     from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
@@ -119,7 +133,10 @@ def _tell(run_dir: str, error: Exception) -> int:
         return code
     _told.append(error)
     rank = int(os.environ["RANK"])
-    if isinstance(error, QuernError):
+    if isinstance(error, GoBackError):
+        if rank == 0:  # all of them know
+            logging.getLogger(__name__).warning("%s", error)
+    elif isinstance(error, QuernError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif (file := tracebacks.keep(run_dir, rank, error)) is None:
         traceback.print_exception(error)

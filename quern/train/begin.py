@@ -26,6 +26,7 @@ from quern.train.checkpoint.format.manifest import (
 from quern.train.checkpoint.format.state import check_shape
 from quern.train.checkpoint.save.manager import CheckpointManager, Refusal, no_checkpoint
 from quern.train.config import TrainConfig
+from quern.train.history.back import asked_back, backs, left_out, spikes
 from quern.train.history.branch import LEDGER_FILE, abandoned
 from quern.train.history.consumers import announce
 from quern.train.history.health import last_good, why_none
@@ -37,6 +38,9 @@ from quern.train.processes.ranks import Ranks
 __all__ = ["LEDGER_FILE", "Start", "abandoned", "ahead", "begin", "continuation"]
 
 log = logging.getLogger(__name__)
+
+_BACK = "back"
+"""A rollback that the trainer has asked for, and not the config; ``rollback`` in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class Start:
     tokens: int
     skips: int
     """How many steps right before ``step`` were skipped."""
+    backs: tuple[int, ...]
+    """The steps in which the run has gone back by itself."""
+    left_out: frozenset[int]
+    """Data steps that are read and not applied."""
+    spikes: tuple[int, ...]
+    """The steps before ``step`` that were spikes."""
     attempt: int
     """How many times the run has been started before."""
     mixture: Mixture
@@ -77,6 +87,7 @@ def begin(
         lambda: _append(config, corpus, _ledger(ledger), kind, checkpoint, asked, dp)
     )
     mixture = Mixture(Order.from_dict(spec), source_map)
+    kind = "rollback" if kind == _BACK else kind
     if ranks.first:
         _say_versions(config, corpus, moves)
         announce(config.run_dir, mixture.order.hash, _paths(corpus))
@@ -85,7 +96,11 @@ def begin(
         )
         if step == config.steps:
             log.info("complete at step %d, nothing to do", step)
-    return Start(kind, step, data_step, tokens, skips_before(entries, step), len(moves), mixture, checkpoint)
+    seen = tuple(own for own in spikes(entries) if own < step)
+    return Start(
+        kind, step, data_step, tokens, skips_before(entries, step), backs(entries), left_out(entries), seen, len(moves),
+        mixture, checkpoint,
+    )  # fmt: skip
 
 
 def ahead(config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
@@ -104,7 +119,7 @@ def ahead(config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
     kind, checkpoint, _ = _choose(config, folder, entries, Agreement(0, 1))
     step, data_step, _, mixture = continuation(config, corpus, entries, kind, checkpoint)
     check_append(entries, step, data_step, mixture.order)
-    found = {"kind": kind, "step": step, "data_step": data_step}
+    found = {"kind": "rollback" if kind == _BACK else kind, "step": step, "data_step": data_step}
     return None if checkpoint is None else {**found, "checkpoint": checkpoint.path}
 
 
@@ -147,6 +162,8 @@ def _choose(
             asked["again"] = config.resume.again
     if wanted is None or (moves and moves[-1].get("asked") == asked):
         # the rollback asked for was done by the start before this one
+        if (back := asked_back(entries)) is not None:
+            return _BACK, _before(config, manager, entries, refuse, back["before"]), asked
         return "resume" if moves else "start", manager.latest_valid(refuse), asked
     if wanted == "good":
         return "rollback", _last_good(config, manager, entries, refuse, together), asked
@@ -203,6 +220,22 @@ def _last_good(
     )
 
 
+def _before(
+    config: TrainConfig, manager: CheckpointManager | _Folder, entries: Sequence[Mapping[str, Any]], refuse: Refusal,
+    most: int,
+) -> Checkpoint | None:  # fmt: skip
+    """The last good checkpoint after at most ``most`` steps; where none is good, the newest; None: there is none, and
+    the run starts over. Collective."""
+    left = {step for step in manager.steps() if step <= most}
+    while left:
+        good = last_good(entries, left, config.guard.health_window)
+        step = max(left) if good is None else good
+        with suppress(InputError):  # it is damaged, or of a branch that was left; the same on every rank
+            return manager.at(step, refuse)
+        left.remove(step)
+    return None
+
+
 def _ledger(ledger: Ledger | None) -> Ledger:
     assert ledger is not None, "rank 0 has the ledger"
     return ledger
@@ -213,7 +246,7 @@ def _append(
 ) -> Any:
     step, data_step, tokens, mixture = continuation(config, corpus, ledger.entries, kind, checkpoint)
     ledger.move(
-        kind, step, data_step, mixture.order,
+        "rollback" if kind == _BACK else kind, step, data_step, mixture.order,
         asked=asked,
         checkpoint=checkpoint.name if checkpoint else None,
         versions=dict(zip(corpus.ids, corpus.versions, strict=True)),

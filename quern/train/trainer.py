@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 
 from quern.closes import Closes
-from quern.errors import QuernError
 from quern.parallel.apply import Parallel
 from quern.parallel.clip import clip_divisor
 from quern.train.batches.feed import Feed, StepInputs
@@ -27,7 +23,7 @@ from quern.train.checkpoint.save.async_save import Progress
 from quern.train.checkpoint.save.manager import CheckpointManager
 from quern.train.checkpoint.save.scheduler import CheckpointScheduler
 from quern.train.config import TrainConfig
-from quern.train.history.branch import newest_until
+from quern.train.history.back import LEFT_OUT
 from quern.train.history.health import HealthTracker
 from quern.train.history.ledger import Ledger
 from quern.train.processes import launch
@@ -43,9 +39,11 @@ from quern.train.step.metrics import Mark, Metrics, Utilisation, memory_gib
 from quern.train.step.optimizer import step as update
 from quern.train.step.precision import LossScale, precision_of
 from quern.train.step.profile import Profiler
-from quern.train.step.schedule import learning_rate
+from quern.train.step.schedule import learning_rate, share_after_spikes
 from quern.train.step.validation import Validator
 from quern.train.supervision import beats
+from quern.train.supervision.back import GoingBack
+from quern.train.supervision.watchdog import Watchdog
 from quern.train.trackers.trackers import Trackers
 
 __all__ = ["Trainer"]
@@ -104,6 +102,8 @@ class Trainer(Closes):
     """Loss of the last validation."""
     _divisor: torch.Tensor | None = None
     """Of the step's gradients, where the optimizer clips them."""
+    back: GoingBack = field(init=False)
+    watchdog: Watchdog = field(init=False)
     saves: CheckpointScheduler = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
@@ -112,6 +112,9 @@ class Trainer(Closes):
         self._tokens = self.start.tokens
         self._done = self.start.step
         self._skips = self.start.skips
+        self._spikes = [*self.start.spikes]
+        self.back = GoingBack(self.config, self.start.mixture.order.hash, self.start.backs, self.ledger, self.ranks)
+        self.watchdog = Watchdog(self.config, self.ranks, self.start.step)
         entries = [] if self.ledger is None else self.ledger.entries
         health = HealthTracker.from_ledger(entries, self.config.guard.health_window)
         self.saves = CheckpointScheduler(
@@ -124,7 +127,7 @@ class Trainer(Closes):
         self.saves.prepare(self._everything())
         self.start_loop()
         interval = self.config.process.gc_interval
-        with _listening(self), self.profiler, collecting(interval) as collect, beats.telling() as tell:
+        with self._listening(), self.profiler, collecting(interval) as collect, beats.telling() as tell, self.watchdog:
             for step in self.steps():
                 tell(step)
                 self.train_step(step)
@@ -134,6 +137,7 @@ class Trainer(Closes):
                 self.save_if_due(step)
                 self.profiler.step(step)
                 collect(step)
+            self.watchdog.enter("end")
             self.finish()
 
     def start_loop(self) -> None:
@@ -143,10 +147,11 @@ class Trainer(Closes):
 
     def train_step(self, step: int) -> None:
         """Run one step, without what is not done in each: validation, saving, tracing."""
+        self.watchdog.enter("data", step)
         batch = self.feed.take(self.data_step(step))
         loss = self.forward_backward(batch)
         norm = self.clip(step)
-        health = self.guard.judge(loss, norm)
+        health = self.guard.judge(loss, norm, left_out=batch.data_step in self.start.left_out)
         self.update(step, health)
         self.report(step, batch, norm, health)
 
@@ -164,16 +169,19 @@ class Trainer(Closes):
     def forward_backward(self, batch: StepInputs) -> torch.Tensor:
         """Gradients of the mean objective over the global batch's targets; returns the mean cross-entropy, the same on
         every rank."""
+        self.watchdog.enter("forward")
         self.optimizer.zero_grad(set_to_none=True)
 
         def weigh(loss_sum: torch.Tensor) -> torch.Tensor:  # by all targets of the step: ranks have unequal numbers
             self.by_rank.worked()
+            self.watchdog.enter("backward")
             return self.loss_scale.scaled(loss_sum / batch.valid_tokens)
 
         losses = self.by_source.buffers(self.parallel.run.counts)
         self.by_rank.begin()
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
         self.forensics.keep(batch, losses)
+        self.watchdog.enter("reduce")
         self.parallel.gradients.finish()
         save = self.saves.progress()
         mine = figures.of_this_rank(
@@ -200,6 +208,7 @@ class Trainer(Closes):
 
     def update(self, step: int, health: Health) -> None:
         """Take one optimizer step, or none if the guard says so; the host does not know which."""
+        self.watchdog.enter("optimizer")
         self.saves.wait_staged()  # or the copy would hold some weights of after
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip, self._divisor)
@@ -208,6 +217,7 @@ class Trainer(Closes):
 
     def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
         """Send the step's figures to the host asynchronously, and read those of the step before."""
+        self.watchdog.enter("metrics")
         values = figures.pack(
             self._summed, norm=norm, non_finite=health.non_finite, loss_spike=health.loss_spike,
             norm_spike=health.norm_spike, skipped=health.skip, loss_z=health.loss_z, norm_z=health.norm_z,
@@ -230,18 +240,7 @@ class Trainer(Closes):
             self.by_rank.settle(pending.wait_s)
             self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
-            if self._skips > self.config.guard.max_skips:  # the same on every rank
-                done = pending.step + 1 - self._skips
-                before = newest_until(self.config.run_dir, done)
-                way = f"go on with resume.step={before}, the newest checkpoint from before, and data_skip or another lr"
-                if before is None:
-                    stored = ", or resume.step=N with one that the store has" if self.config.checkpoint.store else ""
-                    way = f"give another run_dir to start over{stored}: here is no checkpoint from before the skips"
-                raise QuernError(
-                    f"step {pending.step}: {self._skips} steps in a row were skipped (guard.max_skips "
-                    f"{self.config.guard.max_skips}); the weights are those after {done} steps. Look at the ledger, "
-                    f"then {way}"
-                )
+            self.back.judge(pending.step, pending.data_step, found, self._skips)
 
     def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:
@@ -250,6 +249,8 @@ class Trainer(Closes):
                 log.info("%s: the step in work is finished and saved; the same command goes on", self.stopped_by)
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
         self._skips = self._skips + 1 if found.skipped else 0
+        if found.loss_spike or found.norm_spike:
+            self._spikes.append(pending.step)
         where, num = {"step": pending.step, "data_step": pending.data_step}, len(self.by_source)
         flags = {
             "loss_spike": bool(found.loss_spike), "grad_norm_spike": bool(found.norm_spike),
@@ -262,7 +263,8 @@ class Trainer(Closes):
         if self.ledger is None or self.metrics is None:
             return seen
         if found.skipped:
-            reason = "non_finite" if found.non_finite else "spike"
+            left_out = pending.data_step in self.start.left_out
+            reason = LEFT_OUT if left_out else "non_finite" if found.non_finite else "spike"
             most = self.config.guard.max_skips
             why = reason if pending.valid_tokens else f"{reason}: no position of its batch is a target"
             log.warning("step %d skipped (%s), %d in a row of %d", pending.step, why, self._skips, most)
@@ -291,6 +293,7 @@ class Trainer(Closes):
         done = step + 1
         if not (self.saves.due(done) or (self._last(done) and self.saves.saved != done)):
             return
+        self.watchdog.enter("save")
         self.drain_metrics()  # the ledger's lines about these weights precede their publication
         last = self._last(done)  # what was settled may have said so
         data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
@@ -317,6 +320,7 @@ class Trainer(Closes):
         done, interval = step + 1, self.config.validation.interval
         if self.validator is None or (done < self.config.steps and not (interval and done % interval == 0)):
             return
+        self.watchdog.enter("validation")
         self.drain_metrics()
         if self.stopped_by is not None:
             self.save_if_due(step)  # a signal leaves little time, and a resumed run does not repeat this
@@ -358,7 +362,8 @@ class Trainer(Closes):
         self.checkpoints.close()
 
     def _lr(self, step: int) -> float:
-        return learning_rate(step, self.config.steps, self.config.optimizer.lr, self.config.schedule)
+        rate = learning_rate(step, self.config.steps, self.config.optimizer.lr, self.config.schedule)
+        return rate * share_after_spikes(step, self._spikes, self.config.guard)
 
     def _sequences(self, step: int) -> int:
         return self.start.mixture.order.global_batch_at(self.data_step(step))
@@ -377,27 +382,16 @@ class Trainer(Closes):
         """Whether a signal has arrived: then the current step and the next one are finished and saved."""
         self._signal = number
 
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """SIGTERM, SIGHUP and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for
+        forensics of a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is
+        replaced)."""
 
-@contextmanager
-def _listening(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for
-    forensics of a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is replaced).
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+        def heard(number: int) -> None:
+            self.asked_to_stop(number)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def heard(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            launch.leave_lost_terminal()
-        trainer.asked_to_stop(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before: dict[int, Any] = {number: signal.signal(number, heard) for number in launch.ending_signals()}
-    if trainer.config.forensics.window and signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: trainer.forensics.request())
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
+        with launch.listening(heard, self.forensics.request if self.config.forensics.window and free else None):
+            yield

@@ -14,13 +14,15 @@ from quern.model.config import ModelConfig
 from quern.parallel.planning.schedules import Schedule
 from quern.train.config.checkpoint import CheckpointConfig, ResumeConfig
 from quern.train.config.float8 import Float8Config
+from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
 from quern.train.config.numbers import Count, NonNegative, Weight
+from quern.train.config.watchdog import WatchdogConfig
 
 __all__ = [
     "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
     "HeldOutConfig", "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProcessConfig",
-    "ProfileConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
+    "ProfileConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig", "WatchdogConfig",
 ]  # fmt: skip
 
 _MOST_BETA = 257 / 258
@@ -188,34 +190,6 @@ class ProcessConfig(Section):
     likes."""
 
 
-class GuardConfig(Section):
-    """The reaction to a step whose loss or gradient norm is abnormal. Decided on device."""
-
-    non_finite: Literal["continue", "skip"] = "skip"
-    """What happens to a step whose loss or gradient norm is not finite: apply it or skip it."""
-    spike: Literal["continue", "skip"] = "continue"
-    """What happens to a step that is a spike: apply it or skip it. It is reported in either case."""
-    window: Annotated[int, Field(ge=8)] = 128
-    """[steps] Healthy steps of history."""
-    min_history: Annotated[int, Field(ge=4)] = 32
-    """[steps] No spike is reported before this many healthy steps."""
-    loss_z: Annotated[float, Field(gt=0)] = 6.0
-    """[z-score] Robust z-score (median, MAD) above which a loss is a spike."""
-    grad_norm_z: Annotated[float, Field(gt=0)] = 10.0
-    """[z-score] The same for the gradient norm."""
-    max_skips: Count = 100
-    """[steps] The run fails after this many skipped steps in a row: a skipped step does not enter the history, so a
-    lasting change would be skipped for ever."""
-    health_window: Count = 100
-    """[steps] Steps after a checkpoint that must be finite, applied and no spike before it is *good*."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.min_history > self.window:
-            raise ValueError(f"min_history: expected at most window ({self.window}), got {self.min_history}")
-        return self
-
-
 class ForensicsConfig(Section):
     """What is recorded of a step that is a spike or not finite: ``RUN/forensics/``."""
 
@@ -251,7 +225,7 @@ class TrainConfig(Section):
     later: ClassVar[Mapping[str, Any]] = {
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
-        "on_event": None, "preflight": False,
+        "on_event": None, "preflight": False, "watchdog": WatchdogConfig().model_dump(),
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -313,6 +287,7 @@ class TrainConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     comm: CommConfig = CommConfig()
     process: ProcessConfig = ProcessConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     guard: GuardConfig = GuardConfig()
     forensics: ForensicsConfig = ForensicsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -370,10 +345,10 @@ class TrainConfig(Section):
                 "activation_memory_budget: expected activation_checkpointing none with it, got "
                 f"{self.activation_checkpointing}: both say what is recomputed"
             )
-        if self.precision == "fp16" and self.guard.non_finite == "continue":
+        if self.precision == "fp16" and self.guard.non_finite != "skip":
             raise ValueError(
                 "guard.non_finite: expected skip with precision fp16, whose loss scale grows until gradients overflow, "
-                "got continue"
+                f"got {self.guard.non_finite}"
             )
         if self.precision == "fp16" and self.float8.recipe is not None:
             raise ValueError(f"float8.recipe: expected null with precision fp16, or bf16, got {self.float8.recipe}")

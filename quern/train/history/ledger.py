@@ -19,7 +19,8 @@ whose update was not applied; ``spike {step, data_step, …}``; ``non_finite {st
 gradient norm was NaN or infinite and whose update was applied all the same; ``checkpoint {step, data_step, name}``,
 appended before the checkpoint is published, so that what can be resumed is always known to be reached;
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
-name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``complete {step}``,
+name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``back {step, reason,
+before, leave_out, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``complete {step}``,
 steps that another trainer says it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step,
 run, path}``: the lines before it are those of the run ``run`` in the folder ``path``, up to its checkpoint after
 ``step`` steps, from which this run goes on. Facts of an attempt stand
@@ -249,10 +250,11 @@ _LIMIT = 1 << 40
 _NUMBERS = {
     **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint", "fork"), ("step", "data_step")),
     **dict.fromkeys(("spike", "checkpoint_failed", "complete", "good", "end", "stopped"), ("step",)),
+    "back": ("step", "before"),
 }
 _TEXTS = {
     **dict.fromkeys(MOVES, ("order",)), **dict.fromkeys(("checkpoint", "good"), ("name",)), "order": ("hash",),
-    "fork": ("run", "path"),
+    "fork": ("run", "path"), "back": ("reason", "order"),
 }  # fmt: skip
 
 
@@ -267,6 +269,8 @@ def _wrong_field(entry: Entry) -> str | None:
     for name in _TEXTS.get(kind, ()):
         if not isinstance(entry.get(name), str):
             return f"{kind}.{name}: expected text, got {entry.get(name)!r}"
+    if kind == "back" and not (isinstance(out := entry.get("leave_out"), list) and all(type(n) is int for n in out)):
+        return f"back.leave_out: expected a list of integers, got {entry.get('leave_out')!r:.40}"
     if kind == "order" and not isinstance(entry.get("spec"), dict):
         return f"order.spec: expected a mapping, got {entry.get('spec')!r}"
     return None

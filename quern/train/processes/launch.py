@@ -131,8 +131,12 @@ def started(
 
 
 @contextmanager
-def listening(on_end: Callable[[int], None], on_request: Callable[[], None]) -> Iterator[None]:
-    """Within the block, one of :func:`ending_signals` calls ``on_end`` with its number, SIGUSR1 ``on_request``."""
+def listening(on_end: Callable[[int], None], on_request: Callable[[], object] | None) -> Iterator[None]:
+    """Within the block, one of :func:`ending_signals` calls ``on_end`` with its number, SIGUSR1 ``on_request``, which
+    None leaves as it is. In another thread than the main one nothing is heard."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def heard(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -140,7 +144,8 @@ def listening(on_end: Callable[[int], None], on_request: Callable[[], None]) -> 
         on_end(number)
 
     before: dict[int, Any] = {number: signal.signal(number, heard) for number in ending_signals()}
-    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: on_request())
+    if on_request is not None:
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: on_request())
     try:
         yield
     finally:

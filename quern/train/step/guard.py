@@ -79,12 +79,17 @@ class Guard:
         self._never = torch.zeros((), dtype=torch.bool, device=device)
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor) -> Health:
-        """Judge a step by its loss and gradient norm (one element each, on the guard's device) and remember it.
+    def judge(self, loss: Tensor, grad_norm: Tensor, *, left_out: bool = False) -> Health:
+        """Judge a step by its loss and gradient norm (one element each, on the guard's device) and remember it. One
+        that is ``left_out`` is skipped whatever it is, and is neither a spike nor remembered.
 
         Launches a fixed sequence of small kernels; no value is read back.
         """
         config = self._config
+        if left_out:
+            zero = torch.zeros_like(self._history_2W[0, 0])
+            skip = torch.ones((), dtype=torch.float32, device=zero.device)
+            return Health(self._never, self._never, self._never, skip, zero, zero)
         dtype = self._history_2W.dtype
         value_21 = torch.stack([value.detach().reshape(1).to(dtype) for value in (loss, grad_norm)])
         finite = value_21.isfinite().all()
@@ -94,8 +99,8 @@ class Guard:
         z_21 = self._z(value_21, known).masked_fill(~judged, 0.0)
         loss_z, norm_z = z_21[0, 0], z_21[1, 0]
         loss_spike, norm_spike = loss_z > config.loss_z, norm_z > config.grad_norm_z
-        skip = non_finite if config.non_finite == "skip" else self._never
-        if config.spike == "skip":
+        skip = self._never if config.non_finite == "continue" else non_finite
+        if config.spike in ("skip", "rollback_and_skip"):
             skip = skip | loss_spike | norm_spike
         enters = finite & ~skip
         here = enters & (self._places == self._entered % config.window)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from quern.errors import InputError
-from quern.train.config import ScheduleConfig
+from quern.train.config import GuardConfig, ScheduleConfig
 
-__all__ = ["check_schedule", "decay_steps", "learning_rate"]
+__all__ = ["check_schedule", "decay_steps", "learning_rate", "share_after_spikes"]
 
 
 def decay_steps(steps: int, schedule: ScheduleConfig) -> int:
@@ -65,3 +66,13 @@ def learning_rate(step: int, steps: int, lr: float, schedule: ScheduleConfig) ->
     else:
         left = 1.0 - share
     return lr * (schedule.final + (1.0 - schedule.final) * left)
+
+
+def share_after_spikes(step: int, spikes: Iterable[int], guard: GuardConfig) -> float:
+    """The share of the learning rate that ``guard.spike: lower_lr`` leaves in ``step`` after ``spikes``, which are
+    steps. It begins with the second step after a spike: the host reads a step's figures one step late, or at once where
+    it saves, so by then it always knows."""
+    if guard.spike != "lower_lr":
+        return 1.0
+    felt = sum(spike + 2 <= step < spike + 2 + guard.lr_steps for spike in spikes)
+    return float(guard.lr_factor**felt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quern.errors import STOPPED, InputError
+from quern.errors import STOPPED, GoBackError, InputError
 
 __all__ = ["Attempt", "Restarts"]
 
@@ -53,6 +53,8 @@ class Restarts:
         if attempt.step is not None and attempt.step == before:
             self.why = f"step {attempt.step} has ended the run twice in a row"
             return None
+        if attempt.code == GoBackError.exit_code:  # no failure, and the trainer itself counts them
+            return 0.0
         if self.done >= self.most:
             times = "once" if self.most == 1 else f"{self.most} times"
             self.why = f"it was started again {times} (--max-restarts)" if self.most else None

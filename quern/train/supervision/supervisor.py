@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 
-from quern.errors import STOPPED, InputError
+from quern.errors import STOPPED, GoBackError, InputError
 from quern.train.processes import launch
 from quern.train.supervision import beats, tracebacks
 from quern.train.supervision.events import Events
@@ -41,13 +41,16 @@ class Supervisor:
                 self._tell(f"error: {attempt.said}")
             wait_s = self._restarts.wait_s(attempt)
             if attempt.code not in (0, InputError.exit_code):
+                event = {STOPPED: "stopped", GoBackError.exit_code: "goes_back"}.get(attempt.code, "failed")
                 self._events.tell(
-                    "stopped" if attempt.asked or attempt.code == STOPPED else "failed", code=attempt.code,
-                    rank=attempt.rank, step=attempt.step, said=attempt.said, restarts=self._restarts.done,
+                    "stopped" if attempt.asked else event, code=attempt.code, rank=attempt.rank, step=attempt.step,
+                    said=attempt.said, restarts=self._restarts.done,
                     starts_again_in_s=wait_s, why_not=self._restarts.why,
                 )  # fmt: skip
             if wait_s is None:
                 return attempt
+            if attempt.code == GoBackError.exit_code:
+                continue  # a rank has said it
             where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
             times = f"{self._restarts.done} of {self._restarts.most}"
             self._tell(f"failed {where}: started again in {wait_s:.0f} s (restart {times})")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from quern.errors import STOPPED, named_line
+from quern.errors import HUNG, STOPPED, named_line
 from quern.filesystem import open_own
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.debug.dumps import in_vain, tracebacks_folder
@@ -114,9 +114,11 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
             continue
         if head is not None and float(head[1]) >= since:
             found.append((float(head[1]), rank, head[2]))
-    if not found or len(found) < sum(code not in (0, STOPPED, None) for code in codes):
+    if not found or len(found) < sum(code not in (0, STOPPED, HUNG, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
+    if HUNG in codes:
+        return Failure(rank, f"rank {rank}: {what}; stacks of all: {tracebacks_folder(run_dir)}; {after}")
     hung = [number for number, code in enumerate(codes) if code is None]
     if hung and all(in_vain(error) for _, _, error in found):
         stacks = [stacks_of(run_dir, number) for number in hung]

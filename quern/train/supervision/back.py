@@ -1,0 +1,80 @@
+"""Ends a run whose weights are to be left, so that its next start goes back to an earlier checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quern.errors import GoBackError, QuernError
+from quern.train.config import TrainConfig
+from quern.train.history.branch import newest_until
+from quern.train.history.ledger import Ledger
+from quern.train.processes.ranks import Ranks
+from quern.train.step.figures import Figures
+
+__all__ = ["GoingBack"]
+
+
+class GoingBack:
+    """Decides by figures that are the same on every rank. ``order``: hash of the run's. ``before``: steps in which it
+    has gone back. ``ledger``: rank 0's, None on the others."""
+
+    def __init__(
+        self, config: TrainConfig, order: str, before: Sequence[int], ledger: Ledger | None, ranks: Ranks
+    ) -> None:
+        self._config, self._order, self._before, self._ledger, self._ranks = config, order, before, ledger, ranks
+
+    def judge(self, step: int, data_step: int, found: Figures, skips: int) -> None:
+        """Go back where the guard's policy is ``rollback_and_skip`` and the step was what it is for. ``skips``: steps
+        that were skipped in a row, up to it.
+
+        Raises:
+            GoBackError: on every rank.
+            QuernError: on every rank: it has gone back or skipped steps too often.
+        """
+        config = self._config.guard
+        if skips > config.max_skips:
+            raise self._too_many(step, skips)
+        spike = (found.loss_spike or found.norm_spike) and config.spike == "rollback_and_skip"
+        if not spike and not (found.non_finite and config.non_finite == "rollback_and_skip"):
+            return
+        reason = "loss or gradient norm is not finite" if found.non_finite else "spike"
+        near = [own for own in self._before if abs(own - step) <= config.health_window]
+        if len(near) >= config.max_rollbacks:
+            raise QuernError(
+                f"step {step}: {reason}, and the run has gone back {len(near)} times from steps within "
+                f"guard.health_window ({config.health_window}) of it (guard.max_rollbacks {config.max_rollbacks}); "
+                f"look at quern lineage forensics, then give another lr, guard.spike or guard.max_rollbacks"
+            )
+        first = max(0, data_step - config.rollback_steps + 1)
+        self.now(step, reason, before=step, leave_out=range(first, data_step + 1))
+
+    def now(self, step: int, reason: str, *, before: int, leave_out: Iterable[int] = ()) -> None:
+        """Write down that the next start goes back to a checkpoint after at most ``before`` steps, and from there does
+        not apply the data steps ``leave_out``. Collective.
+
+        Raises:
+            GoBackError: always, on every rank.
+        """
+        data_steps = list(leave_out)
+        if self._ledger is not None:
+            self._ledger.append(
+                "back", step=step, reason=reason, before=before, leave_out=data_steps, order=self._order
+            )
+        self._ranks.barrier()  # the launcher ends the others when one has left
+        skipped = f", and skips data steps {data_steps[0]} to {data_steps[-1]}" if data_steps else ""
+        raise GoBackError(
+            f"step {step}: {reason}: the next start goes back to the last good checkpoint at or before step {before}"
+            f"{skipped}"
+        )
+
+    def _too_many(self, step: int, skips: int) -> QuernError:
+        done = step + 1 - skips
+        before = newest_until(self._config.run_dir, done)
+        way = f"go on with resume.step={before}, the newest checkpoint from before, and data_skip or another lr"
+        if before is None:
+            stored = ", or resume.step=N with one that the store has" if self._config.checkpoint.store else ""
+            way = f"give another run_dir to start over{stored}: here is no checkpoint from before the skips"
+        return QuernError(
+            f"step {step}: {skips} steps in a row were skipped (guard.max_skips {self._config.guard.max_skips}); the "
+            f"weights are those after {done} steps. Look at the ledger, then {way}"
+        )

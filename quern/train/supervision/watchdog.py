@@ -1,0 +1,199 @@
+"""Notices that a rank hangs, names the one that the others wait for, and ends the run with exit code 5.
+
+Each rank notes in which phase of which step it is. A thread beside it compares how long that takes with how long it
+took before, and asks the store of the process group whether another rank has raised the alarm. On an alarm every rank
+writes the stacks of its threads and its record of collectives, and says in the store where it is; the lowest rank that
+does so names those that say nothing, or else those that are furthest behind.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from quern.errors import HUNG
+from quern.filesystem import open_own
+from quern.train.config import TrainConfig
+from quern.train.debug import recorder
+from quern.train.processes import launch
+from quern.train.processes.ranks import Ranks
+from quern.train.supervision import tracebacks
+
+__all__ = ["PHASES", "Limits", "Watchdog", "culprits"]
+
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "metrics", "validation", "save", "end")
+"""In the order of a step. ``end``, in which uploads are waited for, may take as long as it likes."""
+
+_ALARM, _STORE_S = "quern/hang", 10.0
+_FORGETS = 0.999
+"""A phase's longest time counts for less with each that follows: after 700, half."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    step: int
+    phase: str
+    since: float
+
+
+class Limits:
+    """How long each phase may take, learned from how long it took."""
+
+    def __init__(self, factor: float, least_s: float, unknown_s: float) -> None:
+        self._factor, self._least_s, self._unknown_s = factor, least_s, unknown_s
+        self._longest: dict[str, float] = {}
+
+    def learn(self, phase: str, seconds: float) -> None:
+        """One has ended."""
+        self._longest[phase] = max(seconds, _FORGETS * self._longest.get(phase, 0.0))
+
+    def of(self, phase: str) -> float:
+        """In seconds."""
+        known = math.inf if phase == "end" else self._longest.get(phase)
+        return self._unknown_s if known is None else max(self._least_s, self._factor * known)
+
+
+class Watchdog:
+    """Watches within its block. ``first_step``: of this start; nothing is learned from it, as it compiles."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, first_step: int) -> None:
+        own = config.watchdog
+        self._run_dir, self._ranks, self._first_step = config.run_dir, ranks, first_step
+        self._limits = Limits(own.factor, own.least_s, config.comm.first_timeout_s)
+        # one store serves all ranks: it is asked 2,000 times a second at most
+        self._poll_s = max(min(1.0, own.least_s / 4), ranks.world / 2000)
+        self._place: _Place | None = None
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True) if own.enabled else None
+        self._store: Any = None
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """This rank begins a phase, of ``step`` or of the step it is in."""
+        now, before = time.monotonic(), self._place
+        if before is None:
+            self._place = _Place(0 if step is None else step, phase, now)
+            return
+        if before.step > self._first_step:
+            self._limits.learn(before.phase, now - before.since)
+        self._place = _Place(before.step if step is None else step, phase, now)
+
+    def __enter__(self) -> Watchdog:
+        if self._thread is not None:
+            if self._ranks.world > 1:
+                # a connection of its own: the main thread may hang in a call of the other
+                shared: Any = dist.distributed_c10d._get_default_store()
+                self._store = shared.clone()
+                self._store.set_timeout(timedelta(seconds=_STORE_S))
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._place = None
+        self._ends.set()
+
+    def _watch(self) -> None:
+        looked = stopped = time.monotonic()
+        while not self._ends.wait(self._poll_s):
+            now = time.monotonic()
+            if now - looked > 2 * self._poll_s + 5:
+                stopped = now  # this process was stopped itself, as by SIGSTOP, and has not seen that time pass
+            looked, place = now, self._place
+            late = place is not None and now - max(place.since, stopped) > self._limits.of(place.phase)
+            try:
+                if self._store is not None and not late:
+                    late = self._store.check([_ALARM])
+                if late and place is not None:
+                    self._raise_alarm(place)
+            except Exception as error:  # of the store, as its rank hangs or is gone
+                if self._ends.is_set() or place is None or now - place.since < self._limits.of(place.phase):
+                    continue
+                self._leave(f"hangs: it holds the store, which does not answer ({error})".split("\n")[0][:300], 0)
+
+    def _raise_alarm(self, place: _Place) -> None:
+        seconds = time.monotonic() - place.since
+        self._write_stacks(f"rank {self._ranks.rank}: in {place.phase} of step {place.step} for {seconds:.1f} s")
+        recorder.keep(
+            self._run_dir, self._ranks.rank, TimeoutError(f"timed out: another rank is waited for in {place.phase}")
+        )
+        if self._store is None:
+            self._leave(f"hangs in {place.phase} of step {place.step}, for {seconds:.0f} s", self._ranks.rank)
+        self._store.set(_ALARM, b"1")
+        said = {"step": place.step, "phase": place.phase, "seconds": round(seconds, 1), "host": socket.gethostname()}
+        self._store.set(f"{_ALARM}/{self._ranks.rank}", json.dumps(said).encode())
+        time.sleep(3 * self._poll_s + 1)  # the others see the alarm
+        first = next(rank for rank in range(self._ranks.world) if self._store.check([f"{_ALARM}/{rank}"]))
+        if first == self._ranks.rank:
+            keys = [f"{_ALARM}/{rank}" for rank in range(self._ranks.world)]
+            places = {
+                rank: json.loads(self._store.get(key)) for rank, key in enumerate(keys) if self._store.check([key])
+            }
+            guilty, what = culprits(places, self._ranks.world)
+            self._leave(what, guilty[0], then=lambda: self._store.set(f"{_ALARM}/told", b"1"))
+        end = time.monotonic() + _STORE_S
+        while not self._store.check([f"{_ALARM}/told"]) and time.monotonic() < end:
+            time.sleep(0.1)
+        os._exit(HUNG)
+
+    def _leave(self, what: str, guilty: int, then: Any = None) -> None:
+        file = tracebacks.file_of(self._run_dir, guilty)
+        try:
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            with open(file, "w", encoding="utf-8", opener=open_own) as stream:
+                stream.write(f"{time.time():.6f} {what}\n")
+        except OSError:
+            file = ""
+        if not launch.launched() or not file:  # else the launcher reads it
+            print(f"error: rank {guilty}: {what}", file=sys.stderr, flush=True)
+        if then is not None:
+            then()
+        os._exit(HUNG)
+
+    def _write_stacks(self, head: str) -> None:
+        file = tracebacks.stacks_of(self._run_dir, self._ranks.rank)
+        try:
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            with open(file, "w", encoding="utf-8", opener=open_own) as stream:
+                print(head, file=stream, flush=True)
+                faulthandler.dump_traceback(stream)
+        except OSError:
+            pass
+
+
+def culprits(places: Mapping[int, Mapping[str, Any]], world: int) -> tuple[list[int], str]:
+    """The ranks that the others wait for, and what they are at in words. ``places``: what each rank that answered says,
+    its ``step``, ``phase``, ``seconds`` in it and ``host``."""
+    silent = [rank for rank in range(world) if rank not in places]
+    if silent:
+        where = [f"{own['phase']} of step {own['step']}" for own in places.values()]
+        most = max(set(where), key=where.count)
+        return silent, f"hangs: {_named(silent)} not answer, and the others wait in {most}"
+    by_progress = {rank: (own["step"], PHASES.index(own["phase"])) for rank, own in places.items()}
+    least = min(by_progress.values())
+    behind = [rank for rank, progress in by_progress.items() if progress == least]
+    own = places[behind[0]]
+    at = f"{own['phase']} of step {own['step']} on {own['host']}, for {own['seconds']:.0f} s"
+    if len(behind) == world:
+        return behind, f"hangs: all ranks are in {at}; quern train debug says in which collective each is"
+    return behind, f"hangs: {_named(behind)} not get further than {at}"
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} does"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} do"
