@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,57 +42,58 @@ import sys
 from quern.cli.train import ranks
 from quern.train.init_from import load_run_config
 
-python, program, config = sys.argv[1:]
+nproc, python, program, config = sys.argv[1:]
 ranks.module = lambda *_: [python, program, config]
-sys.exit(ranks.supervise(load_run_config(config, ()), config, [], 4, 0))
+sys.exit(ranks.supervise(load_run_config(config, ()), config, [], int(nproc), 0))
 """
 HANGS, STOPS = "time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def run_with(tmp_path: Path, place: str, rank: int, fault: str) -> subprocess.CompletedProcess[str]:
+def run_with(tmp_path: Path, nproc: int, place: str, rank: int, fault: str) -> subprocess.CompletedProcess[str]:
     paths = case.write_corpus(tmp_path / "data")
     config = case.settings(
         tmp_path / "run", paths, global_batch=4, micro_batch=1, steps=9, watchdog={"least_s": 2, "factor": 4},
-        parallel={"dp_replicate": 2, "dp_shard": 2},
+        parallel={"dp_replicate": 2, "dp_shard": nproc // 2},
     )  # fmt: skip
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     (tmp_path / "program.py").write_text(PROGRAM.format(place=place, rank=rank, fault=fault))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    command = [python(), "-c", LAUNCHER, sys.executable, str(tmp_path / "program.py"), str(tmp_path / "config.yaml")]
+    files = str(tmp_path / "program.py"), str(tmp_path / "config.yaml")
+    command = [python(), "-c", LAUNCHER, str(nproc), sys.executable, *files]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "rank", "fault", "told"),
+    ("nproc", "place", "rank", "fault", "told"),
     [
         pytest.param(
-            "forward_backward", 2, HANGS, r"rank 2: hangs: rank 2 does not get further than data of step 3 on \S+, for",
+            2, "forward_backward", 1, HANGS, r"rank 1: hangs: rank 1 does not get further than data of step 3 on",
             id="before the forward pass",
         ),
         pytest.param(
-            "clip", 1, STOPS, r"rank 1: hangs: rank 1 does not answer, and the others wait in \w+ of step [34]; stacks",
+            4, "clip", 1, STOPS, r"rank 1: hangs: rank 1 does not answer, and the others wait in \w+ of step [34]",
             id="stopped", marks=pytest.mark.long,
         ),
         pytest.param(
-            "clip", 0, STOPS, r"rank 0: hangs: it holds the store, which does not answer \(.*; stacks of all",
+            4, "clip", 0, STOPS, r"rank 0: hangs: it holds the store, which does not answer \(.*; stacks of all",
             id="stopped with the store", marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip
-def test_the_rank_that_hangs_is_named(tmp_path: Path, place: str, rank: int, fault: str, told: str) -> None:
-    done = run_with(tmp_path, place, rank, fault)
+def test_the_rank_that_hangs_is_named(tmp_path: Path, nproc: int, place: str, rank: int, fault: str, told: str) -> None:
+    done = run_with(tmp_path, nproc, place, rank, fault)
     assert done.returncode == HUNG, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
     assert re.match(f"error: {told}", errors[0]), errors
-    stacks = (tmp_path / "run" / "tracebacks" / "rank_3.stacks.txt").read_text()
-    assert "in step" in stacks.splitlines()[0] or "of step" in stacks.splitlines()[0]
+    stacks = (tmp_path / "run" / "tracebacks" / f"rank_{0 if nproc == 2 else 3}.stacks.txt").read_text()
+    assert re.match(r"rank \d: in \w+ of step \d", stacks)
     assert "trainer.py" in stacks
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Clock:
         now = 100.0
 
@@ -102,7 +102,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     found = Clock()
     monkeypatch.setattr(watchdog, "time", found)
-    yield found
+    return found
 
 
 def test_steps_that_take_half_or_twice_as_long_raise_no_alarm() -> None:
@@ -158,5 +158,5 @@ def test_nothing_is_learned_from_the_first_step(tmp_path: Path, clock: Any) -> N
         for phase in ("data", "forward"):
             own.enter(phase, step)
             clock.now += seconds
-    assert own._limits.of("data") == 6
-    assert own._limits.of("forward") == 6  # that of step 7 has not ended
+    assert own._limits.of("data") == pytest.approx(6, rel=0.01)
+    assert own._limits.of("forward") == pytest.approx(6, rel=0.01)  # that of step 7 has not ended

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -79,6 +78,7 @@ class Watchdog:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True) if own.enabled else None
         self._store: Any = None
+        self._asking: threading.Thread | None = None
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """This rank begins a phase, of ``step`` or of the step it is in."""
@@ -96,7 +96,6 @@ class Watchdog:
                 # a connection of its own: the main thread may hang in a call of the other
                 shared: Any = dist.distributed_c10d._get_default_store()
                 self._store = shared.clone()
-                self._store.set_timeout(timedelta(seconds=_STORE_S))
             self._thread.start()
         return self
 
@@ -116,38 +115,65 @@ class Watchdog:
             late = place is not None and now - max(place.since, stopped) > self._limits.of(place.phase)
             try:
                 if self._store is not None and not late:
-                    late = self._store.check([_ALARM])
+                    late = self._said(_ALARM)
                 if late and place is not None:
                     self._raise_alarm(place)
             except Exception as error:  # of the store, as its rank hangs or is gone
                 if self._ends.is_set() or place is None or now - place.since < self._limits.of(place.phase):
                     continue
+                self._write_stacks(place)
                 self._leave(f"hangs: it holds the store, which does not answer ({error})".split("\n")[0][:300], 0)
 
     def _raise_alarm(self, place: _Place) -> None:
         seconds = time.monotonic() - place.since
-        self._write_stacks(f"rank {self._ranks.rank}: in {place.phase} of step {place.step} for {seconds:.1f} s")
+        self._write_stacks(place)
         recorder.keep(
             self._run_dir, self._ranks.rank, TimeoutError(f"timed out: another rank is waited for in {place.phase}")
         )
         if self._store is None:
             self._leave(f"hangs in {place.phase} of step {place.step}, for {seconds:.0f} s", self._ranks.rank)
-        self._store.set(_ALARM, b"1")
+        self._ask("set", _ALARM, b"1")
         said = {"step": place.step, "phase": place.phase, "seconds": round(seconds, 1), "host": socket.gethostname()}
-        self._store.set(f"{_ALARM}/{self._ranks.rank}", json.dumps(said).encode())
+        self._ask("set", f"{_ALARM}/{self._ranks.rank}", json.dumps(said).encode())
         time.sleep(3 * self._poll_s + 1)  # the others see the alarm
-        first = next(rank for rank in range(self._ranks.world) if self._store.check([f"{_ALARM}/{rank}"]))
+        first = next(rank for rank in range(self._ranks.world) if self._said(f"{_ALARM}/{rank}"))
         if first == self._ranks.rank:
             keys = [f"{_ALARM}/{rank}" for rank in range(self._ranks.world)]
-            places = {
-                rank: json.loads(self._store.get(key)) for rank, key in enumerate(keys) if self._store.check([key])
-            }
+            places = {rank: json.loads(self._ask("get", key)) for rank, key in enumerate(keys) if self._said(key)}
             guilty, what = culprits(places, self._ranks.world)
-            self._leave(what, guilty[0], then=lambda: self._store.set(f"{_ALARM}/told", b"1"))
+            self._leave(what, guilty[0], then=lambda: self._ask("set", f"{_ALARM}/told", b"1"))
         end = time.monotonic() + _STORE_S
-        while not self._store.check([f"{_ALARM}/told"]) and time.monotonic() < end:
+        while not self._said(f"{_ALARM}/told") and time.monotonic() < end:
             time.sleep(0.1)
         os._exit(HUNG)
+
+    def _said(self, key: str) -> bool:
+        return bool(self._ask("check", [key]))
+
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        """Call the store, which has no time-out of its own where the process that holds it is stopped.
+
+        Raises:
+            TimeoutError: it has not answered for :data:`_STORE_S`, nor has a call before.
+        """
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append((getattr(self._store, call)(*arguments), None))
+            except Exception as error:  # told to the thread that asks
+                answers.append((None, error))
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="watchdog's store", daemon=True)
+            self._asking.start()
+        self._asking.join(_STORE_S)
+        if not answers:
+            raise TimeoutError(f"for {_STORE_S:.0f} s")
+        answer, error = answers[0]
+        if error is not None:
+            raise error
+        return answer
 
     def _leave(self, what: str, guilty: int, then: Any = None) -> None:
         file = tracebacks.file_of(self._run_dir, guilty)
@@ -163,7 +189,8 @@ class Watchdog:
             then()
         os._exit(HUNG)
 
-    def _write_stacks(self, head: str) -> None:
+    def _write_stacks(self, place: _Place) -> None:
+        head = f"rank {self._ranks.rank}: in {place.phase} of step {place.step}"
         file = tracebacks.stacks_of(self._run_dir, self._ranks.rank)
         try:
             os.makedirs(os.path.dirname(file), exist_ok=True)
