@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 
 __all__ = [
     "FLOAT8_ON_CPU", "SPLIT_GRADIENTS_JOINED", "VARLEN_TAKES_GQA", "addmm_in_float32", "divide_exactly",
-    "keep_order", "set_flash_attention", "set_memory_budget",
+    "fsdp_groups", "keep_order", "set_flash_attention", "set_memory_budget",
 ]  # fmt: skip
 
 FLOAT8_ON_CPU: bool = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
@@ -46,6 +46,13 @@ def divide_exactly() -> None:
     numerics: Any = getattr(inductor, "eager_numerics", None)
     if hasattr(numerics, "division_rounding"):
         numerics.division_rounding = True
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of parameters that an FSDP2 module gathers, each by itself: one until 2.14."""
+    state = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (found or [state._fsdp_param_group]) if group is not None]
 
 
 def keep_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -54,6 +55,7 @@ from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
+from quern.train.supervision.stragglers import Stragglers
 from quern.train.trackers.board import branch_folder
 from quern.train.trackers.trackers import Trackers, check_installed
 from quern.train.trainer import Trainer
@@ -180,14 +182,10 @@ def open_trainer(
     with ExitStack() as opened:
         checkpoints = opened.enter_context(
             CheckpointManager(
-                config.run_dir,
-                config.checkpoint,
-                ranks.rank,
-                ranks.world,
-                device=ranks.device,
+                config.run_dir, config.checkpoint, ranks.rank, ranks.world, device=ranks.device,
                 from_store=config.resume.from_store,
             )
-        )
+        )  # fmt: skip
         cache = os.path.join(config.run_dir, "index")
         if config.verify_shards:
             verified = os.path.join(cache, f"verified.{ranks.rank}.json")
@@ -235,12 +233,14 @@ def open_trainer(
             return metrics, Trackers(config.run_dir, config.metrics, start.attempt)
 
         metrics, trackers = together.all_or_raise(written_once)
+        hosts = together.gather(socket.gethostname())
         forensics = _forensics(config, start, mesh, parallel, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
             forensics=forensics, by_source=SourceLosses(order_names(config, start.mixture)),
-            by_rank=RankFigures(ranks), loss_scale=loss_scale, checkpoints=checkpoints, state=state,
+            by_rank=RankFigures(ranks, parallel.model), stragglers=Stragglers(hosts, ledger), loss_scale=loss_scale,
+            checkpoints=checkpoints, state=state,
             profiler=Profiler(config.run_dir, config.profile, ranks.rank, start.step), validator=validator,
             utilisation=utilisation, ledger=ledger, metrics=metrics, trackers=trackers,
         )  # fmt: skip

@@ -43,6 +43,7 @@ from quern.train.step.schedule import learning_rate, share_after_spikes
 from quern.train.step.validation import Validator
 from quern.train.supervision import beats
 from quern.train.supervision.back import GoingBack
+from quern.train.supervision.stragglers import Stragglers
 from quern.train.supervision.watchdog import Watchdog
 from quern.train.trackers.trackers import Trackers
 
@@ -80,6 +81,7 @@ class Trainer(Closes):
     forensics: Forensics
     by_source: SourceLosses
     by_rank: RankFigures
+    stragglers: Stragglers
     loss_scale: LossScale
     checkpoints: CheckpointManager
     state: TrainState
@@ -284,6 +286,7 @@ class Trainer(Closes):
             **self.utilisation.of(speed), **flags, "losses_by_source": self.by_source.read(behind[:num]),
             **self.by_rank.read(pending.data_step, behind[num:]),
         }  # fmt: skip
+        self.stragglers.observe(pending.step, self.by_rank.work_s)
         row |= {"loss_scale": found.scale} if self.loss_scale.enabled else {}
         self.metrics.report(row | ({"z_loss": found.objective - found.loss} if self.config.z_loss else {}))
         return seen

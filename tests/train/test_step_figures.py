@@ -25,6 +25,7 @@ from support.distributed.ranks import run_ranks
 from support.train import run_case as case
 
 CPU = torch.device("cpu")
+NO_UNITS = torch.nn.Linear(1, 1)
 
 
 def batch_of(rng: random.Random, micro_batches: int, rows: int, length: int, sources: int) -> tuple[Any, Any]:
@@ -107,7 +108,7 @@ def test_every_rank_is_known_after_its_turn(world: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(by_rank, "SLOTS", 5)
     monkeypatch.setattr(by_rank, "Mark", Clock)
     monkeypatch.setattr(by_rank, "memory_gib", lambda device: 4.0)
-    everyone = [RankFigures(Ranks(rank, world, CPU)) for rank in range(world)]
+    everyone = [RankFigures(Ranks(rank, world, CPU), NO_UNITS) for rank in range(world)]
     work = np.random.default_rng(7).permutation(world) + 1.0
     wait = [0.25] * world
     wait[0] = 2.0 * world  # it is slow by waiting
@@ -133,10 +134,10 @@ def test_every_rank_is_known_after_its_turn(world: int, monkeypatch: pytest.Monk
 
 
 def test_ten_thousand_ranks_send_no_more_than_a_thousand() -> None:
-    own = RankFigures(Ranks(9_999, 10_000, CPU))
+    own = RankFigures(Ranks(9_999, 10_000, CPU), NO_UNITS)
     assert own.of_this_rank(0, torch.zeros(1)).numel() == 3 * 1024
-    assert RankFigures(Ranks(0, 1, CPU)).of_this_rank(0, torch.zeros(1)).numel() == 0
-    assert RankFigures(Ranks(0, 1, CPU)).read(0, []) == {}
+    assert RankFigures(Ranks(0, 1, CPU), NO_UNITS).of_this_rank(0, torch.zeros(1)).numel() == 0
+    assert RankFigures(Ranks(0, 1, CPU), NO_UNITS).read(0, []) == {}
 
 
 def slow_rank(run: str, paths: list[str]) -> None:

@@ -20,7 +20,8 @@ gradient norm was NaN or infinite and whose update was applied all the same; ``c
 appended before the checkpoint is published, so that what can be resumed is always known to be reached;
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
 name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``back {step, reason,
-before, leave_out, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``complete {step}``,
+before, leave_out, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler {step,
+what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``complete {step}``,
 steps that another trainer says it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step,
 run, path}``: the lines before it are those of the run ``run`` in the folder ``path``, up to its checkpoint after
 ``step`` steps, from which this run goes on. Facts of an attempt stand

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
+from quern.parallel.waits import tell_waits
 from quern.train.processes.ranks import Ranks
 from quern.train.step.metrics import Mark, memory_gib
 
@@ -23,34 +25,62 @@ SLOTS = 1024
 _FIGURES = ("work_s", "data_wait_s", "memory_gib")
 
 
-class RankFigures:
-    """The figures of this rank, and on rank 0 of all. Of a single process there are none."""
+@dataclass
+class _Step:
+    """Of a step that the device may still be at."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    began: Mark
+    worked: Mark | None = None
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    counted: int = 0
+    """Of them, those before ``worked``."""
+    waiting: Mark | None = None
+
+
+class RankFigures:
+    """The figures of this rank, and on rank 0 of all. Of a single process there are none. ``model``: what FSDP2 has
+    put its units on, if it has."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module) -> None:
         self._ranks = ranks
         self._slots = min(SLOTS, ranks.world) if ranks.world > 1 else 0
         self._turns = -(-ranks.world // SLOTS)
-        self._running: deque[list[Mark]] = deque()
+        self._running: deque[_Step] = deque()
         self._own = (0.0, 0.0, 0.0)
         """Of the newest step that has ended."""
         self._known = np.full((len(_FIGURES), ranks.world if ranks.first else 0), np.nan)
+        if self._slots:
+            tell_waits(model, self._wait, self._waited)
 
     def begin(self) -> None:
         """A step has its data."""
         if self._slots:
-            self._running.append([Mark(self._ranks.device)])
+            self._running.append(_Step(Mark(self._ranks.device)))
 
     def worked(self) -> None:
         """A micro-batch's loss is there: of a step's last one, before any rank waits for gradients under DDP. In a
         pipeline on the last stage alone."""
         if self._slots:
-            self._running[-1][1:] = [Mark(self._ranks.device)]
+            step = self._running[-1]
+            step.worked, step.counted = Mark(self._ranks.device), len(step.waits)
+
+    def _wait(self) -> None:
+        if self._running:
+            self._running[-1].waiting = Mark(self._ranks.device)
+
+    def _waited(self) -> None:
+        step = self._running[-1] if self._running else None
+        if step is not None and step.waiting is not None:
+            step.waits.append((step.waiting, Mark(self._ranks.device)))
+            step.waiting = None
 
     def settle(self, wait_s: float) -> None:
         """The oldest of the steps that have begun has ended, on the device too."""
         if self._slots:
-            began, *worked = self._running.popleft()
-            work = worked[0].since(began) if worked else 0.0
+            step, work = self._running.popleft(), 0.0
+            if step.worked is not None:
+                waits = sum(end.since(begin) for begin, end in step.waits[: step.counted])
+                work = step.worked.since(step.began) - waits
             self._own = (work, wait_s, memory_gib(self._ranks.device))
 
     def of_this_rank(self, data_step: int, like: Tensor) -> Tensor:
@@ -61,6 +91,11 @@ class RankFigures:
             for row, value in enumerate(self._own):
                 mine[row, slot] = value
         return mine.flatten()
+
+    @property
+    def work_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Seconds [ranks] that each has last said; NaN: none yet. On rank 0; empty where there is one rank."""
+        return self._known[0] if self._slots else self._known[0, :0]
 
     def read(self, data_step: int, values: Sequence[float]) -> dict[str, Any]:
         """``slowest_rank``, None where not every rank tells its work, as in a pipeline; and ``ranks``: by figure, the
