@@ -140,7 +140,7 @@ def test_ten_thousand_ranks_send_no_more_than_a_thousand() -> None:
     assert RankFigures(Ranks(0, 1, CPU), NO_UNITS).read(0, []) == {}
 
 
-def slow_rank(run: str, paths: list[str]) -> None:
+def slow_rank(run: str, paths: list[str], parallel: dict[str, int]) -> None:
     import time
 
     from quern.parallel.accumulation import Accumulation
@@ -155,14 +155,15 @@ def slow_rank(run: str, paths: list[str]) -> None:
             return run_forward(self, inputs)
 
         Accumulation._run = slowly  # type: ignore[method-assign]
-        case.live(case.settings(run, paths, parallel={"dp_replicate": 2, "dp_shard": 1}, micro_batch=2, steps=5))
+        case.live(case.settings(run, paths, parallel=parallel, micro_batch=2, steps=5))
 
 
 @pytest.mark.long
-def test_a_rank_whose_forward_takes_longer_is_named(tmp_path: Path) -> None:
-    """The step itself takes both ranks as long: under DDP the faster one waits for gradients."""
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 2, "dp_shard": 1}, {"dp_shard": 2}])
+def test_a_rank_whose_forward_takes_longer_is_named(tmp_path: Path, parallel: dict[str, int]) -> None:
+    """The step itself takes both ranks as long: the faster one waits for gradients, under FSDP2 for weights too."""
     paths = case.write_corpus(tmp_path / "data")
-    run_ranks(slow_rank, 2, str(tmp_path / "run"), paths)
+    run_ranks(slow_rank, 2, str(tmp_path / "run"), paths, parallel)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for row in rows[2:]:
         assert row["slowest_rank"] == 1

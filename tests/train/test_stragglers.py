@@ -38,7 +38,7 @@ def test_one_that_takes_twice_as_long_is_named_and_no_other(ranks: int) -> None:
         times[100:200, slow] *= 2
         found = judged(times, HOSTS[:ranks])
         assert [(one.what, one.ranks) for one in found] == [(f"rank {slow} on {HOSTS[slow]}", (slow,))] * 2
-        assert 0.6 < found[0].slower < 1.5
+        assert 0.4 < found[0].slower < 1.8
         assert found[1].slower == 0
 
 

@@ -51,7 +51,7 @@ class Stragglers:
         for found in self.judge(work_s):
             if found.slower:
                 log.warning(
-                    "step %d: %s computes %.0f %% slower than the median of all ranks",
+                    "step %d: %s computes %.0f %% longer than the median of all ranks",
                     step,
                     found.what,
                     100 * found.slower,
