@@ -29,7 +29,7 @@ from quern.train.debug import recorder
 from quern.train.init_from import load_run_config
 from quern.train.preflight import preflight
 from quern.train.processes import launch
-from quern.train.supervision import tracebacks
+from quern.train.supervision import out_of_memory, tracebacks
 
 __all__ = ["leave", "main", "train"]
 
@@ -67,7 +67,13 @@ def train(config: TrainConfig) -> int:
         gc.collect()  # the weights that are left, before those of the checkpoint take as much
 
 
-def _train(config: TrainConfig) -> int:
+def _train(given: TrainConfig) -> int:
+    config = out_of_memory.settled(given)
+    if config != given and os.environ.get("RANK", "0") == "0":
+        now = f"micro_batch {config.micro_batch}, activation_checkpointing {config.activation_checkpointing}"
+        logging.getLogger(__name__).warning("the run ran out of memory before, and goes on with %s", now)
+    import torch
+
     from quern.train.processes.ranks import open_ranks  # torch takes seconds that a bad config need not wait for
     from quern.train.setup import open_trainer
 
@@ -78,7 +84,12 @@ def _train(config: TrainConfig) -> int:
         trainer = opened.enter_context(open_trainer(config, ranks))
         recorder.set_aside(config.run_dir, ranks.rank, ranks.world, cuda=ranks.device.type == "cuda")
         opened.enter_context(_telling_at_once(config.run_dir))
-        trainer.fit()
+        try:
+            trainer.fit()
+        except torch.OutOfMemoryError as error:
+            if out_of_memory.note(config, ranks.rank, trainer.done, error) and "RANK" not in os.environ:
+                raise GoBackError(f"step {trainer.done}: {named_line(error)}") from None
+            raise
         if trainer.stopped_by is None or trainer.complete:
             return 0
         for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun's word to the others, once the first has left

@@ -112,7 +112,7 @@ class Trainer(Closes):
 
     def __post_init__(self) -> None:
         self._tokens = self.start.tokens
-        self._done = self.start.step
+        self.done = self.start.step  # optimizer steps that are complete
         self._skips = self.start.skips
         self._spikes = [*self.start.spikes]
         self.back = GoingBack(self.config, self.start.mixture.order.hash, self.start.backs, self.ledger, self.ranks)
@@ -215,7 +215,7 @@ class Trainer(Closes):
         self.loss_scale.update(health.non_finite)
         update(self.optimizer, self._lr(step), health.skip, self._divisor)
         self._tokens += self._sequences(step) * self.config.seq_len
-        self._done = step + 1
+        self.done = step + 1
 
     def report(self, step: int, batch: StepInputs, norm: torch.Tensor, health: Health) -> None:
         """Send the step's figures to the host asynchronously, and read those of the step before."""
@@ -341,13 +341,13 @@ class Trainer(Closes):
             log.warning("no step was left to write down for the SIGUSR1 that came in the last one")
         if self.ledger is not None and self._skips:
             which = "step was" if self._skips == 1 else f"{self._skips} steps were"
-            log.warning("the last %s skipped: the weights are those after step %d", which, self._done - self._skips)
+            log.warning("the last %s skipped: the weights are those after step %d", which, self.done - self._skips)
         if self.ledger is not None and not math.isfinite(self._held_out):
             log.warning("the held-out loss is not finite: the weights are of no use")
         if self.ledger is not None and not self.complete:
-            self.ledger.append("stopped", step=self._done, signal=self.stopped_by)
+            self.ledger.append("stopped", step=self.done, signal=self.stopped_by)
         elif self.ledger is not None:
-            self.ledger.append("end", step=self._done)
+            self.ledger.append("end", step=self.done)
         self.checkpoints.tiers.finish(hurry=self.stopped_by is not None)
         self.ranks.barrier()
         if self.trackers is not None:  # the others do not wait for a tracker
@@ -379,7 +379,7 @@ class Trainer(Closes):
     @property
     def complete(self) -> bool:
         """Whether all steps are done."""
-        return self._done >= self.config.steps
+        return self.done >= self.config.steps
 
     def asked_to_stop(self, number: int) -> None:
         """Whether a signal has arrived: then the current step and the next one are finished and saved."""

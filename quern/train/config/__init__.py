@@ -226,6 +226,7 @@ class TrainConfig(Section):
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
         "on_event": None, "preflight": False, "watchdog": WatchdogConfig().model_dump(),
+        "out_of_memory": "fail",
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -274,6 +275,10 @@ class TrainConfig(Section):
     """[share] With ``compile`` and in place of ``activation_checkpointing``: how much a compiled block may keep for
     backward, of what it would keep by itself; torch's partitioner recomputes what is cheapest. Null = all. Example:
     0.5"""
+    out_of_memory: Literal["fail", "full_checkpointing", "halve_micro_batch"] = "fail"
+    """What the next start of a run does that ran out of a GPU's memory, at once with one process or ``--max-restarts``:
+    the same, or go on with ``activation_checkpointing: full``, or with half of ``micro_batch``. Samples and sums stay
+    the same, but for rounding."""
     loss_chunk: Count = 4096
     """[tokens] Tokens whose logits exist at one time."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

@@ -24,6 +24,8 @@ class Attempt:
     """Which failed first; None: several at once, or not known."""
     step: int | None = None
     """That it was in; None: it had not begun one."""
+    adapted: bool = False
+    """Whether the next start has other settings, as memory ran out."""
     said: str | None = None
     """Who failed and of what, in a line; None: a rank has said it itself."""
 
@@ -49,6 +51,8 @@ class Restarts:
         """Seconds to wait before the ranks are started again; None: they are not."""
         if attempt.code in _ENDS or attempt.asked:
             return None
+        if attempt.adapted:
+            return 0.0
         before, self._failed_at = self._failed_at, attempt.step
         if attempt.step is not None and attempt.step == before:
             self.why = f"step {attempt.step} has ended the run twice in a row"

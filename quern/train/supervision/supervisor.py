@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from quern.errors import STOPPED, GoBackError, InputError
 from quern.train.processes import launch
-from quern.train.supervision import beats, tracebacks
+from quern.train.supervision import beats, out_of_memory, tracebacks
 from quern.train.supervision.events import Events
 from quern.train.supervision.restarts import Attempt, Restarts
 
@@ -49,8 +49,8 @@ class Supervisor:
                 )  # fmt: skip
             if wait_s is None:
                 return attempt
-            if attempt.code == GoBackError.exit_code:
-                continue  # a rank has said it
+            if attempt.code == GoBackError.exit_code or attempt.adapted:
+                continue  # a rank says it
             where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
             times = f"{self._restarts.done} of {self._restarts.most}"
             self._tell(f"failed {where}: started again in {wait_s:.0f} s (restart {times})")
@@ -66,7 +66,7 @@ class Supervisor:
         return self._asked
 
     def _attempt(self) -> Attempt:
-        began = time.time()
+        began, adapted = time.time(), out_of_memory.count(self._run_dir)
         with tempfile.NamedTemporaryFile(prefix="quern-ranks-") as file:
             environments = beats.environments_with(file.name, launch.environments(self._nproc))
             with launch.started(self._command, environments, self._on_signal) as workers:
@@ -80,6 +80,7 @@ class Supervisor:
         return Attempt(
             code if code >= 0 else 128 - code, self._asked, rank,
             steps[rank] if rank is not None else max(reached, default=None),
+            out_of_memory.count(self._run_dir) > adapted,
             None if failure is None else failure.said,
         )  # fmt: skip
 
