@@ -17,6 +17,7 @@ import pytest
 
 from quern.cli.train import ranks
 from quern.config import dump_yaml
+from quern.train.processes import launch
 from quern.train.supervision import beats, events
 from quern.train.supervision.events import Events
 from quern.train.supervision.restarts import Attempt, Restarts
@@ -55,6 +56,42 @@ def test_when_it_starts_again(most: int, attempts: Sequence[Attempt], waits: lis
     assert (restarts.why is None) is (why is None)
     if why is not None:
         assert re.search(why, str(restarts.why))
+
+
+def by(rank: int | None, step: int | None) -> Attempt:
+    return Attempt(137, rank=rank, step=step)
+
+
+@pytest.mark.parametrize(
+    ("least", "attempts", "left", "why"),
+    [
+        pytest.param(3, [by(2, 5), by(2, 5)], [0, 1, 3], None, id="the same rank twice"),
+        pytest.param(3, [by(2, None), by(2, None)], [0, 1, 3], None, id="before its first step"),
+        pytest.param(3, [by(2, 5), by(1, 5)], [0, 1, 2, 3], "step 5", id="another rank in the same step"),
+        pytest.param(4, [by(2, 5), by(2, 5)], [0, 1, 2, 3], "step 5", id="none may be left out"),
+        pytest.param(3, [by(2, 5), by(1, 6), by(2, 7)], [0, 1, 2, 3], None, id="not in a row"),
+        pytest.param(2, [by(2, 5), by(2, 6), by(2, 7), by(2, 8)], [0, 1], None, id="then the one in its place"),
+        pytest.param(3, [by(2, 5), by(2, 5), by(2, 5)], [0, 1, 3], "step 5", id="as few as there may be"),
+        pytest.param(1, [by(None, 5), by(None, 5)], [0, 1, 2, 3], "step 5", id="nobody knows who"),
+    ],
+)
+def test_which_ranks_are_left_out(least: int, attempts: Sequence[Attempt], left: list[int], why: str | None) -> None:
+    restarts = Restarts(9, places=[0, 1, 2, 3], least=least)
+    waits = [restarts.wait_s(attempt) for attempt in attempts]
+    assert restarts.places == left
+    assert (waits[-1] is None) is (why is not None)
+    assert why is None or why in str(restarts.why)
+
+
+def test_the_gpu_of_a_rank_that_is_left_out_is_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "CUDA_VISIBLE_DEVICES" not in launch.environments(4)[0]
+    found = launch.environments(4, [0, 1, 3])
+    assert [own["RANK"] for own in found] == ["0", "1", "2"]
+    assert {own["WORLD_SIZE"] for own in found} == {own["LOCAL_WORLD_SIZE"] for own in found} == {"3"}
+    assert {own["CUDA_VISIBLE_DEVICES"] for own in found} == {"0,1,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5a,2")
+    assert launch.environments(3, [0, 2])[0]["CUDA_VISIBLE_DEVICES"] == "7,2"
 
 
 def test_a_launcher_reads_in_which_step_its_ranks_are(tmp_path: Path) -> None:

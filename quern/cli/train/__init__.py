@@ -59,6 +59,14 @@ def train(
             help="Start the ranks again after a failure, so many times; not if it is the same step twice in a row.",
         ),
     ] = 0,
+    min_nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--min-nproc",
+            min=1,
+            help="With --max-restarts: leave out a rank that was the first to fail twice in a row, down to so many.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print sizes, layout, memory, traffic and order; start nothing.")
     ] = False,
@@ -77,6 +85,8 @@ def train(
         raise InputError("--json: expected together with --dry-run; a run's figures are in RUN/metrics.jsonl")
     if not dry_run and (show_config or assume_tokens is not None):
         raise InputError("--config and --assume-tokens: expected together with --dry-run")
+    if min_nproc is not None and (not max_restarts or min_nproc > nproc):
+        raise InputError(f"--min-nproc: expected at most --nproc ({nproc}), with --max-restarts, got {min_nproc}")
     resolved = load_run_config(config, overrides or ())
     from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
 
@@ -91,7 +101,7 @@ def train(
         return
     check(resolved, nproc)
     alone = nproc == 1 and not max_restarts and resolved.on_event is None
-    code = _here(resolved) if alone else supervise(resolved, config, overrides or (), nproc, max_restarts)
+    code = _here(resolved) if alone else supervise(resolved, config, overrides or (), nproc, max_restarts, min_nproc)
     if code:
         raise typer.Exit(code)
 

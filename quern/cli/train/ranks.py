@@ -22,9 +22,13 @@ __all__ = ["supervise"]
 _NAMED = 8
 
 
-def supervise(config: TrainConfig, file: str, overrides: Sequence[str], nproc: int, most_restarts: int) -> int:
-    """Train ``file`` with ``overrides``, which is ``config``, on ``nproc`` processes; returns the exit code."""
-    restarts, command = Restarts(most_restarts), module("quern.train", file, *overrides)
+def supervise(
+    config: TrainConfig, file: str, overrides: Sequence[str], nproc: int, most_restarts: int, least: int | None = None
+) -> int:
+    """Train ``file`` with ``overrides``, which is ``config``, on ``nproc`` processes, after failures of one of them on
+    at least ``least``; returns the exit code."""
+    restarts = Restarts(most_restarts, least=least)
+    command = module("quern.train", file, *overrides)
     with closing(Events(config.run_dir, config.on_event)) as events:
         attempt = Supervisor(config.run_dir, command, nproc, restarts, events, _tell).run()
     if restarts.why is not None:

@@ -89,11 +89,17 @@ def free_port() -> int:
         return port
 
 
-def environments(nproc: int) -> list[dict[str, str]]:
-    """This process's environment with a rank's place among ``nproc`` on this machine, for each of them."""
+def environments(nproc: int, places: Sequence[int] = ()) -> list[dict[str, str]]:
+    """This process's environment with a rank's place among ``nproc`` on this machine, for each of them. ``places``:
+    those of ``nproc`` that are in use, where some are left out, and with them their GPUs."""
+    left = places or range(nproc)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
+    gpus = [gpu for place, gpu in enumerate(visible.split(",")) if place in left]
+    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if len(left) < nproc else {}
+    nproc = len(left)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // nproc))
     shared = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nproc),
-              "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": threads}  # fmt: skip
+              "LOCAL_WORLD_SIZE": str(nproc), "OMP_NUM_THREADS": threads, **chosen}  # fmt: skip
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
 
 

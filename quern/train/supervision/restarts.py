@@ -39,22 +39,35 @@ class Restarts:
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
     """Before a start; twice as long after each failure that got no further than the one before."""
+    places: list[int] = field(default_factory=list)
+    """The ranks of the first start, or their GPUs, that are still in use."""
+    least: int | None = None
+    """How many must be; None: all."""
     done: int = 0
     """Starts after a failure so far."""
+    left_out: int | None = None
+    """After :meth:`wait_s`: the place that is left out from now on."""
     why: str | None = None
     """After :meth:`wait_s` said None of a failure: why there is no other start."""
     _failed_at: int | None = field(default=None, init=False)
+    _blamed: int | None = field(default=None, init=False)
     _furthest: int | None = field(default=None, init=False)
     _in_a_row: int = field(default=0, init=False)
 
     def wait_s(self, attempt: Attempt) -> float | None:
-        """Seconds to wait before the ranks are started again; None: they are not."""
+        """Seconds to wait before the ranks are started again; None: they are not. A place that was the first to fail
+        twice in a row is left out, while there are more than ``least``."""
         if attempt.code in _ENDS or attempt.asked:
             return None
         if attempt.adapted:
             return 0.0
+        self.left_out = None
         before, self._failed_at = self._failed_at, attempt.step
-        if attempt.step is not None and attempt.step == before:
+        place = self.places[attempt.rank] if self.places and attempt.rank is not None else None
+        more = self.least is not None and len(self.places) > self.least
+        spoiled = more and place is not None and place == self._blamed
+        self._blamed = place
+        if attempt.step is not None and attempt.step == before and not spoiled:
             self.why = f"step {attempt.step} has ended the run twice in a row"
             return None
         if attempt.code == GoBackError.exit_code:  # no failure, and the trainer itself counts them
@@ -63,6 +76,9 @@ class Restarts:
             times = "once" if self.most == 1 else f"{self.most} times"
             self.why = f"it was started again {times} (--max-restarts)" if self.most else None
             return None
+        if spoiled and place is not None:
+            self.places.remove(place)
+            self.left_out = place
         reached = -1 if attempt.step is None else attempt.step
         further = self._furthest is None or reached > self._furthest
         self._furthest = reached if self._furthest is None else max(self._furthest, reached)

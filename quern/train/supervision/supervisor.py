@@ -29,6 +29,7 @@ class Supervisor:
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._run_dir, self._command, self._nproc = run_dir, command, nproc
+        restarts.places = [*range(nproc)]
         self._restarts, self._events, self._tell = restarts, events, tell
         self._asked = False
 
@@ -52,6 +53,8 @@ class Supervisor:
             if attempt.code == GoBackError.exit_code or attempt.adapted:
                 continue  # a rank says it
             where = "before its first step" if attempt.step is None else f"in step {attempt.step}"
+            if (gone := self._restarts.left_out) is not None:
+                self._tell(f"rank {gone} of {self._nproc} has failed twice in a row: it goes on without (--min-nproc)")
             times = f"{self._restarts.done} of {self._restarts.most}"
             self._tell(f"failed {where}: started again in {wait_s:.0f} s (restart {times})")
             if self._waited(wait_s):
@@ -68,7 +71,7 @@ class Supervisor:
     def _attempt(self) -> Attempt:
         began, adapted = time.time(), out_of_memory.count(self._run_dir)
         with tempfile.NamedTemporaryFile(prefix="quern-ranks-") as file:
-            environments = beats.environments_with(file.name, launch.environments(self._nproc))
+            environments = beats.environments_with(file.name, launch.environments(self._nproc, self._restarts.places))
             with launch.started(self._command, environments, self._on_signal) as workers:
                 code = launch.wait(workers) or 0
                 codes = [worker.poll() for worker in workers]
