@@ -1,0 +1,131 @@
+"""``quern.train`` as a rank that meets faults, each once: ``chaos_rank.py PLAN CONFIG``.
+
+PLAN is JSON: ``folder`` for marks of what has happened, and ``events``, each with ``kind``, ``step``, ``rank`` and
+``place``, the method of the trainer that is entered when it happens.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quern.train import __main__ as program
+from quern.train.checkpoint.format.manifest import list_checkpoints
+from quern.train.checkpoint.save.work import Work
+from quern.train.processes import launch
+from quern.train.trainer import Trainer
+from support.damage import flip as damage_file
+
+PLACES = ("forward_backward", "clip", "update", "report", "save_if_due")
+
+
+def kill(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail(trainer: Trainer) -> None:
+    raise ZeroDivisionError("by this rank")
+
+
+def kill_all(trainer: Trainer) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)  # it ends with the launcher
+
+
+def damage(trainer: Trainer) -> None:
+    """Of the newest checkpoint, and with it all ranks end."""
+    newest = list_checkpoints(trainer.config.run_dir)[-1].path
+    damage_file(max(Path(newest).glob("*.distcp"), key=lambda file: file.stat().st_size))
+    kill(trainer)
+
+
+def full(trainer: Trainer) -> None:
+    """The disk has no room for the next checkpoint that this rank writes."""
+    plain = Work.write
+
+    def refuse(self: Work, *_: Any, **__: Any) -> Any:
+        Work.write = plain  # type: ignore[method-assign]
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Work.write = refuse  # type: ignore[method-assign]
+
+
+def slow(trainer: Trainer) -> None:
+    time.sleep(0.5)
+
+
+def no_memory(trainer: Trainer) -> None:
+    if trainer.config.activation_checkpointing != "full":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def flip(trainer: Trainer) -> None:
+    """A bit of this rank's copy of the weights, in the middle of the mantissa."""
+    parameter = max(trainer.model.parameters(), key=lambda own: own.numel())
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    with torch.no_grad():
+        local.view(torch.int32).view(-1)[local.numel() // 2] ^= 1 << 12
+
+
+KINDS: dict[str, Callable[[Trainer], None]] = {
+    "kill": kill, "stop": stop, "raise": fail, "kill all": kill_all, "damage": damage, "full": full, "slow": slow,
+    "no memory": no_memory, "flip": flip,
+}  # fmt: skip
+
+
+def meet(plan: dict[str, Any], place: str) -> None:
+    plain = getattr(Trainer, place)
+
+    def faulty(self: Trainer, first: Any, *rest: Any) -> Any:
+        step = first if isinstance(first, int) else first.data_step  # no data is skipped here
+        for number, event in enumerate(plan["events"]):
+            if (event["place"], event["step"], event["rank"]) == (place, step, self.ranks.rank) and _once(plan, number):
+                KINDS[event["kind"]](self)
+        return plain(self, first, *rest)
+
+    setattr(Trainer, place, faulty)
+
+
+def _once(plan: dict[str, Any], number: int) -> bool:
+    try:
+        os.close(os.open(os.path.join(plan["folder"], str(number)), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def spoil(steps: list[int]) -> None:
+    """The batches of these data steps give gradients that are not finite, on every rank and each time."""
+    plain = Trainer.clip
+
+    def spoilt(self: Trainer, step: int) -> torch.Tensor:
+        if self.data_step(step) in steps:
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(float("nan"))
+        return plain(self, step)
+
+    Trainer.clip = spoilt  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as file:
+        given = json.load(file)
+    for name in PLACES:
+        meet(given, name)
+    spoil(given["spoilt"])
+    launch.end_with_launcher()
+    program.leave(program.main(sys.argv[2:]))

@@ -1,0 +1,37 @@
+"""A run of four ranks meets faults of every kind, and ends with the weights of one that met none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quern.train.checkpoint.format.manifest import list_checkpoints
+from support.train import chaos
+from support.train import run_case as case
+
+STEPS = 40
+KINDS = ("kill", "stop", "raise", "kill all", "damage", "full", "slow", "no memory")
+
+
+@pytest.mark.long
+def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path) -> None:
+    paths = case.write_corpus(tmp_path / "data", {"web": 200, "code": 90})
+    spoilt = [17]
+    skips = {"guard": {"non_finite": "skip"}}
+    plain = chaos.meet(tmp_path / "one", chaos.settings(tmp_path / "plain", paths, STEPS, **skips), [], spoilt)
+    assert (plain.code, plain.starts) == (0, 1), plain.said
+    events = chaos.drawn(11, KINDS, STEPS)
+    met = chaos.meet(tmp_path / "two", chaos.settings(tmp_path / "run", paths, STEPS), events, spoilt)
+    assert met.code == 0, met.said
+    assert len(list((tmp_path / "two" / "marks").iterdir())) == len(KINDS), met.said
+    assert list_checkpoints(str(tmp_path / "run"))[-1].step == STEPS
+    expected, found = chaos.weights(tmp_path / "plain"), chaos.weights(tmp_path / "run")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert {row["event"] for row in told} == {"failed", "goes_back"}
+    backs = [entry for entry in case.ledger(tmp_path / "run") if entry["kind"] == "back"]
+    assert [entry["leave_out"] for entry in backs] == [spoilt]
