@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +18,16 @@ from quern.config import dump_yaml
 from quern.train.checkpoint.format.manifest import list_checkpoints
 from quern.train.checkpoint.tools.reader import iter_weights
 from quern.train.config import TrainConfig
+from support.programs import python
 from support.train import run_case as case
 
 LAUNCHER = """
-import sys
+import os, sys
 from quern.cli.train import ranks
 from quern.train.init_from import load_run_config
 
 python, program, plan, config = sys.argv[1:]
+os.environ["CHAOS_LAUNCHER"] = str(os.getpid())
 ranks.module = lambda *_: [python, program, plan, config]
 sys.exit(ranks.supervise(load_run_config(config, ()), config, [], 4, 40))
 """
@@ -75,7 +76,7 @@ def meet(folder: Path, config: TrainConfig, events: list[dict[str, Any]], spoilt
     plan.write_text(json.dumps({"folder": str(marks), "events": events, "spoilt": spoilt}))
     file.write_text(dump_yaml(config))
     program = Path(__file__).with_name("chaos_rank.py")
-    command = [sys.executable, "-c", LAUNCHER, sys.executable, str(program), str(plan), str(file)]
+    command = [python(), "-c", LAUNCHER, python(), str(program), str(plan), str(file)]
     tests = str(Path(__file__).parents[2])
     paths = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
