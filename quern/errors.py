@@ -1,4 +1,4 @@
-"""The two errors shown to users: invalid input, and a run that could not continue."""
+"""The errors shown to users: invalid input, a run that could not continue, and weights that must be left."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

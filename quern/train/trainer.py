@@ -43,6 +43,7 @@ from quern.train.step.schedule import learning_rate, share_after_spikes
 from quern.train.step.validation import Validator
 from quern.train.supervision import beats
 from quern.train.supervision.back import GoingBack
+from quern.train.supervision.replicas import Replicas
 from quern.train.supervision.stragglers import Stragglers
 from quern.train.supervision.watchdog import Watchdog
 from quern.train.trackers.trackers import Trackers
@@ -107,6 +108,7 @@ class Trainer(Closes):
     back: GoingBack = field(init=False)
     watchdog: Watchdog = field(init=False)
     saves: CheckpointScheduler = field(init=False)
+    replicas: Replicas = field(init=False)
     _mark: Mark = field(init=False)
     """Since when a step's time runs."""
 
@@ -122,6 +124,8 @@ class Trainer(Closes):
         self.saves = CheckpointScheduler(
             self.config.checkpoint, self.checkpoints, health, self.ledger, self.ranks.world, self.start.step
         )
+        interval, gradients = self.config.replicas.interval, self.parallel.gradients
+        self.replicas = Replicas(interval, gradients, self.optimizer, self.ranks, self.start.step)
         self._master = torch.promote_types(precision_of(self.config.precision).compute, torch.float32)
 
     def fit(self) -> None:
@@ -129,7 +133,9 @@ class Trainer(Closes):
         self.saves.prepare(self._everything())
         self.start_loop()
         interval = self.config.process.gc_interval
-        with self._listening(), self.profiler, collecting(interval) as collect, beats.telling() as tell, self.watchdog:
+        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)  # replaces one set in C
+        asks = self.forensics.request if self.config.forensics.window and free else None
+        with launch.listening(self.asked_to_stop, asks), self.profiler, collecting(interval) as collect, beats.telling() as tell, self.watchdog:
             for step in self.steps():
                 tell(step)
                 self.train_step(step)
@@ -155,6 +161,8 @@ class Trainer(Closes):
         norm = self.clip(step)
         health = self.guard.judge(loss, norm, left_out=batch.data_step in self.start.left_out)
         self.update(step, health)
+        if self.replicas.due(step + 1):
+            self.replicas.compare(step + 1, self._scalars())
         self.report(step, batch, norm, health)
 
     def steps(self) -> Iterator[int]:
@@ -243,6 +251,7 @@ class Trainer(Closes):
             self.forensics.settle(self._read(pending, found, behind))
             self.saves.advance(Progress(int(found.saves_ended), int(found.saves_published)))
             self.back.judge(pending.step, pending.data_step, found, self._skips)
+        self.back.judge_copies(self.replicas.settle(self.done - keep))
 
     def _read(self, pending: _Pending, found: figures.Figures, behind: list[float]) -> Seen:
         if found.stop and self.stopped_by is None:
@@ -297,6 +306,7 @@ class Trainer(Closes):
         if not (self.saves.due(done) or (self._last(done) and self.saves.saved != done)):
             return
         self.watchdog.enter("save")
+        self.replicas.compare(done, self._scalars())  # a load would make copies equal of what is saved of one of them
         self.drain_metrics()  # the ledger's lines about these weights precede their publication
         last = self._last(done)  # what was settled may have said so
         data_step, tokens, order = self.data_step(step) + 1, self._tokens, self.start.mixture.order.hash
@@ -312,11 +322,14 @@ class Trainer(Closes):
 
     def _everything(self) -> TrainState:
         """What a checkpoint holds: weights and moments themselves, copies of what a step changes before those."""
-        extra = {f"guard.{name}": value.clone() for name, value in self.guard.state_dict().items()}
-        extra |= {f"loss_scale.{name}": value.clone() for name, value in self.loss_scale.state_dict().items()}
-        if self.parallel.amaxes is not None:
-            extra |= {"float8.history": self.parallel.amaxes.history.clone()}
+        extra = {name: value.clone() for name, value in self._scalars().items()}
         return TrainState(self.model, self.optimizer, self.state.facts, extra)
+
+    def _scalars(self) -> dict[str, torch.Tensor]:
+        """What a step changes besides weights and moments, the same on every rank."""
+        kept = {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
+        kept |= {f"loss_scale.{name}": value for name, value in self.loss_scale.state_dict().items()}
+        return kept if self.parallel.amaxes is None else kept | {"float8.history": self.parallel.amaxes.history}
 
     def validate_if_due(self, step: int) -> None:
         """Compute the held-out loss every ``validation.interval`` steps and after the last."""
@@ -382,19 +395,7 @@ class Trainer(Closes):
         return self.done >= self.config.steps
 
     def asked_to_stop(self, number: int) -> None:
-        """Whether a signal has arrived: then the current step and the next one are finished and saved."""
+        """Whether a signal has arrived: then the current step and the next one are finished and saved. The second
+        SIGINT is Python's own."""
         self._signal = number
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """SIGTERM, SIGHUP and SIGINT end the run at a step's end; the second SIGINT is Python's own. SIGUSR1 asks for
-        forensics of a step, unless a Python handler listens to it already (one set in C, as faulthandler's, is
-        replaced)."""
-
-        def heard(number: int) -> None:
-            self.asked_to_stop(number)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
-        with launch.listening(heard, self.forensics.request if self.config.forensics.window and free else None):
-            yield
+        signal.signal(signal.SIGINT, signal.default_int_handler)

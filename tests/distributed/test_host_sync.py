@@ -30,13 +30,18 @@ Given = tuple[dict[str, Any], int, int]
 """Changes to the config, ranks, and which of them."""
 QUICK: dict[str, Given] = {
     "FSDP2": ({"parallel": {"dp_shard": 2}}, 2, 0),
-    "TP": ({"parallel": {"tp": 2}}, 2, 0),
+    "TP": ({"parallel": {"tp": 2}, "replicas": {"interval": 1}}, 2, 0),
     "1F1B, first stage": (_pipeline("1f1b"), 2, 0),
     "1F1B, last stage": (_pipeline("1f1b"), 2, 1),
 }
 MORE: dict[str, Given] = {
     "ZeRO-2": ({"parallel": {"dp_shard": 2, "reshard_after_forward": False}}, 2, 1),
-    "HSDP": ({"precision": "bf16", "global_batch": 8, "parallel": {"dp_replicate": 2, "dp_shard": 2}}, 4, 0),
+    "HSDP": (
+        {
+            "precision": "bf16", "global_batch": 8, "parallel": {"dp_replicate": 2, "dp_shard": 2},
+            "replicas": {"interval": 1},
+        }, 4, 0,
+    ),
     "FSDP2 + TP, recomputed": ({**SELECTIVE, "parallel": {"dp_shard": 2, "tp": 2}}, 4, 3),
     "TP, key heads shared, loss scale": (
         {"model": {"num_kv_heads": 1}, "precision": "fp16", "parallel": {"tp": 2}}, 2, 1,

@@ -17,12 +17,14 @@ from quern.train.config.float8 import Float8Config
 from quern.train.config.guard import GuardConfig
 from quern.train.config.metrics import HeldOutConfig, MetricsConfig, ValidationConfig
 from quern.train.config.numbers import Count, NonNegative, Weight
+from quern.train.config.supervision import ReplicasConfig
 from quern.train.config.watchdog import WatchdogConfig
 
 __all__ = [
     "CheckpointConfig", "CommConfig", "CompileConfig", "DataConfig", "Float8Config", "ForensicsConfig", "GuardConfig",
     "HeldOutConfig", "MetricsConfig", "OptimizerConfig", "ParallelConfig", "PhaseConfig", "ProcessConfig",
-    "ProfileConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig", "WatchdogConfig",
+    "ProfileConfig", "ReplicasConfig", "ResumeConfig", "ScheduleConfig", "TrainConfig", "ValidationConfig",
+    "WatchdogConfig",
 ]  # fmt: skip
 
 _MOST_BETA = 257 / 258
@@ -226,7 +228,7 @@ class TrainConfig(Section):
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
         "on_event": None, "preflight": False, "watchdog": WatchdogConfig().model_dump(),
-        "out_of_memory": "fail",
+        "out_of_memory": "fail", "replicas": ReplicasConfig().model_dump(),
     }  # fmt: skip
     run_dir: str
     """The folder of the run, on a file system that all nodes share. Example: runs/train"""
@@ -295,6 +297,7 @@ class TrainConfig(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     guard: GuardConfig = GuardConfig()
     forensics: ForensicsConfig = ForensicsConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: ResumeConfig = ResumeConfig()
     data_skip: NonNegative = 0

@@ -21,7 +21,9 @@ appended before the checkpoint is published, so that what can be resumed is alwa
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
 name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``back {step, reason,
 before, leave_out, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler {step,
-what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``complete {step}``,
+what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``corrupt {step, since,
+group, ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last equal
+after ``since``: checkpoints between are suspect (:mod:`quern.train.supervision.replicas`); ``complete {step}``,
 steps that another trainer says it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step,
 run, path}``: the lines before it are those of the run ``run`` in the folder ``path``, up to its checkpoint after
 ``step`` steps, from which this run goes on. Facts of an attempt stand
@@ -252,6 +254,7 @@ _NUMBERS = {
     **dict.fromkeys((*MOVES, "skipped", "non_finite", "checkpoint", "fork"), ("step", "data_step")),
     **dict.fromkeys(("spike", "checkpoint_failed", "complete", "good", "end", "stopped"), ("step",)),
     "back": ("step", "before"),
+    "corrupt": ("step", "since"),
 }
 _TEXTS = {
     **dict.fromkeys(MOVES, ("order",)), **dict.fromkeys(("checkpoint", "good"), ("name",)), "order": ("hash",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from quern.errors import GoBackError, QuernError
@@ -10,8 +11,11 @@ from quern.train.history.branch import newest_until
 from quern.train.history.ledger import Ledger
 from quern.train.processes.ranks import Ranks
 from quern.train.step.figures import Figures
+from quern.train.supervision.replicas import Corruption
 
 __all__ = ["GoingBack"]
+
+log = logging.getLogger(__name__)
 
 
 class GoingBack:
@@ -47,6 +51,19 @@ class GoingBack:
             )
         first = max(0, data_step - config.rollback_steps + 1)
         self.now(step, reason, before=step, leave_out=range(first, data_step + 1))
+
+    def judge_copies(self, found: Sequence[Corruption]) -> None:
+        """Go back where copies have differed, behind the step after which they were last equal.
+
+        Raises:
+            GoBackError: on every rank.
+        """
+        for corruption in found:
+            if self._ledger is not None:
+                log.error("silent corruption: %s", corruption)
+                self._ledger.append("corrupt", **vars(corruption))
+        if found:
+            self.now(found[0].step - 1, f"silent corruption: {found[0]}", before=found[0].since)
 
     def now(self, step: int, reason: str, *, before: int, leave_out: Iterable[int] = ()) -> None:
         """Write down that the next start goes back to a checkpoint after at most ``before`` steps, and from there does

@@ -19,6 +19,7 @@ from quern.train.processes.agree import Agreement
 from quern.train.processes.ranks import Ranks, open_ranks
 from quern.train.setup import open_trainer
 from quern.train.step.forensics import Forensics
+from quern.train.supervision.replicas import Replicas
 from quern.train.trainer import Trainer
 from support.processes import files_of
 from support.train import device_watch
@@ -54,6 +55,7 @@ def opened(folder: str, changes: dict[str, Any], world: int = 1, rank: int = 0) 
     patch.setattr(quern.model.rope, "_TABLES", {})
     # figures of a device without values are all 1, flags too: else every step would be a spike, and written down
     patch.setattr(Forensics, "_reasons", lambda self, seen: [])
+    patch.setattr(Replicas, "_named", lambda self, found, places: [])
     if world > 1:
         device_watch.join(world, rank)
     try:
