@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from quern.parallel.clip import local_part
 from quern.parallel.gradients import Gradients
 from quern.parallel.planning.mesh import MeshPlan, build_mesh
 from quern.train.processes.ranks import Ranks
+from quern.train.report.history import open_run
 from quern.train.setup import check_settings
 from quern.train.supervision.replicas import Replicas, check_replicas, odd_ranks
 from support.train import run_case as case
@@ -54,9 +55,9 @@ def bits_to_flip(rng: random.Random, tensor: torch.Tensor) -> int:
     return rng.choice([0, mantissa - 1, mantissa, size - 2, size - 1, rng.randrange(size)])
 
 
-def flips(trials: int) -> list[tuple[int, str, Any]]:
+def flips(replicas_of_all: int, trials: int) -> list[tuple[int, str, Any]]:
     """By trial the rank and the tensor of the flip, -1 for none, and what was found."""
-    world, rank, rng = dist.get_world_size(), dist.get_rank(), random.Random(dist.get_world_size())
+    world, rank, rng = dist.get_world_size(), dist.get_rank(), random.Random(replicas_of_all)
     model, device = Model(), torch.device("cpu")
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     for parameter in model.parameters():
@@ -66,7 +67,8 @@ def flips(trials: int) -> list[tuple[int, str, Any]]:
     tensors = {**dict(model.named_parameters()), **scalars}
     for name, parameter in model.named_parameters():
         tensors |= {f"{name} ({slot})": value for slot, value in optimizer.state.get(parameter, {}).items()}
-    mesh = build_mesh(MeshPlan(dp_replicate=world), "cpu")
+    plan = MeshPlan(dp_replicate=replicas_of_all, dp_shard=world // replicas_of_all)
+    mesh = build_mesh(plan, "cpu")
     replicas = Replicas(1, Gradients(model, mesh), optimizer, Ranks(rank, world, device), 0)  # type: ignore[arg-type]
     outcomes = []
     for trial in range(1, trials + 1):
@@ -85,10 +87,10 @@ def flips(trials: int) -> list[tuple[int, str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_flip_is_found_and_equal_copies_raise_no_alarm(run_ranks: Callable[..., Any], world: int) -> None:
-    """200 flips in the three."""
-    ranks = run_ranks(flips, world, 81)
+@pytest.mark.parametrize(("copies", "world"), [(2, 4), (3, 3), (4, 4)])
+def test_every_flip_is_found_and_equal_copies_raise_no_alarm(kept_ranks: Any, copies: int, world: int) -> None:
+    """200 flips in the three; of two copies there are two pairs, and the other has none."""
+    ranks = kept_ranks(flips, world, copies, 81)
     clean = 0
     for trial, told in enumerate(zip(*ranks, strict=True), 1):
         odd, name, found = told[0]
@@ -98,8 +100,8 @@ def test_every_flip_is_found_and_equal_copies_raise_no_alarm(run_ranks: Callable
             clean = trial
             continue
         (own,) = found
-        assert own["ranks"] == ((odd,) if world > 2 else (0, 1)), name
-        assert own["certain"] == (world > 2)
+        assert own["ranks"] == ((odd,) if copies > 2 else (odd % 2, odd % 2 + 2)), name
+        assert own["certain"] == (copies > 2)
         assert (own["group"], own["tensors"], own["num_tensors"]) == ("dp_replicate", (name,), 1)
         assert (own["step"], own["since"]) == (trial, clean)
         assert len(own["hosts"]) == len(own["ranks"])
@@ -209,6 +211,9 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
     world = math.prod(parallel.values())
     file, run = write(tmp_path, "corrupt", paths, parallel=parallel, replicas={"interval": interval})
     assert kept_ranks(life, world, file, rank, tensor, bit) == [4] * world
+    where = "one of rank 0 (HOST), rank 2 (HOST)" if name == "HSDP" else f"rank {rank} (HOST)"
+    told = {"DDP": f"wrong: {where}; all", "HSDP": f"wrong is {where}; all", "DDP + TP": f"wrong: {where}; all"}
+    assert told.get(name, "").replace("HOST", socket.gethostname()) in capfd.readouterr().out
     corrupt = [entry for entry in lines(run) if entry["kind"] == "corrupt"]
     assert [entry["step"] for entry in lines(run) if entry["kind"] == "checkpoint"] == [3]
     assert [(own["group"], own["ranks"], own["certain"]) for own in corrupt] == expected
@@ -218,8 +223,12 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
         assert own["step"] == after
         assert own["since"] == max(3, (after - 1) // interval * interval)
         assert own["tensors"][0].startswith(tensor.split(" ")[0])
+    if name == "DDP":
+        return
     assert kept_ranks(life, world, file, None, tensor, bit) == [0] * world
     assert [entry["step"] for entry in lines(run) if entry["kind"] in ("resume", "end")] == [3, case.STEPS]
+    left, _ = open_run(str(run)).attempts
+    assert left.ended == f"left after step {corrupt[0]['step']}: its weights were corrupt"
     if name == "HSDP":
         other, undisturbed = write(tmp_path, "undisturbed", paths, parallel=parallel)
         assert kept_ranks(life, world, other, None, tensor, bit) == [0] * world

@@ -195,6 +195,8 @@ def _ended(facts: Sequence[Entry], newest: bool) -> str:
             return f"stopped by {fact.get('signal')}"
         if fact["kind"] == "fork":
             return "forked from here"
+        if fact["kind"] == "corrupt":
+            return f"left after step {fact['step']}: its weights were corrupt"
     return "running, or ended without a record" if newest else "ended without a record"
 
 

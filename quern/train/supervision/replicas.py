@@ -59,7 +59,7 @@ class Corruption:
         seats = [f"rank {rank} ({host})" for rank, host in zip(self.ranks, self.hosts, strict=True)]
         others = f" and {len(seats) - _NAMED} more" if len(seats) > _NAMED else ""
         who = ", ".join(seats[:_NAMED]) + others
-        verdict = f"{who} differs from the others" if self.certain else f"{who}: which is wrong they cannot tell"
+        verdict = f"wrong: {who}" if self.certain else f"wrong is one of {who}"
         more = f" and {self.num_tensors - 1} more" if self.num_tensors > 1 else ""
         return (
             f"{_AXES[self.group]} after {counted(self.step, 'step')} in {self.tensors[0]}{more}; {verdict}; "
