@@ -223,7 +223,7 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
         assert own["step"] == after
         assert own["since"] == max(3, (after - 1) // interval * interval)
         assert own["tensors"][0].startswith(tensor.split(" ")[0])
-    if name == "DDP":
+    if name not in ("HSDP", "TP"):
         return
     assert kept_ranks(life, world, file, None, tensor, bit) == [0] * world
     assert [entry["step"] for entry in lines(run) if entry["kind"] in ("resume", "end")] == [3, case.STEPS]
@@ -233,3 +233,35 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
         other, undisturbed = write(tmp_path, "undisturbed", paths, parallel=parallel)
         assert kept_ranks(life, world, other, None, tensor, bit) == [0] * world
         assert weights(run) == weights(undisturbed)
+
+
+def undisturbed(run: str, paths: list[str], parallel: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, int]:
+    """Whether the run was complete, and after how many steps all copies were last known to be equal."""
+    from quern.train.processes.ranks import open_ranks
+    from quern.train.setup import open_trainer
+
+    config = case.settings(
+        run, paths,
+        micro_batch=1, steps=4, parallel=parallel, replicas={"interval": 1},
+        guard={"loss_z": 1e9, "grad_norm_z": 1e9}, **changes,
+    )  # fmt: skip
+    with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
+        trainer.fit()
+        return trainer.complete, trainer.replicas.since
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        ({"dp_shard": 1, "tp": 4}, {"precision": "fp16"}),  # key heads are shared
+        (
+            {"dp_replicate": 2, "dp_shard": 1, "pp": 2},
+            {"model": {"num_layers": 4}, "precision": "bf16", "optimizer": {"moments": "bf16"}},
+        ),
+    ],
+)
+def test_copies_of_other_layouts_stay_equal(
+    kept_ranks: Any, paths: list[str], tmp_path: Path, parallel: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    assert kept_ranks(undisturbed, 4, str(tmp_path / "run"), paths, parallel, changes) == [(True, 4)] * 4
