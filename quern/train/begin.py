@@ -163,7 +163,7 @@ def _choose(
     if wanted is None or (moves and moves[-1].get("asked") == asked):
         # the rollback asked for was done by the start before this one
         if (back := asked_back(entries)) is not None:
-            return _BACK, _before(config, manager, entries, refuse, back["before"]), asked
+            return _BACK, _before(config, manager, entries, refuse, back), asked
         return "resume" if moves else "start", manager.latest_valid(refuse), asked
     if wanted == "good":
         return "rollback", _last_good(config, manager, entries, refuse, together), asked
@@ -222,13 +222,13 @@ def _last_good(
 
 def _before(
     config: TrainConfig, manager: CheckpointManager | _Folder, entries: Sequence[Mapping[str, Any]], refuse: Refusal,
-    most: int,
+    back: Mapping[str, Any],
 ) -> Checkpoint | None:  # fmt: skip
-    """The last good checkpoint after at most ``most`` steps; where none is good, the newest; None: there is none, and
-    the run starts over. Collective."""
-    left = {step for step in manager.steps() if step <= most}
+    """The last good checkpoint that the line ``back`` allows; where none is good, or need be, the newest; None: there
+    is none, and the run starts over. Collective."""
+    left = {step for step in manager.steps() if step <= back["before"]}
     while left:
-        good = last_good(entries, left, config.guard.health_window)
+        good = last_good(entries, left, config.guard.health_window) if back["good"] else None
         step = max(left) if good is None else good
         with suppress(InputError):  # it is damaged, or of a branch that was left; the same on every rank
             return manager.at(step, refuse)

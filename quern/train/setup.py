@@ -340,14 +340,9 @@ def _model(config: TrainConfig, shape: ModelShape, precision: Precision, ranks: 
 
 
 def _restore(
-    config: TrainConfig,
-    start: Start,
-    checkpoints: CheckpointManager,
-    state: TrainState,
-    guard: Guard,
-    loss_scale: LossScale,
-    amaxes: Amaxes | None,
-) -> Mapping[str, object]:
+    config: TrainConfig, start: Start, checkpoints: CheckpointManager, state: TrainState, guard: Guard,
+    loss_scale: LossScale, amaxes: Amaxes | None,
+) -> Mapping[str, object]:  # fmt: skip
     """Returns the scalars of the checkpoint the run goes on from."""
     scalars: Mapping[str, object] = {}
     if start.checkpoint is not None:

@@ -6,7 +6,6 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -133,9 +132,10 @@ class Trainer(Closes):
         self.saves.prepare(self._everything())
         self.start_loop()
         interval = self.config.process.gc_interval
-        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)  # replaces one set in C
+        free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
         asks = self.forensics.request if self.config.forensics.window and free else None
-        with launch.listening(self.asked_to_stop, asks), self.profiler, collecting(interval) as collect, beats.telling() as tell, self.watchdog:
+        listening = launch.listening(self.asked_to_stop, asks)
+        with listening, self.profiler, collecting(interval) as collect, beats.telling() as tell, self.watchdog:
             for step in self.steps():
                 tell(step)
                 self.train_step(step)

@@ -217,7 +217,9 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
     corrupt = [entry for entry in lines(run) if entry["kind"] == "corrupt"]
     assert [entry["step"] for entry in lines(run) if entry["kind"] == "checkpoint"] == [3]
     assert [(own["group"], own["ranks"], own["certain"]) for own in corrupt] == expected
-    assert lines(run)[-len(corrupt) :] == corrupt
+    *_, back = lines(run)
+    assert lines(run)[-len(corrupt) - 1 : -1] == corrupt
+    assert (back["kind"], back["before"], back["leave_out"], back["good"]) == ("back", corrupt[0]["since"], [], False)
     for own in corrupt:  # found in the next comparison, or with the next save; a later step spreads it
         after = min(-(-(FLIPPED + 1) // interval) * interval, 6)
         assert own["step"] == after
@@ -226,7 +228,7 @@ def test_all_ranks_leave_the_weights_and_the_run_goes_on_as_if_nothing_had_been(
     if name not in ("HSDP", "TP"):
         return
     assert kept_ranks(life, world, file, None, tensor, bit) == [0] * world
-    assert [entry["step"] for entry in lines(run) if entry["kind"] in ("resume", "end")] == [3, case.STEPS]
+    assert [entry["step"] for entry in lines(run) if entry["kind"] in ("rollback", "end")] == [3, case.STEPS]
     left, _ = open_run(str(run)).attempts
     assert left.ended == f"left after step {corrupt[0]['step']}: its weights were corrupt"
     if name == "HSDP":

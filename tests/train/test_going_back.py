@@ -140,6 +140,7 @@ def move(kind: str, step: int, data_step: int, order: str = "a") -> dict[str, An
 def back(step: int, before: int, *leave_out: int, order: str = "a") -> dict[str, Any]:
     return {
         "kind": "back", "step": step, "before": before, "leave_out": [*leave_out], "order": order, "reason": "spike",
+        "good": True,
     }  # fmt: skip
 
 
@@ -158,7 +159,9 @@ def test_what_the_lines_of_a_ledger_say() -> None:
     assert spikes(spiked) == (3,)
 
 
-@pytest.mark.parametrize("change", [{"leave_out": 3}, {"leave_out": [1.5]}, {"before": -1}, {"reason": None}])
+@pytest.mark.parametrize(
+    "change", [{"leave_out": 3}, {"leave_out": [1.5]}, {"before": -1}, {"reason": None}, {"good": 1}]
+)
 def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "ledger.jsonl"
     lines = [back(3, 3, 2), {**back(3, 3, 2), **change}, back(3, 3, 2)]

@@ -1,8 +1,8 @@
-"""Reads from a ledger how a run goes back by itself: ``back {step, reason, before, leave_out, order}``.
+"""Reads from a ledger how a run goes back by itself: ``back {step, reason, before, leave_out, good, order}``.
 
-The trainer writes the line and ends; the next start goes back to the last good checkpoint of those after at most
-``before`` steps. Data steps ``leave_out`` of the order with the hash ``order`` are read and not applied from then on:
-their steps have a ``skipped`` line, as those that the guard skips. Imports no torch.
+The trainer writes the line and ends; the next start goes back to a checkpoint after at most ``before`` steps, the last
+good one or, where ``good`` is false, the newest. Data steps ``leave_out`` of the order with the hash ``order`` are read
+and not applied from then on: their steps have a ``skipped`` line, as those that the guard skips. Imports no torch.
 """
 
 from __future__ import annotations

@@ -20,14 +20,13 @@ gradient norm was NaN or infinite and whose update was applied all the same; ``c
 appended before the checkpoint is published, so that what can be resumed is always known to be reached;
 ``checkpoint_failed {step, why}``, after it, when the checkpoint was not published and will not be; ``good {step,
 name}``, a published checkpoint that healthy steps followed (:mod:`quern.train.history.health`); ``back {step, reason,
-before, leave_out, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler {step,
-what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``corrupt {step, since,
-group, ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last equal
-after ``since``: checkpoints between are suspect (:mod:`quern.train.supervision.replicas`); ``complete {step}``,
-steps that another trainer says it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step,
-run, path}``: the lines before it are those of the run ``run`` in the folder ``path``, up to its checkpoint after
-``step`` steps, from which this run goes on. Facts of an attempt stand
-before the line that opens the next one. A healthy step leaves no line.
+before, leave_out, good, order}``, the run ends to go back by itself (:mod:`quern.train.history.back`); ``straggler
+{step, what, ranks, slower}``, ranks whose computation is slow, or with ``slower`` 0 is not any more; ``corrupt {step,
+since, group, ranks, hosts, certain, tensors, num_tensors}``, copies that differed after ``step`` steps and were last
+equal after ``since`` (:mod:`quern.train.supervision.replicas`); ``complete {step}``, steps that another trainer says
+it has completed; ``end {step}``; ``stopped {step, signal}``; ``fork {step, data_step, run, path}``: the lines before it
+are those of the run ``run`` in the folder ``path``, up to its checkpoint after ``step`` steps, from which this run goes
+on. Facts of an attempt stand before the line that opens the next one. A healthy step leaves no line.
 """
 
 from __future__ import annotations
@@ -275,6 +274,8 @@ def _wrong_field(entry: Entry) -> str | None:
             return f"{kind}.{name}: expected text, got {entry.get(name)!r}"
     if kind == "back" and not (isinstance(out := entry.get("leave_out"), list) and all(type(n) is int for n in out)):
         return f"back.leave_out: expected a list of integers, got {entry.get('leave_out')!r:.40}"
+    if kind == "back" and type(entry.get("good")) is not bool:
+        return f"back.good: expected true or false, got {entry.get('good')!r:.40}"
     if kind == "order" and not isinstance(entry.get("spec"), dict):
         return f"order.spec: expected a mapping, got {entry.get('spec')!r}"
     return None

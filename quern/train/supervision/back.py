@@ -63,11 +63,11 @@ class GoingBack:
                 log.error("silent corruption: %s", corruption)
                 self._ledger.append("corrupt", **vars(corruption))
         if found:
-            self.now(found[0].step - 1, f"silent corruption: {found[0]}", before=found[0].since)
+            self.now(found[0].step - 1, f"silent corruption: {found[0]}", before=found[0].since, good=False)
 
-    def now(self, step: int, reason: str, *, before: int, leave_out: Iterable[int] = ()) -> None:
-        """Write down that the next start goes back to a checkpoint after at most ``before`` steps, and from there does
-        not apply the data steps ``leave_out``. Collective.
+    def now(self, step: int, reason: str, *, before: int, leave_out: Iterable[int] = (), good: bool = True) -> None:
+        """Write down that the next start goes back to the last good checkpoint, or to the newest, after at most
+        ``before`` steps, and from there does not apply the data steps ``leave_out``. Collective.
 
         Raises:
             GoBackError: always, on every rank.
@@ -75,13 +75,19 @@ class GoingBack:
         data_steps = list(leave_out)
         if self._ledger is not None:
             self._ledger.append(
-                "back", step=step, reason=reason, before=before, leave_out=data_steps, order=self._order
+                "back",
+                step=step,
+                reason=reason,
+                before=before,
+                leave_out=data_steps,
+                good=good,
+                order=self._order,
             )
         self._ranks.barrier()  # the launcher ends the others when one has left
         skipped = f", and skips data steps {data_steps[0]} to {data_steps[-1]}" if data_steps else ""
         raise GoBackError(
-            f"step {step}: {reason}: the next start goes back to the last good checkpoint at or before step {before}"
-            f"{skipped}"
+            f"step {step}: {reason}: the next start goes back to the {'last good' if good else 'newest'} checkpoint "
+            f"at or before step {before}{skipped}"
         )
 
     def _too_many(self, step: int, skips: int) -> QuernError:

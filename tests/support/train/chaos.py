@@ -53,7 +53,7 @@ def settings(run: Path, paths: list[str], steps: int, **changes: Any) -> TrainCo
     return case.settings(
         run, paths, steps=steps, global_batch=8, micro_batch=1, guard=guard,
         checkpoint={"interval": 4, "keep_last": 4, "mode": "thread"}, parallel={"dp_replicate": 2, "dp_shard": 2},
-        watchdog={"least_s": 3, "factor": 6}, out_of_memory="full_checkpointing", **changes,
+        watchdog={"least_s": 3, "factor": 6}, out_of_memory="full_checkpointing", replicas={"interval": 3}, **changes,
     )  # fmt: skip
 
 
