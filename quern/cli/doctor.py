@@ -51,11 +51,8 @@ def doctor(
     store: Annotated[
         str | None, typer.Option(help="A path or URL below which one object is written and removed.")
     ] = None,
-    ray: Annotated[
-        str | None, typer.Option(help="host:port of a Ray cluster that must be reachable; with --data auto by itself.")
-    ] = None,
     data: Annotated[
-        bool, typer.Option("--data", help="Check the machines of a Ray cluster for data runs, node by node; no torch.")
+        bool, typer.Option("--data", help="Check the machines of a Ray cluster (RAY_ADDRESS) for data runs; no torch.")
     ] = False,
     json: bool = JSON,
 ) -> None:
@@ -67,15 +64,15 @@ def doctor(
     """
     options = Options(
         share=share, id=id, timeout_s=timeout, repeats=repeats, rounds=rounds, device=device.value, store=store,
-        ray=ray, disks=tuple(disk or ()),
+        disks=tuple(disk or ()),
     )  # fmt: skip
     if data and config is not None:
-        raise InputError("--data: expected without CONFIG, which is one of training; give --disk, --store and --ray")
+        raise InputError("--data: expected without CONFIG, which is one of training; give --disk and --store")
     launch.end_with_launcher()
     if config is not None:
         options = options_of(load_run_config(config, overrides or ()), options)
     with json_stdout(json) as emit:
-        result = check_cluster(ray or "auto", options) if data else check(place_of(), options)
+        result = check_cluster(options) if data else check(place_of(), options)
         if result.tells:
             emit(as_data(result))
             if not json:

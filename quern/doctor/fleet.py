@@ -4,27 +4,46 @@ A value is the median of its repeats, so that single bad readings accuse nobody.
 fleet's median by more than :data:`Z` standard deviations, of which two must agree: that of this fleet, estimated by the
 median absolute deviation, and the one that machines in order have at least (:data:`SPREADS`), since the estimate from a
 few machines may be far too small. For the normal distribution one value in 17 million lies so low.
+
+Of slow links a node is named where the median of the links of each of its ranks is too low, then a rank of those that
+are left, then single pairs between ends that nobody has named: one bad cable accuses one pair, a bad adapter not each
+of its partners.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quern.doctor.blame import blame
-from quern.doctor.readings import Device, Disk, Finding, Link, Reading
-from quern.doctor.robust import FEWEST, below, medians
+from quern.doctor.readings import Disk, Finding, Link, Reading
 from quern.words import size
 
-__all__ = ["SPREADS", "WHAT_TO_DO", "judge", "spread_of"]
+__all__ = ["SPREADS", "WHAT_TO_DO", "judge", "medians", "spread_of", "units"]
 
-SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15}
+Z = 5.3
+"""Standard deviations below the median; of the normal distribution 6e-8 lies lower."""
+
+FEWEST = 4
+"""Below so many values there is no fleet: of two that differ, neither is the slow one."""
+
+SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15, "link": 0.05}
 """Relative standard deviation of machines in order, by the first word of a measurement's name."""
 
 FREE_SHARE, FREE_BYTES, ENOUGH_BYTES = 0.05, 1 << 30, 100 << 30
 """A disk is full below these."""
+
+NORMAL = 1.4826
+"""Standard deviation of the normal distribution over its median absolute deviation."""
+_MEDIAN_OF_MANY = 1.2533
+"""Standard deviation of a median over that of a mean."""
+_LEAST = 0.08 / Z
+"""However many links a node has, one less than 8 % below the others is not named."""
+_FEWEST_LINKS = 3
+"""With fewer links of an end, an end and a link cannot be told apart."""
 
 WHAT_TO_DO = {
     "silent": "look whether the machine answers; start again without it",
@@ -50,24 +69,27 @@ WHAT_TO_DO = {
     "compiler": "install it (apt install g++; pip install triton), or set compile.enabled=false",
     "kernel": "choose another value of the key, or install what is missing",
     "driver": "install a driver that is as new as torch's CUDA, or a torch for this driver",
-    "ray": "start Ray of the same version there; look at address and firewall",
 }
 """What to do, by a finding's code."""
+
+_Found = tuple[str, Sequence[str], str, str]
+"""A finding's code, nodes, where and text."""
 
 
 def judge(
     readings: Sequence[Reading], links: Iterable[Link] = (), silent: Mapping[int, str] | None = None
 ) -> list[Finding]:
     """What is wrong in a fleet. ``silent``: ranks that did not answer, with what is known of where they are."""
-    found = [_finding("silent", [where or f"rank {rank}"], f"rank {rank}", "did not answer in time")
-             for rank, where in sorted((silent or {}).items())]  # fmt: skip
+    found: list[_Found] = [
+        ("silent", [where or f"rank {rank}"], f"rank {rank}", "did not answer in time")
+        for rank, where in sorted((silent or {}).items())
+    ]
     for reading in readings:
         found += _absolute(reading)
     found += _versions(readings)
     found += _slow(readings)
-    places = {reading.rank: reading.node for reading in readings}
-    found += [_finding(*blamed) for blamed in blame(links, places)]
-    return found
+    found += _links(links, {reading.rank: reading.node for reading in readings})
+    return [Finding(code, tuple(nodes), where, text, WHAT_TO_DO.get(code, "")) for code, nodes, where, text in found]
 
 
 def spread_of(name: str) -> float:
@@ -75,45 +97,58 @@ def spread_of(name: str) -> float:
     return SPREADS.get(name.partition(" ")[0], 0.15)  # of another version's measurement little is known
 
 
-def _finding(code: str, nodes: Sequence[str], where: str, text: str) -> Finding:
-    return Finding(code, tuple(nodes), where, text, WHAT_TO_DO.get(code, ""))
+def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, list[float]]]:
+    """Each measurement's node, device (empty: once a node), kind of device or processor, name and repeats."""
+    for reading in readings:
+        devices = [(device.name, device.kind, device.speeds) for device in reading.devices]
+        for where, kind, speeds in (*devices, ("", reading.shown.get("processor", ""), reading.speeds)):
+            for name, repeats in speeds.items():
+                if repeats:
+                    yield reading.node, where, kind, name, repeats
 
 
-def _absolute(reading: Reading) -> Iterator[Finding]:
+def medians(repeats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """The median of each row; rows may be of different lengths, and one without repeats is 0."""
+    if len({len(row) for row in repeats}) == 1 and repeats[0]:
+        return np.asarray(np.median(np.array(repeats), axis=1), np.float64)
+    return np.array([np.median(row) if row else 0.0 for row in repeats], np.float64)
+
+
+def _below(values: NDArray[np.float64], spread: float | NDArray[np.float64]) -> tuple[float, NDArray[np.bool_]]:
+    """The median of values [N], and which lie too low; ``spread``, of each value or of all, is relative to it."""
+    middle = float(np.median(values))
+    own = NORMAL * float(np.median(np.abs(values - middle)))
+    return middle, values < middle - Z * np.maximum(own, np.asarray(spread) * middle)
+
+
+def _absolute(reading: Reading) -> Iterator[_Found]:
     """What is wrong whatever the others say."""
     here = [reading.node]
     for problem in reading.problems:
-        yield _finding(problem.code, here, "", problem.text)
+        yield problem.code, here, "", problem.text
     for disk in reading.disks:
         if _is_full(disk):
-            yield _finding("full-disk", here, disk.path, f"{size(disk.free)} free of {size(disk.total)}")
+            yield "full-disk", here, disk.path, f"{size(disk.free)} free of {size(disk.total)}"
     for device in reading.devices:
-        for code, text in _wrong(device):
-            yield _finding(code, here, device.name, text)
+        if device.ecc_errors:
+            yield "ecc", here, device.name, f"{device.ecc_errors:,} uncorrected memory errors"
+        if device.remap_failed or device.remap_pending:
+            text = "remapping of memory rows has failed" if device.remap_failed else "memory rows wait to be remapped"
+            yield "rows", here, device.name, text
+        if device.xids:
+            yield "xid", here, device.name, f"XID {', '.join(map(str, device.xids))} under load"
+        if device.throttled:
+            yield "throttled", here, device.name, f"slowed down by {', '.join(dict.fromkeys(device.throttled))}"
 
 
 def _is_full(disk: Disk) -> bool:
     return disk.free < min(FREE_BYTES, disk.total / 2) or disk.free < min(FREE_SHARE * disk.total, ENOUGH_BYTES)
 
 
-def _wrong(device: Device) -> Iterator[tuple[str, str]]:
-    if device.ecc_errors:
-        yield "ecc", f"{device.ecc_errors:,} uncorrected memory errors"
-    if device.remap_failed:
-        yield "rows", "remapping of memory rows has failed"
-    elif device.remap_pending:
-        yield "rows", "memory rows wait to be remapped"
-    if device.xids:
-        yield "xid", f"XID {', '.join(map(str, device.xids))} under load"
-    if device.throttled:
-        yield "throttled", f"slowed down by {', '.join(dict.fromkeys(device.throttled))}"
-
-
-def _versions(readings: Sequence[Reading]) -> Iterator[Finding]:
+def _versions(readings: Sequence[Reading]) -> Iterator[_Found]:
     """Facts in which a node differs from most; where no value has most nodes, all values are told."""
     saying = [reading for reading in readings if reading.facts]
-    names = dict.fromkeys(name for reading in saying for name in reading.facts)
-    for name in names:
+    for name in dict.fromkeys(name for reading in saying for name in reading.facts):
         by_value: dict[str, list[str]] = defaultdict(list)
         for reading in saying:
             by_value[reading.facts.get(name, "none")].append(reading.node)
@@ -123,35 +158,99 @@ def _versions(readings: Sequence[Reading]) -> Iterator[Finding]:
         if 2 * len(nodes) > len(saying):
             for value, others in by_value.items():
                 if value != most:
-                    yield _finding("version", others, name, f"{value}, and {most} on {len(nodes)} other nodes")
+                    yield "version", others, name, f"{value}, and {most} on {len(nodes)} other nodes"
         else:
             told = "; ".join(f"{value} on {', '.join(nodes[:4])}" + " …" * (len(nodes) > 4)
                              for value, nodes in by_value.items())  # fmt: skip
-            yield _finding("version", [reading.node for reading in saying], name, told)
+            yield "version", [reading.node for reading in saying], name, told
 
 
-def _slow(readings: Sequence[Reading]) -> Iterator[Finding]:
+def _slow(readings: Sequence[Reading]) -> Iterator[_Found]:
     """Devices below others of their kind, and nodes below others in what is measured once a node."""
     fleets: dict[tuple[str, str], list[tuple[str, str, list[float]]]] = defaultdict(list)
-    for reading in readings:
-        for name, repeats in reading.speeds.items():
-            if repeats:
-                fleets[name, reading.shown.get("processor", "")].append((reading.node, "", repeats))
-        for device in reading.devices:
-            for name, repeats in device.speeds.items():
-                if repeats:
-                    fleets[name, device.kind].append((reading.node, device.name, repeats))
+    for node, where, kind, name, repeats in units(readings):
+        fleets[name, kind].append((node, where, repeats))
     slow: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (name, _), units in fleets.items():
-        if len(units) < FEWEST:
-            continue
-        values = medians([repeats for *_, repeats in units])
-        middle, low = below(values, spread_of(name))
-        for place in np.flatnonzero(low):
-            node, device_name, _ = units[place]
-            slow[node, device_name].append(f"{name} {values[place] / middle - 1:+.0%}")
+    for (name, _), fleet in fleets.items():
+        values = medians([repeats for *_, repeats in fleet])
+        middle, low = _below(values, spread_of(name))
+        for place in np.flatnonzero(low) if len(fleet) >= FEWEST else ():
+            slow[fleet[place][:2]].append(f"{name} {values[place] / middle - 1:+.0%}")
     devices = Counter(node for node, where in slow if where)
     for (node, where), texts in slow.items():
         beside = f" (one of {devices[node]} there)" if devices[node] > 1 and where else ""
         code = "slow-device" if where else "slow-node"
-        yield _finding(code, [node], where, f"{', '.join(texts)} against the median of its fleet{beside}")
+        yield code, [node], where, f"{', '.join(texts)} against the median of its fleet{beside}"
+
+
+def _links(links: Iterable[Link], places: Mapping[int, str]) -> Iterator[_Found]:
+    """Who is to blame for slow and broken links. ``places``: the node of each rank. A link that could not be measured
+    counts as one without speed."""
+    by_kind: dict[str, dict[tuple[int, ...], Link]] = defaultdict(dict)
+    for link in links:
+        known = by_kind[link.kind].get(tuple(link.ranks))
+        if set(link.ranks) <= places.keys() and (known is None or link.problem):  # both ends tell; one may have failed
+            by_kind[link.kind][tuple(link.ranks)] = link
+    for kind, found in by_kind.items():
+        if kind != "ring":
+            yield from _pairs(kind, found, places)
+            continue
+        for ranks, link in found.items():
+            if link.problem:
+                yield "broken-link", _nodes(ranks, places), kind, link.problem
+
+
+def _nodes(ranks: Iterable[int], places: Mapping[int, str]) -> list[str]:
+    return list(dict.fromkeys(places[rank] for rank in ranks))
+
+
+def _pairs(kind: str, found: Mapping[tuple[int, ...], Link], places: Mapping[int, str]) -> Iterator[_Found]:
+    values = medians([[] if link.problem else link.speeds for link in found.values()])
+    speeds = dict(zip(found, values.tolist(), strict=True))
+    ranks_here = dict.fromkeys(rank for ranks in speeds for rank in ranks)
+    if len(speeds) > 1 and not any(speeds.values()):
+        why = next(iter(found.values())).problem or "no answer"
+        yield "broken-link", _nodes(ranks_here, places), f"all {len(speeds)} links ({kind})", why
+        return
+    named: set[int] = set()
+    levels = {"slow-links": places, "slow-rank": {rank: f"rank {rank}" for rank in places}}
+    if len(_nodes(ranks_here, places)) == len(ranks_here):  # a node is a rank
+        del levels["slow-rank"]
+    for code, of in levels.items():
+        for end, ratio, count in _slow_ends(speeds, of, named):
+            here = [rank for rank in places if of[rank] == end]
+            named |= set(here)
+            text = f"the median of {count} links ({kind}) is {ratio - 1:+.0%} against the fleet's"
+            yield code, [places[here[0]]], "" if code == "slow-links" else end, text
+    left = {ranks: speed for ranks, speed in speeds.items() if not named & set(ranks)}
+    if not left:
+        return
+    middle, low = _below(np.array([*left.values()]), spread_of("link"))
+    for (ranks, value), is_low in zip(left.items(), low, strict=True):
+        where = f"ranks {' and '.join(map(str, ranks))}"
+        if value == 0:
+            yield "broken-link", _nodes(ranks, places), where, found[ranks].problem or "no answer"
+        elif is_low and len(left) >= FEWEST:
+            text = f"{value / middle - 1:+.0%} against the median of {len(left)} links ({kind})"
+            yield "slow-pair", _nodes(ranks, places), where, text
+
+
+def _slow_ends(
+    speeds: Mapping[tuple[int, ...], float], of: Mapping[int, str], named: Collection[int]
+) -> list[tuple[str, float, int]]:
+    """Ends, nodes or ranks, that are slow: the median of their links over the fleet's, and how many these are."""
+    of_ranks: dict[int, list[float]] = defaultdict(list)
+    for ranks, speed in speeds.items():
+        if not set(ranks) & set(named):
+            for rank in ranks:
+                of_ranks[rank].append(speed)
+    ends: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for rank, own in of_ranks.items():
+        if len(own) >= _FEWEST_LINKS:
+            ends[of[rank]].append((median(own), len(own)))
+    if len(ends) < FEWEST:
+        return []
+    values, counts = np.array([max(ranks) for ranks in ends.values()]).T  # a node is as good as its best rank
+    middle, low = _below(values, np.maximum(spread_of("link") * _MEDIAN_OF_MANY / np.sqrt(counts), _LEAST))
+    slow = zip(ends, values, counts, low, strict=True)
+    return [(end, value / middle, int(count)) for end, value, count, is_low in slow if is_low and middle]

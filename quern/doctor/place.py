@@ -14,8 +14,8 @@ from quern.train.processes.address import own_address
 
 __all__ = ["Place", "place_of"]
 
-#: What tells one start from another of the same launcher.
-_START = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
+#: What tells one start from another; torchrun's agents count restarts each for itself.
+_START = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE",
           "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # fmt: skip
 
 
@@ -31,7 +31,7 @@ class Place:
     address: str
     """By which other machines reach this one; a loopback where its own name is all that is known."""
     start: str
-    """The same for all ranks of one start, and for no other."""
+    """The same for all ranks of one start, and for few others."""
 
 
 def place_of(environment: Mapping[str, str] = os.environ) -> Place:

@@ -2,130 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from quern.errors import InputError, one_line
-
-__all__ = ["Device", "Disk", "Finding", "Link", "Problem", "Reading", "Speeds", "dumped", "loaded"]
-
-T = TypeVar("T")
-
-_made: dict[Any, Any] = {}
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+__all__ = ["Device", "Disk", "Finding", "Link", "Problem", "Reading", "Text"]
 
 Text = Annotated[str, Field(max_length=2000)]
 Number = Annotated[int, Field(ge=0)]
-Speeds = dict[Text, list[Annotated[float, Field(ge=0)]]]
-"""Repeats of each measurement; more is better."""
+Repeats = list[Annotated[float, Field(ge=0)]]
+"""Of one measurement; more is better."""
 
 
-def loaded(kind: type[T], value: Any, where: str) -> T:
-    """``value``, of a file of another rank, as one of these classes.
-
-    Raises:
-        InputError: naming ``where``, the field and what was expected.
-    """
-    try:
-        return _adapters(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field_name = ".".join(map(str, first["loc"])) or "value"
-        got = f"{first['input']!r:.80}"
-        raise InputError(f"{where}: {field_name}: {one_line(ValueError(first['msg']))}, got {got}") from None
+class _Told(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def dumped(value: Any) -> dict[str, Any]:
-    """One of these as JSON holds it."""
-    return asdict(value)
-
-
-def _adapters(kind: type[T]) -> TypeAdapter[T]:
-    """Made once a class, which takes a moment."""
-    if kind not in _made:
-        _made[kind] = TypeAdapter(kind)
-    found: TypeAdapter[T] = _made[kind]
-    return found
-
-
-@dataclass(frozen=True)
-class Problem:
+class Problem(_Told):
     """What a rank found wrong by itself; ``code`` chooses the advice."""
 
-    __pydantic_config__ = _STRICT
     code: Text
     text: Text
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(_Told):
     """A GPU, or the processor where there is none. Without NVML the counters of errors are null."""
 
-    __pydantic_config__ = _STRICT
     name: Text
     """``cuda:3``, ``cpu``."""
     kind: Text
     """The model; only devices of one kind are compared."""
-    speeds: Speeds = field(default_factory=dict)
+    speeds: dict[Text, Repeats] = {}
     ecc_errors: Number | None = None
     """Uncorrected, since the driver was loaded."""
     remapped_rows: Number | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
-    xids: list[Number] = field(default_factory=list)
+    xids: list[Number] = []
     """Errors that the driver reported while the GPU was under load."""
-    throttled: list[Text] = field(default_factory=list)
+    throttled: list[Text] = []
     sm_clock_mhz: Number | None = None
     max_sm_clock_mhz: Number | None = None
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(_Told):
     """A folder's file system, in bytes."""
 
-    __pydantic_config__ = _STRICT
     path: Text
     total: Number
     free: Number
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(_Told):
     """Everything that one rank says. What belongs to the whole node, its first rank says."""
 
-    __pydantic_config__ = _STRICT
     rank: Number
     node: Text
     local_rank: Number = 0
-    facts: dict[Text, Text] = field(default_factory=dict)
+    address: Text = ""
+    """By which other machines reach it."""
+    facts: dict[Text, Text] = {}
     """What has to be the same on every node."""
-    shown: dict[Text, Text] = field(default_factory=dict)
+    shown: dict[Text, Text] = {}
     """What need not be."""
-    speeds: Speeds = field(default_factory=dict)
+    speeds: dict[Text, Repeats] = {}
     """Of the node: disks, memory."""
-    devices: list[Device] = field(default_factory=list)
-    disks: list[Disk] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    devices: list[Device] = []
+    disks: list[Disk] = []
+    problems: list[Problem] = []
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(_Told):
     """A connection of two ranks or of a ring of them, measured together, as one of them saw it."""
 
-    __pydantic_config__ = _STRICT
-    kind: Literal["pair", "local pair", "ring", "local ring"]
+    kind: Literal["pair", "local pair", "ring"]
     """``local``: inside one node."""
     ranks: list[Number]
-    speeds: list[Annotated[float, Field(ge=0)]] = field(default_factory=list)
+    speeds: Repeats = []
     """Bytes per second and direction; a ring's are its bus bandwidth."""
     problem: Text = ""
     """Why there are none."""
+    late: bool = False
+    """Who tells it has waited so long for it that it measures no other."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that is wrong, where, and what to do about it."""
 
     code: str

@@ -1,4 +1,4 @@
-"""The process that measures: reads tasks as lines of JSON, writes what it does and finds as lines of JSON."""
+"""The process that measures: reads tasks as lines of JSON, and writes what it does next and what it finds, likewise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,89 +14,67 @@ from quern.errors import one_line
 
 __all__: list[str] = []
 
-Tell = Callable[[dict[str, Any]], None]
+Told = Iterator[str | dict[str, Any]]
+"""What is done next, or something of a :class:`~quern.doctor.readings.Reading` or ``Link``."""
 
 
-def _merged(into: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a part: texts and mappings by name, lists one behind the other."""
-    for name, value in part.items():
-        if isinstance(value, dict):
-            into.setdefault(name, {}).update(value)
-        elif isinstance(value, list) and name in into:
-            into[name] = [*into[name], *value]
-        else:
-            into[name] = value
-
-
-def _node(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def _node(task: dict[str, Any]) -> Told:
     """What belongs to the whole node."""
-    from quern.doctor.alone import disks, network, software
-    from quern.doctor.alone.gpus import open_nvml
+    from quern.doctor import disks, machine
+    from quern.doctor.gpus import open_nvml
 
-    found: dict[str, Any] = {}
-
-    def step(name: str, part: Callable[[], dict[str, Any]]) -> None:
-        tell({"doing": name})
-        _merged(found, part())
-        tell({"partial": found})
-
-    step("machine", software.machine)
-    step("network", network.interfaces)
-    step("ray", lambda: network.ray_answers(task["ray"]))
+    yield "machine"
+    yield machine.machine()
+    yield machine.limits(task["device"] != "cpu")
+    yield "network"
+    yield machine.interfaces()
     for path in task["disks"]:
-        step(f"disk {path}", lambda path=path: disks.measure_disk(path, task["repeats"]))  # type: ignore[misc]
+        yield f"disk {path}"
+        yield disks.measure_disk(path, task["repeats"])
     if task["store"]:
-        step(f"store {task['store']}", lambda: disks.try_store(task["store"]))
-    step("memory", lambda: disks.host_speeds(task["repeats"]))
-    if task["torch"]:
+        yield f"store {task['store']}"
+        yield disks.try_store(task["store"])
+    yield "memory"
+    yield disks.host_speeds(task["repeats"])
+    if task["device"] != "none":
+        yield "versions"
         with open_nvml() as nvml:
-            step("versions", lambda: software.versions(nvml, task["needs"]))
-    step("limits", lambda: disks.limits(task["device"] != "cpu"))
-    return found
+            yield machine.versions(nvml, task["compiler"])
 
 
-def _device(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def _device(task: dict[str, Any]) -> Told:
     import torch
 
-    from quern.doctor.alone.gpus import open_nvml
-    from quern.doctor.alone.software import cpu_model, kernels
+    from quern.doctor.gpus import open_nvml
     from quern.doctor.load import load
+    from quern.doctor.machine import kernels
     from quern.train.processes.ranks import choose_device
 
-    tell({"doing": "choose a device"})
-    first = choose_device(task["device"], task["local_rank"])
-    devices = [first]
-    if first.type == "cuda" and task["all"]:
+    yield "choose a device"
+    devices = [choose_device(task["device"], task["local_rank"])]
+    if devices[0].type == "cpu" and task["local_rank"]:
+        return  # its processor is measured by the node's first rank
+    yield "kernels"
+    yield kernels(task["config"], devices[0])
+    if devices[0].type == "cuda" and task["all"]:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    if first.type == "cpu" and task["local_rank"]:
-        return {}  # its processor is measured by the node's first rank
-    found: dict[str, Any] = kernels(task["needs"], first) | {"devices": []}
     with open_nvml() as nvml:
-        for device in devices:
-            one: dict[str, Any] = {}
-            found["devices"].append(one)
-            kind = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
-            for part in load(device, kind, task["repeats"], nvml, lambda doing: tell({"doing": doing})):
-                _merged(found, {"problems": part.pop("problems", [])})
-                _merged(one, part)
-                if device.type == "cuda" and not task["all"]:  # a launcher may show each rank one GPU alone
-                    one["name"] = f"cuda:{task['local_rank']}"
-                tell({"partial": found})
-    return found
+        for device in devices:  # a launcher may show each rank one GPU alone, so that its number says nothing
+            number = device.index if task["all"] else task["local_rank"]
+            yield from load(device, f"cuda:{number}" if device.type == "cuda" else "cpu", task["repeats"], nvml)
 
 
-def _link(task: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def _link(task: dict[str, Any]) -> Told:
     from quern.doctor.links import measure_link
     from quern.train.processes.address import is_loopback
     from quern.train.processes.ranks import choose_device
 
-    tell({"doing": f"{task['kind']} {task['ranks']}"})
-    device = choose_device(task["device"], task["local_rank"])
+    yield f"{task['kind']} {task['ranks']}"
     if is_loopback(task["address"]) and os.path.isdir("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return measure_link(
-        task["kind"], task["ranks"], task["rank"], device=device, meet=task["meet"], address=task["address"],
-        repeats=task["repeats"], timeout_s=task["timeout_s"],
+    yield measure_link(
+        task["kind"], task["ranks"].index(task["rank"]), len(task["ranks"]), meet=task["meet"], address=task["address"],
+        device=choose_device(task["device"], task["local_rank"]), repeats=task["repeats"], timeout_s=task["timeout_s"],
     )  # fmt: skip
 
 
@@ -107,7 +85,7 @@ def _main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
 
-    def tell(value: dict[str, Any]) -> None:
+    def tell(**value: Any) -> None:
         out.write(json.dumps(value) + "\n")
         out.flush()
 
@@ -122,9 +100,11 @@ def _main() -> None:
     while True:
         task = json.loads(tasks.get())
         try:
-            tell({"done": _TASKS[task["what"]](task, tell)})
+            for told in _TASKS[task["what"]](task):
+                tell(doing=told) if isinstance(told, str) else tell(found=told)
+            tell(done=True)
         except Exception as error:  # told to the other process, and the next task may go well
-            tell({"error": f"{type(error).__name__}: {one_line(error)}"})
+            tell(error=f"{type(error).__name__}: {one_line(error)}")
 
 
 if __name__ == "__main__":

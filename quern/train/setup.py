@@ -61,7 +61,7 @@ from quern.train.trackers.board import branch_folder
 from quern.train.trackers.trackers import Trackers, check_installed
 from quern.train.trainer import Trainer
 
-__all__ = ["Checked", "check", "check_settings", "layout_of", "open_trainer"]
+__all__ = ["Checked", "check", "check_float8", "check_settings", "layout_of", "open_trainer"]
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def open_trainer(
     precision = precision_of(config.precision)
     shape = config.model.shape(corpus.vocab_size)
     model = _model(config, shape, precision, ranks)
-    _check_kernels(config, precision, ranks.device)
+    check_float8(config, precision, ranks.device)
     _numerics(config.deterministic)
     together.all_or_raise(lambda: use_flash(config, shape, precision, model.attention, ranks.device))
     with ExitStack() as opened:
@@ -282,8 +282,12 @@ def _forensics(
     return Forensics(config.forensics, config.run_dir, facts, parallel.gradients.squares, together)
 
 
-def _check_kernels(config: TrainConfig, precision: Precision, device: torch.device) -> None:
-    """FP8 that would only be emulated is slower than none; on the CPU that is what it is for."""
+def check_float8(config: TrainConfig, precision: Precision, device: torch.device) -> None:
+    """FP8 that would only be emulated is slower than none; on the CPU that is what it is for.
+
+    Raises:
+        InputError: the GPU has no kernel for the recipe; it names those that it has.
+    """
     recipe = config.float8.products
     if recipe is None or device.type != "cuda" or available(recipe, device, precision.compute):
         return

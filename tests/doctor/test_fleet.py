@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quern.config import validate
 from quern.doctor.fleet import judge
-from quern.doctor.readings import Device, Disk, Finding, Link, Problem, Reading, dumped, loaded
+from quern.doctor.readings import Device, Disk, Finding, Link, Problem, Reading
 from quern.doctor.rounds import planned_rounds
 from quern.errors import InputError
 
@@ -57,7 +58,7 @@ class Fleet:
         for node in TOUCHED if self._machines else range(NODES):
             self._machines[node] = self._machine(node)
         speeds = (self.links[:, None] * self._noise[1] * LINK).tolist()
-        links = [Link("pair", [*pair], row) for pair, row in zip(PAIRS, speeds, strict=True)]
+        links = [Link(kind="pair", ranks=[*pair], speeds=row) for pair, row in zip(PAIRS, speeds, strict=True)]
         return judge([*self._machines.values()], links)
 
     def _machine(self, node: int) -> Reading:
@@ -65,9 +66,12 @@ class Fleet:
         return Reading(
             rank=node, node=f"node-{node}",
             facts={"driver": self.drivers.get(node, "570.86.15"), "torch": "2.13.0"},
-            disks=[Disk("/scratch", total=1 << 40, free=self.free.get(node, 500 << 30))],
+            disks=[Disk(path="/scratch", total=1 << 40, free=self.free.get(node, 500 << 30))],
             devices=[
-                Device(f"cuda:{gpu}", "H100", dict(zip(TESTS, values[gpu], strict=True)), self.ecc.get((node, gpu), 0))
+                Device(
+                    name=f"cuda:{gpu}", kind="H100", speeds=dict(zip(TESTS, values[gpu], strict=True)),
+                    ecc_errors=self.ecc.get((node, gpu), 0),
+                )
                 for gpu in range(GPUS)
             ],
         )  # fmt: skip
@@ -150,7 +154,7 @@ def test_a_gpu_that_lost_fifteen_percent_of_a_fast_one_is_near_the_threshold() -
 
 
 def readings(*speeds: float, name: str = "product bf16") -> list[Reading]:
-    return [Reading(n, f"node-{n}", speeds={name: [speed] * 3}) for n, speed in enumerate(speeds)]
+    return [Reading(rank=n, node=f"node-{n}", speeds={name: [speed] * 3}) for n, speed in enumerate(speeds)]
 
 
 def test_three_are_no_fleet() -> None:
@@ -173,44 +177,53 @@ def test_one_bad_reading_of_a_machine_accuses_nobody() -> None:
 
 def test_devices_of_another_model_are_another_fleet() -> None:
     fleet = [
-        Reading(n, f"node-{n}", devices=[Device("cuda:0", kind, {"product bf16": [speed]})])
+        Reading(rank=n, node=f"node-{n}", devices=[Device(name="cuda:0", kind=kind, speeds={"product bf16": [speed]})])
         for n, (kind, speed) in enumerate([("H100", 700.0)] * 12 + [("A100", 300.0)] * 4)
     ]
     assert judge(fleet) == []
     processors = ["new"] * 12 + ["old"] * 4
     speeds = [{"cpu sha256": [1.0 if kind == "new" else 0.5]} for kind in processors]
     assert (
-        judge([Reading(n, f"n{n}", shown={"processor": kind}, speeds=speeds[n]) for n, kind in enumerate(processors)])
+        judge(
+            [
+                Reading(rank=n, node=f"n{n}", shown={"processor": kind}, speeds=speeds[n])
+                for n, kind in enumerate(processors)
+            ]
+        )
         == []
     )
-    assert len(judge([Reading(n, f"n{n}", speeds=speeds[n]) for n in range(16)])) == 4
+    assert len(judge([Reading(rank=n, node=f"n{n}", speeds=speeds[n]) for n in range(16)])) == 4
 
 
 def test_without_a_majority_every_version_is_told() -> None:
-    two = [Reading(n, f"node-{n}", facts={"driver": version}) for n, version in enumerate("ab")]
+    two = [Reading(rank=n, node=f"node-{n}", facts={"driver": version}) for n, version in enumerate("ab")]
     (found,) = judge(two)
     assert (found.nodes, found.text) == (("node-0", "node-1"), "a on node-0; b on node-1")
-    (found,) = judge([*two, Reading(2, "node-2", facts={"driver": "a"})])
+    (found,) = judge([*two, Reading(rank=2, node="node-2", facts={"driver": "a"})])
     assert (found.nodes, found.text) == (("node-1",), "b, and a on 2 other nodes")
-    (found,) = judge([*two[:1], Reading(1, "node-1", facts={"driver": "a"}), Reading(2, "node-2", facts={"os": "x"})])[
-        :1
-    ]
+    (found,) = judge(
+        [
+            *two[:1],
+            Reading(rank=1, node="node-1", facts={"driver": "a"}),
+            Reading(rank=2, node="node-2", facts={"os": "x"}),
+        ]
+    )[:1]
     assert found.nodes == ("node-2",)
 
 
 def links(*groups: tuple[int, ...], slow: Mapping[tuple[int, ...], float], kind: Any = "pair") -> list[Link]:
     return [
         Link(
-            kind,
-            [*pair],
-            [slow.get(pair, 1.0)] if slow.get(pair, 1.0) else [],
-            "" if slow.get(pair, 1.0) else "no answer",
+            kind=kind,
+            ranks=[*pair],
+            speeds=[slow.get(pair, 1.0)] if slow.get(pair, 1.0) else [],
+            problem="" if slow.get(pair, 1.0) else "no answer",
         )
         for pair in groups
     ]
 
 
-EIGHT = [Reading(n, f"node-{n // 2}", local_rank=n % 2) for n in range(16)]
+EIGHT = [Reading(rank=n, node=f"node-{n // 2}", local_rank=n % 2) for n in range(16)]
 ALL = [pair for pair in combinations(range(16), 2) if pair[0] // 2 != pair[1] // 2]
 
 
@@ -238,16 +251,16 @@ def test_a_link_is_blamed_on_node_rank_or_pair(
     assert len(found) == len(truth)
 
 
-def test_a_ring_that_does_not_close_and_a_slow_one_inside_a_node() -> None:
+def test_a_ring_that_does_not_close_is_told() -> None:
     found = judge(EIGHT, links(tuple(range(16)), slow={tuple(range(16)): 0.0}, kind="ring"))
     assert [(one.code, one.text) for one in found] == [("broken-link", "no answer")]
-    rings = [(2 * n, 2 * n + 1) for n in range(8)]
-    found = judge(EIGHT, links(*rings, slow={(4, 5): 0.5}, kind="local ring"))
-    assert named(found) == {("slow-links", ("node-2",), "")}
 
 
 def test_what_both_ends_tell_counts_once_and_a_failure_of_either_counts() -> None:
-    both = [Link("pair", [0, 2], [1.0]), Link("pair", [0, 2], [], "timed out"), Link("pair", [0, 99], [], "gone")]
+    both = [
+        Link(kind="pair", ranks=[0, 2], speeds=[1.0]), Link(kind="pair", ranks=[0, 2], problem="timed out"),
+        Link(kind="pair", ranks=[0, 99], problem="gone"),
+    ]  # fmt: skip
     (found,) = judge(EIGHT, both)
     assert (found.code, found.nodes, found.text) == ("broken-link", ("node-0", "node-1"), "timed out")
 
@@ -259,36 +272,42 @@ def test_what_both_ends_tell_counts_once_and_a_failure_of_either_counts() -> Non
      ({"ecc_errors": None}, None)],
 )  # fmt: skip
 def test_what_is_wrong_on_one_machine_needs_no_fleet(device: dict[str, Any], code: str | None) -> None:
-    found = judge([Reading(0, "n", devices=[Device("cuda:0", "H100", **device)])])
+    found = judge([Reading(rank=0, node="n", devices=[Device(name="cuda:0", kind="H100", **device)])])
     assert [one.code for one in found] == ([code] if code else [])
     assert all(one.todo for one in found)
 
 
 def test_silent_ranks_and_what_a_rank_found_by_itself_are_told() -> None:
-    found = judge([Reading(0, "a", problems=[Problem("store", "s3://x: write: denied")])], silent={3: "d"})
+    found = judge(
+        [Reading(rank=0, node="a", problems=[Problem(code="store", text="s3://x: write: denied")])], silent={3: "d"}
+    )
     assert [(one.code, one.nodes) for one in found] == [("silent", ("d",)), ("store", ("a",))]
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"rank": -1, "node": "a"}, "f.json: rank: Input should be greater than or equal to 0, got -1"),
-        ({"rank": 1, "node": "a", "speeds": {"x": [float("nan")]}}, "f.json: speeds.x.0: Input should be a finite"),
-        ({"rank": 1, "node": "a", "evil": 1}, "f.json: evil: Unexpected keyword argument, got 1"),
-        ([1], "f.json: value: Input should be a dictionary"),
-        ({"rank": 1, "node": "a" * 3000}, "f.json: node: String should have at most 2000 characters"),
+        ({"rank": -1, "node": "a"}, "f.json: rank: expected a number ≥ 0, got -1"),
+        (
+            {"rank": 1, "node": "a", "speeds": {"x": [float("nan")]}},
+            "f.json: speeds.x.0: expected a finite number",
+        ),
+        ({"rank": 1, "node": "a", "evil": 1}, "f.json: evil: unknown key; known keys: address, devices"),
+        ([1], "f.json: (top level): expected a mapping of keys, got [1]"),
+        ({"rank": 1, "node": "a" * 3000}, "f.json: node: string should have at most 2000 characters"),
     ],
 )
 def test_another_rank_s_file_is_checked(value: Any, said: str) -> None:
     with pytest.raises(InputError) as caught:
-        loaded(Reading, value, "f.json")
+        validate(value, Reading, "f.json")
     assert str(caught.value).startswith(said)
     assert len(str(caught.value)) < 300
 
 
 def test_a_reading_survives_its_file() -> None:
-    one = Reading(1, "a", devices=[Device("cpu", "x", {"product fp32": [1.5]})], disks=[Disk("/", 10, 5)])
-    assert loaded(Reading, json.loads(json.dumps(dumped(one))), "f") == one
+    device = Device(name="cpu", kind="x", speeds={"product fp32": [1.5]})
+    one = Reading(rank=1, node="a", devices=[device], disks=[Disk(path="/", total=10, free=5)])
+    assert validate(json.loads(json.dumps(one.model_dump())), Reading, "f") == one
 
 
 @settings(max_examples=40, deadline=None)

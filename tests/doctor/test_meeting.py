@@ -16,9 +16,10 @@ from typing import Any, cast
 import pytest
 
 from quern.doctor import run
-from quern.doctor.child import Child, ChildError
+from quern.doctor.child import TaskError, Worker
 from quern.doctor.meeting import Meeting
 from quern.doctor.place import Place
+from quern.doctor.readings import Reading
 from quern.doctor.run import Options
 from quern.errors import InputError, QuernError
 from support.programs import python
@@ -31,14 +32,12 @@ TIMEOUT_S = 100.0
 def rank_of(folder: Path, rank: int, clock: Any, go: Any, stops: bool) -> None:
     """A rank by a clock that the test turns."""
     meeting = Meeting(str(folder / "share"), rank, 4, TIMEOUT_S, lambda: float(clock.value))
-    meeting.begin({"node": f"node-{rank}"})
+    meeting.begin(f"node-{rank}")
     if stops:
         os.kill(os.getpid(), signal.SIGSTOP)
     go.wait()
     try:
-        said = [meeting.meet(name, rank) for name in ("alone", "round-0", "round-1")]
-        waits = [vars(wait) for wait in meeting.waits]
-        told: Any = {"present": said, "waits": waits, "hellos": meeting.hellos}
+        told: Any = {"answers": [meeting.meet(f"{rank} {number}") for number in range(3)], "missing": meeting.missing}
     except QuernError as error:
         told = str(error)
     (folder / f"told.{rank}.part").write_text(json.dumps(told))
@@ -46,7 +45,7 @@ def rank_of(folder: Path, rank: int, clock: Any, go: Any, stops: bool) -> None:
 
 
 def test_a_stopped_rank_costs_the_others_one_time_out(tmp_path: Path) -> None:
-    clock, go, share = FORK.Value("d", 0.0), FORK.Event(), tmp_path / "share"
+    clock, go, share = FORK.Value("d", 0.0), FORK.Event(), tmp_path / "share.0"
     ranks = [FORK.Process(target=rank_of, args=(tmp_path, rank, clock, go, rank == 3)) for rank in range(4)]
     for one in ranks:
         one.start()
@@ -55,23 +54,18 @@ def test_a_stopped_rank_costs_the_others_one_time_out(tmp_path: Path) -> None:
         assert stopped is not None
         assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
         go.set()
-        until(lambda: all((share / f"alone/{rank}.json").exists() for rank in range(3)))
+        until(lambda: all((share / f"0/{rank}.json").exists() for rank in range(3)))
         clock.value = TIMEOUT_S - 1
-        time.sleep(0.3)  # three looks or more
-        assert not (share / "alone.list.json").exists(), "nobody is given up before the time-out"
+        time.sleep(0.6)  # two looks or more
+        assert not (share / "0.json").exists(), "nobody is given up before the time-out"
         clock.value = TIMEOUT_S
-        told = [json.loads(wait_for(tmp_path / f"told.{rank}")) for rank in range(3)]
-        for one in told:
-            assert one["present"] == [[0, 1, 2]] * 3
-            assert [wait["missing"] for wait in one["waits"]] == [[3], [], []]
-            assert one["hellos"]["3"] == {"node": "node-3"}, "it is named by what it said when it began"
-            # the clock stands since the first: what came after has waited for nobody
-            assert [wait["waited_s"] for wait in one["waits"]][1:] == [0.0, 0.0]
-            assert sum(wait["waited_s"] for wait in one["waits"]) <= TIMEOUT_S
-        assert len({one["waits"][0]["closed_by"] for one in told}) == 1
+        for rank in range(3):  # the clock stands from here on: what comes after the first meeting waits for nobody
+            told = json.loads(wait_for(tmp_path / f"told.{rank}"))
+            assert told["answers"] == [{f"{one}": f"{one} {number}" for one in range(3)} for number in range(3)]
+            assert told["missing"] == {"3": "node-3"}, "it is named by what it said when it began"
         os.kill(stopped, signal.SIGCONT)
         late = json.loads(wait_for(tmp_path / "told.3"))
-        assert late == "rank 3: the others waited 100 s for 'alone' and went on without it"
+        assert late == "rank 3: the others waited 100 s and went on without it"
     finally:
         for one in ranks:
             one.kill()
@@ -83,98 +77,123 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-def test_an_earlier_check_of_the_same_id_is_not_read(tmp_path: Path) -> None:
-    Meeting(str(tmp_path / "a"), 0, 2, 1.0).begin("x")
-    with pytest.raises(InputError, match="was not ended; remove it, or give another --id"):
-        Meeting(str(tmp_path / "a"), 0, 2, 1.0).begin("y")
-    Meeting(str(tmp_path / "a"), 1, 2, 1.0).begin("y")
+def test_an_earlier_check_of_the_same_id_is_passed_over(tmp_path: Path) -> None:
+    """Of an earlier start rank 0 was killed when it had begun, of another one when it had met rank 1."""
+
+    def ranks() -> list[Meeting]:
+        return [Meeting(str(tmp_path / "a"), rank, 2, 60.0) for rank in range(2)]
+
+    ranks()[0].begin("killed")
+    (tmp_path / "a.1").mkdir()
+    (tmp_path / "a.1/0.json").write_text("killed")
+    one, two = ranks()
+    (tmp_path / "a.0/0.json").write_text("killed")
+    for meeting in (two, one):
+        meeting.begin("again")
+    assert (one.folder, two.folder) == (f"{tmp_path}/a.2", f"{tmp_path}/a.2")
+    threads = [threading.Thread(target=meeting.meet, args=(meeting.rank,)) for meeting in (one, two)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert json.loads((tmp_path / "a.2/0.json").read_text())["answers"] == {"0": 0, "1": 1}
 
 
 def test_a_damaged_list_is_one_line(tmp_path: Path) -> None:
-    meeting = Meeting(str(tmp_path), 0, 2, 1.0)
-    meeting.begin(None)
-    (tmp_path / "alone.list.json").write_text('{"present": ["0"]}')
-    with pytest.raises(InputError, match=r"alone.list.json: expected present, a list of ranks"):
-        meeting.meet("alone", None)
+    meeting = Meeting(str(tmp_path / "a"), 0, 2, 1.0)
+    meeting.begin("")
+    (tmp_path / "a.0/0.json").write_text('{"answers": {"x": 1}, "missing": {}}')
+    with pytest.raises(InputError, match=r"a\.0/0\.json: answers\.x.* expected an integer, got \"x\""):
+        meeting.meet(None)
 
 
 class Hung:
-    """A child whose links hang: it takes longer than half of a link's time."""
+    """A process whose links hang."""
 
     asked = 0
 
-    def ask(self, task: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, task: dict[str, Any], timeout_s: float, found: dict[str, Any]) -> None:
         self.asked += 1
         time.sleep(timeout_s)
-        raise ChildError("hung", "pair", {}, hung=True)
+        raise TaskError("hung", hung=True)
 
     def close(self) -> None: ...
 
 
 def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path) -> None:
+    """Rounds of three: ranks 1 and 2; 0 and 2; 0 and 1; the ring."""
     options, hung = Options(timeout_s=0.1), [Hung() for _ in range(3)]
-    meetings = [Meeting(str(tmp_path), rank, 3, 240.0) for rank in range(3)]
+    readings = [Reading(rank=rank, node=f"node-{rank}", address="127.0.0.1") for rank in range(3)]
+    links: dict[int, Any] = {}
 
     def rounds(rank: int) -> None:
-        meetings[rank].begin(None)
+        meeting = Meeting(str(tmp_path / "a"), rank, 3, 240.0)
+        meeting.begin("")
         place = Place(rank, 3, 0, 1, f"node-{rank}", "127.0.0.1", "")
-        for number, group in enumerate([(0, 1), (0, 2), (1, 2), (0, 1, 2)]):
-            child = cast(Child, hung[rank])
-            run._measure(meetings[rank], child, place, options, f"round-{number}", "pair", [group], str(tmp_path))
+        links[rank] = run._measure_links(meeting, cast(Worker, hung[rank]), place, options, readings)
 
     threads = [threading.Thread(target=rounds, args=(rank,)) for rank in range(3)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
-    assert [one.asked for one in hung] == [1, 1, 0]
-    assert [one.active() for one in meetings] == [[2]] * 3
+    assert [one.asked for one in hung] == [0, 1, 1]
+    assert links[0] == links[1] == links[2]
+    assert [(one.ranks, one.problem, one.late) for one in links[0]] == [([1, 2], "hung", True)] * 2
 
 
-def test_the_last_to_leave_removes_the_files(tmp_path: Path) -> None:
+def test_the_first_rank_removes_the_files(tmp_path: Path) -> None:
     one, two = (Meeting(str(tmp_path / "a"), rank, 2, 60.0) for rank in range(2))
-    two.begin(None)
-    one.begin(None)
-    two.leave(last=False)
-    one.leave(last=True)
-    assert not (tmp_path / "a").exists()
+    two.begin("")
+    one.begin("")
+    two.leave()
+    one.leave()
+    assert [*tmp_path.iterdir()] == []
     with pytest.raises(QuernError, match="rank 1: the others have ended the check without it"):
-        two.meet("alone", None)
-    assert not (tmp_path / "a").exists()
+        two.meet(None)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     monkeypatch.setattr(sys, "executable", python())
-    one = Child()
-    yield one
-    one.close()
+    with Worker() as one:
+        yield one
 
 
 def task(*disks: Path, store: str | None = None) -> dict[str, Any]:
-    return {"what": "node", "disks": [*map(str, disks)], "store": store, "ray": None, "torch": False, "repeats": 1,
-            "needs": {}, "device": "cpu"}  # fmt: skip
+    return {"what": "node", "disks": [*map(str, disks)], "store": store, "repeats": 1, "device": "none"}
 
 
 @pytest.mark.slow
-def test_a_task_that_hangs_is_ended_and_the_next_one_runs(child: Child, tmp_path: Path) -> None:
-    stopped = child._started()
-    stopped.send_signal(signal.SIGSTOP)
-    with pytest.raises(ChildError, match=r"hung for 0\.1 s in: start") as caught:
-        child.ask(task(tmp_path), 0.1)
+def test_a_task_that_hangs_is_ended_and_the_next_one_runs(worker: Worker, tmp_path: Path) -> None:
+    stopped = worker._started().pid
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(TaskError, match=r"hung for 0\.1 s in: start") as caught:
+        worker.ask(task(tmp_path), 0.1, {})
     assert caught.value.hung
-    assert has_ended(stopped.pid)
-    told = child.ask(task(tmp_path, store=f"{tmp_path}/store"), 60)
-    assert {f"disk write {tmp_path}", f"disk sync {tmp_path}", "memory copy", "cpu sha256"} <= told["speeds"].keys()
+    assert has_ended(stopped)
+    told: dict[str, Any] = {}
+    worker.ask(task(tmp_path, store=f"{tmp_path}/store"), 60, told)
+    assert {f"disk write {tmp_path}", f"disk sync {tmp_path}", "memory copy", "cpu sha256"} == told["speeds"].keys()
     assert all(value > 0 for values in told["speeds"].values() for value in values)
     assert f"store {tmp_path}/store" in told["shown"]
+    assert told["facts"].keys() >= {"python", "quern", "ray"}
     assert told["problems"] == []
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], "what was written is gone"
 
 
-def test_a_process_that_ends_is_told(child: Child, tmp_path: Path) -> None:
-    process = child._started()
-    process.kill()
-    with pytest.raises(ChildError, match=r"ended with code .* in: start") as caught:
-        child.ask(task(tmp_path), 60)
+@pytest.mark.slow
+def test_what_a_task_told_before_it_failed_is_kept(worker: Worker) -> None:
+    told: dict[str, Any] = {}
+    with pytest.raises(TaskError, match=r"^disk 5: TypeError: ") as caught:
+        worker.ask({**task(), "disks": [5]}, 60, told)
+    assert not caught.value.hung
+    assert "processor" in told["shown"]
+
+
+def test_a_process_that_ends_is_told(worker: Worker, tmp_path: Path) -> None:
+    os.kill(worker._started().pid, signal.SIGKILL)
+    with pytest.raises(TaskError, match=r"ended with code .* in: start") as caught:
+        worker.ask(task(tmp_path), 60, {})
     assert not caught.value.hung

@@ -16,7 +16,7 @@ from quern.doctor.table import show
 def shown(readings: list[Reading], links: list[Link] | None = None) -> str:
     console = Console(file=io.StringIO(), width=120)
     links = links or []
-    show(Result(len(readings), True, readings, links, judge(readings, links), []), console, plain_line)
+    show(Result(readings, links, judge(readings, links), len(readings)), console, plain_line)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -24,12 +24,12 @@ def shown(readings: list[Reading], links: list[Link] | None = None) -> str:
 def test_five_hundred_ranks_with_as_many_findings_fit_a_screen() -> None:
     ranks = [
         Reading(
-            rank, f"node-{rank // 8}", local_rank=rank % 8, facts={} if rank % 8 else {"driver": "a"},
-            devices=[Device(f"cuda:{rank % 8}", "H100", {"product bf16": [7e14]}, ecc_errors=1)],
+            rank=rank, node=f"node-{rank // 8}", local_rank=rank % 8, facts={} if rank % 8 else {"driver": "a"},
+            devices=[Device(name=f"cuda:{rank % 8}", kind="H100", speeds={"product bf16": [7e14]}, ecc_errors=1)],
         )
         for rank in range(512)
     ]  # fmt: skip
-    text = shown(ranks, [Link("pair", [0, 8], [4e10]), Link("pair", [0, 16], [3e10])])
+    text = shown(ranks, [Link(kind="pair", ranks=[0, to], speeds=[speed]) for to, speed in ((8, 4e10), (16, 3e10))])
     assert len(text.splitlines()) < 40
     assert "512 findings: 64 nodes, 512 ranks" in text
     assert "node-0, cuda:0: 1 uncorrected memory errors" in text
@@ -41,9 +41,14 @@ def test_five_hundred_ranks_with_as_many_findings_fit_a_screen() -> None:
 def test_texts_of_machines_are_only_texts() -> None:
     bad = "evil\x1b[2J\n[red]x[/red]\u202e"
     reading = Reading(
-        0, bad, facts={bad: bad}, shown={bad: bad}, problems=[Problem("store", bad)], disks=[Disk(bad, 9, 1)]
+        rank=0,
+        node=bad,
+        facts={bad: bad},
+        shown={bad: bad},
+        problems=[Problem(code="store", text=bad)],
+        disks=[Disk(path=bad, total=9, free=1)],
     )
-    text = shown([reading, Reading(1, bad, facts={bad: "else"})])
+    text = shown([reading, Reading(rank=1, node=bad, facts={bad: "else"})])
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "[red]x[/red]" in text
@@ -52,7 +57,11 @@ def test_texts_of_machines_are_only_texts() -> None:
 def test_machines_of_data_runs_stand_node_by_node() -> None:
     machines = [
         Reading(
-            n, f"node-{n}", facts={"ray": "2.60.0"}, shown={"cores": f"{8 * n}"}, disks=[Disk("/d", 1 << 40, 1 << 39)]
+            rank=n,
+            node=f"node-{n}",
+            facts={"ray": "2.60.0"},
+            shown={"cores": f"{8 * n}"},
+            disks=[Disk(path="/d", total=1 << 40, free=1 << 39)],
         )
         for n in range(3)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -13,19 +12,19 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from quern import storage
-from quern.errors import one_line
+from quern.errors import QuernError, one_line
 
-__all__ = ["host_speeds", "limits", "measure_disk", "try_store"]
+__all__ = ["host_speeds", "measure_disk", "try_store"]
 
 _WRITE_BYTES = 32 << 20
 _CHUNK = 4 << 20
 _STORE_BYTES = 1 << 20
-_LEAST_SHM = 512 << 20
 
 
 def _nearest(path: str) -> str:
@@ -76,21 +75,23 @@ def _seconds(call: Callable[[], object]) -> float:
 def try_store(folder: str) -> dict[str, Any]:
     """Write, read and remove one object of 1 MiB below ``folder``, a path or a store's URL: ``shown``, ``problems``."""
     path, data = storage.join(folder, f"quern-doctor-{uuid.uuid4().hex}"), os.urandom(_STORE_BYTES)
-    read: list[bytes] = []
-    steps = {"write": lambda: storage.publish_bytes(path, data), "read": lambda: read.append(storage.read_bytes(path)),
-             "delete": lambda: storage.remove(path)}  # fmt: skip
-    took: dict[str, float] = {}
+    marks, step = [time.perf_counter()], "write"
     try:
-        for step, call in steps.items():
-            took[step] = _seconds(call)
+        storage.publish_bytes(path, data)
+        marks, step = [*marks, time.perf_counter()], "read"
+        if storage.read_bytes(path) != data:
+            raise QuernError("other bytes than were written")
+        marks, step = [*marks, time.perf_counter()], "delete"
+        storage.remove(path)
+        marks.append(time.perf_counter())
+        if storage.is_file(path):
+            raise QuernError("it is still there")
     except Exception as error:  # of any store's library
         with suppress(Exception):
             storage.remove(path)
         return {"problems": [{"code": "store", "text": f"{folder}: {step}: {one_line(error)}"}]}
-    if read[0] != data or storage.is_file(path):
-        wrong = "read other bytes than were written" if read[0] != data else "an object is there after it was removed"
-        return {"problems": [{"code": "store", "text": f"{folder}: {wrong}"}]}
-    return {"shown": {f"store {folder}": ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in took.items())}}
+    took = zip(("write", "read", "delete"), pairwise(marks), strict=True)
+    return {"shown": {f"store {folder}": ", ".join(f"{name} {(b - a) * 1e3:.0f} ms" for name, (a, b) in took)}}
 
 
 def host_speeds(repeats: int) -> dict[str, Any]:
@@ -101,22 +102,3 @@ def host_speeds(repeats: int) -> dict[str, Any]:
     copies = [2 * source.nbytes / _seconds(lambda: np.copyto(target, source)) for _ in range(repeats)]
     hashes = [len(text) / _seconds(lambda: hashlib.sha256(text).digest()) for _ in range(repeats)]
     return {"speeds": {"memory copy": copies, "cpu sha256": hashes}}
-
-
-def limits(cuda: bool, root: str = "/") -> dict[str, Any]:
-    """``shown`` and ``problems``: shared memory, and memory that may be locked, which InfiniBand needs unlimited."""
-    problems, shown = [], {}
-    shm = os.path.join(root, "dev/shm")
-    if os.path.isdir(shm):
-        usage = shutil.disk_usage(shm)
-        shown["/dev/shm"] = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
-        if cuda and usage.free < _LEAST_SHM:
-            problems.append({"code": "shm", "text": f"/dev/shm has {usage.free >> 20} MiB free, and NCCL and workers "
-                                                    f"need {_LEAST_SHM >> 20} or more"})  # fmt: skip
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    shown["locked memory"] = "unlimited" if unlimited else f"{soft >> 10:,} KiB"
-    adapters = os.path.join(root, "sys/class/infiniband")
-    if cuda and not unlimited and os.path.isdir(adapters) and os.listdir(adapters):
-        problems.append({"code": "memlock", "text": f"ulimit -l is {soft >> 10:,} KiB, and InfiniBand needs more"})
-    return {"shown": shown, "problems": problems}
