@@ -18,42 +18,22 @@ from quern.train.processes import launch
 __all__ = ["doctor"]
 
 
-class Device(StrEnum):
-    """What is loaded with work."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 
 
 @reports_errors
 def doctor(
-    config: Annotated[
-        str | None,
-        typer.Argument(help="A training config, whose folders, store and kernels are tried.", metavar="CONFIG"),
-    ] = None,
+    config: Annotated[str | None, typer.Argument(help="A training config, for which is checked.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: run_dir=/shared/runs/a")] = None,
-    share: Annotated[
-        str | None, typer.Option(help="A folder or store that all ranks see; the run's folder if CONFIG is given.")
-    ] = None,
-    id: Annotated[
-        str | None, typer.Option(help="Tells this check from others in --share; else the launcher's.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that a node which does not answer is waited for.")
-    ] = 120,
+    share: Annotated[str | None, typer.Option(help="A folder or store that all ranks see; else the run's.")] = None,
+    id: Annotated[str | None, typer.Option(help="Tells checks in --share apart; else the launcher's.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for which others wait for a node at most.")] = 120,
     rounds: Annotated[int, typer.Option(min=0, help="Partners of each node, and of each GPU of it, in pairs.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Readings of each measurement; their median counts.")] = 9,
     device: Annotated[Device, typer.Option(help="auto: CUDA where there is one.")] = Device.auto,
-    disk: Annotated[
-        list[str] | None, typer.Option(help="A folder whose disk is measured; several times for more.")
-    ] = None,
-    store: Annotated[
-        str | None, typer.Option(help="A path or URL below which one object is written and removed.")
-    ] = None,
-    data: Annotated[
-        bool, typer.Option("--data", help="Check the machines of a Ray cluster (RAY_ADDRESS) for data runs; no torch.")
-    ] = False,
+    disk: Annotated[list[str] | None, typer.Option(help="A folder whose disk is measured; may be repeated.")] = None,
+    store: Annotated[str | None, typer.Option(help="A path or URL below which an object is tried.")] = None,
+    data: Annotated[bool, typer.Option("--data", help="Check a Ray cluster (RAY_ADDRESS) for data runs.")] = False,
     json: bool = JSON,
 ) -> None:
     """Check this machine, or under torchrun or srun all of them, and name those that would make a run fail or slow.
@@ -62,10 +42,7 @@ def doctor(
     and links are measured in pairs and rings of those that answered. A machine is compared with the median of the
     others. Exit code 1: something was found.
     """
-    options = Options(
-        share=share, id=id, timeout_s=timeout, repeats=repeats, rounds=rounds, device=device.value, store=store,
-        disks=tuple(disk or ()),
-    )  # fmt: skip
+    options = Options(share, id, timeout, repeats, rounds, device.value, tuple(disk or ()), store)
     if data and config is not None:
         raise InputError("--data: expected without CONFIG, which is one of training; give --disk and --store")
     launch.end_with_launcher()

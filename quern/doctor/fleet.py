@@ -13,37 +13,28 @@ of its partners.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quern.doctor.readings import Disk, Finding, Link, Reading
-from quern.words import size
+from quern.words import counted, size
 
-__all__ = ["SPREADS", "WHAT_TO_DO", "judge", "medians", "spread_of", "units"]
+__all__ = ["SPREADS", "WHAT_TO_DO", "judge", "units"]
 
-Z = 5.3
-"""Standard deviations below the median; of the normal distribution 6e-8 lies lower."""
-
-FEWEST = 4
-"""Below so many values there is no fleet: of two that differ, neither is the slow one."""
+Z = 5.3  # standard deviations below the median; of the normal distribution 6e-8 lies lower
+FEWEST = 4  # below so many values there is no fleet: of two that differ, neither is the slow one
 
 SPREADS = {"product": 0.02, "copy": 0.02, "transfer": 0.05, "memory": 0.05, "cpu": 0.05, "disk": 0.15, "link": 0.05}
 """Relative standard deviation of machines in order, by the first word of a measurement's name."""
 
-FREE_SHARE, FREE_BYTES, ENOUGH_BYTES = 0.05, 1 << 30, 100 << 30
-"""A disk is full below these."""
-
-NORMAL = 1.4826
-"""Standard deviation of the normal distribution over its median absolute deviation."""
-_MEDIAN_OF_MANY = 1.2533
-"""Standard deviation of a median over that of a mean."""
-_LEAST = 0.08 / Z
-"""However many links a node has, one less than 8 % below the others is not named."""
-_FEWEST_LINKS = 3
-"""With fewer links of an end, an end and a link cannot be told apart."""
+FREE_SHARE, FREE_BYTES, ENOUGH_BYTES = 0.05, 1 << 30, 100 << 30  # a disk is full below these
+NORMAL = 1.4826  # standard deviation of the normal distribution over its median absolute deviation
+_MEDIAN_OF_MANY = 1.2533  # standard deviation of a median over that of a mean
+_LEAST = 0.08 / Z  # however many links a node has, one less than 8 % below the others is not named
+_FEWEST_LINKS = 3  # with fewer links of an end, an end and a link cannot be told apart
 
 WHAT_TO_DO = {
     "silent": "look whether the machine answers; start again without it",
@@ -72,8 +63,7 @@ WHAT_TO_DO = {
 }
 """What to do, by a finding's code."""
 
-_Found = tuple[str, Sequence[str], str, str]
-"""A finding's code, nodes, where and text."""
+_Found = tuple[str, Sequence[str], str, str]  # a finding's code, nodes, where and text
 
 
 def judge(
@@ -92,11 +82,6 @@ def judge(
     return [Finding(code, tuple(nodes), where, text, WHAT_TO_DO.get(code, "")) for code, nodes, where, text in found]
 
 
-def spread_of(name: str) -> float:
-    """The least relative standard deviation that a measurement's fleet is taken to have."""
-    return SPREADS.get(name.partition(" ")[0], 0.15)  # of another version's measurement little is known
-
-
 def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, list[float]]]:
     """Each measurement's node, device (empty: once a node), kind of device or processor, name and repeats."""
     for reading in readings:
@@ -105,13 +90,6 @@ def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, lis
             for name, repeats in speeds.items():
                 if repeats:
                     yield reading.node, where, kind, name, repeats
-
-
-def medians(repeats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """The median of each row; rows may be of different lengths, and one without repeats is 0."""
-    if len({len(row) for row in repeats}) == 1 and repeats[0]:
-        return np.asarray(np.median(np.array(repeats), axis=1), np.float64)
-    return np.array([np.median(row) if row else 0.0 for row in repeats], np.float64)
 
 
 def _below(values: NDArray[np.float64], spread: float | NDArray[np.float64]) -> tuple[float, NDArray[np.bool_]]:
@@ -146,23 +124,17 @@ def _is_full(disk: Disk) -> bool:
 
 
 def _versions(readings: Sequence[Reading]) -> Iterator[_Found]:
-    """Facts in which a node differs from most; where no value has most nodes, all values are told."""
+    """Facts in which a node differs from most; where no value has most nodes, all are told."""
     saying = [reading for reading in readings if reading.facts]
     for name in dict.fromkeys(name for reading in saying for name in reading.facts):
         by_value: dict[str, list[str]] = defaultdict(list)
         for reading in saying:
             by_value[reading.facts.get(name, "none")].append(reading.node)
-        if len(by_value) < 2:
-            continue
-        most, nodes = max(by_value.items(), key=lambda item: len(item[1]))
-        if 2 * len(nodes) > len(saying):
-            for value, others in by_value.items():
-                if value != most:
-                    yield "version", others, name, f"{value}, and {most} on {len(nodes)} other nodes"
-        else:
-            told = "; ".join(f"{value} on {', '.join(nodes[:4])}" + " …" * (len(nodes) > 4)
-                             for value, nodes in by_value.items())  # fmt: skip
-            yield "version", [reading.node for reading in saying], name, told
+        counts = {value: len(nodes) for value, nodes in by_value.items()}
+        for value, nodes in by_value.items():
+            if 2 * counts[value] <= len(saying):
+                others = ", ".join(f"{other} on {count}" for other, count in counts.items() if other != value)
+                yield "version", nodes, name, f"{value}, and {others} of {len(saying)} nodes"
 
 
 def _slow(readings: Sequence[Reading]) -> Iterator[_Found]:
@@ -172,8 +144,8 @@ def _slow(readings: Sequence[Reading]) -> Iterator[_Found]:
         fleets[name, kind].append((node, where, repeats))
     slow: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (name, _), fleet in fleets.items():
-        values = medians([repeats for *_, repeats in fleet])
-        middle, low = _below(values, spread_of(name))
+        values = np.array([median(repeats) for *_, repeats in fleet])
+        middle, low = _below(values, SPREADS.get(name.split()[0], 0.15))  # 0.15: of another version
         for place in np.flatnonzero(low) if len(fleet) >= FEWEST else ():
             slow[fleet[place][:2]].append(f"{name} {values[place] / middle - 1:+.0%}")
     devices = Counter(node for node, where in slow if where)
@@ -192,65 +164,50 @@ def _links(links: Iterable[Link], places: Mapping[int, str]) -> Iterator[_Found]
         if set(link.ranks) <= places.keys() and (known is None or link.problem):  # both ends tell; one may have failed
             by_kind[link.kind][tuple(link.ranks)] = link
     for kind, found in by_kind.items():
-        if kind != "ring":
-            yield from _pairs(kind, found, places)
-            continue
-        for ranks, link in found.items():
-            if link.problem:
-                yield "broken-link", _nodes(ranks, places), kind, link.problem
+        bad = {ranks: link.problem or "no answer" for ranks, link in found.items() if link.problem or not link.speeds}
+        speeds = {ranks: 0.0 if ranks in bad else median(link.speeds) for ranks, link in found.items()}
+        if len(bad) == len(found) and (len(found) > 1 or kind == "ring"):
+            nodes = _nodes((rank for ranks in found for rank in ranks), places)
+            yield "broken-link", nodes, f"all {len(found)} links ({kind})", next(iter(bad.values()))
+        elif kind != "ring":
+            yield from _pairs(kind, speeds, bad, places)
 
 
 def _nodes(ranks: Iterable[int], places: Mapping[int, str]) -> list[str]:
     return list(dict.fromkeys(places[rank] for rank in ranks))
 
 
-def _pairs(kind: str, found: Mapping[tuple[int, ...], Link], places: Mapping[int, str]) -> Iterator[_Found]:
-    values = medians([[] if link.problem else link.speeds for link in found.values()])
-    speeds = dict(zip(found, values.tolist(), strict=True))
-    ranks_here = dict.fromkeys(rank for ranks in speeds for rank in ranks)
-    if len(speeds) > 1 and not any(speeds.values()):
-        why = next(iter(found.values())).problem or "no answer"
-        yield "broken-link", _nodes(ranks_here, places), f"all {len(speeds)} links ({kind})", why
-        return
-    named: set[int] = set()
-    levels = {"slow-links": places, "slow-rank": {rank: f"rank {rank}" for rank in places}}
-    if len(_nodes(ranks_here, places)) == len(ranks_here):  # a node is a rank
-        del levels["slow-rank"]
-    for code, of in levels.items():
-        for end, ratio, count in _slow_ends(speeds, of, named):
-            here = [rank for rank in places if of[rank] == end]
-            named |= set(here)
-            text = f"the median of {count} links ({kind}) is {ratio - 1:+.0%} against the fleet's"
-            yield code, [places[here[0]]], "" if code == "slow-links" else end, text
-    left = {ranks: speed for ranks, speed in speeds.items() if not named & set(ranks)}
-    if not left:
-        return
-    middle, low = _below(np.array([*left.values()]), spread_of("link"))
-    for (ranks, value), is_low in zip(left.items(), low, strict=True):
-        where = f"ranks {' and '.join(map(str, ranks))}"
-        if value == 0:
-            yield "broken-link", _nodes(ranks, places), where, found[ranks].problem or "no answer"
-        elif is_low and len(left) >= FEWEST:
-            text = f"{value / middle - 1:+.0%} against the median of {len(left)} links ({kind})"
-            yield "slow-pair", _nodes(ranks, places), where, text
-
-
-def _slow_ends(
-    speeds: Mapping[tuple[int, ...], float], of: Mapping[int, str], named: Collection[int]
-) -> list[tuple[str, float, int]]:
-    """Ends, nodes or ranks, that are slow: the median of their links over the fleet's, and how many these are."""
-    of_ranks: dict[int, list[float]] = defaultdict(list)
-    for ranks, speed in speeds.items():
-        if not set(ranks) & set(named):
+def _pairs(
+    kind: str, speeds: dict[tuple[int, ...], float], broken: Mapping[tuple[int, ...], str], places: Mapping[int, str]
+) -> Iterator[_Found]:
+    """First nodes, then ranks, then pairs, each without the links of those that were named before."""
+    of_node: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted({rank for ranks in speeds for rank in ranks}):
+        of_node[places[rank]].append(rank)
+    for code in ("slow-links", "slow-rank", "slow-pair"):
+        ends: dict[tuple[int, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for ranks, speed in speeds.items():
             for rank in ranks:
-                of_ranks[rank].append(speed)
-    ends: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for rank, own in of_ranks.items():
-        if len(own) >= _FEWEST_LINKS:
-            ends[of[rank]].append((median(own), len(own)))
-    if len(ends) < FEWEST:
-        return []
-    values, counts = np.array([max(ranks) for ranks in ends.values()]).T  # a node is as good as its best rank
-    middle, low = _below(values, np.maximum(spread_of("link") * _MEDIAN_OF_MANY / np.sqrt(counts), _LEAST))
-    slow = zip(ends, values, counts, low, strict=True)
-    return [(end, value / middle, int(count)) for end, value, count, is_low in slow if is_low and middle]
+                end = {"slow-links": tuple(of_node[places[rank]]), "slow-rank": (rank,), "slow-pair": ranks}[code]
+                ends[end][rank].append(speed)
+        fewest = 1 if code == "slow-pair" else _FEWEST_LINKS
+        best = {  # a node is as good as its best rank
+            end: max((median(own), len(own)) for own in of.values() if len(own) >= fewest)
+            for end, of in ends.items()
+            if max(map(len, of.values())) >= fewest
+        }
+        if not best or (code == "slow-rank" and max(map(len, of_node.values())) == 1):  # a node is a rank
+            continue
+        values, counts = np.array([*best.values()]).T
+        spread = SPREADS["link"] * np.where(counts > 1, _MEDIAN_OF_MANY / np.sqrt(counts), 1)
+        middle, low = _below(values, np.maximum(spread, _LEAST))
+        named: set[int] = set()
+        for (end, (speed, count)), is_low in zip(best.items(), low, strict=True):
+            where = "" if code == "slow-links" else f"rank{'s' * (len(end) > 1)} {' and '.join(map(str, end))}"
+            if code == "slow-pair" and end in broken:
+                yield "broken-link", _nodes(end, places), where, broken[end]
+            elif is_low and len(best) >= FEWEST:
+                named |= set(end)
+                text = f"{speed / middle - 1:+.0%} against the fleet's median ({counted(count, kind + ' link')})"
+                yield code, _nodes(end, places), where, text
+        speeds = {ranks: speed for ranks, speed in speeds.items() if not named & set(ranks)}

@@ -18,22 +18,19 @@ from pydantic import BaseModel
 
 from quern import storage
 from quern.config import validate
-from quern.doctor.readings import Text
 from quern.errors import QuernError
 
 __all__ = ["Meeting"]
 
-_LOOK_S = 0.25
-"""Between two looks."""
-_LEAVE_S = 60.0
-"""For which the files wait for those who still read them; over NFS a file may be seen half a minute late."""
+_LOOK_S = 0.25  # between two looks
+_LEAVE_S = 60.0  # for which files wait for those who read them; over NFS a file may be seen half a minute late
 
 
 class _List(BaseModel):
     """How a meeting ended: values of those who answered, and what the others said when they began, by rank."""
 
     answers: dict[int, Any]
-    missing: dict[int, Text]
+    missing: dict[int, str]
 
 
 class Meeting:
@@ -52,12 +49,10 @@ class Meeting:
     def begin(self, hello: str) -> None:
         """Say that this rank is there, so that it can be named by more than its number if it is not heard of again. A
         folder is passed over where this rank has been before, or whose ranks have met: it is of an earlier start."""
-        for number in count():
-            self.folder = f"{self._base}.{number}"
-            if not storage.is_file(self._list("0")):
-                with suppress(FileExistsError):
-                    storage.create_bytes(self._path("hello", self.rank), json.dumps(hello).encode())
-                    return
+        numbers = count()
+        while not self.folder or any(map(storage.is_file, (self._list("0"), self._path("hello", self.rank)))):
+            self.folder = f"{self._base}.{next(numbers)}"
+        storage.publish_bytes(self._path("hello", self.rank), json.dumps(hello).encode())
 
     def meet(self, value: Any) -> dict[int, Any]:
         """Leave ``value`` for the others, and wait for theirs: those of the ranks that answered, this one among them.

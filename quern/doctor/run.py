@@ -5,66 +5,64 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, zip_longest
 from typing import Any
 
 from quern import storage
 from quern.config import validate
 from quern.data_pipeline.execution.engine import on_each_machine
-from quern.doctor.child import TaskError, Worker
 from quern.doctor.fleet import judge
 from quern.doctor.meeting import Meeting
 from quern.doctor.place import Place
 from quern.doctor.readings import Finding, Link, Reading
-from quern.doctor.rounds import planned_rounds
-from quern.errors import InputError, one_line
+from quern.doctor.worker import Worker
+from quern.errors import InputError, QuernError, one_line
 from quern.train.config import TrainConfig
 from quern.train.processes.address import reached_by
 from quern.words import is_plain_name
 
-__all__ = ["Options", "Result", "check", "check_cluster", "options_of"]
+__all__ = ["Options", "Result", "check", "check_cluster", "options_of", "planned_rounds"]
 
+#: Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up.
 _ALONE, _LINK = 0.75, 0.5
-"""Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is checked, and for how long others are waited for."""
+    """What is checked, and for how long others are waited for. In ``share``, which all ranks see, they have a folder of
+    their own while they check. ``device`` is none for machines of data runs: no torch. ``config`` is of training, as
+    JSON holds it, and ``compiler`` what of it needs one."""
 
     share: str | None = None
-    """A folder that all ranks see; in it they have a folder of their own while they check."""
     id: str | None = None
     timeout_s: float = 120.0
     repeats: int = 9
     rounds: int = 8
     device: str = "auto"
-    """``none`` for machines of data runs: no torch."""
     disks: tuple[str, ...] = ()
     store: str | None = None
     config: Mapping[str, Any] | None = None
-    """Of training, as JSON holds it: its kernels are tried."""
     compiler: str = ""
-    """What of it needs a compiler."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was read and found."""
+    """What was read and found; of several ranks one ``tells`` it."""
 
     readings: list[Reading]
     links: list[Link]
     findings: list[Finding]
     world: int
     tells: bool = True
-    """Whether this rank is the one that tells it."""
 
 
 def options_of(config: TrainConfig, options: Options) -> Options:
     """``options`` with what a training config needs: its folders, its store, compilers and kernels."""
-    local = config.checkpoint.local
-    disks = [config.run_dir, *([local.partition("{")[0]] if local else []), *options.disks]
+    local = [config.checkpoint.local.partition("{")[0]] if config.checkpoint.local else []
+    disks = [config.run_dir, *local, *options.disks]
     compiler = "optimizer in bf16" if "bf16" in (config.optimizer.moments, config.optimizer.gradients) else ""
     if config.compile.enabled and config.compile.backend == "inductor":
         compiler = "compile.enabled"
@@ -98,8 +96,8 @@ def check(place: Place, options: Options) -> Result:
         readings = [validate(value, Reading, f"{meeting.folder}: rank {rank}") for rank, value in told.items()]
         links = _measure_links(meeting, worker, place, options, readings)
         meeting.leave()
-        found = judge(readings, links, meeting.missing)
-        return Result(readings, links, found, place.world, place.rank == meeting.present[0])
+        judged = judge(readings, links, meeting.missing)
+        return Result(readings, links, judged, place.world, place.rank == meeting.present[0])
 
 
 def check_cluster(options: Options) -> Result:
@@ -110,39 +108,38 @@ def check_cluster(options: Options) -> Result:
         QuernError: no cluster answers.
     """
     told = on_each_machine("auto", _read_there, (replace(options, device="none"),), options.timeout_s)
-    silent = {number: node for number, (node, value) in enumerate(told) if value is None}
     readings = []
     for number, (node, value) in enumerate(told):
-        if isinstance(value, Exception):
-            value = {"problems": [{"code": "failed", "text": one_line(value)}]}
         if value is not None:
+            value = value if isinstance(value, dict) else _problem(value)
             readings.append(validate({**value, "rank": number, "node": node}, Reading, node))
+    silent = {number: node for number, (node, value) in enumerate(told) if value is None}
     return Result(readings, [], judge(readings, (), silent), len(told))
 
 
 def _read_there(options: Options) -> dict[str, Any]:
     with Worker() as worker:
-        return _read_alone(worker, Place(0, 1, 0, 1, "", "", ""), options)
+        return _read_alone(worker, Place(0, 1, 0, 1, ""), options)
 
 
 def _read_alone(worker: Worker, place: Place, options: Options) -> dict[str, Any]:
     """A :class:`Reading` of everything that needs no other rank."""
     end = time.monotonic() + _ALONE * options.timeout_s
     found: dict[str, Any] = {"devices": {}, "problems": []}
-    task = {
-        "device": options.device, "repeats": options.repeats, "disks": options.disks or (tempfile.gettempdir(),),
-        "store": options.store, "config": options.config, "compiler": options.compiler,
-        "local_rank": place.local_rank, "all": place.local_world == 1,
-    }  # fmt: skip
-    for what in ["node"] * (place.local_rank == 0) + ["device"] * (options.device != "none"):
+    disks = options.disks or (tempfile.gettempdir(),)
+    task = {**asdict(options), **place._asdict(), "disks": disks, "all": place.local_world == 1}
+    for what in ["machine.measure"] * (place.local_rank == 0) + ["load.device"] * (options.device != "none"):
         try:
             worker.ask({**task, "what": what}, max(1.0, end - time.monotonic()), found)
-        except TaskError as error:
-            found["problems"].append({"code": "hung" if error.hung else "failed", "text": f"{what}: {error}"})
+        except (QuernError, TimeoutError) as error:
+            found["problems"] += _problem(error)["problems"]
     found["devices"] = [{"name": name, **device} for name, device in found["devices"].items()]
-    return {
-        **found, "rank": place.rank, "node": place.node, "local_rank": place.local_rank, "address": place.address,
-    }  # fmt: skip
+    return found | {"rank": place.rank, "node": place.node, "local_rank": place.local_rank, "address": place.address}
+
+
+def _problem(error: Exception) -> dict[str, Any]:
+    code = "hung" if isinstance(error, TimeoutError) else "failed"
+    return {"problems": [{"code": code, "text": one_line(error)}]}
 
 
 def _measure_links(
@@ -155,7 +152,7 @@ def _measure_links(
         where = one.node, one.local_rank
         places[one.rank] = where if where not in places.values() else (f"{one.node} (rank {one.rank})", one.local_rank)
     out = {one.rank for one in readings if any(problem.code == "hung" for problem in one.problems)}
-    place = replace(place, address=reached_by(place.address, [one.address for one in readings]))
+    place = place._replace(address=reached_by(place.address, [one.address for one in readings]))
     links: list[Link] = []
     for number, (kind, groups) in enumerate(planned_rounds(places, options.rounds)):
         own = next((group for group in groups if place.rank in group), ())
@@ -176,13 +173,39 @@ def _measure(
     """A :class:`Link` of this rank; of a ring the first one tells for all."""
     limit, began = _LINK * options.timeout_s, time.monotonic()
     link: dict[str, Any] = {"kind": kind, "ranks": ranks}
-    task = {
-        **link, "what": "link", "rank": place.rank, "local_rank": place.local_rank, "address": place.address,
-        "device": options.device, "repeats": options.repeats, "meet": meet, "timeout_s": limit,
-    }  # fmt: skip
+    task = {**asdict(options), **place._asdict(), **link, "what": "load.link", "meet": meet, "timeout_s": limit}
     try:
         worker.ask(task, limit, link)
-    except TaskError as error:
+    except (QuernError, TimeoutError) as error:
         worker.close()  # what is left of a connection that failed may fail the next one
         return {**link, "problem": str(error), "late": time.monotonic() - began > limit / 2}
     return None if kind == "ring" and place.rank != ranks[0] else link
+
+
+def planned_rounds(places: Mapping[int, tuple[str, int]], most: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """Pairs inside nodes, pairs of nodes (all local ranks at once, each with its like), one ring of all. Of pairs
+    ``most`` rounds of each kind, so that as many partners a rank. ``places``: node and local rank of each rank."""
+    nodes: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, (node, local_rank) in sorted(places.items()):
+        nodes[node][local_rank] = rank
+    inside = zip_longest(*(_tournament([*ranks.values()]) for ranks in nodes.values()), fillvalue=[])
+    for rounds in islice(inside, most):
+        yield "local pair", [pair for pairs in rounds for pair in pairs]
+    between = _tournament([*nodes])
+    for number in range(min(most, len(between))):
+        pairs = between[number * max(len(between), most) // most]  # spread over all that there are
+        rails = [(nodes[a][n], nodes[b][n]) for a, b in pairs for n in sorted(nodes[a].keys() & nodes[b])]
+        yield "pair", [(min(rail), max(rail)) for rail in rails]
+    if len(places) > 2:
+        yield "ring", [tuple(sorted(places))]
+
+
+def _tournament(players: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
+    """Rounds in which everybody meets everybody once (circle method); one of an odd number pauses."""
+    turning = [*players, *([None] if len(players) % 2 else [])]
+    rounds, half = [], len(turning) // 2
+    for _ in range(len(turning) - 1):
+        pairs = zip(turning[:half], reversed(turning[half:]), strict=True)
+        rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        turning.insert(1, turning.pop())
+    return rounds

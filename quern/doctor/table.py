@@ -11,38 +11,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quern.doctor.fleet import NORMAL, medians, units
+from quern.doctor.fleet import NORMAL, units
 from quern.doctor.readings import Reading
 from quern.doctor.run import Result
 from quern.words import counted, shorten, size
 
 __all__ = ["as_data", "show"]
 
-_MOST = 20
-"""Findings that are shown; ``--json`` has all."""
-
-Plain = Callable[[str], str]
+_MOST = 20  # findings that are shown; --json has all
 
 
 def as_data(result: Result) -> dict[str, Any]:
     """Everything, for ``--json``."""
-    return {
-        "findings": [one._asdict() for one in result.findings],
-        "readings": [one.model_dump() for one in result.readings],
-        "links": [one.model_dump() for one in result.links],
-    }
+    told = {name: [one.model_dump() for one in getattr(result, name)] for name in ("readings", "links")}
+    return {"findings": [one._asdict() for one in result.findings], **told}
 
 
-def show(result: Result, console: Console, plain: Plain) -> None:
+def show(result: Result, console: Console, plain: Callable[[str], str]) -> None:
     """Measurements over the fleet, facts, findings. ``plain`` makes a text of outside safe for a terminal."""
 
     def line(text: str, style: str = "") -> None:
         console.print(Text(plain(text), style), soft_wrap=True)
 
     console.print(_speeds(result, plain))
-    if len(result.readings) > 1 and not any(reading.devices for reading in result.readings):
-        line("")
-        console.print(_machines(result, plain))
     line("")
     for name, value in _facts(result.readings):
         line(f"{name:<16} {shorten(value, 200)}")
@@ -60,7 +51,7 @@ def show(result: Result, console: Console, plain: Plain) -> None:
         line(f"… and {len(found) - _MOST} more (--json)")
 
 
-def _speeds(result: Result, plain: Plain) -> Table:
+def _speeds(result: Result, plain: Callable[[str], str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("measurement", overflow="fold")
     for name in ("of", "median", "spread", "lowest"):
@@ -70,11 +61,11 @@ def _speeds(result: Result, plain: Plain) -> Table:
     for node, where, _, name, repeats in units(result.readings):
         fleets[name][f"{node} {where}".rstrip()] = repeats
     for link in result.links:  # both ends tell
-        if link.speeds:
+        if link.speeds and not link.problem:
             ends = " and ".join(map(str, link.ranks)) if len(link.ranks) == 2 else f"{link.ranks[0]} … {link.ranks[-1]}"
             fleets[f"link {link.kind}"][f"ranks {ends}"] = link.speeds
     for name, fleet in fleets.items():
-        values = medians([*fleet.values()])
+        values = np.array([np.median(repeats) for repeats in fleet.values()])
         middle, low = float(np.median(values)), int(np.argmin(values))
         spread = f"{NORMAL * np.median(np.abs(values - middle)) / middle:.1%}" if len(fleet) > 2 and middle else "–"
         lowest = _amount(name, values[low]) if len(fleet) > 1 else ""
@@ -89,16 +80,6 @@ def _amount(name: str, value: float) -> str:
     if name.startswith("disk sync"):
         return f"{1e3 / value:.3g} ms" if value else "–"
     return f"{value / 1e9:.3g} GB/s"
-
-
-def _machines(result: Result, plain: Plain) -> Table:
-    """Machines of a data run, node by node."""
-    table = Table("node", "cores", "memory", "disks", box=None, pad_edge=False, header_style="bold")
-    for reading in result.readings[:_MOST]:
-        disks = ", ".join(f"{disk.path} {size(disk.free)} of {size(disk.total)} free" for disk in reading.disks)
-        row = [reading.node, reading.shown.get("cores", "–"), reading.shown.get("memory", "–"), disks]
-        table.add_row(*map(Text, map(plain, row)))
-    return table
 
 
 def _facts(readings: Sequence[Reading]) -> Iterator[tuple[str, str]]:
@@ -118,4 +99,9 @@ def _facts(readings: Sequence[Reading]) -> Iterator[tuple[str, str]]:
             clock = f", {device.sm_clock_mhz} of {device.max_sm_clock_mhz} MHz" if device.sm_clock_mhz else ""
             yield device.name, device.kind + clock
         yield from told[0].shown.items()
-        yield from ((disk.path, f"{size(disk.free)} free of {size(disk.total)}") for disk in told[0].disks)
+        yield from ((disk.path, f"{size(disk.free)} of {size(disk.total)} free") for disk in told[0].disks)
+    elif not any(reading.devices for reading in readings):  # of data runs
+        for reading in told[:_MOST]:
+            disks = [f"{disk.path} {size(disk.free)} of {size(disk.total)} free" for disk in reading.disks]
+            shown = [f"{reading.shown.get('cores', '?')} cores", reading.shown.get("memory", "memory unknown")]
+            yield reading.node, ", ".join([*shown, *disks])

@@ -1,110 +1,107 @@
-"""The process that measures: reads tasks as lines of JSON, and writes what it does next and what it finds, likewise."""
+"""Runs measurements in a process beside this one, which can hang, crash or be killed without harm.
+
+Driver, network and disks may hang in a way that no exception ends. So this process touches none of them: it sends
+tasks to the other, waits for its time-out, kills it and starts another. Both write lines of JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import threading
-from collections.abc import Iterator
-from queue import SimpleQueue
+import time
+from importlib import import_module
 from typing import Any
 
-from quern.errors import one_line
+from quern.closes import Closes
+from quern.errors import QuernError, one_line
+from quern.safe_path import module
+from quern.train.processes.spawn import Child
 
-__all__: list[str] = []
+__all__ = ["Worker"]
 
-Told = Iterator[str | dict[str, Any]]
-"""What is done next, or something of a :class:`~quern.doctor.readings.Reading` or ``Link``."""
-
-
-def _node(task: dict[str, Any]) -> Told:
-    """What belongs to the whole node."""
-    from quern.doctor import disks, machine
-    from quern.doctor.gpus import open_nvml
-
-    yield "machine"
-    yield machine.machine()
-    yield machine.limits(task["device"] != "cpu")
-    yield "network"
-    yield machine.interfaces()
-    for path in task["disks"]:
-        yield f"disk {path}"
-        yield disks.measure_disk(path, task["repeats"])
-    if task["store"]:
-        yield f"store {task['store']}"
-        yield disks.try_store(task["store"])
-    yield "memory"
-    yield disks.host_speeds(task["repeats"])
-    if task["device"] != "none":
-        yield "versions"
-        with open_nvml() as nvml:
-            yield machine.versions(nvml, task["compiler"])
+_KILL_S = 5.0
 
 
-def _device(task: dict[str, Any]) -> Told:
-    import torch
+class Worker(Closes):
+    """A process that does tasks in turn; started when it is first asked."""
 
-    from quern.doctor.gpus import open_nvml
-    from quern.doctor.load import load
-    from quern.doctor.machine import kernels
-    from quern.train.processes.ranks import choose_device
+    _child: Child | None = None
 
-    yield "choose a device"
-    devices = [choose_device(task["device"], task["local_rank"])]
-    if devices[0].type == "cpu" and task["local_rank"]:
-        return  # its processor is measured by the node's first rank
-    yield "kernels"
-    yield kernels(task["config"], devices[0])
-    if devices[0].type == "cuda" and task["all"]:
-        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    with open_nvml() as nvml:
-        for device in devices:  # a launcher may show each rank one GPU alone, so that its number says nothing
-            number = device.index if task["all"] else task["local_rank"]
-            yield from load(device, f"cuda:{number}" if device.type == "cuda" else "cpu", task["repeats"], nvml)
+    def ask(self, task: dict[str, Any], timeout_s: float, found: dict[str, Any]) -> None:
+        """Have a task done by the function ``task["what"]`` (``load.link``), and add what it tells to ``found``, also
+        where it fails later: mappings by name, lists one behind the other.
+
+        Raises:
+            TimeoutError: it has hung for ``timeout_s``.
+            QuernError: it has failed, or its process has ended.
+        """
+        child, doing, end = self._started(), "start", time.monotonic() + timeout_s
+        child.send(json.dumps(task))
+        while True:
+            try:
+                line = child.receive(max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                raise TimeoutError(f"hung for {timeout_s:g} s in: {doing}") from None
+            if line is None:
+                self.close()
+                raise QuernError(f"ended with code {child.status()} in: {doing}")
+            match json.loads(line):
+                case str(doing):
+                    pass
+                case {"error": error}:
+                    raise QuernError(f"{doing}: {error}")
+                case None:
+                    return
+                case part:
+                    _add(found, part)
+
+    def close(self) -> None:
+        """End the process; one that cannot be killed, as it waits in a driver, is left to the system."""
+        if self._child is not None:
+            self._child.end(0, _KILL_S)
+        self._child = None
+
+    def _started(self) -> Child:
+        self._child = self._child or Child(module("quern.doctor.worker"))
+        return self._child
 
 
-def _link(task: dict[str, Any]) -> Told:
-    from quern.doctor.links import measure_link
-    from quern.train.processes.address import is_loopback
-    from quern.train.processes.ranks import choose_device
-
-    yield f"{task['kind']} {task['ranks']}"
-    if is_loopback(task["address"]) and os.path.isdir("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    yield measure_link(
-        task["kind"], task["ranks"].index(task["rank"]), len(task["ranks"]), meet=task["meet"], address=task["address"],
-        device=choose_device(task["device"], task["local_rank"]), repeats=task["repeats"], timeout_s=task["timeout_s"],
-    )  # fmt: skip
-
-
-_TASKS = {"node": _node, "device": _device, "link": _link}
+def _add(into: dict[str, Any], part: dict[str, Any]) -> None:
+    for name, value in part.items():
+        if isinstance(value, dict):
+            _add(into.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            into.setdefault(name, []).extend(value)
+        else:
+            into[name] = value
 
 
 def _main() -> None:
+    """What the other process does: tells what it does next, a text, and what it finds, a mapping; null at the end."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-
-    def tell(**value: Any) -> None:
-        out.write(json.dumps(value) + "\n")
-        out.flush()
-
-    tasks: SimpleQueue[str] = SimpleQueue()
+    tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             tasks.put(line)
-        os._exit(0)  # the other process has ended: also out of a call that hangs
+        os._exit(0)  # the first process has ended: also out of a call that hangs
 
     threading.Thread(target=read, name="tasks", daemon=True).start()
     while True:
         task = json.loads(tasks.get())
         try:
-            for told in _TASKS[task["what"]](task):
-                tell(doing=told) if isinstance(told, str) else tell(found=told)
-            tell(done=True)
-        except Exception as error:  # told to the other process, and the next task may go well
-            tell(error=f"{type(error).__name__}: {one_line(error)}")
+            part, function = task["what"].split(".")
+            for told in getattr(import_module(f"quern.doctor.{part}"), function)(task):
+                print(json.dumps(told), file=out, flush=True)
+            end = None
+        except Exception as error:  # told to the first process, and the next task may go well
+            end = {"error": f"{type(error).__name__}: {one_line(error)}"}
+        print(json.dumps(end), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ def preflight(config: TrainConfig) -> None:
         file.flush()
         command = module("quern.cli.main", "doctor", file.name, "--device", config.device)
         done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL)
-    if done.returncode == 1:
-        raise InputError("preflight: quern doctor has named machines (above), and nothing was started; "
-                         "repair or leave them out, or start with preflight=false")  # fmt: skip
     if done.returncode:
-        raise InputError("preflight: quern doctor could not check the machines (above), and nothing was started")
+        why = "has named machines" if done.returncode == 1 else "could not check the machines"
+        raise InputError(f"preflight: quern doctor {why} (above), and nothing was started; repair or leave them out, "
+                         "or start with preflight=false")  # fmt: skip

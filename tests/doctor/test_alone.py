@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from quern.doctor import disks, fleet, machine
+from quern.doctor import fleet, gpus, load, machine
 from quern.doctor.fleet import judge
-from quern.doctor.gpus import Nvml, open_nvml
-from quern.doctor.load import load
 from quern.doctor.place import place_of
 from quern.doctor.readings import Device, Disk, Reading
 from quern.errors import InputError
@@ -36,7 +34,7 @@ class Driver:
         return self.cuda
 
     def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
-        return b"570.86.15"
+        return "570.86.15"
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return 2
@@ -44,8 +42,8 @@ class Driver:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
 
-    def nvmlDeviceGetHandleByPciBusId(self, pci: bytes) -> bytes:  # noqa: N802
-        assert pci == b"0000:1b:00.0"
+    def nvmlDeviceGetHandleByPciBusId(self, pci: str) -> str:  # noqa: N802
+        assert pci == "0000:1b:00.0"
         return pci
 
     def nvmlDeviceGetName(self, handle: object) -> str:  # noqa: N802
@@ -56,17 +54,17 @@ class Driver:
             raise self.NVMLError("Not Supported")
         return value
 
-    def nvmlDeviceGetTotalEccErrors(self, handle: bytes, kind: int, counter: int) -> Any:  # noqa: N802
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: int, counter: int) -> Any:  # noqa: N802
         assert (kind, counter) == (1, 0)  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
         return self._known(self.ecc)
 
-    def nvmlDeviceGetRemappedRows(self, handle: bytes) -> Any:  # noqa: N802
+    def nvmlDeviceGetRemappedRows(self, handle: Any) -> Any:  # noqa: N802
         return self._known(self.rows)
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: bytes) -> int:  # noqa: N802
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int:  # noqa: N802
         return self.why
 
-    def nvmlDeviceGetClockInfo(self, handle: bytes, kind: int) -> int:  # noqa: N802
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int:  # noqa: N802
         return 1755
 
     nvmlDeviceGetMaxClockInfo = nvmlDeviceGetClockInfo
@@ -75,7 +73,7 @@ class Driver:
         self.events += 1
         return "events"
 
-    def nvmlDeviceRegisterEvents(self, handle: bytes, kinds: int, events: str) -> None:  # noqa: N802
+    def nvmlDeviceRegisterEvents(self, handle: Any, kinds: int, events: str) -> None:  # noqa: N802
         assert kinds == 0x8  # nvmlEventTypeXidCriticalError
 
     def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:  # noqa: N802
@@ -101,7 +99,7 @@ class Driver:
     ],
 )
 def test_what_nvml_counts_is_judged(driver: Driver, codes: list[str]) -> None:
-    with Nvml(driver).watched("0000:1b:00.0") as state:
+    with gpus.watched(driver, "0000:1b:00.0") as state:
         device = Device(name="cuda:0", kind="H100", **state())
     assert driver.events == 0
     assert [one.code for one in judge([Reading(rank=0, node="n", devices=[device])])] == codes
@@ -118,41 +116,41 @@ def test_pynvml_has_what_is_asked_of_it() -> None:
 
 
 def test_versions_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = Nvml(Driver())
-    assert nvml.system() == {"driver": "570.86.15", "driver's cuda": "12.8", "gpus": "2 × NVIDIA H100 80GB HBM3"}
+    nvml = Driver()
+    assert gpus.system(nvml) == {"driver": "570.86.15", "driver's cuda": "12.8", "gpus": "2 × NVIDIA H100 80GB HBM3"}
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (problem,) = machine.versions(nvml, "")["problems"]
+    (problem,) = machine._versions(nvml, "")["problems"]
     assert problem["text"] == "the driver 570.86.15 supports CUDA 12.8, and torch is built for 13.0"
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    (problem,) = machine.versions(nvml, "")["problems"]
+    (problem,) = machine._versions(nvml, "")["problems"]
     assert problem["text"].endswith("and torch finds no GPU")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (problem,) = machine.versions(None, "compile.enabled")["problems"]
-    assert (problem["code"], machine.versions(None, "")["problems"]) == ("compiler", [])
+    (problem,) = machine._versions(None, "compile.enabled")["problems"]
+    assert (problem["code"], machine._versions(None, "")["problems"]) == ("compiler", [])
 
 
 def test_without_the_package_nothing_is_read() -> None:
-    with open_nvml() as nvml:
-        assert nvml is None or nvml.system()
+    with gpus.open_nvml() as nvml:
+        assert nvml is None or gpus.system(nvml)
 
 
 def test_disks_that_cannot_be_written_and_stores_that_lie_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = disks.measure_disk(str(tmp_path / "not" / "there"), 2)
+    found = machine._measure_disk(str(tmp_path / "not" / "there"), 2)
     assert found["disks"][0]["path"] == str(tmp_path / "not" / "there"), "the disk it will be on"
     assert len(found["speeds"][f"disk sync {tmp_path}/not/there"]) == 2
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 1 << 20))
-    full = disks.measure_disk(str(tmp_path), 2)
+    full = machine._measure_disk(str(tmp_path), 2)
     assert "speeds" not in full, "a full disk is not written to"
-    (problem,) = disks.try_store("nothere://bucket")["problems"]
+    (problem,) = machine._try_store("nothere://bucket")["problems"]
     assert problem["code"] == "store"
-    monkeypatch.setattr(disks.storage, "read_bytes", lambda path: b"other")
-    (problem,) = disks.try_store(str(tmp_path))["problems"]
-    assert problem["text"] == f"{tmp_path}: read: other bytes than were written"
+    monkeypatch.setattr(machine.storage, "read_bytes", lambda path: b"other")
+    (problem,) = machine._try_store(str(tmp_path))["problems"]
+    assert problem["text"] == f"{tmp_path}: compare: read other bytes than were written"
     assert [*tmp_path.iterdir()] == []
 
 
@@ -166,7 +164,7 @@ def test_limits_and_interfaces_are_read_from_the_system(tmp_path: Path, monkeypa
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    found = machine.interfaces(str(tmp_path))
+    found = machine._interfaces(str(tmp_path))
     assert found["facts"] == {"infiniband": "1 × 4: ACTIVE 400 Gb/sec (4X NDR)"}
     assert found["shown"] == {"interfaces": "eth0, eth1, veth7 (2 × 100000 Mb/s, MTU 9000)"}
     (tmp_path / "dev/shm").mkdir(parents=True)
@@ -174,14 +172,16 @@ def test_limits_and_interfaces_are_read_from_the_system(tmp_path: Path, monkeypa
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (65536, 65536))
-    found = machine.limits(True, str(tmp_path))
+    found = machine._limits(True, str(tmp_path))
     assert [one["code"] for one in found["problems"]] == ["shm", "memlock"]
-    assert machine.limits(False, str(tmp_path))["problems"] == []
+    assert machine._limits(False, str(tmp_path))["problems"] == []
 
 
 def test_a_device_that_computes_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"device": "cpu", "local_rank": 0, "all": True, "repeats": 1, "config": None}
+
     def problems() -> list[dict[str, str]]:
-        told = [part for part in load(torch.device("cpu"), "cpu", 1, None) if isinstance(part, dict)]
+        told = [part for part in load.device(task) if isinstance(part, dict)]
         return [problem for part in told for problem in part.get("problems", [])]
 
     assert problems() == []

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quern.config import validate
 from quern.doctor.fleet import judge
 from quern.doctor.readings import Device, Disk, Finding, Link, Problem, Reading
-from quern.doctor.rounds import planned_rounds
+from quern.doctor.run import planned_rounds
 from quern.errors import InputError
 
 NODES, GPUS, REPEATS = 64, 8, 9
@@ -197,18 +197,13 @@ def test_devices_of_another_model_are_another_fleet() -> None:
 
 def test_without_a_majority_every_version_is_told() -> None:
     two = [Reading(rank=n, node=f"node-{n}", facts={"driver": version}) for n, version in enumerate("ab")]
-    (found,) = judge(two)
-    assert (found.nodes, found.text) == (("node-0", "node-1"), "a on node-0; b on node-1")
-    (found,) = judge([*two, Reading(rank=2, node="node-2", facts={"driver": "a"})])
-    assert (found.nodes, found.text) == (("node-1",), "b, and a on 2 other nodes")
-    (found,) = judge(
-        [
-            *two[:1],
-            Reading(rank=1, node="node-1", facts={"driver": "a"}),
-            Reading(rank=2, node="node-2", facts={"os": "x"}),
-        ]
-    )[:1]
-    assert found.nodes == ("node-2",)
+    found = [(one.nodes, one.text) for one in judge(two)]
+    assert found == [(("node-0",), "a, and b on 1 of 2 nodes"), (("node-1",), "b, and a on 1 of 2 nodes")]
+    (one,) = judge([*two, Reading(rank=2, node="node-2", facts={"driver": "a"})])
+    assert (one.nodes, one.text) == (("node-1",), "b, and a on 2 of 3 nodes")
+    same = Reading(rank=1, node="node-1", facts={"driver": "a"})
+    found = [(one.nodes, one.where) for one in judge([two[0], same, Reading(rank=2, node="node-2", facts={"os": "x"})])]
+    assert found == [(("node-2",), "driver"), (("node-2",), "os")]
 
 
 def links(*groups: tuple[int, ...], slow: Mapping[tuple[int, ...], float], kind: Any = "pair") -> list[Link]:

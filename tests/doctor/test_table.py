@@ -66,5 +66,5 @@ def test_machines_of_data_runs_stand_node_by_node() -> None:
         for n in range(3)
     ]
     text = shown(machines)
-    assert "node-2  16" in text
+    assert "node-2           16 cores, memory unknown, /d 512.0 GiB of 1.0 TiB free" in text
     assert text.count("/d 512.0 GiB of 1.0 TiB free") == 3
