@@ -24,7 +24,8 @@ def preflight(config: TrainConfig) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_yaml(config))
         file.flush()
-        command = module("quern.cli.main", "doctor", file.name, "--device", config.device)
+        timeout = f"{config.preflight_timeout_s:g}"
+        command = module("quern.cli.main", "doctor", file.name, "--device", config.device, "--timeout", timeout)
         done = subprocess.run(command, pass_fds=launch.handed_on(), check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         why = "has named machines" if done.returncode == 1 else "could not check the machines"

@@ -31,7 +31,7 @@ MICRO_BATCHES = 4
 #: What has no say in a step's time, or is the benchmark's to decide.
 FIXED = frozenset((
     "run_dir", "data", "phases", "global_batch", "steps", "init_from", "schedule", "checkpoint", "resume", "data_skip",
-    "validation", "metrics", "profile", "verify_shards", "preflight",
+    "validation", "metrics", "profile", "verify_shards", "preflight", "preflight_timeout_s",
 ))  # fmt: skip
 
 

@@ -227,7 +227,7 @@ class TrainConfig(Section):
     later: ClassVar[Mapping[str, Any]] = {
         "comm": CommConfig().model_dump(), "process": ProcessConfig().model_dump(), "weights_cast": "auto",
         "activation_checkpointing_layers": None, "activation_memory_budget": None, "flash_attention": "default",
-        "on_event": None, "preflight": False, "watchdog": WatchdogConfig().model_dump(),
+        "on_event": None, "preflight": False, "preflight_timeout_s": 120.0, "watchdog": WatchdogConfig().model_dump(),
         "out_of_memory": "fail", "replicas": ReplicasConfig().model_dump(),
     }  # fmt: skip
     run_dir: str
@@ -312,6 +312,8 @@ class TrainConfig(Section):
     """Compare every shard's SHA-256 at the start, each rank its share; files verified before are not read again."""
     preflight: bool = False
     """Check the machines first, as ``quern doctor`` does, and start only if nothing is found."""
+    preflight_timeout_s: Annotated[float, Field(ge=1)] = 120.0
+    """[s] With ``preflight``: how long others wait for a node that does not answer."""
 
     @field_validator("on_event")
     @classmethod

@@ -29,7 +29,7 @@ _NOT_THE_RECIPE = {
     "run_dir", "device", "comm", "process", "checkpoint", "resume", "data_skip", "validation", "metrics", "profile",
     "forensics", "verify_shards", "parallel", "micro_batch", "attention", "flash_attention", "compile", "loss_chunk",
     "activation_checkpointing", "activation_checkpointing_layers", "activation_memory_budget", "weights_cast",
-    "deterministic", "on_event", "preflight",
+    "deterministic", "on_event", "preflight", "preflight_timeout_s",
 }  # fmt: skip
 
 
