@@ -232,7 +232,7 @@ def open_trainer(
             run_record.describe(config, corpus, shape, layout.plan, utilisation, start)
             board = branch_folder(config.run_dir, ledger.entries)
             metrics = Metrics(config.run_dir, config.metrics, config.steps, board=board, first=start.step)
-            return metrics, Trackers(config.run_dir, config.metrics, start.attempt)
+            return metrics, Trackers(config.run_dir, config.metrics)
 
         metrics, trackers = together.all_or_raise(written_once)
         hosts = together.gather(socket.gethostname())

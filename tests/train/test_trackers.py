@@ -6,7 +6,6 @@ forked.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -26,18 +25,11 @@ from quern.train.fork import fork
 from quern.train.trackers.board import branch_folder
 from quern.train.trackers.branches import Branch, Parent, State, branch_at, parent_of_fork, state_path
 from quern.train.trackers.numbers import numbers_of
-from quern.train.trackers.trackers import Trackers, check_installed
+from quern.train.trackers.trackers import check_installed
 from support.train import run_case as case
+from support.train.tracker_case import idle, lines, state
 
 Points = dict[int, dict[str, float]]
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def state(run: Path, name: str) -> dict[str, Any]:
-    return json.loads((run / "trackers" / f"{name}.json").read_text())
 
 
 # --- what each has of a run ------------------------------------------------------------------------------------------
@@ -113,6 +105,7 @@ def expected(run: Path, attempts: dict[int, range]) -> Points:
 PROGRAM = """
 import json, os, signal, sys
 from support.train import run_case as case
+from support.train.tracker_case import idle, lines, state
 run, paths, kill_at, changes = json.loads(sys.argv[1])
 def factor(data_step):
     if kill_at is not None and data_step == kill_at:
@@ -127,16 +120,6 @@ def train(run: Path, paths: list[str], kill_at: int | None = None, **changes: An
     given = json.dumps([str(run), paths, kill_at, changes])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run([sys.executable, "-c", PROGRAM, given], env=environment, check=False).returncode
-
-
-def idle(run: Path, name: str, place: float) -> None:
-    """Wait until the worker of a trainer that was killed has sent all up to ``place``, and has ended."""
-    until = time.monotonic() + 120
-    while not Path(state_path(str(run), name)).exists() or state(run, name)["place"] != place:
-        assert time.monotonic() < until, f"{name}: has not sent what there is"
-        time.sleep(0.05)
-    with open(run / "trackers" / f"{name}.lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 @pytest.mark.long
@@ -218,134 +201,6 @@ def trackio_points(project: str, ident: str) -> Points:
     return found
 
 
-# --- trackers that fail and hang -------------------------------------------------------------------------------------
-
-FAKE = '''
-"""A tracker that writes what it is given, and fails or hangs where the environment says."""
-import json, os, sys, time, types
-
-def spoil(where):
-    how = os.environ.get("SPOILT_" + where)
-    if how == "hangs":
-        time.sleep(1000)
-    if how == "raises":
-        raise RuntimeError(f"no {where}\\x1b[31m today")
-
-class Run:
-    def __init__(self, **given):
-        spoil("START")
-        self.out = open(os.environ["FAKE_OUT"], "a")
-        self.config = types.SimpleNamespace(update=lambda config, allow_val_change: None)
-        self.write(given={key: value for key, value in given.items() if key in ("id", "group", "name")})
-    def write(self, **what):
-        print(json.dumps(what), file=self.out, flush=True)
-    def log(self, numbers, step):
-        spoil("STEP")
-        self.write(number=step, step=numbers["step"], loss=numbers.get("train/loss"))
-    def define_metric(self, name, step_metric=None):
-        pass
-    def finish(self, exit_code=0):
-        spoil("END")
-        self.write(exit=exit_code)
-
-def init(**given):
-    return Run(**given)
-
-def Settings(**given):
-    return given
-'''
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: Any) -> Path:
-    """A library called wandb that writes JSON lines; the path of what it writes."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "wandb.py").write_text(FAKE)
-    path = [str(tmp_path / "site"), *(place for place in sys.path if place)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    monkeypatch.setenv("FAKE_OUT", str(tmp_path / "out"))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    return tmp_path / "out"
-
-
-def given(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-
-def tracked(tmp_path: Path, timeout_s: float = 60, **changes: Any) -> Any:
-    data = tmp_path / "data" / "tokens"
-    paths = [str(data / name) for name in ("web", "code")] if data.exists() else case.write_corpus(tmp_path / "data")
-    metrics = {"trackers": ["wandb"], "trackers_timeout_s": timeout_s}
-    return case.settings(tmp_path / "run", paths, metrics=metrics, **changes)
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in lines(run) if row["kind"] == "step"}
-
-
-def sent(out: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in given(out) if row.get("loss") is not None}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "where"),
-    [
-        pytest.param(how, where, marks=() if (how, where) == ("hangs", "STEP") else pytest.mark.long)
-        for how in ("raises", "hangs")
-        for where in ("START", "STEP", "END")
-    ],
-)
-def test_a_tracker_that_fails_or_hangs_is_said_once_and_what_it_lacks_is_sent_later(
-    where: str, how: str, fake: Path, tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
-    run = tmp_path / "run"
-    monkeypatch.setenv(f"SPOILT_{where}", how)
-    began = time.monotonic()
-    assert case.live(tracked(tmp_path, timeout_s=2)).complete
-    assert time.monotonic() - began < 60  # not the 1,000 s that a call hangs
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("trackers.trackers")]
-    assert all("\x1b" not in line for line in said)
-    assert len(said) == len(set(said)) <= 2
-    if where != "END":
-        assert (
-            f"wandb: {case.STEPS} lines of metrics were not sent; the next start of the run sends what is left" in said
-        )
-        assert sent(fake) == {}
-    else:
-        assert said[-1] == "wandb: has everything, but its run was not ended"
-    if how == "raises":
-        assert said[0].startswith(f"wandb: RuntimeError: no {where} [31m today; the run goes on")
-    monkeypatch.delenv(f"SPOILT_{where}")
-    caplog.clear()
-    assert case.live(tracked(tmp_path)).complete
-    assert sent(fake) == losses(run)
-    assert len(losses(run)) == case.STEPS
-    assert not [record for record in caplog.records if record.name.endswith("trackers.trackers")]
-    assert given(fake)[-1] == {"exit": 0}
-
-
-@pytest.mark.slow
-def test_a_resume_goes_on_in_the_same_run_unless_it_repeats_steps_otherwise(fake: Path, tmp_path: Path) -> None:
-    run, often = tmp_path / "run", {"checkpoint": {"interval": 3}}
-    case.live(tracked(tmp_path, **often), kill_at=5)
-    case.live(tracked(tmp_path, **often), kill_at=8)  # from 3 on; the steps up to 3 are there
-    idle(run, "wandb", 6.5)
-    (first,) = state(run, "wandb")["branches"]
-    before = sent(fake)
-    assert sorted(before) == [*range(7)]
-    case.live(tracked(tmp_path, **often, optimizer={"lr": 0.5}))  # from 6 on, where step 6 was done before
-    branches = state(run, "wandb")["branches"]
-    assert [(own["id"] == first["id"], own["step"], own["parent"]) for own in branches] == [
-        (True, 0, None), (False, 6, first["id"]),
-    ]  # fmt: skip
-    opened = [row["given"] for row in given(fake) if "given" in row]
-    assert {row["group"] for row in opened} == {state(run, "wandb")["group"]}
-    assert [row["id"] for row in opened if row["name"] is not None] == [own["id"] for own in branches]
-    assert sorted(row["step"] for row in given(fake) if row.get("loss") is not None) == [*range(7), 6, 7, 8]
-
-
 # --- branches, by hand -----------------------------------------------------------------------------------------------
 
 MOVES = [
@@ -354,55 +209,56 @@ MOVES = [
 ]  # fmt: skip
 
 
+def branch(ident: str, step: int, attempt: int, parent: str | None) -> Branch:
+    return Branch(id=ident, step=step, attempt=attempt, parent=parent)
+
+
 def after(attempt: int, *branches: Branch) -> State:
-    return State("g", attempt=attempt, place=7.5, recipe="r", branches=branches)
+    return State(group="g", attempt=attempt, place=7.5, branches=branches)
 
 
-FIRST, SECOND = Branch("a", 0, 0, None), Branch("b", 6, 2, "a")
+FIRST, SECOND = branch("a", 0, 0, None), branch("b", 6, 2, "a")
 
 
 @pytest.mark.parametrize(
-    ("known", "attempt", "recipe", "again", "parent"),
+    ("known", "attempt", "parent"),
     [
-        (after(0, FIRST), 1, "r", True, None),
-        (after(0, FIRST), 1, "other", False, None),
-        (after(0, FIRST), 1, "other", True, Parent("a", 6)),
-        (after(0, FIRST), 1, None, True, None),
-        (after(1, FIRST), 2, "r", False, Parent("a", 6)),
-        (after(2, FIRST, SECOND), 3, "r", True, None),
-        (after(3, FIRST, SECOND), 4, "r", True, Parent("a", 4)),
-        (after(1, FIRST), 4, "r", True, Parent("a", 4)),
-        (after(0, FIRST), 9, "r", True, None),
+        (after(0, FIRST), 1, None),
+        (after(1, FIRST), 2, Parent("a", 6)),
+        (after(2, FIRST, SECOND), 3, None),
+        (after(3, FIRST, SECOND), 4, Parent("a", 4)),
+        (after(1, FIRST), 4, Parent("a", 4)),
+        (after(3, FIRST, SECOND), 9, Parent("a", 4)),
+        (after(4, FIRST, SECOND), 9, None),
     ],
 )
-def test_a_branch_leaves_the_run_that_did_the_step_before(
-    known: State, attempt: int, recipe: str | None, again: bool, parent: Parent | None
-) -> None:
-    found = branch_at(known, MOVES, attempt, recipe=recipe, again=again)
-    assert (None if found is None else found[1]) == parent
-    if found is not None and parent is not None:
-        assert found[0].place == parent.step
+def test_a_branch_leaves_the_run_that_did_the_step_before(known: State, attempt: int, parent: Parent | None) -> None:
+    found = branch_at(known, MOVES, attempt)
+    assert found == (None if parent is None else (parent.step, parent))
+
+
+def test_the_first_branch_begins_where_the_start_did() -> None:
+    assert branch_at(State(), MOVES, 0) == (0, None)
+    assert branch_at(State(), MOVES, 3) == (8, None)
 
 
 def test_a_fork_leaves_the_branch_that_its_checkpoint_is_of(tmp_path: Path) -> None:
     line = {"kind": "fork", "step": 7, "run": "trunk", "path": str(tmp_path)}
-    assert parent_of_fork("wandb", MOVES) is None
-    assert parent_of_fork("wandb", [*MOVES[:3], line]) == (Parent("trunk", 7), None)
+    assert parent_of_fork("wandb", MOVES) == (None, "")
+    assert parent_of_fork("wandb", [*MOVES[:3], line]) == (Parent("trunk", 7), "")
     (tmp_path / "trackers").mkdir()
-    later = Branch("c", 4, 4, "a")
-    after(4, FIRST, SECOND, later).write(state_path(str(tmp_path), "wandb"))
+    later = branch("c", 4, 4, "a")
+    Path(state_path(str(tmp_path), "wandb")).write_text(after(4, FIRST, SECOND, later).model_dump_json())
     assert parent_of_fork("wandb", [*MOVES[:3], line]) == (Parent("b", 7), "g")
     assert parent_of_fork("wandb", [*MOVES[:3], line | {"step": 6}]) == (Parent("a", 6), "g")
     assert parent_of_fork("wandb", [*MOVES[:2], line]) == (Parent("a", 7), "g")
-    assert parent_of_fork("mlflow", [*MOVES[:2], line]) == (Parent("trunk", 7), None)
+    assert parent_of_fork("mlflow", [*MOVES[:2], line]) == (Parent("trunk", 7), "")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[]", "{", '{"branches": [1]}', '{"group": "g", "branches": []}',
-     '{"group": 1, "bytes": 0, "entries": 0, "attempt": 0, "place": 0, "recipe": "", "branches": []}',
-     '{"group": "", "bytes": -5, "entries": 0, "attempt": 0, "place": 0, "points": 0, "recipe": "", "ended": "",'
-     ' "branches": []}'],
+    ["[]", "{", '{"branches": [1]}', '{"group": 1}', '{"bytes": -5}', '{"place": true}', '{"recipe": "r"}',
+     '{"branches": [{"id": "a", "step": 0, "attempt": 0}]}'],
 )  # fmt: skip
 def test_a_state_that_is_none_is_refused_by_its_path(text: str, tmp_path: Path) -> None:
     path = tmp_path / "wandb.json"
@@ -479,12 +335,3 @@ def test_a_library_that_is_not_there_is_refused_with_the_command(tmp_path: Path,
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(InputError, match=r"metrics.trackers: wandb is not installed; .*pip install 'quern\[wandb\]'$"):
         check_installed(["wandb"])
-
-
-@pytest.mark.slow
-def test_a_worker_that_cannot_start_is_said(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("quern.train.trackers.trackers.module", lambda *arguments: [str(tmp_path / "none")])
-    with Trackers(str(tmp_path), MetricsConfig(trackers=("wandb",)), 0):
-        pass
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said == "wandb: cannot be started (No such file or directory); the run goes on without it"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quern.errors import QuernError
 
-__all__ = ["METRICS_FILE", "MetricsTable", "Validation", "read_metrics"]
+__all__ = ["METRICS_FILE", "MetricsTable", "Validation", "held_out", "numbers", "read_metrics", "when"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -28,10 +28,8 @@ _LIMIT = 1 << 40
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out loss after ``step`` completed steps, in nats a target, and by source; NaN where it is not finite.
-
-    ``row``: how many rows of steps stand before it in the file. ``time``: seconds since 1970, NaN if not told.
-    """
+    """Held-out loss after ``step`` completed steps, in nats a target, and by source; NaN where it is not finite. In the
+    file ``row`` rows of steps stand before it. ``time``: seconds since 1970, NaN if not told."""
 
     step: int
     row: int
@@ -42,13 +40,10 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)
 class MetricsTable:
-    """The steps in the order of the file.
-
-    ``step`` and ``attempt``: int64 [rows]. ``columns``: float64 [rows] of every other number, true and false as 1 and
-    0, NaN where a row has none; numbers in mappings as ``outer.inner``; ``time`` as seconds since 1970. ``damaged``:
-    the numbers of lines that are no row; a machine that stops leaves such a line, since metrics are not synced. The
-    last line, if it is not whole yet, is none of them.
-    """
+    """The steps in the order of the file. ``step`` and ``attempt``: int64 [rows]. ``columns``: float64 [rows] of every
+    other number (:func:`numbers`), NaN where a row has none; ``time`` as seconds since 1970. ``damaged``: the numbers
+    of lines that are no row; a machine that stops leaves such a line, since metrics are not synced. The last line, if
+    it is not whole yet, is none of them."""
 
     step: NDArray[np.int64]
     attempt: NDArray[np.int64]
@@ -62,6 +57,31 @@ class MetricsTable:
         return np.full(len(self.step), math.nan) if found is None else found
 
 
+def numbers(row: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
+    """Every finite number of a line, true as 1, those in mappings by ``outer.inner``."""
+    for name, value in row.items():
+        if isinstance(value, dict) and outer.count(".") < 2:
+            yield from numbers(value, f"{outer}{name}.")
+        elif isinstance(value, float | int) and -1e300 < value < 1e300:
+            yield outer + name, float(value)
+
+
+def held_out(told: Mapping[str, float]) -> dict[str, float]:
+    """Losses by source and set in the :func:`numbers` of a validation."""
+    return {
+        name.partition(".")[2].removesuffix(".loss"): loss for name, loss in told.items()
+        if name.startswith(("sources.", "sets.")) and name.endswith(".loss")
+    }  # fmt: skip
+
+
+def when(line: Mapping[str, Any]) -> float:
+    """When a line of metrics or of the ledger was written, in seconds since 1970; NaN where it does not tell."""
+    try:
+        return datetime.fromisoformat(line["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def read_metrics(run_dir: str) -> MetricsTable:
     """The metrics of the run in ``run_dir``; none where it has no such file.
 
@@ -70,26 +90,22 @@ def read_metrics(run_dir: str) -> MetricsTable:
     """
     columns: dict[str, array[float]] = {}
     validations, damaged, rows = [], [], 0
-    for number, row in _lines(os.path.join(run_dir, METRICS_FILE)):
-        kind, step = row.get("kind"), row.get("step")
-        if not isinstance(kind, str) or type(step) is not int or not 0 <= step < _LIMIT:
+    for number, line in enumerate(_lines(os.path.join(run_dir, METRICS_FILE)), 1):
+        try:
+            row = json.loads(line)
+            told, step, kind = {**dict(numbers(row)), "time": when(row)}, row["step"], row["kind"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            step, kind = -1, ""
+        if type(step) is not int or not 0 <= step < _LIMIT:
             damaged.append(number)
         elif kind == "step":
-            for name, value in _numbers(row):
-                values = columns.get(name)
-                if values is None and len(columns) < _MAX_COLUMNS:
-                    values = columns[name] = array("d")
-                if values is not None and len(values) <= rows:
-                    _pad(values, rows).append(value)
+            for name, value in told.items():
+                if name in columns or len(columns) < _MAX_COLUMNS:
+                    _padded(columns.setdefault(name, array("d")), rows).append(value)
             rows += 1
         elif kind == "validation":
-            told = dict(_numbers(row))
-            sources = {
-                name.partition(".")[2].removesuffix(".loss"): value for name, value in told.items()
-                if name.startswith(("sources.", "sets.")) and name.endswith(".loss")
-            }  # fmt: skip
-            validations.append(Validation(step, rows, told.get("time", math.nan), told.get("loss", math.nan), sources))
-    found = {name: np.frombuffer(_pad(values, rows)) for name, values in columns.items()}
+            validations.append(Validation(step, rows, told["time"], told.get("loss", math.nan), held_out(told)))
+    found = {name: np.frombuffer(_padded(values, rows)) for name, values in columns.items()}
     steps = found.pop("step", np.zeros(0)).astype(np.int64)
     # where rows do not tell, an attempt begins at a step that is not after the one before
     counted = np.cumsum(np.diff(steps, prepend=-1) <= 0)
@@ -98,40 +114,16 @@ def read_metrics(run_dir: str) -> MetricsTable:
     return MetricsTable(steps, attempt, found, tuple(validations), tuple(damaged))
 
 
-def _pad(values: array[float], rows: int) -> array[float]:
-    """With NaN for the rows before that had no such number."""
-    if len(values) < rows:
-        values.extend([math.nan] * (rows - len(values)))
+def _padded(values: array[float], rows: int) -> array[float]:
+    values.extend([math.nan] * (rows - len(values)))
     return values
 
 
-def _numbers(row: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
-    """Every finite number of a row, those in mappings by ``outer.inner``, and its time."""
-    for name, value in row.items():
-        if isinstance(value, float | int):
-            if -1e300 < value < 1e300:
-                yield outer + name, value
-        elif isinstance(value, dict) and outer.count(".") < 2:
-            yield from _numbers(value, f"{outer}{name}.")
-        elif name == "time" and not outer and isinstance(value, str):
-            try:
-                yield name, datetime.fromisoformat(value).timestamp()
-            except (ValueError, OverflowError):
-                continue
-
-
-def _lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of each whole line, and what it holds: nothing if it is no JSON object."""
+def _lines(path: str) -> Iterator[bytes]:
+    """Each whole line."""
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    row = None
-                yield number, row if isinstance(row, dict) else {}
+            yield from (line for line in file if line.endswith(b"\n"))
     except FileNotFoundError:
         return
     except OSError as error:

@@ -67,9 +67,11 @@ class Child:
                 stream.write(line + "\n")
                 stream.flush()
 
-    def send(self, line: str) -> None:
-        """Ask; what a dead process is asked is lost."""
+    def send(self, line: str, *, last: bool = False) -> None:
+        """Ask; what a dead process is asked is lost. ``last``: then end its input."""
         self._to_say.put(line)
+        if last:
+            self._to_say.put(None)
 
     @property
     def idle(self) -> bool:

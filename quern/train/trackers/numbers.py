@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from quern.train.history.metrics_file import held_out, numbers
 
 __all__ = ["FACTS", "numbers_of", "place_of"]
 
@@ -23,31 +25,11 @@ def place_of(row: Mapping[str, Any]) -> float:
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics: ``train/loss``, ``losses_by_source/web``, ``validation/web``; what is null is
     left out, true is 1."""
+    told = dict(numbers(row))
     if row["kind"] == "validation":
-        return dict(_validation(row))
-    left_out = ("kind", "step", "time")
-    return {
-        f"{name}/{inner}" if inner else f"train/{name}": number
-        for name, value in row.items()
-        if name not in left_out
-        for inner, number in _flat(value)
-    }
-
-
-def _validation(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    own = {**row["sources"], **row.get("sets", {})}
-    total = "loss"
-    while total in own:
-        total += " of all sources"
-    losses = {total: row["loss"], **{name: found["loss"] for name, found in own.items()}}
-    return ((f"validation/{name}", float(loss)) for name, loss in losses.items() if loss is not None)
-
-
-def _flat(value: Any) -> Iterator[tuple[str, float]]:
-    """A number under no name, those of a mapping under their dotted names; other values have none."""
-    if isinstance(value, bool | int | float):
-        yield "", float(value)
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            for rest, number in _flat(inner):
-                yield f"{name}.{rest}" if rest else str(name), number
+        own = held_out(told)
+        total = "loss of all sources" if "loss" in own else "loss"
+        own |= {total: told["loss"]} if "loss" in told else {}
+        return {f"validation/{name}": loss for name, loss in own.items()}
+    del told["step"]
+    return {name.replace(".", "/", 1) if "." in name else f"train/{name}": value for name, value in told.items()}

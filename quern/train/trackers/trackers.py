@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,8 +17,10 @@ from quern.closes import Closes
 from quern.errors import InputError
 from quern.safe_path import module
 from quern.train.config import MetricsConfig
+from quern.train.history.metrics_file import METRICS_FILE
 from quern.train.processes.spawn import Child
 from quern.train.trackers.branches import FOLDER
+from quern.words import counted
 
 __all__ = ["Trackers", "check_installed"]
 
@@ -43,38 +45,74 @@ def check_installed(names: Sequence[str]) -> None:
             )
 
 
-@dataclass
 class _Tracker:
-    name: str
-    child: Child
-    done: int = 0
-    """Bytes of metrics.jsonl."""
-    since: float = field(default_factory=time.monotonic)
-    """When it last had sent all there was, or more than before."""
-    told: bool = False
+    """One process, and what it has ``_done`` of the metrics in a file, in bytes; ``_since``: when it last had sent all
+    there was, or more than before; ``_told``: whether it was said that it does not."""
+
+    def __init__(self, name: str, child: Child, path: str) -> None:
+        self.name, self.child, self._path = name, child, path
+        self._done, self._since, self._told = 0, time.monotonic(), False
+
+    def look(self, timeout_s: float) -> None:
+        """Say once if it fails, has ended, or has sent nothing for so long."""
+        self._take()
+        if (code := self.child.ended()) is not None:
+            self._say(f"its process has ended ({code})")
+        elif not os.path.exists(self._path) or os.path.getsize(self._path) <= self._done:
+            self._since = time.monotonic()
+        elif (waits := time.monotonic() - self._since) > timeout_s:
+            self._say(f"has taken nothing for {waits:.0f} s")
+
+    def _take(self) -> None:
+        for line in self.child.lines():
+            answer: dict[str, Any] = {"bytes": 0}
+            with suppress(ValueError):  # half a line of a process that was killed
+                answer = json.loads(line)
+            if "failed" in answer:
+                self._say(answer["failed"])
+            elif answer["bytes"] > self._done:
+                self._done, self._since, self._told = answer["bytes"], time.monotonic(), False
+
+    def _say(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            plain = "".join(char if char.isprintable() else " " for char in what)[:300]
+            log.warning("%s: %s; the run goes on, and what is not sent stays in metrics.jsonl", self.name, plain)
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for its end, and say what is not sent."""
+        self.child.end(timeout_s, 1.0)
+        self._take()
+        with open(self._path, "rb") as file:
+            file.seek(self._done)
+            left = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+        if left:
+            lines = f"{counted(left, 'line')} of metrics {'was' if left == 1 else 'were'}"
+            log.warning("%s: %s not sent; the next start of the run sends what is left", self.name, lines)
+        elif self.child.status():
+            log.warning("%s: has everything, but its run was not ended", self.name)
 
 
 class Trackers(Closes):
-    """The processes of a run's trackers; on rank 0 only. ``attempt``: how often the run was started before.
+    """The processes of a run's trackers; on rank 0 only. What fails or hangs is said once, as a warning, and ends no
+    run."""
 
-    What fails or hangs is said once, as a warning, and ends no run.
-    """
-
-    def __init__(self, run_dir: str, config: MetricsConfig, attempt: int) -> None:
-        self._metrics, self._timeout_s = os.path.join(run_dir, "metrics.jsonl"), config.trackers_timeout_s
-        self._trackers = [own for name in config.sent_to if (own := self._start(run_dir, name, attempt)) is not None]
+    def __init__(self, run_dir: str, config: MetricsConfig) -> None:
+        self._timeout_s = config.trackers_timeout_s
+        found = [self._start(run_dir, name) for name in config.sent_to]
+        self._trackers = [own for own in found if own is not None]
         self._ends = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         if self._trackers:
             self._watcher.start()
 
-    def _start(self, run_dir: str, name: str, attempt: int) -> _Tracker | None:
+    def _start(self, run_dir: str, name: str) -> _Tracker | None:
         folder = os.path.join(run_dir, FOLDER)
+        command = module("quern.train.trackers.worker", run_dir, name, str(self._timeout_s))
         try:
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, f"{name}.log"), "ab", opener=storage.open_own) as out:
-                command = module("quern.train.trackers.worker", run_dir, name, str(attempt), str(self._timeout_s))
-                return _Tracker(name, Child(command, stderr=out))
+                return _Tracker(name, Child(command, stderr=out), os.path.join(run_dir, METRICS_FILE))
         except OSError as error:
             log.warning("%s: cannot be started (%s); the run goes on without it", name, error.strerror or error)
             return None
@@ -82,90 +120,25 @@ class Trackers(Closes):
     def _watch(self) -> None:
         while not self._ends.wait(_LOOK_S):
             for own in self._trackers:
-                self._look(own)
-
-    def _look(self, own: _Tracker) -> None:
-        self._take(own)
-        code, now = own.child.ended(), time.monotonic()
-        if code is not None:
-            self._say(own, f"its process has ended ({code})")
-        elif own.done >= self._size():
-            own.since = now
-        elif now - own.since > self._timeout_s:
-            self._say(own, f"has taken nothing for {now - own.since:.0f} s")
-
-    def _take(self, own: _Tracker) -> None:
-        for line in own.child.lines():
-            answer = _parsed(line)
-            if type(answer.get("bytes")) is int:
-                if answer["bytes"] > own.done:
-                    own.since, own.told = time.monotonic(), False
-                own.done = answer["bytes"]
-            elif "failed" in answer:
-                self._say(own, str(answer["failed"]))
-
-    def _say(self, own: _Tracker, what: str) -> None:
-        if own.told:
-            return
-        own.told = True
-        plain = "".join(char if char.isprintable() else " " for char in what)[:300]
-        log.warning("%s: %s; the run goes on, and what is not sent stays in metrics.jsonl", own.name, plain)
-
-    def _size(self) -> int:
-        try:
-            return os.path.getsize(self._metrics)
-        except OSError:
-            return 0
+                own.look(self._timeout_s)
 
     def finish(self, how: str) -> None:
         """Let each send what is left, in the time that ``metrics.trackers_timeout_s`` gives, and say what it did not.
 
         ``how``: ``finished``, or ``stopped`` by a signal, for which there is less time; ``failed`` waits for nothing,
         as a rank that failed has none: the processes end by themselves."""
+        ending, self._trackers = self._trackers, []
         self._ends.set()
-        if not self._trackers or how == "failed":
-            for own in self._trackers:
-                own.child.send(how)
-                threading.Thread(target=own.child.end, args=(self._timeout_s,), daemon=True).start()
-            self._trackers = []
+        for own in ending:
+            own.child.send(how, last=True)
+        if not ending or how == "failed":
             return
         self._watcher.join()
         until = time.monotonic() + (self._timeout_s if how == "finished" else min(self._timeout_s, _HURRY_S))
-        for own in self._trackers:
-            own.child.send(how)
-        ends = [threading.Thread(target=self._end, args=(own, until), daemon=True) for own in self._trackers]
-        for thread in ends:
-            thread.start()
-        for thread in ends:
-            thread.join(max(0.0, until - time.monotonic()) + 3.0)
-        self._trackers = []
-
-    def _end(self, own: _Tracker, until: float) -> None:
-        own.child.end(max(0.0, until - time.monotonic()), 1.0)
-        self._take(own)
-        left = self._lines_from(own.done)
-        if left:
-            lines = "1 line of metrics was" if left == 1 else f"{left:,} lines of metrics were"
-            log.warning("%s: %s not sent; the next start of the run sends what is left", own.name, lines)
-        elif own.child.status():
-            log.warning("%s: has everything, but its run was not ended", own.name)
-
-    def _lines_from(self, place: int) -> int:
-        try:
-            with open(self._metrics, "rb") as file:
-                file.seek(place)
-                return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-        except OSError:
-            return 0
+        for own in ending:
+            with suppress(OSError):  # of a file system that has gone
+                own.end(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """As after a failure, unless :meth:`finish` came before."""
         self.finish("failed")
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}

@@ -1,9 +1,9 @@
 """Sends a run's metrics to one tracker, in a process of its own that follows ``metrics.jsonl`` and ``ledger.jsonl``.
 
-``python -m quern.train.trackers.worker RUN TRACKER ATTEMPT SECONDS``. The files are the queue: what cannot be sent yet
-stays in them, and a later start sends it. A failure is said once and tried again, at longer and longer intervals. The
-trainer writes how it ends to standard input; where that ends without a word, the trainer was killed. What is left is
-then sent in SECONDS, or SIGALRM ends this process, whatever the tracker's library does.
+``python -m quern.train.trackers.worker RUN TRACKER SECONDS``. The files are the queue: what cannot be sent yet stays in
+them, and a later start sends it. What failed is tried again, at longer and longer intervals. The trainer writes how it
+ends to standard input; where that ends without a word, the trainer was killed. What is left is then sent in SECONDS, or
+SIGALRM ends this process, whatever the tracker's library does.
 """
 
 from __future__ import annotations
@@ -17,27 +17,19 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from datetime import datetime
-from typing import IO, Any
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from quern import storage
 from quern.config import load_config
 from quern.errors import InputError, QuernError, named_line
 from quern.train.config import TrainConfig
 from quern.train.history.ledger import MOVES, read_ledger
-from quern.train.trackers.backend import Backend, Opening, Point
-from quern.train.trackers.branches import (
-    FOLDER,
-    Branch,
-    Parent,
-    State,
-    branch_at,
-    parent_of_fork,
-    recipe_of,
-    state_path,
-)
+from quern.train.history.metrics_file import METRICS_FILE, when
+from quern.train.trackers.backends import BACKENDS, Backend, Opening, Point
+from quern.train.trackers.branches import FOLDER, Branch, Parent, State, branch_at, parent_of_fork, state_path
 from quern.train.trackers.numbers import FACTS, numbers_of, place_of
 
 __all__ = ["Follower", "main"]
@@ -49,217 +41,172 @@ _GROUPS = {"wandb": "WANDB_RUN_GROUP"}
 _PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 
 
-class Follower:
-    """Sends what a run's files have and the tracker has not. ``attempt``: the start of the trainer that is at work."""
+class _Row(NamedTuple):
+    """A line of metrics, and where it ends; ``attempt``: -1 of a line that is no step's."""
 
-    def __init__(self, run_dir: str, name: str, attempt: int) -> None:
-        self._run_dir, self._name, self._attempt = run_dir, name, attempt
+    end: int
+    attempt: int = -1
+    place: float = -1.0
+    step: int = 0
+    numbers: Mapping[str, float] = {}
+    time_ms: int = 0
+
+
+class Follower:
+    """Sends what the files of the run in ``run_dir`` have and tracker ``name`` has not."""
+
+    def __init__(self, run_dir: str, name: str) -> None:
+        self._run_dir, self._name = run_dir, name
         self._config = load_config(os.path.join(run_dir, "config.yaml"), TrainConfig)
         self._described = storage.read_json(os.path.join(run_dir, "run.json"))
         self._path = state_path(run_dir, name)
-        self._run_name = self._config.metrics.run_name or os.path.basename(os.path.abspath(run_dir))
-        self._open = _opener(name)
         self._backend: Backend | None = None
-        self._entries: list[dict[str, Any]] = []
-        self._read = -1
-        found = State.read(self._path)
-        self.state = found or State(group="")
+        self._entries, self._attempts, self._read = list[dict[str, Any]](), list[int](), -1
+        self.state = State.read(self._path) or State()
 
     def advance(self) -> bool:
-        """Send a part of what is new; whether there was any. After an error the state is what the tracker has.
-
-        Raises:
-            Exception: whatever the tracker's library raises.
-        """
-        self._read_entries()
-        before = state = self.state
-        points: list[Point] = []
-        for end, row in self._lines(state.bytes):
-            attempt = row.get("attempt", state.attempt)
-            if row["kind"] == "step" and (attempt > state.attempt or not state.branches):
-                state = self._facts(state, points, attempt, math.inf)
-                self._send(points, state)
-                state, points = self._begin(state, attempt, row), []
-            if (place := place_of(row)) > state.place:
-                state = self._facts(state, points, state.attempt + 1, row["step"])
-                points.append(Point(state.points, row["step"], numbers_of(row), _ms(row["time"])))
-                state = replace(state, place=place, points=state.points + 1)
-            state = replace(state, bytes=end)
-        if state.bytes == before.bytes:  # a fact of a later step than the last line's may stand behind lines to come
-            state = self._facts(state, points, state.attempt + 1, math.inf)
+        """Send a part of what is new; whether there was any. Raises whatever the tracker's library does; the state is
+        then what the tracker has."""
+        rows, before, points = list(self._rows()), self.state, list[Point]()
+        self._read_entries()  # after the rows, so that it has the starts that these are of
+        state = before
+        for row in rows:
+            if row.attempt > state.attempt:
+                self._send(points, self._facts(state, points, row.attempt - 1, math.inf))
+                state, points = self._begin(row.attempt), []
+            if state.branches and row.place > state.place:
+                state = self._facts(state, points, state.attempt, row.step)
+                points.append(Point(state.points, row.step, row.numbers, row.time_ms))
+                state = state.but(place=row.place, points=state.points + 1)
+            state = state.but(bytes=row.end)
+        if not rows:  # a fact of a later step than the last line's may stand behind lines to come
+            state = self._facts(state, points, state.attempt, math.inf)
         self._send(points, state)
         return self.state != before
 
     def close(self, how: str) -> None:
         """End the tracker's run; ``how``: see :class:`Backend`."""
         if self.state.branches and not self.state.ended:
-            self._opened(None).close(how)
-            self._save(replace(self.state, ended=how))
+            self._opened().close(how)
+            self._save(self.state.but(ended=how))
 
     def _send(self, points: list[Point], state: State) -> None:
         if points:
-            self._opened(None).log(points)
-            state = replace(state, ended="")
+            self._opened().log(points)
+            state = state.but(ended="")
         if state != self.state:
             self._save(state)
 
     def _save(self, state: State) -> None:
         self.state = state
-        state.write(self._path)
+        storage.publish_bytes(self._path, state.model_dump_json().encode() + b"\n")
 
-    def _begin(self, state: State, attempt: int, row: Mapping[str, Any]) -> State:
-        """Open the branch in which ``attempt`` is, if it is another one."""
-        recipe = recipe_of(self._config) if attempt == self._attempt else None
-        again = place_of(row) <= state.place
-        found = branch_at(state, self._entries, attempt, recipe=recipe, again=again)
+    def _begin(self, attempt: int) -> State:
+        """The state with which start ``attempt`` goes on; opens its branch, if that is another one."""
+        state, metrics = self.state, self._config.metrics
+        found = branch_at(state, self._entries, attempt)
         if found is None:
-            return replace(state, attempt=attempt, recipe=recipe or state.recipe)
+            return state.but(attempt=attempt)
         if self._backend is not None:
             self._backend.close("left")
             self._backend = None
-        opened, parent = found
+        (step, parent), group = found, state.group
+        name = metrics.run_name or os.path.basename(os.path.abspath(self._run_dir))
         if not state.branches:
-            opened, parent = self._first(opened, parent)
-        backend = self._opened(parent, opened)
-        branch = Branch(backend.id, int(max(0, opened.place)), attempt, parent.id if parent else None)
-        self._save(replace(opened, ended="", branches=(*opened.branches, branch)))
+            parent, trunks = parent_of_fork(self._name, self._entries)
+            group = metrics.group or os.environ.get(_GROUPS.get(self._name, ""), "") or trunks
+            group = group or f"{name}-{uuid.uuid4().hex[:8]}"
+        if parent is not None:
+            name += f" from step {parent.step}, start {attempt}"
+        self._backend = self._open(None, name, group, parent)
+        branch = Branch(id=self._backend.id, step=step, attempt=attempt, parent=parent.id if parent else None)
+        branches = (*state.branches, branch)
+        self._save(state.but(group=group, attempt=attempt, place=float(step), points=0, ended="", branches=branches))
         return self.state
 
-    def _first(self, state: State, parent: Parent | None) -> tuple[State, Parent | None]:
-        fork = parent_of_fork(self._name, self._entries)
-        group = self._config.metrics.group or os.environ.get(_GROUPS.get(self._name, ""), "")
-        if fork is not None:
-            parent, group = fork[0], group or fork[1] or ""
-            history = max(place for place, entry in enumerate(self._entries) if entry["kind"] == "fork") + 1
-            state = replace(state, entries=max(state.entries, history))
-        return replace(state, group=group or f"{self._run_name}-{uuid.uuid4().hex[:8]}"), parent
-
-    def _opened(self, parent: Parent | None, new: State | None = None) -> Backend:
+    def _opened(self) -> Backend:
         if self._backend is None:
-            metrics, state = self._config.metrics, new or self.state
-            project = metrics.project or os.environ.get(_PROJECTS[self._name]) or "quern"
-            name = self._run_name
-            if parent is not None:
-                name += f" from step {parent.step}, start {state.attempt}"
-            self._backend = self._open(
-                Opening(
-                    self._run_dir, state.branches[-1].id if new is None else None, project, name, state.group,
-                    metrics.tags, self._config.model_dump(mode="json", exclude={"on_event"}), self._described, parent,
-                )
-            )  # fmt: skip
-            if new is None and state.ended:
-                self._save(replace(self.state, ended=""))
+            self._backend = self._open(self.state.branches[-1].id, "", self.state.group, None)
         return self._backend
 
-    def _facts(self, state: State, points: list[Point], stop: int, most: float) -> State:
-        """Append what the ledger says next of the starts before ``stop`` that are of the present branch, up to step
-        ``most``; returns the state behind it."""
-        done, number = state.entries, state.points
-        if done == len(self._entries) or self._entries[done].get("step", 0) > most:
-            return state  # asked for every row
-        attempt = sum(entry["kind"] in MOVES for entry in self._entries[:done]) - 1
-        for entry in self._entries[done:]:
-            attempt += entry["kind"] in MOVES
-            if not state.branches or attempt >= stop or entry.get("step", 0) > most:
+    def _open(self, ident: str | None, name: str, group: str, parent: Parent | None) -> Backend:
+        metrics, config = self._config.metrics, self._config.model_dump(mode="json", exclude={"on_event"})
+        project = metrics.project or os.environ.get(_PROJECTS[self._name]) or "quern"
+        given = (self._run_dir, ident, project, name, group, metrics.tags, config, self._described, parent)
+        return BACKENDS[self._name](Opening(*given))
+
+    def _facts(self, state: State, points: list[Point], attempt: int, step: float) -> State:
+        """Append what the ledger says next, up to ``step`` of start ``attempt``; returns the state behind it."""
+        while state.branches and (done := state.entries) < len(self._entries):
+            own, entry = self._attempts[done], self._entries[done]
+            if own > attempt or (own == attempt and entry.get("step", 0) > step):
                 break
-            done += 1
-            if entry["kind"] in FACTS and attempt >= state.branches[-1].attempt:
-                step = max(math.ceil(max(0.0, state.place)), entry["step"])
-                fact = {FACTS[entry["kind"]]: float(entry["step"])}
-                points.append(Point(number, step, fact, _ms(entry["time"])))
-                number += 1
-        return replace(state, entries=done, points=number)
+            state = state.but(entries=done + 1)
+            if entry["kind"] in FACTS and own >= state.branches[-1].attempt:
+                place, fact = max(math.ceil(state.place), entry["step"]), {FACTS[entry["kind"]]: float(entry["step"])}
+                points.append(Point(state.points, place, fact, int(when(entry) * 1000)))
+                state = state.but(points=state.points + 1)
+        return state
 
     def _read_entries(self) -> None:
         path = os.path.join(self._run_dir, "ledger.jsonl")
-        if os.path.exists(path) and (size := os.path.getsize(path)) != self._read:
+        if (size := os.path.getsize(path)) != self._read:
             self._entries, self._read = read_ledger(path), size
+            self._attempts = [*accumulate((entry["kind"] in MOVES for entry in self._entries), initial=-1)][1:]
 
-    def _lines(self, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The whole lines from byte ``start`` on of metrics.jsonl, each with where it ends; damaged ones say so."""
-        path = os.path.join(self._run_dir, "metrics.jsonl")
-        with open(path, "rb") as file:
-            file.seek(start if start <= os.fstat(file.fileno()).st_size else 0)
+    def _rows(self) -> Iterator[_Row]:
+        """The next whole lines of metrics.jsonl; of a damaged one no more than where it ends."""
+        with open(os.path.join(self._run_dir, METRICS_FILE), "rb") as file:
+            file.seek(self.state.bytes if self.state.bytes <= os.fstat(file.fileno()).st_size else 0)
             end = file.tell()
             for line in file.read(_CHUNK).split(b"\n")[:-1]:
                 end += len(line) + 1
                 try:
                     row = json.loads(line)
-                    _ms(row["time"]), place_of(row), numbers_of(row), int(row.get("attempt", 0))
-                except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-                    row = {"kind": "damaged", "step": -2}
-                yield end, row
+                    attempt = int(row.get("attempt", 0)) if row["kind"] == "step" else -1
+                    yield _Row(end, attempt, place_of(row), row["step"], numbers_of(row), int(when(row) * 1000))
+                except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+                    yield _Row(end)
 
 
-def _opener(name: str) -> Callable[[Opening], Backend]:
-    """What opens a run of tracker ``name``; imports its library.
-
-    Raises:
-        Exception: whatever the import raises.
-    """
-    if name == "mlflow":
-        from quern.train.trackers.mlflow_run import MlflowRun
-
-        return MlflowRun
-    if name == "wandb":
-        from quern.train.trackers.wandb_run import WandbRun
-
-        return WandbRun
-    from quern.train.trackers.trackio_run import TrackioRun
-
-    return TrackioRun
-
-
-def _ms(time: str) -> int:
-    return int(datetime.fromisoformat(time).timestamp() * 1000)
-
-
-def main(run_dir: str, name: str, attempt: int, timeout_s: float, answers: IO[str]) -> None:
-    """Follow the run until standard input ends. ``answers`` gets a JSON line each time that something is new."""
+def main(run_dir: str, name: str, timeout_s: float, answers: int) -> None:
+    """Follow the run until standard input says how it ended. The file ``answers`` gets JSON lines: bytes that are sent,
+    or what has failed."""
 
     def say(**line: Any) -> None:
-        print(json.dumps(line), file=answers, flush=True)
+        with suppress(BrokenPipeError):  # the trainer was killed
+            os.write(answers, json.dumps(line).encode() + b"\n")
 
-    word, ended, pause, told, follower = b"", False, _POLL_S, False, None
-    os.makedirs(os.path.join(run_dir, FOLDER), exist_ok=True)
+    how, pause, follower = "", _POLL_S, None
     with open(os.path.join(run_dir, FOLDER, f"{name}.lock"), "ab", opener=storage.open_own) as lock:
         while True:
             try:
                 # the worker of a trainer that was killed may still be sending
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if follower is None:
-                    follower = Follower(run_dir, name, attempt)
-                    say(bytes=follower.state.bytes)
+                follower = follower or Follower(run_dir, name)
                 while follower.advance():
                     say(bytes=follower.state.bytes)
                 say(bytes=follower.state.bytes)
-                pause, told = _POLL_S, False
-                if ended:
-                    follower.close(word.decode() or "killed")
+                pause = _POLL_S
+                if how:
+                    follower.close(how)
                     return
             except BlockingIOError:
-                if ended:
+                if how:
                     return  # that one, or the worker of a later start, sends what is left
             except Exception as error:
-                if not told:
-                    say(failed=str(error) if isinstance(error, QuernError) else named_line(error))
-                    told = True
+                say(failed=str(error) if isinstance(error, QuernError) else named_line(error))
                 if isinstance(error, InputError | ImportError):  # will not be otherwise
                     return
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
-            until = time.monotonic() + (min(pause, 1.0) if ended else pause)
-            while (left := until - time.monotonic()) > 0:
-                if ended or not select.select([0], [], [], left)[0]:
-                    time.sleep(left if ended else 0)
-                    continue
-                if not (found := os.read(0, 100)):
-                    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-                    ended = True
-                    break
-                word = (word + found).strip()
+            if how:
+                time.sleep(min(pause, 1.0))
+            elif select.select([0], [], [], pause)[0]:
+                how = os.read(0, 100).decode().strip() or "killed"
+                signal.setitimer(signal.ITIMER_REAL, timeout_s)
 
 
 if __name__ == "__main__":
-    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    said = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), said)
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), said)
