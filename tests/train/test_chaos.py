@@ -23,7 +23,7 @@ def test_a_run_that_meets_eight_faults_ends_as_one_without(tmp_path: Path) -> No
     skips = {"guard": {"non_finite": "skip"}}
     plain = chaos.meet(tmp_path / "one", chaos.settings(tmp_path / "plain", paths, STEPS, **skips), [], spoilt)
     assert (plain.code, plain.starts) == (0, 1), plain.said
-    events = chaos.drawn(11, KINDS, STEPS)
+    events = chaos.drawn(41, KINDS, STEPS)
     met = chaos.meet(tmp_path / "two", chaos.settings(tmp_path / "run", paths, STEPS), events, spoilt)
     assert met.code == 0, met.said
     assert len(list((tmp_path / "two" / "marks").iterdir())) == len(KINDS), met.said

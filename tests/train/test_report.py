@@ -13,8 +13,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from datetime import UTC, datetime, timedelta
-from html.parser import HTMLParser
+from datetime import datetime
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -26,170 +25,12 @@ from typer.testing import CliRunner
 
 from quern.cli.main import app
 from quern.errors import InputError
-from quern.mixtures.order import Order
-from quern.mixtures.phases import Phase
 from quern.train.report import write_report
-from quern.train.report.account import account
+from quern.train.report.account import account, tokens_by_source
+from quern.train.report.charts import RANGES, thin
 from quern.train.report.history import open_run
 from quern.train.report.page import render
-from quern.train.report.series import RANGES, thin
-from quern.train.report.sources import tokens_by_source
-
-STEPS, SEQ_LEN = 60, 16
-ORDER = Order(
-    [3, 1], [40, 9], 7, [Phase(30, (1, 2), 6, 6)], ids=["aa/web/1", "aa/books/1"], seq_len=SEQ_LEN, global_batch=4,
-    block=4,
-)  # fmt: skip
-EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)>" onload="x\u202e\x1b[31m'
-
-
-class Made:
-    """A run whose clock is ours. Attempt 0 is killed at 26 and goes on from 20, attempt 1 goes back from 45 to 40."""
-
-    def __init__(self, path: Path, seed: int = 0, lr: float = 1e-3, source: str = "web") -> None:
-        self.path, self.source, self.lr = path, source, lr
-        self.random = np.random.default_rng(seed)
-        self.now = datetime(2026, 11, 1, tzinfo=UTC)
-        self.spent: Counter[str] = Counter()
-        self.rows: list[dict[str, Any]] = []
-        self.ledger: list[dict[str, Any]] = []
-        path.mkdir()
-        self.fact("order", hash=ORDER.hash, spec=ORDER.to_dict())
-        self.attempt(0, "start", 0, 26, 0)
-        self.wait(100, "between")
-        self.attempt(1, "resume", 20, 45, 20)
-        self.fact("stopped", step=45, signal="SIGTERM")
-        self.wait(50, "between")
-        self.attempt(2, "rollback", 40, STEPS, 47)
-        self.fact("end", step=STEPS)
-        config = f"steps: {STEPS}\noptimizer: {{lr: {lr}}}\nnote: {json.dumps(EVIL)}\n"
-        (path / "config.yaml").write_text(config)
-        (path / "run.json").write_text(json.dumps({"kind": "train", "layout": {"tp": 2}, "versions": {"quern": EVIL}}))
-        self.write()
-
-    def write(self) -> None:
-        for name, rows in (("metrics", self.rows), ("ledger", self.ledger)):
-            (self.path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def stamp(self) -> str:
-        return self.now.isoformat(timespec="milliseconds")
-
-    def wait(self, seconds: float, what: str) -> None:
-        self.now += timedelta(seconds=seconds)
-        self.spent[what] += seconds
-
-    def fact(self, kind: str, **fields: Any) -> None:
-        self.ledger.append({"time": self.stamp(), "kind": kind, **fields})
-
-    def attempt(self, number: int, kind: str, first: int, stop: int, data: int) -> None:
-        self.fact(kind, step=first, data_step=data, order=ORDER.hash)
-        self.wait(8, "start")
-        ends = {1: "again", 2: "abandoned"}.get(number + 1)
-        lost = {0: 20, 1: 40}.get(number, STEPS)
-        for step in range(first, stop):
-            spike, bad = step in (12, 33), step == 50
-            loss = 5 / (1 + step / 10) + float(self.random.normal(0, 0.1)) + 3 * spike + 0.001 * number
-            seconds, waited = float(self.random.integers(500, 1500)) / 1000, 0.125
-            self.wait(seconds - waited, "compute" if step < lost else str(ends))
-            self.wait(waited, "data" if step < lost else str(ends))
-            where = {"step": step, "data_step": data + step - first}
-            self.rows.append({
-                "kind": "step", **where, "attempt": number, "loss": None if bad else loss, "grad_norm": 1 + 2.0 * spike,
-                "lr": self.lr * (1 + step), "tokens": 64 * (step + 1), "tokens_per_s": 64 / seconds,
-                "step_time_s": seconds, "data_wait_s": waited, "memory_gib": 1.5, "mfu_full": None, "loss_spike": spike,
-                "grad_norm_spike": False, "non_finite": bad, "skipped": step == 33, "slowest_rank": {"s": seconds},
-                "source_loss": {self.source: loss + 1, "books": loss - 1}, "time": self.stamp(),
-            })  # fmt: skip
-            if spike:
-                self.fact("spike", **where, loss=loss, grad_norm=3.0, loss_z=9.5, grad_norm_z=8.5)
-            if step == 33:
-                self.fact("skipped", **where, reason="spike")
-            if bad:
-                self.fact("non_finite", **where, loss=None, grad_norm=1.0)
-            if (step + 1) % 15 == 0:
-                self.wait(4, "validation")
-                sources = {name: {"loss": loss + at, "tokens": 9} for at, name in enumerate((self.source, "books"))}
-                self.rows.append({"kind": "validation", "step": step + 1, "loss": loss + 0.5 if not bad else None,
-                                  "tokens": 18, "sources": sources, "time": self.stamp()})  # fmt: skip
-            if (step + 1) % 10 == 0:
-                name = f"step_{step + 1:08d}"
-                self.fact("checkpoint", step=step + 1, data_step=data + step + 1 - first, name=name)
-                self.wait(3, "saves")
-                if step + 1 == 50:
-                    self.fact("checkpoint_failed", step=50, why=EVIL)
-                elif step + 1 < 30:
-                    self.fact("good", step=step + 1, name=name)
-
-    def present(self) -> dict[int, dict[str, Any]]:
-        """By json alone, in the order of time: what each line of the ledger discards, what each attempt then writes."""
-        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-        moves = [entry for entry in self.ledger if entry["kind"] in ("start", "resume", "rollback")]
-        found: dict[int, dict[str, Any]] = {}
-        for number, move in enumerate(moves):
-            found = {step: row for step, row in found.items() if step < move["step"]}
-            found |= {row["step"]: row for row in rows if row["kind"] == "step" and row["attempt"] == number}
-        return found
-
-
-class Page(HTMLParser):
-    """Tags, addresses, and the cells of tables by the section that they stand in."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.addresses: list[str] = []
-        self.handlers: list[str] = []
-        self.policy = ""
-        self.scripts: list[str] = []
-        self.styles: list[str] = []
-        self.rows: dict[str, list[list[str]]] = {}
-        self._section, self._inside, self.text = "", "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.tags[tag] += 1
-        self.addresses += [
-            value for name, value in given.items() if name in ("src", "href", "action", "data", "srcset")
-        ]
-        self.handlers += [name for name in given if name.startswith("on")]
-        if given.get("http-equiv") == "Content-Security-Policy":
-            self.policy = given["content"]
-        self._section = given["id"] if tag == "section" else self._section
-        self._inside = tag if tag in ("script", "style", "td", "th") else self._inside
-        if tag == "tr":
-            self.rows.setdefault(self._section, []).append([])
-        elif tag in ("td", "th"):
-            self.rows[self._section][-1].append("")
-        elif tag == "script":
-            self.scripts.append("")
-        elif tag == "style":
-            self.styles.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif self._inside == "style":
-            self.styles[-1] += data
-        else:
-            self.text += data
-            rows = self.rows.get(self._section)
-            if rows and rows[-1] and self._inside in ("td", "th"):
-                rows[-1][-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("script", "style", "td", "th"):
-            self._inside = ""
-
-    @property
-    def curves(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.scripts[0])
-        return found
-
-    def line(self, label: str, chart: str = "loss-chart") -> dict[str, Any]:
-        (found,) = (chart_ for chart_ in self.curves["charts"] if chart_["key"] == chart)
-        (line,) = (line for line in found["series"] if line["label"] == label)
-        return dict(line)
+from support.train.report_case import EVIL, ORDER, SEQ_LEN, STEPS, Made, Page
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +52,19 @@ def test_the_table_of_the_course_is_that_of_the_rows_read_by_hand(made: Made, pa
     head, *rows = page.rows["loss"]
     assert len(rows) == 12
     for place, cells in enumerate(rows):
-        told = dict(zip(head[:6], cells, strict=False))
+        told = dict(zip(head, cells, strict=True))
         own = [present[step] for step in range(5 * place, 5 * place + 5)]
         losses = [row["loss"] for row in own if row["loss"] is not None]
         assert told["steps"] == f"{5 * place}–{5 * place + 4}"
         assert told["tokens"] == f"{own[-1]['tokens']:,}"
         assert told["loss, mean"] == f"{statistics.fmean(losses):.4f}"
-        assert (told["least"], cells[4]) == (f"{min(losses):.4f}", f"{max(losses):.4f}")
+        assert (told["least"], told["greatest"]) == (f"{min(losses):.4f}", f"{max(losses):.4f}")
         inside = [held[step]["loss"] for step in range(5 * place + 1, 5 * place + 6) if step in held]
         assert told["held out"] == (f"{inside[-1]:.4f}" if inside else "–")
-        assert cells[6:8] == [f"{f([row['grad_norm'] for row in own]):.3f}" for f in (statistics.median, max)]
-        assert cells[8] == f"{own[-1]['lr']:.3g}"
-        assert cells[9] == f"{round(statistics.median(row['tokens_per_s'] for row in own)):,}"
+        norms = [told[name] for name in ("norm, median", "norm, greatest")]
+        assert norms == [f"{f([row['grad_norm'] for row in own]):.3f}" for f in (statistics.median, max)]
+        assert told["learning rate"] == f"{own[-1]['lr']:.3g}"
+        assert told["tokens/s"] == f"{round(statistics.median(row['tokens_per_s'] for row in own)):,}"
 
 
 def test_the_curve_is_the_present_branch_and_what_was_abandoned_a_line_of_its_own(made: Made, page: Page) -> None:
@@ -234,32 +76,45 @@ def test_the_curve_is_the_present_branch_and_what_was_abandoned_a_line_of_its_ow
     assert left["x"]["step"] == [41, 42, 43, 44, 45]
     wanted = [row["loss"] for row in made.rows if row.get("attempt") == 1 and row["step"] >= 40]
     assert left["y"] == pytest.approx(wanted, rel=1e-5)
-    chart = next(chart for chart in page.curves["charts"] if chart["key"] == "loss-chart")
+    chart = next(chart for chart in page.curves["charts"] if chart["title"] == "Loss")
     assert [own["label"] for own in chart["series"]] == ["training", "abandoned, attempt 1", "held out"]
     held = {row["step"]: row["loss"] for row in made.rows if row["kind"] == "validation"}  # the later of two
     assert page.line("held out")["x"]["step"] == sorted(held) == [15, 30, 45, 60]
     assert page.line("held out")["y"] == pytest.approx([held[step] for step in sorted(held)], rel=1e-5)
 
 
-def test_marks_stand_where_things_happened(page: Page) -> None:
-    found: dict[str, list[int]] = {}
-    for mark in page.curves["marks"]:
-        found.setdefault(mark["kind"], []).append(mark["x"]["step"][0])
-    assert {kind: sorted(steps) for kind, steps in found.items()} == {
+def test_marks_stand_where_things_happened(made: Made, page: Page) -> None:
+    assert page.marks() == {
         "restart": [20], "rollback": [40], "good": [10, 20], "saved": [30, 40, 60], "failed": [50], "spike": [13],
         "skipped": [34], "non_finite": [51],
     }  # fmt: skip
-    assert [row[:4] for row in page.rows["attempts"][1:]] == [
-        ["0", "start", "0", "26"], ["1", "resume", "20", "45"], ["2", "rollback", "40", "60"],
+    (spike,) = (mark for mark in page.curves["marks"] if mark["label"] == "spike")
+    assert spike["y"] == [pytest.approx(made.present()[12]["loss"], rel=1e-5)]
+    (rollback,) = (mark for mark in page.curves["marks"] if mark["label"] == "rollback")
+    first = next(row for row in made.rows if row.get("attempt") == 2)
+    began = datetime.fromisoformat(made.ledger[1]["time"])
+    hours = (datetime.fromisoformat(first["time"]) - began).total_seconds() / 3600
+    assert rollback["x"]["hours"] == [pytest.approx(hours, abs=1e-6)]
+
+
+def test_what_happened_is_told_in_the_order_of_the_ledger(page: Page) -> None:
+    told = page.rows["events"][1:]
+    assert [row[:3] for row in told] == [
+        ["0", "0", "start"], ["12", "0", "spike"], ["20", "1", "resume"], ["33", "1", "spike"],
+        ["33", "1", "skipped"], ["45", "1", "stopped"], ["40", "2", "rollback"], ["50", "2", "checkpoint failed"],
+        ["50", "2", "non finite"], ["60", "2", "end"],
     ]  # fmt: skip
-    assert [row[5:7] for row in page.rows["attempts"][1:]] == [["6", "0"], ["0", "5"], ["0", "0"]]
-    assert [row[:2] for row in page.rows["steps"][1:]] == [
-        ["12", "spike"],
-        ["33", "spike, skipped"],
-        ["50", "not finite"],
-    ]
-    assert "2 spikes; 1 step skipped; 1 step not finite; 6 steps done again" in page.text
-    assert "5 steps abandoned" in page.text
+    assert [told[place][3].split(" in ")[0] for place in (0, 2, 6)] == ["26 steps", "25 steps", "20 steps"]
+    assert "loss_z 9.5" in told[1][3]
+    assert [row[3] for row in told if row[2] == "stopped"] == ["signal SIGTERM, left behind since"]
+    assert (
+        "Of the present branch 5 checkpoints, 2 of them good (healthy steps followed), and 1 failed save" in page.text
+    )
+    assert (
+        "spikes: 2; steps skipped: 1; steps not finite: 1; steps done again after an attempt that ended: 6;"
+        in page.text
+    )
+    assert "steps abandoned by a rollback: 5." in page.text
 
 
 def test_what_lies_on_a_branch_that_was_left_is_said_to(tmp_path: Path) -> None:
@@ -284,11 +139,8 @@ def test_what_lies_on_a_branch_that_was_left_is_said_to(tmp_path: Path) -> None:
         "training", "abandoned, attempt 0", "abandoned, attempt 1"
     ]  # fmt: skip
     assert page.line("abandoned, attempt 0")["x"]["step"] == [6, 7, 8, 9, 10]  # from 10 on they were done again
-    assert page.rows["checkpoints"][1:] == [
-        ["10", "saved, removed since"], ["12", "on a branch that was left"], ["15", "on a branch that was left"]
-    ]  # fmt: skip
-    assert [mark["kind"] for mark in page.curves["marks"]] == ["restart", "rollback", "saved"]
-    assert page.rows["steps"][1][-1] == "done again or abandoned"
+    assert page.marks() == {"restart": [10], "rollback": [5], "saved": [10]}
+    assert page.rows["events"][2] == ["7", "0", "spike", "left behind since"]
     assert "12 steps, running, or ended without a record" in page.text
 
 
@@ -417,16 +269,19 @@ def test_two_runs_stand_on_the_same_axes(made: Made, tmp_path: Path) -> None:
         wanted = [present[step]["loss"] for step in range(STEPS)]
         got = page.line(f"{letter} training")["y"]
         assert [value is None for value in got] == [value is None for value in wanted]
-        means = [row[1 + "AB".index(letter)] for row in page.rows["beside"] if row[0] in ("15", "60")]
-        upto = [[value for value in wanted[max(0, stop - 50) : stop] if value is not None] for stop in (15, 60)]
-        assert means == [f"{statistics.fmean(some):.4f}" for some in upto]
-    assert ["optimizer.lr", "0.001", "0.002"] in page.rows["beside"]
+        told = [dict(zip(page.rows["loss"][0], row, strict=True)) for row in page.rows["loss"][1:]]
+        assert [row["steps"] for row in told] == [f"{5 * place}–{5 * place + 4}" for place in range(12)]
+        means = [statistics.fmean(loss for loss in wanted[5 * n : 5 * n + 5] if loss is not None) for n in range(12)]
+        assert [row[f"{letter} loss, mean"] for row in told] == [f"{mean:.4f}" for mean in means]
+        assert told[-1][f"{letter} held out"] == f"{run.rows[-1]['loss']:.4f}"
+    for row in told:
+        difference = float(row["B loss, mean"]) - float(row["A loss, mean"])
+        assert float(row["B − A, loss"].replace("−", "-")) == pytest.approx(difference, abs=1.5e-4)
+    assert page.rows["config"][1:] == [["optimizer.lr", "0.001", "0.002"]]
     assert (
         "The configs of their last starts are the same"
         in Page(render([open_run(str(made.path)), open_run(str(made.path))])).text
     )
-    tokens = [row[0] for row in page.rows["beside"] if row[0].replace(",", "").isdigit()]
-    assert tokens == ["15", "30", "45", "60", "960", "1,920", "2,880", "3,840"]
 
 
 def test_equal_files_give_equal_bytes(made: Made, tmp_path: Path) -> None:
@@ -451,7 +306,7 @@ def test_rows_without_attempts_and_times_are_shown(made: Made, tmp_path: Path) -
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(Path(write_report(str(tmp_path / "run"))).read_text())
     assert page.line("training")["y"] == Page((made.path / "report.html").read_text()).line("training")["y"]
-    assert "time" not in page.rows
+    assert "Where the time went" not in page.text
 
 
 @pytest.mark.slow

@@ -22,9 +22,8 @@ import pytest
 from quern.errors import InputError
 from quern.train.config import MetricsConfig
 from quern.train.fork import fork
-from quern.train.trackers.board import branch_folder
+from quern.train.trackers.board import branch_folder, numbers_of
 from quern.train.trackers.branches import Branch, Parent, State, branch_at, parent_of_fork, state_path
-from quern.train.trackers.numbers import numbers_of
 from quern.train.trackers.trackers import check_installed
 from support.train import run_case as case
 from support.train.tracker_case import idle, lines, state

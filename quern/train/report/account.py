@@ -1,14 +1,17 @@
-"""Accounts for the wall clock time of a training run: steps, data, validation, saves, starts, and what was lost."""
+"""Accounts for the wall clock time of a training run, and for the tokens that its present weights were made of."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
+from quern.train.history.ledger import latest_order, surviving
 from quern.train.report.history import ABANDONED, AGAIN, KEPT, Attempt, Run
 
-__all__ = ["PARTS", "account"]
+__all__ = ["PARTS", "SourceTokens", "account", "tokens_by_source"]
 
 #: What the time went into, in the order shown, with a word for each.
 PARTS = {
@@ -32,9 +35,8 @@ def account(run: Run) -> dict[str, float] | None:
     save is what is left of the time between two such rows when the steps between them are taken off.
     """
     own = run.attempts[run.first :]
-    if any(math.isnan(value) for one in own for value in (one.began, one.last)):
-        return None
-    if np.isnan(run.metrics.column("time")).any() or np.isnan(run.metrics.column("step_time_s")).any():
+    times = [np.array([(one.began, one.last) for one in own]), *map(run.metrics.column, ("time", "step_time_s"))]
+    if any(np.isnan(known).any() for known in times):
         return None
     spent = dict.fromkeys(PARTS, 0.0)
     for number, attempt in enumerate(own):
@@ -75,3 +77,37 @@ def _between_steps(run: Run, attempt: Attempt, spent: dict[str, float]) -> None:
         before, ran, paid = float(times[end]), float(done[end]), validated.get(end, 0.0)
         into = "saves" if int(steps[end]) + 1 in saved else "other"
     spent[into] += max(0.0, attempt.last - before - paid)
+
+
+class SourceTokens(NamedTuple):
+    """What the surviving steps have read of a source that has so many tokens ``available``: ``tokens``, and ``epochs``,
+    how often each was read on average."""
+
+    name: str
+    tokens: int
+    available: int
+    epochs: float
+
+
+def tokens_by_source(run: Run) -> list[SourceTokens]:
+    """A row a source, by the ledger alone: its newest order explains every surviving step. None where the ledger has no
+    order that says how long a window is.
+
+    Raises:
+        QuernError: the order in the ledger cannot be made again.
+    """
+    order = latest_order(run.entries)
+    if order is None or order.seq_len is None:
+        return []
+    samples: Counter[int] = Counter()
+    for own in surviving(run.entries, run.reached):
+        assert own.data_stop is not None
+        for sign, step in ((1, own.data_stop), (-1, own.data_step)):
+            for source, count in enumerate(order.consumed(order.first_sample(step))):
+                samples[source] += sign * count
+    parts = [ident.split("/")[-2] if ident.count("/") >= 2 else ident for ident in order.ids]
+    names = [name if parts.count(name) == 1 else ident for name, ident in zip(parts, order.ids, strict=True)]
+    return [
+        SourceTokens(name, samples[at] * order.seq_len, size * order.seq_len, samples[at] / size if size else 0.0)
+        for at, (name, size) in enumerate(zip(names, order.windows, strict=True))
+    ]

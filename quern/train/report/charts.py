@@ -1,10 +1,12 @@
-"""Lays out the charts of a training run's page as plain JSON: their lines, and what is marked on them."""
+"""Lays out the charts of a training run's page as plain JSON: their lines, thinned so that every extremum stays, and
+what is marked on them."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,198 +14,199 @@ from numpy.typing import NDArray
 
 from quern.html.pieces import show
 from quern.train.report.history import ABANDONED, Run
-from quern.train.report.series import Axes, Series, axes_of, means, thin
 
-__all__ = ["Chart", "by_source", "curves", "data_block", "extra", "figure", "held_out", "loss", "marks"]
+__all__ = [
+    "MARKS", "RANGES", "UNITS", "Chart", "by_source", "curves", "data_block", "figure", "loss", "others", "over",
+    "thin",
+]  # fmt: skip
 
+F64 = NDArray[np.float64]
+#: Where steps stand on each axis that the reader can choose, float64 [steps] each: ``step``, how many are complete;
+#: ``tokens``; ``hours`` since the start. NaN where the run does not tell.
+Axes = Mapping[str, F64]
+Chart = dict[str, Any]
+Lines = list[dict[str, Any]]
+
+#: What is marked: its sign, the variable of the page's colours that it has, and what it is called.
+MARKS = {
+    "spike": ("○", "--duplicate", "spike"), "skipped": ("×", "--dropped", "skipped"),
+    "non_finite": ("!", "--dropped", "not finite"), "good": ("▲", "--kept", "good checkpoint"),
+    "saved": ("△", "--soft", "checkpoint"), "failed": ("▽", "--dropped", "failed save"),
+    "restart": ("┊", "--soft", "restart"), "rollback": ("│", "--dropped", "rollback"),
+}  # fmt: skip
+#: The axes that the reader can choose, in words.
+UNITS = {"step": "steps", "tokens": "tokens", "hours": "hours since the start"}
 #: Keys of a step in metrics.jsonl that have a place on the page, or say where a row belongs.
 _KNOWN = {
     "data_step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "step_time_s", "data_wait_s",
     "memory_gib", "mfu_full", "mfu_causal", "loss_spike", "grad_norm_spike", "non_finite", "skipped", "time",
 }  # fmt: skip
-#: Lines of one chart, and of marks of one kind, that are drawn at most.
-_MAX_LINES, _MAX_MARKS = 24, 400
-
-Chart = dict[str, Any]
-
-
-def curves(key: str, title: str, runs: Sequence[Run], names: Mapping[str, str], **options: Any) -> Chart | None:
-    """A chart of columns of the metrics: ``names`` gives each a label. None: no run has any. ``options``: ``log`` (the
-    axis it begins with), ``marked``, ``percent``, and ``mean`` for means over what is faint."""
-    lines: list[Series] = []
-    for number, run in enumerate(runs):
-        found = {label: run.kept(name) for name, label in names.items() if np.isfinite(run.kept(name)).any()}
-        axes = axes_of(run, run.order)
-        for place, (label, values) in enumerate(found.items()):
-            colour = number + place * len(runs)
-            lines += _drawn(_named(runs, run, label), axes, values, colour, bool(options.get("mean")))
-            if place == 0 and options.get("branches"):
-                lines += _branches(runs, run, next(iter(names)), colour)
-    return _chart(key, title, lines, options)
+#: Ranges of equally many steps in which each line keeps its first step, and those with its least and greatest value.
+RANGES = 800
+#: Points of a line of means.
+_MEANS = 200
+#: Lines of one chart that are drawn at most.
+_MAX_LINES = 24
 
 
-def loss(runs: Sequence[Run]) -> Chart | None:
+def curves(title: str, runs: Sequence[Run], names: Mapping[str, str], *, mean: bool = False, **options: bool) -> Chart:
+    """A chart of columns of the metrics: ``names`` gives each a label. ``mean``: means over what is faint. ``options``:
+    ``log`` (the scale that it begins with), ``percent`` and ``marked``."""
+    lines: Lines = []
+    for run in runs:
+        axes, known = _axes_of(run, run.order), [name for name in names if np.isfinite(run.kept(name)).any()]
+        for place, name in enumerate(known):
+            lines += _lines(runs, run, names[name], axes, run.kept(name), place, mean=mean)
+    return {"title": title, "series": lines, **options}
+
+
+def loss(runs: Sequence[Run]) -> Chart:
     """Training loss with its means, what was abandoned, and the held-out loss."""
-    made = curves("loss-chart", "Loss", runs, {"loss": "training"}, log=True, marked=True, mean=True, branches=True)
-    lines = [
-        Series(_named(runs, run, "held out"), axes, values, "dots", number + 2)
-        for number, run in enumerate(runs)
-        for axes, values in [held_out(run)]
-        if len(values)
-    ]
-    if made is None:
-        return _chart("loss-chart", "Loss", lines, {"log": True})
-    return made | {"series": made["series"] + [line.to_dict() for line in lines]}
+    made = curves("Loss", runs, {"loss": "training"}, mean=True, log=True, marked=True)
+    for run in runs:
+        for attempt in run.attempts:
+            rows = attempt.rows[run.fate[attempt.rows] == ABANDONED]
+            values, label = run.metrics.column("loss")[rows], f"abandoned, attempt {attempt.number}"
+            made["series"] += _lines(runs, run, label, _axes_of(run, rows), values, look="branch")
+        made["series"] += _lines(runs, run, "held out", *_held_out(run), 2, look="dots")
+    return made
 
 
-def by_source(runs: Sequence[Run]) -> Chart | None:
+def by_source(runs: Sequence[Run]) -> Chart:
     """Held-out loss by source, where there are several."""
-    lines = []
-    for number, run in enumerate(runs):
+    lines: Lines = []
+    for run in runs:
         names = dict.fromkeys(name for own in run.validations for name in own.sources)
         for place, name in enumerate(names if len(names) > 1 else ()):
-            axes, values = held_out(run, name)
-            lines.append(Series(_named(runs, run, name), axes, values, "dots", number + place * len(runs)))
-    return _chart("held-out-chart", "Held-out loss by source", lines, {"log": True})
+            lines += _lines(runs, run, name, *_held_out(run, name), place, look="dots")
+    return {"title": "Held-out loss by source", "series": lines, "log": True}
 
 
-def held_out(run: Run, source: str | None = None) -> tuple[Axes, NDArray[np.float64]]:
+def _held_out(run: Run, source: str | None = None) -> tuple[Axes, F64]:
     """Held-out loss of all sources together, or of one, of the present branch, by step."""
     own = run.validations
-    values = np.array([one.loss if source is None else one.sources.get(source, np.nan) for one in own])
-    began, steps = run.attempts[run.first].began, np.array([one.step for one in own], np.float64)
-    hours = (np.array([one.time for one in own]) - began) / 3600
-    return Axes(steps, _tokens_at(run, steps), hours), values
+    values = [one.loss if source is None else one.sources.get(source, np.nan) for one in own]
+    return _axes_at(run, np.array([one.step for one in own], np.float64)), np.array(values, np.float64)
 
 
-def extra(runs: Sequence[Run]) -> dict[str, list[Chart]]:
-    """Charts of every other number in the metrics: ``sources`` (losses by source), ``ranks`` and ``other``.
-
-    A mapping of numbers makes one chart with a line a name.
-    """
+def others(runs: Sequence[Run]) -> list[Chart]:
+    """Charts of every other number in the metrics. A mapping of numbers makes one chart with a line a name."""
     groups: dict[str, dict[str, str]] = defaultdict(dict)
-    for run in runs:
-        for name in run.metrics.columns:
-            if name not in _KNOWN:
-                outer, _, inner = name.rpartition(".") if name.startswith("ranks.") else name.partition(".")
-                groups[outer][name] = inner or outer
-    found: dict[str, list[Chart]] = {"sources": [], "ranks": [], "other": []}
-    for outer, names in groups.items():
-        kind = "ranks" if "rank" in outer or "slowest" in outer else "other"
-        if kind == "other" and len(names) > 1 and ("source" in outer or "loss" in outer):
-            kind = "sources"
-        few = dict(list(names.items())[:_MAX_LINES])
-        key = f"extra-{sum(map(len, found.values()))}"
-        made = curves(key, outer.replace("_", " ").replace(".", ": ").capitalize(), runs, few, mean=kind != "ranks")
-        if made is not None:
-            found[kind].append(made)
-    return found
+    for name in dict.fromkeys(name for run in runs for name in run.metrics.columns if name not in _KNOWN):
+        outer, _, inner = name.rpartition(".") if name.startswith("ranks.") else name.partition(".")
+        if len(groups[outer]) < _MAX_LINES:
+            groups[outer][name] = inner or outer
+    titles = {outer: outer.replace("_", " ").replace(".", ": ").capitalize() for outer in groups}
+    return [curves(titles[outer], runs, names, mean="rank" not in outer) for outer, names in groups.items()]
 
 
-def marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What is marked: restarts, rollbacks, checkpoints, and steps that were not as they should be."""
-    made: list[dict[str, Any]] = []
-    for number, run in enumerate(runs):
-        for own in run.attempts[run.first + 1 :]:
-            kind = "rollback" if own.kind == "rollback" else "restart"
-            made.append({"kind": kind, "step": own.step, "hours": own.began, "run": number})
-        for saved in run.checkpoints:
-            if saved.kept:
-                kind = "failed" if saved.failed else "good" if saved.good else "saved"
-                made.append({"kind": kind, "step": saved.step, "run": number})
-        for row in run.order[np.flatnonzero(_odd(run)[run.order])]:
-            told = {name for name in ("skipped", "non_finite") if run.metrics.column(name)[row] == 1}
-            kind = "skipped" if "skipped" in told else "non_finite" if told else "spike"
-            value = run.metrics.column("loss")[row]
-            y = {"y": float(value)} if np.isfinite(value) else {}
-            made.append({"kind": kind, "step": int(run.metrics.step[row]) + 1, "run": number, **y})
-    return [_placed(runs[mark["run"]], mark) for mark in _few(made)]
-
-
-def figure(chart: Chart | None) -> str:
+def figure(chart: Chart) -> str:
     """The place of a chart on the page, and what it says to those who do not see it."""
-    if chart is None:
-        return ""
     names = ", ".join(dict.fromkeys(line["label"] for line in chart["series"]))
     return (
-        f'<figure class="curve"><h3>{show(chart["title"], 80)}</h3><div class="chart" id="{chart["key"]}" role="img" '
+        f'<figure class="curve"><h3>{show(chart["title"], 80)}</h3><div class="chart" role="img" '
         f'aria-label="{show(chart["title"], 80)}: {show(names, 300)}. The tables have the figures."></div></figure>'
     )
 
 
-def data_block(charts: Iterable[Chart | None], marked: Sequence[Mapping[str, Any]]) -> str:
-    """What the script draws, in a block that no browser runs."""
-    data = {"charts": [chart for chart in charts if chart is not None], "marks": marked}
+def data_block(runs: Sequence[Run], charts: Sequence[Chart]) -> str:
+    """What the script draws, in a block that no browser runs. ``charts``: in the order of the page."""
+    every = [(axis, own) for chart in charts for one in chart["series"] for axis, own in one["x"].items()]
+    known = {name: [x for axis, own in every if axis == name for x in own if x is not None] for name in UNITS}
+    ranges = {name: [min(own), max(own)] for name, own in known.items() if own}
+    data = {"charts": charts, "ranges": ranges, "units": UNITS, "signs": MARKS, "marks": _marks(runs)}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="curves">{text}</script>'
 
 
-def _chart(key: str, title: str, lines: Sequence[Series], options: Mapping[str, Any]) -> Chart | None:
-    if not lines:
-        return None
-    series = [line.to_dict() for line in lines]
-    told = {name: bool(options.get(name)) for name in ("log", "marked", "percent")}
-    return {"key": key, "title": title, "series": series, **told}
+def _marks(runs: Sequence[Run]) -> Lines:
+    """A line of marks for each kind of a run, without a value where they do not belong to one."""
+    made: Lines = []
+    for run in runs:
+        starts: dict[str, list[int]] = defaultdict(list)
+        for own in run.attempts[run.first + 1 :]:
+            starts["rollback" if own.kind == "rollback" else "restart"].append(own.step)
+        for kind, steps in starts.items():
+            at = np.array(steps, np.float64)
+            made.append(_line(kind, {**_axes_at(run, at + 1), "step": at}, at * np.nan, "", 0))
+        for kind in ("good", "saved", "failed"):
+            at = np.array([step for step, own in run.checkpoints.items() if own == kind], np.float64)
+            made.append(_line(kind, _axes_at(run, at), at * np.nan, "", 0))
+        odd = {name: run.kept(name) == 1 for name in ("skipped", "non_finite", "loss_spike", "grad_norm_spike")}
+        spikes = odd["loss_spike"] | odd["grad_norm_spike"]
+        for kind, rows in (
+            ("skipped", odd["skipped"]), ("non_finite", odd["non_finite"] & ~odd["skipped"]),
+            ("spike", spikes & ~odd["skipped"] & ~odd["non_finite"]),
+        ):  # fmt: skip
+            made.append(_line(kind, _axes_of(run, run.order[rows]), run.kept("loss")[rows], "", 0))
+    return [own for own in made if own["y"]]
 
 
-def _named(runs: Sequence[Run], run: Run, label: str) -> str:
-    return f"{'AB'[list(runs).index(run)]} {label}" if len(runs) > 1 else label
+def _lines(
+    runs: Sequence[Run], run: Run, label: str, axes: Axes, values: F64, place: int = 0, *, look: str = "line",
+    mean: bool = False,
+) -> Lines:  # fmt: skip
+    """What is drawn of the line number ``place`` of a run: nothing where no value is finite."""
+    if not np.isfinite(values).any():
+        return []
+    number = list(runs).index(run)
+    name, colour = f"{'AB'[number]} {label}" if len(runs) > 1 else label, number + place * len(runs)
+    if not mean or (smooth := _means(axes, values)) is None:
+        return [_line(name, axes, values, look, colour)]
+    return [_line(name, axes, values, "faint", colour), _line(f"{name}, mean", *smooth, "line", colour)]
 
 
-def _drawn(label: str, axes: Axes, values: NDArray[np.float64], colour: int, mean: bool) -> list[Series]:
+def _axes_of(run: Run, rows: NDArray[np.int64]) -> Axes:
+    """Of rows of the run's metrics; with step 0 one step is complete."""
+    column, began = run.metrics.column, run.attempts[run.first].began
+    steps = run.metrics.step[rows].astype(np.float64) + 1
+    return {"step": steps, "tokens": column("tokens")[rows], "hours": (column("time")[rows] - began) / 3600}
+
+
+def _axes_at(run: Run, steps: F64) -> Axes:
+    """Of the moments at which the present branch had completed so many steps."""
+    places = np.searchsorted(run.steps + 1, steps, "right") - 1
+    return {**_axes_of(run, run.order[np.maximum(places, 0)]), "step": steps}
+
+
+def _line(label: str, axes: Axes, values: F64, look: str, colour: int) -> dict[str, Any]:
+    """A line of a chart as plain JSON. ``look``: ``faint``, ``line``, ``dots`` or ``branch``; ``colour``: a number of
+    the palette."""
     places = thin(values)
-    smooth = means(axes, values) if mean else None
-    drawn = Series(label, axes.at(places), values[places], "line" if smooth is None else "faint", colour)
-    return [drawn] if smooth is None else [drawn, Series(f"{label}, mean", *smooth, "line", colour)]
+    x = {name: _plain(own[places], 12) for name, own in axes.items()}
+    return {"label": label, "x": x, "y": _plain(values[places], 6), "look": look, "colour": colour}
 
 
-def _branches(runs: Sequence[Run], run: Run, name: str, colour: int) -> list[Series]:
-    """What rollbacks have abandoned, a line an attempt."""
-    found = []
-    for attempt in run.attempts:
-        rows = attempt.rows[run.fate[attempt.rows] == ABANDONED]
-        if len(rows):
-            values = run.metrics.column(name)[rows]
-            places = thin(values)
-            label = _named(runs, run, f"abandoned, attempt {attempt.number}")
-            found.append(Series(label, axes_of(run, rows[places]), values[places], "branch", colour))
-    return found[:_MAX_LINES]
+def thin(values: F64) -> NDArray[np.int64]:
+    """The places to draw, ascending: all of few; of more, in each of :data:`RANGES` ranges, the first and those of the
+    least and the greatest value; and the last of all. A gap is drawn only where a whole range has no finite value."""
+    size = len(values)
+    if size <= 4 * RANGES:
+        return np.arange(size)
+    places = [size - 1]
+    for first, stop in pairwise(place * size // RANGES for place in range(RANGES + 1)):
+        places.append(first)
+        if np.isfinite(values[first:stop]).any():
+            places += [first + int(best(values[first:stop])) for best in (np.nanargmin, np.nanargmax)]
+    return np.unique(places)
 
 
-def _odd(run: Run) -> NDArray[np.bool_]:
-    names = ("loss_spike", "grad_norm_spike", "non_finite", "skipped")
-    return np.logical_or.reduce([run.metrics.column(name) == 1 for name in names])
+def _means(axes: Axes, values: F64) -> tuple[Axes, F64] | None:
+    """Means of ranges of equally many steps, each at the last step of its range; None for a run so short that they
+    would be the values themselves."""
+    if len(values) < 2 * _MEANS:
+        return None
+    ranges = np.array_split(np.arange(len(values)), _MEANS)
+    ends = [own[-1] for own in ranges]
+    found = np.array([over(np.nanmean, values[own]) for own in ranges])
+    return {name: own[ends] for name, own in axes.items()}, found
 
 
-def _few(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most so many of a kind: of those that stand together the one with the greatest loss."""
-    kinds: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-    for mark in made:
-        kinds[mark["kind"], mark["run"]].append(mark)
-    kept: list[dict[str, Any]] = []
-    for own in kinds.values():
-        last = max(mark["step"] for mark in own) + 1
-        best: dict[int, dict[str, Any]] = {}
-        for place, mark in enumerate(own):
-            slot = mark["step"] * _MAX_MARKS // last if len(own) > _MAX_MARKS else place
-            if slot not in best or mark.get("y", 0.0) > best[slot].get("y", 0.0):
-                best[slot] = mark
-        kept += best.values()
-    return kept
+def over(function: Callable[[F64], Any], values: F64) -> float:
+    """``np.nanmean`` and its like, NaN where no value is finite."""
+    return float(function(values)) if np.isfinite(values).any() else np.nan
 
 
-def _placed(run: Run, mark: dict[str, Any]) -> dict[str, Any]:
-    """With where it stands on each axis."""
-    step = float(mark["step"])
-    row = run.order[max(0, int(np.searchsorted(run.steps + 1, step, "right")) - 1)]
-    at = axes_of(run, np.array([row])).to_dict()
-    hours = (mark["hours"] - run.attempts[run.first].began) / 3600 if "hours" in mark else None
-    own = {"step": [step], "hours": at["hours"] if hours is None or np.isnan(hours) else [round(hours, 6)]}
-    return {name: value for name, value in mark.items() if name != "hours"} | {"x": at | own}
-
-
-def _tokens_at(run: Run, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Tokens read after so many completed steps, as the surviving rows tell."""
-    known, tokens = run.steps + 1, run.kept("tokens")
-    places = np.minimum(np.searchsorted(known, steps), len(known) - 1)
-    return tokens[places]
+def _plain(values: F64, digits: int) -> list[float | None]:
+    """To so many significant digits, null for what is not finite."""
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,4 +1,5 @@
-"""Writes TensorBoard's event files: ``RUN/tensorboard``, and a folder in it for each branch that a rollback opened."""
+"""Writes TensorBoard's event files: ``RUN/tensorboard``, and a folder in it for each branch that a rollback opened; and
+names the numbers of a line of metrics as every tracker shows them."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 
 from quern.closes import Closes
 from quern.train.history.ledger import MOVES
-from quern.train.trackers.numbers import numbers_of
+from quern.train.history.metrics_file import held_out, numbers
 
-__all__ = ["FOLDER", "Board", "branch_folder"]
+__all__ = ["FOLDER", "Board", "branch_folder", "numbers_of"]
 
 FOLDER = "tensorboard"
 
@@ -65,3 +66,16 @@ class Board(Closes):
         """A thread has ended with an error: the writer's raises it again in :meth:`draw`, where it is one line."""
         if not (isinstance(how.exc_value, OSError) and type(how.thread).__module__.startswith("tensorboard.")):
             self._hook(how)
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics: ``train/loss``, ``losses_by_source/web``, ``validation/web``; what is null is
+    left out, true is 1."""
+    told = dict(numbers(row))
+    if row["kind"] == "validation":
+        own = held_out(told)
+        total = "loss of all sources" if "loss" in own else "loss"
+        own |= {total: told["loss"]} if "loss" in told else {}
+        return {f"validation/{name}": loss for name, loss in own.items()}
+    del told["step"]
+    return {name.replace(".", "/", 1) if "." in name else f"train/{name}": value for name, value in told.items()}

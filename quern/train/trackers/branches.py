@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from quern import storage
@@ -59,14 +60,14 @@ class State(Section):
         return self.model_copy(update=changes)
 
     @classmethod
-    def read(cls, path: str) -> State | None:
-        """What is in a file; None where there is none.
+    def read(cls, path: str) -> State:
+        """What is in a file; that of no run where there is none.
 
         Raises:
             InputError: it is something else; file, field and value are named.
         """
         if not os.path.lexists(path):
-            return None
+            return cls()
         try:
             return validate(storage.read_json(path), cls, path)
         except InputError as error:
@@ -108,10 +109,9 @@ def parent_of_fork(name: str, entries: Sequence[Mapping[str, Any]]) -> tuple[Par
     if at is None:
         return None, ""
     line, attempt = entries[at], sum(entry["kind"] in MOVES for entry in entries[:at]) - 1
-    try:
-        trunk = State.read(state_path(line["path"], name)) or State()
-    except InputError:
-        trunk = State()
+    trunk = State()
+    with suppress(InputError):
+        trunk = State.read(state_path(line["path"], name))
     known = [branch for branch in trunk.branches if branch.attempt <= attempt]
     if not known:
         return Parent(line["run"], line["step"]), ""

@@ -29,11 +29,17 @@ from quern.train.config import TrainConfig
 from quern.train.history.ledger import MOVES, read_ledger
 from quern.train.history.metrics_file import METRICS_FILE, when
 from quern.train.trackers.backends import BACKENDS, Backend, Opening, Point
+from quern.train.trackers.board import numbers_of
 from quern.train.trackers.branches import FOLDER, Branch, Parent, State, branch_at, parent_of_fork, state_path
-from quern.train.trackers.numbers import FACTS, numbers_of, place_of
 
 __all__ = ["Follower", "main"]
 
+_FACTS = {
+    "checkpoint": "checkpoint/begun", "checkpoint_failed": "checkpoint/failed", "good": "checkpoint/good",
+    "rollback": "run/went_back_to", "resume": "run/resumed_at", "stopped": "run/stopped_at", "end": "run/ended_at",
+}  # fmt: skip
+"""Of the ledger's kinds, those that are sent: the name under which their step is. What is known of a step itself, as
+that it was skipped, stands in its line of metrics."""
 _CHUNK = 4 << 20
 """[bytes] Of metrics.jsonl, read at a time; no line is longer."""
 _POLL_S, _LONGEST_PAUSE_S = 0.3, 60.0
@@ -42,7 +48,8 @@ _PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trac
 
 
 class _Row(NamedTuple):
-    """A line of metrics, and where it ends; ``attempt``: -1 of a line that is no step's."""
+    """A line of metrics that ends at byte ``end``. ``attempt``: -1 of one that is no step's. ``place``: where it stands
+    among all of them: a validation after N steps is between steps N - 1 and N."""
 
     end: int
     attempt: int = -1
@@ -62,7 +69,7 @@ class Follower:
         self._path = state_path(run_dir, name)
         self._backend: Backend | None = None
         self._entries, self._attempts, self._read = list[dict[str, Any]](), list[int](), -1
-        self.state = State.read(self._path) or State()
+        self.state = State.read(self._path)
 
     def advance(self) -> bool:
         """Send a part of what is new; whether there was any. Raises whatever the tracker's library does; the state is
@@ -142,8 +149,8 @@ class Follower:
             if own > attempt or (own == attempt and entry.get("step", 0) > step):
                 break
             state = state.but(entries=done + 1)
-            if entry["kind"] in FACTS and own >= state.branches[-1].attempt:
-                place, fact = max(math.ceil(state.place), entry["step"]), {FACTS[entry["kind"]]: float(entry["step"])}
+            if entry["kind"] in _FACTS and own >= state.branches[-1].attempt:
+                place, fact = max(math.ceil(state.place), entry["step"]), {_FACTS[entry["kind"]]: float(entry["step"])}
                 points.append(Point(state.points, place, fact, int(when(entry) * 1000)))
                 state = state.but(points=state.points + 1)
         return state
@@ -163,8 +170,9 @@ class Follower:
                 end += len(line) + 1
                 try:
                     row = json.loads(line)
-                    attempt = int(row.get("attempt", 0)) if row["kind"] == "step" else -1
-                    yield _Row(end, attempt, place_of(row), row["step"], numbers_of(row), int(when(row) * 1000))
+                    attempt, place = (int(row.get("attempt", 0)), 0.5) if row["kind"] == "step" else (-1, 0.0)
+                    place += row["step"]
+                    yield _Row(end, attempt, place, row["step"], numbers_of(row), int(when(row) * 1000))
                 except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
                     yield _Row(end)
 
