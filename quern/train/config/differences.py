@@ -7,17 +7,12 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Difference", "differing"]
-
-#: A key, dotted; its value in one config, and in the other, each as YAML on one line.
-Difference = tuple[str, str, str]
+__all__ = ["differing"]
 
 
-def differing(before: Any, after: Any, name: str = "") -> Iterator[Difference]:
-    """Each key in which two configs, as plain data, differ, but for ``run_dir``: the same run may stand at two paths.
-
-    A key that one of them lacks counts as null.
-    """
+def differing(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Each dotted key in which two configs, as plain data, differ, and its value in both as YAML on one line; but for
+    ``run_dir``: the same run may stand at two paths. A key that one of them lacks counts as null."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*after, *before]):
             if name or key != "run_dir":
@@ -30,7 +25,6 @@ def differing(before: Any, after: Any, name: str = "") -> Iterator[Difference]:
 
 
 def _plain(value: Any) -> str:
-    """As YAML on one line, cut where it is long."""
     dumped = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n")
     text = " ".join(dumped.split())
     return text if len(text) <= 100 else text[:99].rsplit(" ", 1)[0] + " …"

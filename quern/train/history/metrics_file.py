@@ -6,6 +6,7 @@ import json
 import math
 import os
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -60,10 +61,11 @@ class MetricsTable:
 def numbers(row: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
     """Every finite number of a line, true as 1, those in mappings by ``outer.inner``."""
     for name, value in row.items():
-        if isinstance(value, dict) and outer.count(".") < 2:
+        if isinstance(value, float | int):
+            if -1e300 < value < 1e300:
+                yield outer + name, value
+        elif isinstance(value, dict) and outer.count(".") < 2:
             yield from numbers(value, f"{outer}{name}.")
-        elif isinstance(value, float | int) and -1e300 < value < 1e300:
-            yield outer + name, float(value)
 
 
 def held_out(told: Mapping[str, float]) -> dict[str, float]:
@@ -88,7 +90,7 @@ def read_metrics(run_dir: str) -> MetricsTable:
     Raises:
         QuernError: the file cannot be read.
     """
-    columns: dict[str, array[float]] = {}
+    columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
     validations, damaged, rows = [], [], 0
     for number, line in enumerate(_lines(os.path.join(run_dir, METRICS_FILE)), 1):
         try:
@@ -101,22 +103,20 @@ def read_metrics(run_dir: str) -> MetricsTable:
         elif kind == "step":
             for name, value in told.items():
                 if name in columns or len(columns) < _MAX_COLUMNS:
-                    _padded(columns.setdefault(name, array("d")), rows).append(value)
+                    values = columns[name]
+                    if len(values) < rows:
+                        values.extend([math.nan] * (rows - len(values)))
+                    values.append(value)
             rows += 1
         elif kind == "validation":
             validations.append(Validation(step, rows, told["time"], told.get("loss", math.nan), held_out(told)))
-    found = {name: np.frombuffer(_padded(values, rows)) for name, values in columns.items()}
+    found = {name: np.array([*values, *[math.nan] * (rows - len(values))]) for name, values in columns.items()}
     steps = found.pop("step", np.zeros(0)).astype(np.int64)
     # where rows do not tell, an attempt begins at a step that is not after the one before
     counted = np.cumsum(np.diff(steps, prepend=-1) <= 0)
     told_attempt = found.pop("attempt", np.full(rows, math.nan))
     attempt = np.where((told_attempt >= 0) & (told_attempt < _LIMIT), told_attempt, counted).astype(np.int64)
     return MetricsTable(steps, attempt, found, tuple(validations), tuple(damaged))
-
-
-def _padded(values: array[float], rows: int) -> array[float]:
-    values.extend([math.nan] * (rows - len(values)))
-    return values
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 
 from quern.train.history.ledger import latest_order, surviving
 from quern.train.report.history import ABANDONED, AGAIN, KEPT, Attempt, Run
 
-__all__ = ["PARTS", "SourceTokens", "account", "tokens_by_source"]
+__all__ = ["PARTS", "account", "tokens_by_source"]
 
 #: What the time went into, in the order shown, with a word for each.
 PARTS = {
@@ -35,25 +34,22 @@ def account(run: Run) -> dict[str, float] | None:
     save is what is left of the time between two such rows when the steps between them are taken off.
     """
     own = run.attempts[run.first :]
-    times = [np.array([(one.began, one.last) for one in own]), *map(run.metrics.column, ("time", "step_time_s"))]
-    if any(np.isnan(known).any() for known in times):
+    known = [np.array([(one.began, one.last) for one in own]), *map(run.metrics.column, ("time", "step_time_s"))]
+    if any(np.isnan(times).any() for times in known):
         return None
     spent = dict.fromkeys(PARTS, 0.0)
     for number, attempt in enumerate(own):
-        _steps(run, attempt, spent)
+        seconds, fate = run.metrics.column("step_time_s")[attempt.rows], run.fate[attempt.rows]
+        wait = np.minimum(np.nan_to_num(run.metrics.column("data_wait_s")[attempt.rows]), seconds)
+        for name, times, wanted in (
+            ("data", wait, KEPT), ("compute", seconds - wait, KEPT), ("again", seconds, AGAIN),
+            ("abandoned", seconds, ABANDONED),
+        ):  # fmt: skip
+            spent[name] += float(times[fate == wanted].sum())
         _between_steps(run, attempt, spent)
         if number:
             spent["between"] += max(0.0, attempt.began - own[number - 1].last)
     return spent
-
-
-def _steps(run: Run, attempt: Attempt, spent: dict[str, float]) -> None:
-    seconds, fate = run.metrics.column("step_time_s")[attempt.rows], run.fate[attempt.rows]
-    wait = np.minimum(np.nan_to_num(run.metrics.column("data_wait_s")[attempt.rows]), seconds)
-    spent["data"] += float(wait[fate == KEPT].sum())
-    spent["compute"] += float((seconds - wait)[fate == KEPT].sum())
-    spent["again"] += float(seconds[fate == AGAIN].sum())
-    spent["abandoned"] += float(seconds[fate == ABANDONED].sum())
 
 
 def _between_steps(run: Run, attempt: Attempt, spent: dict[str, float]) -> None:
@@ -79,19 +75,9 @@ def _between_steps(run: Run, attempt: Attempt, spent: dict[str, float]) -> None:
     spent[into] += max(0.0, attempt.last - before - paid)
 
 
-class SourceTokens(NamedTuple):
-    """What the surviving steps have read of a source that has so many tokens ``available``: ``tokens``, and ``epochs``,
-    how often each was read on average."""
-
-    name: str
-    tokens: int
-    available: int
-    epochs: float
-
-
-def tokens_by_source(run: Run) -> list[SourceTokens]:
-    """A row a source, by the ledger alone: its newest order explains every surviving step. None where the ledger has no
-    order that says how long a window is.
+def tokens_by_source(run: Run) -> list[tuple[str, int, int]]:
+    """Of each source its name, the tokens of it that the surviving steps have read, and those of an epoch: by the
+    ledger alone, whose newest order explains every such step. None where no order says how long a window is.
 
     Raises:
         QuernError: the order in the ledger cannot be made again.
@@ -107,7 +93,5 @@ def tokens_by_source(run: Run) -> list[SourceTokens]:
                 samples[source] += sign * count
     parts = [ident.split("/")[-2] if ident.count("/") >= 2 else ident for ident in order.ids]
     names = [name if parts.count(name) == 1 else ident for name, ident in zip(parts, order.ids, strict=True)]
-    return [
-        SourceTokens(name, samples[at] * order.seq_len, size * order.seq_len, samples[at] / size if size else 0.0)
-        for at, (name, size) in enumerate(zip(names, order.windows, strict=True))
-    ]
+    read = [samples[source] * order.seq_len for source in range(len(names))]
+    return list(zip(names, read, (size * order.seq_len for size in order.windows), strict=True))

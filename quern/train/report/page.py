@@ -204,10 +204,10 @@ def _course(runs: Sequence[Run]) -> str:
 
 def _sources(run: Run) -> str:
     found = tokens_by_source(run)
-    total = sum(own.tokens for own in found)
+    total = sum(read for _, read, _ in found)
     rows = [
-        [show(own.name, 80), num(own.tokens), percent(own.tokens, total), num(own.available), num(own.epochs, 2)]
-        for own in found
+        [show(name, 80), num(read), percent(read, total), num(epoch), num(read / (epoch or 1), 2)]
+        for name, read, epoch in found
     ]
     lead = html.lead("What the present weights have read, by the ledger: abandoned steps are not counted.")
     return lead + table(["source", "tokens read", "share", "tokens of an epoch", "epochs"], rows) if found else ""

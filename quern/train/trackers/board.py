@@ -71,7 +71,7 @@ class Board(Closes):
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics: ``train/loss``, ``losses_by_source/web``, ``validation/web``; what is null is
     left out, true is 1."""
-    told = dict(numbers(row))
+    told = {name: float(value) for name, value in numbers(row)}
     if row["kind"] == "validation":
         own = held_out(told)
         total = "loss of all sources" if "loss" in own else "loss"

@@ -43,7 +43,6 @@ that it was skipped, stands in its line of metrics."""
 _CHUNK = 4 << 20
 """[bytes] Of metrics.jsonl, read at a time; no line is longer."""
 _POLL_S, _LONGEST_PAUSE_S = 0.3, 60.0
-_GROUPS = {"wandb": "WANDB_RUN_GROUP"}
 _PROJECTS = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 
 
@@ -116,31 +115,28 @@ class Follower:
             return state.but(attempt=attempt)
         if self._backend is not None:
             self._backend.close("left")
-            self._backend = None
-        (step, parent), group = found, state.group
+        self._backend, (step, parent), group = None, found, state.group
         name = metrics.run_name or os.path.basename(os.path.abspath(self._run_dir))
         if not state.branches:
             parent, trunks = parent_of_fork(self._name, self._entries)
-            group = metrics.group or os.environ.get(_GROUPS.get(self._name, ""), "") or trunks
-            group = group or f"{name}-{uuid.uuid4().hex[:8]}"
+            given = metrics.group or (os.environ.get("WANDB_RUN_GROUP") if self._name == "wandb" else "")
+            group = given or trunks or f"{name}-{uuid.uuid4().hex[:8]}"
         if parent is not None:
             name += f" from step {parent.step}, start {attempt}"
-        self._backend = self._open(None, name, group, parent)
-        branch = Branch(id=self._backend.id, step=step, attempt=attempt, parent=parent.id if parent else None)
-        branches = (*state.branches, branch)
+        ident = self._opened(name, group, parent).id
+        branches = (*state.branches, Branch(id=ident, step=step, attempt=attempt, parent=parent and parent.id))
         self._save(state.but(group=group, attempt=attempt, place=float(step), points=0, ended="", branches=branches))
         return self.state
 
-    def _opened(self) -> Backend:
+    def _opened(self, name: str = "", group: str = "", parent: Parent | None = None) -> Backend:
+        """The newest branch's run, or a new one if it has a name."""
         if self._backend is None:
-            self._backend = self._open(self.state.branches[-1].id, "", self.state.group, None)
+            metrics, config = self._config.metrics, self._config.model_dump(mode="json", exclude={"on_event"})
+            project = metrics.project or os.environ.get(_PROJECTS[self._name]) or "quern"
+            ident, group = (None, group) if name else (self.state.branches[-1].id, self.state.group)
+            given = (self._run_dir, ident, project, name, group, metrics.tags, config, self._described, parent)
+            self._backend = BACKENDS[self._name](Opening(*given))
         return self._backend
-
-    def _open(self, ident: str | None, name: str, group: str, parent: Parent | None) -> Backend:
-        metrics, config = self._config.metrics, self._config.model_dump(mode="json", exclude={"on_event"})
-        project = metrics.project or os.environ.get(_PROJECTS[self._name]) or "quern"
-        given = (self._run_dir, ident, project, name, group, metrics.tags, config, self._described, parent)
-        return BACKENDS[self._name](Opening(*given))
 
     def _facts(self, state: State, points: list[Point], attempt: int, step: float) -> State:
         """Append what the ledger says next, up to ``step`` of start ``attempt``; returns the state behind it."""
