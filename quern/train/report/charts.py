@@ -151,9 +151,12 @@ def _lines(
         return []
     number = list(runs).index(run)
     name, colour = f"{'AB'[number]} {label}" if len(runs) > 1 else label, number + place * len(runs)
-    if not mean or (smooth := _means(axes, values)) is None:
+    if not mean or len(values) < 2 * _MEANS:
         return [_line(name, axes, values, look, colour)]
-    return [_line(name, axes, values, "faint", colour), _line(f"{name}, mean", *smooth, "line", colour)]
+    ranges = np.array_split(np.arange(len(values)), _MEANS)  # their means stand at the last step of each
+    smooth = np.array([over(np.nanmean, values[own]) for own in ranges])
+    ends = {axis: own[[at[-1] for at in ranges]] for axis, own in axes.items()}
+    return [_line(name, axes, values, "faint", colour), _line(f"{name}, mean", ends, smooth, "line", colour)]
 
 
 def _axes_of(run: Run, rows: NDArray[np.int64]) -> Axes:
@@ -189,17 +192,6 @@ def thin(values: F64) -> NDArray[np.int64]:
         if np.isfinite(values[first:stop]).any():
             places += [first + int(best(values[first:stop])) for best in (np.nanargmin, np.nanargmax)]
     return np.unique(places)
-
-
-def _means(axes: Axes, values: F64) -> tuple[Axes, F64] | None:
-    """Means of ranges of equally many steps, each at the last step of its range; None for a run so short that they
-    would be the values themselves."""
-    if len(values) < 2 * _MEANS:
-        return None
-    ranges = np.array_split(np.arange(len(values)), _MEANS)
-    ends = [own[-1] for own in ranges]
-    found = np.array([over(np.nanmean, values[own]) for own in ranges])
-    return {name: own[ends] for name, own in axes.items()}, found
 
 
 def over(function: Callable[[F64], Any], values: F64) -> float:

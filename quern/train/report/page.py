@@ -154,7 +154,7 @@ def _notes(run: Run) -> str:
     if damaged := run.metrics.damaged:
         lines.append(f"{counted(len(damaged), 'line')} of metrics.jsonl cannot be read, the first is line "
                      f"{num(damaged[0])}; their figures are missing here.")  # fmt: skip
-    return "".join(f'<p class="alarm note">{line}</p>' for line in lines)
+    return "".join(f'<p class="alarm">{line}</p>' for line in lines)
 
 
 def _controls() -> str:
@@ -214,9 +214,7 @@ def _sources(run: Run) -> str:
 
 
 def _time(run: Run) -> str:
-    spent = account(run)
-    if spent is None:
-        return ""
+    spent = account(run) or {}
     total = sum(spent.values())
     looks = {"compute": "kept", "again": "dropped", "abandoned": "dropped", "between": "dropped"}
     rows = [
@@ -225,7 +223,7 @@ def _time(run: Run) -> str:
         if value > 0
     ]
     lead = f"{_duration(total)} from the first line to the last. A save that overlaps with steps is in their time."
-    return html.lead(lead) + bars(rows, "reasons")
+    return html.lead(lead) + bars(rows, "reasons") if rows else ""
 
 
 def _events(run: Run) -> str:
@@ -235,26 +233,26 @@ def _events(run: Run) -> str:
         for fact in own.facts:
             if fact["kind"] in (*MOVES, *UNHEALTHY, "stopped", "end", "checkpoint_failed"):
                 left_out = ("time", "kind", "step", "data_step", "order", "name")
-                told = [f"{name} {value}" for name, value in fact.items() if name not in left_out]
+                told = [f"{key} {_short(value)}" for key, value in fact.items() if key not in left_out]
                 if fact["kind"] in MOVES:
                     told = [f"{counted(len(own.rows), 'step')} in {_duration(own.last - own.began)}"]
-                gone = fact["kind"] not in MOVES and fact["step"] + (fact["kind"] in UNHEALTHY) > own.stop
-                told += ["left behind since"] if gone else []
-                kind = fact["kind"].replace("_", " ")
-                rows.append([num(fact["step"]), num(own.number), show(kind), show(", ".join(told), 200)])
+                elif fact["step"] + (fact["kind"] in UNHEALTHY) > own.stop:
+                    told.append("left behind since")
+                cells = num(fact["step"]), num(own.number), show(fact["kind"].replace("_", " "))
+                rows.append([*cells, show(", ".join(told), 200)])
     states = [*run.checkpoints.values()]
+    failed, more = states.count("failed"), f", and {num(len(rows) - _ROWS)} lines earlier" if len(rows) > _ROWS else ""
     lead = html.lead(
-        f"Of the present branch {counted(len(states) - states.count('failed'), 'checkpoint')}, {states.count('good')} "
-        f"of them good (healthy steps followed), and {counted(states.count('failed'), 'failed save')}."
+        f"Of the present branch {counted(len(states) - failed, 'checkpoint')}, {states.count('good')} of them good "
+        f"(healthy steps followed), and {counted(failed, 'failed save')}{more}."
     )
-    more = f'<p class="muted">and {num(len(rows) - _ROWS)} earlier</p>' if len(rows) > _ROWS else ""
-    return lead + table(["step", "attempt", "what", ""], rows[-_ROWS:], "texts") + more
+    return lead + table(["step", "attempt", "what", ""], rows[-_ROWS:], "texts")
 
 
 def _config(runs: Sequence[Run]) -> str:
     """The config, or in which keys those of two runs differ."""
     if len(runs) == 1:
-        return f'<pre class="config">{show(dump_yaml(runs[0].config))}</pre>' if runs[0].config else ""
+        return f'<pre class="config">{show(dump_yaml(runs[0].config))}</pre>'
     found = differing(dict(runs[0].config), dict(runs[1].config))
     rows = [[f"<code>{show(key)}</code>", show(had), show(has)] for key, had, has in found]
     return table(["key", "A", "B"], rows, "texts") if rows else "<p>The configs of their last starts are the same.</p>"
@@ -268,12 +266,13 @@ def _footer(run: Run) -> str:
 
 
 def _figure(value: float, digits: int) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value:.3g}" if digits < 0 else num(value, digits).replace("-", "−")
+    shown = f"{value:.3g}" if digits < 0 else num(value, digits).replace("-", "−")
+    return "–" if math.isnan(value) else shown
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "–"
-    return f"{seconds:.1f} s" if seconds < 99.5 else str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(seconds))) if seconds >= 99.5 else f"{_figure(seconds, 1)} s"

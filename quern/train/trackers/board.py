@@ -71,11 +71,9 @@ class Board(Closes):
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics: ``train/loss``, ``losses_by_source/web``, ``validation/web``; what is null is
     left out, true is 1."""
-    told = {name: float(value) for name, value in numbers(row)}
+    told = {name: float(value) for name, value in numbers(row) if name != "step"}
     if row["kind"] == "validation":
         own = held_out(told)
-        total = "loss of all sources" if "loss" in own else "loss"
-        own |= {total: told["loss"]} if "loss" in told else {}
-        return {f"validation/{name}": loss for name, loss in own.items()}
-    del told["step"]
+        total = {"loss of all sources" if "loss" in own else "loss": told["loss"]} if "loss" in told else {}
+        return {f"validation/{name}": loss for name, loss in (own | total).items()}
     return {name.replace(".", "/", 1) if "." in name else f"train/{name}": value for name, value in told.items()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any
 
 from quern import storage
 from quern.closes import Closes
@@ -45,52 +45,55 @@ def check_installed(names: Sequence[str]) -> None:
             )
 
 
-class _Tracker:
-    """One process, and what it has ``_done`` of the metrics in a file, in bytes; ``_since``: when it last had sent all
-    there was, or more than before; ``_told``: whether it was said that it does not."""
+class _Tracker(threading.Thread):
+    """Reads what a process answers until it ends, and says once if it fails, ends of itself, or sends nothing for so
+    long. ``ends``: it has been told to."""
 
-    def __init__(self, name: str, child: Child, path: str) -> None:
-        self.name, self.child, self._path = name, child, path
-        self._done, self._since, self._told = 0, time.monotonic(), False
+    def __init__(self, name: str, child: Child, metrics: str, timeout_s: float) -> None:
+        super().__init__(daemon=True)
+        self.tracker, self.child, self.ends = name, child, False
+        self._metrics, self._timeout_s, self._done, self._told = metrics, timeout_s, 0, False
+        self.start()
 
-    def look(self, timeout_s: float) -> None:
-        """Say once if it fails, has ended, or has sent nothing for so long."""
-        self._take()
-        if (code := self.child.ended()) is not None:
-            self._say(f"its process has ended ({code})")
-        elif not os.path.exists(self._path) or os.path.getsize(self._path) <= self._done:
-            self._since = time.monotonic()
-        elif (waits := time.monotonic() - self._since) > timeout_s:
-            self._say(f"has taken nothing for {waits:.0f} s")
-
-    def _take(self) -> None:
-        for line in self.child.lines():
-            answer: dict[str, Any] = {"bytes": 0}
+    def run(self) -> None:
+        since = time.monotonic()
+        line: str | None = ""
+        while line is not None:
             with suppress(ValueError):  # half a line of a process that was killed
-                answer = json.loads(line)
-            if "failed" in answer:
-                self._say(answer["failed"])
-            elif answer["bytes"] > self._done:
-                self._done, self._since, self._told = answer["bytes"], time.monotonic(), False
+                answer = json.loads(line or "{}")
+                if "failed" in answer:
+                    self._say(answer["failed"])
+                if answer.get("bytes", 0) > self._done:
+                    self._done, since, self._told = answer["bytes"], time.monotonic(), False
+            if self.ends or not os.path.exists(self._metrics) or os.path.getsize(self._metrics) <= self._done:
+                since = time.monotonic()
+            elif (waits := time.monotonic() - since) > self._timeout_s:
+                self._say(f"has taken nothing for {waits:.0f} s")
+            try:
+                line = self.child.receive(_LOOK_S)
+            except queue.Empty:
+                line = ""
+        if not self.ends:
+            self._say(f"its process has ended ({self.child.status()})")
 
     def _say(self, what: str) -> None:
         if not self._told:
             self._told = True
             plain = "".join(char if char.isprintable() else " " for char in what)[:300]
-            log.warning("%s: %s; the run goes on, and what is not sent stays in metrics.jsonl", self.name, plain)
+            log.warning("%s: %s; the run goes on, and what is not sent stays in metrics.jsonl", self.tracker, plain)
 
     def end(self, timeout_s: float) -> None:
         """Wait for its end, and say what is not sent."""
         self.child.end(timeout_s, 1.0)
-        self._take()
-        with open(self._path, "rb") as file:
+        self.join(2.0)
+        with open(self._metrics, "rb") as file:
             file.seek(self._done)
             left = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
         if left:
             lines = f"{counted(left, 'line')} of metrics {'was' if left == 1 else 'were'}"
-            log.warning("%s: %s not sent; the next start of the run sends what is left", self.name, lines)
+            log.warning("%s: %s not sent; the next start of the run sends what is left", self.tracker, lines)
         elif self.child.status():
-            log.warning("%s: has everything, but its run was not ended", self.name)
+            log.warning("%s: has everything, but its run was not ended", self.tracker)
 
 
 class Trackers(Closes):
@@ -101,26 +104,17 @@ class Trackers(Closes):
         self._timeout_s = config.trackers_timeout_s
         found = [self._start(run_dir, name) for name in config.sent_to]
         self._trackers = [own for own in found if own is not None]
-        self._ends = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        if self._trackers:
-            self._watcher.start()
 
     def _start(self, run_dir: str, name: str) -> _Tracker | None:
-        folder = os.path.join(run_dir, FOLDER)
+        folder, metrics = os.path.join(run_dir, FOLDER), os.path.join(run_dir, METRICS_FILE)
         command = module("quern.train.trackers.worker", run_dir, name, str(self._timeout_s))
         try:
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, f"{name}.log"), "ab", opener=storage.open_own) as out:
-                return _Tracker(name, Child(command, stderr=out), os.path.join(run_dir, METRICS_FILE))
+                return _Tracker(name, Child(command, stderr=out), metrics, self._timeout_s)
         except OSError as error:
             log.warning("%s: cannot be started (%s); the run goes on without it", name, error.strerror or error)
             return None
-
-    def _watch(self) -> None:
-        while not self._ends.wait(_LOOK_S):
-            for own in self._trackers:
-                own.look(self._timeout_s)
 
     def finish(self, how: str) -> None:
         """Let each send what is left, in the time that ``metrics.trackers_timeout_s`` gives, and say what it did not.
@@ -128,12 +122,11 @@ class Trackers(Closes):
         ``how``: ``finished``, or ``stopped`` by a signal, for which there is less time; ``failed`` waits for nothing,
         as a rank that failed has none: the processes end by themselves."""
         ending, self._trackers = self._trackers, []
-        self._ends.set()
         for own in ending:
+            own.ends = True
             own.child.send(how, last=True)
-        if not ending or how == "failed":
+        if how == "failed":
             return
-        self._watcher.join()
         until = time.monotonic() + (self._timeout_s if how == "finished" else min(self._timeout_s, _HURRY_S))
         for own in ending:
             with suppress(OSError):  # of a file system that has gone
