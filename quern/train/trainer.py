@@ -192,6 +192,7 @@ class Trainer(Closes):
         sums = self.parallel.run.forward_backward(batch.micro_batches, weigh, losses)
         self.forensics.keep(batch, losses)
         self.watchdog.enter("reduce")
+        self.by_rank.wait()
         self.parallel.gradients.finish()
         save = self.saves.progress()
         mine = figures.of_this_rank(
@@ -200,6 +201,7 @@ class Trainer(Closes):
         )  # fmt: skip
         behind = self.by_source.of_this_rank(batch, losses, mine), self.by_rank.of_this_rank(batch.data_step, mine)
         self._summed = self.ranks.sum(torch.cat((mine, *behind)))
+        self.by_rank.waited()
         return self._summed[1]
 
     def clip(self, step: int) -> torch.Tensor:
@@ -233,12 +235,10 @@ class Trainer(Closes):
             norm_spike=health.norm_spike, skipped=health.skip, loss_z=health.loss_z, norm_z=health.norm_z,
             scale=self.loss_scale.scale,
         )  # fmt: skip
-        self._pending.append(
-            _Pending(
-                step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s,
-                Mark(self.ranks.device),
-            )
-        )  # fmt: skip
+        ended = Mark(self.ranks.device)
+        self._pending.append(_Pending(
+            step, batch.data_step, batch.valid_tokens, values, self._lr(step), self._tokens, batch.wait_s, ended
+        ))  # fmt: skip
         self.drain_metrics(keep=1)
 
     def drain_metrics(self, keep: int = 0) -> None:
@@ -395,7 +395,6 @@ class Trainer(Closes):
         return self.done >= self.config.steps
 
     def asked_to_stop(self, number: int) -> None:
-        """Whether a signal has arrived: then the current step and the next one are finished and saved. The second
-        SIGINT is Python's own."""
+        """A signal has arrived: the current step and the next one are finished and saved."""
         self._signal = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one is Python's own

@@ -171,6 +171,7 @@ def test_figures_that_this_version_does_not_know_are_drawn(made: Made, page: Pag
     assert titles == {
         "Loss": 3, "Held-out loss by source": 2, "Source loss": 2, "Learning rate": 1, "Gradient norm": 1,
         "Tokens a second": 1, "Seconds a step": 2, "Peak memory of rank 0, GiB": 1, "Slowest rank": 1,
+        "Ranks: comm wait s": 1,
     }  # fmt: skip
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from datetime import timedelta
 
 import numpy as np
 
 from quern.train.history.ledger import latest_order, surviving
-from quern.train.report.history import ABANDONED, AGAIN, KEPT, Attempt, Run
+from quern.train.report.history import ABANDONED, AGAIN, KEPT, Attempt, Run, open_run
 
-__all__ = ["PARTS", "account", "tokens_by_source"]
+__all__ = ["PARTS", "account", "goodput", "tokens_by_source"]
 
 #: What the time went into, in the order shown, with a word for each.
 PARTS = {
-    "compute": "steps, without waits for data",
+    "compute": "steps, without waits",
     "data": "waits for data",
+    "communication": "waits for other ranks",
+    "skipped": "steps whose update was skipped",
     "validation": "validation",
     "saves": "saves, as far as they stop the loop",
     "start": "starts: until the first step",
@@ -41,15 +44,35 @@ def account(run: Run) -> dict[str, float] | None:
     for number, attempt in enumerate(own):
         seconds, fate = run.metrics.column("step_time_s")[attempt.rows], run.fate[attempt.rows]
         wait = np.minimum(np.nan_to_num(run.metrics.column("data_wait_s")[attempt.rows]), seconds)
-        for name, times, wanted in (
-            ("data", wait, KEPT), ("compute", seconds - wait, KEPT), ("again", seconds, AGAIN),
-            ("abandoned", seconds, ABANDONED),
+        ranks = np.nan_to_num(run.metrics.column("ranks.comm_wait_s.median")[attempt.rows])
+        ranks = np.minimum(ranks, seconds - wait)
+        used = (fate == KEPT) & ~(run.metrics.column("skipped")[attempt.rows] == 1)
+        for name, times, of in (
+            ("data", wait, used), ("communication", ranks, used), ("compute", seconds - wait - ranks, used),
+            ("skipped", seconds, (fate == KEPT) & ~used), ("again", seconds, fate == AGAIN),
+            ("abandoned", seconds, fate == ABANDONED),
         ):  # fmt: skip
-            spent[name] += float(times[fate == wanted].sum())
+            spent[name] += float(times[of].sum())
         _between_steps(run, attempt, spent)
         if number:
             spent["between"] += max(0.0, attempt.began - own[number - 1].last)
     return spent
+
+
+def goodput(run_dir: str) -> str | None:
+    """Which share of a run's time went into steps whose update its present weights have, and the rest by part, in a
+    line; None where the files do not tell times.
+
+    Raises:
+        QuernError: the run cannot be read.
+    """
+    spent = account(open_run(run_dir)) or {}
+    total = sum(spent.values())
+    if not total:
+        return None
+    parts = sorted(((value / total, name) for name, value in spent.items() if name != "compute"), reverse=True)
+    rest = ", ".join(f"{PARTS[name]} {share:.1%}" for share, name in parts if share >= 0.0005)
+    return f"goodput {spent['compute'] / total:.1%} of {timedelta(seconds=round(total))}" + f" ({rest})" * bool(rest)
 
 
 def _between_steps(run: Run, attempt: Attempt, spent: dict[str, float]) -> None:

@@ -222,7 +222,11 @@ def _time(run: Run) -> str:
         for name, value in spent.items()
         if value > 0
     ]
-    lead = f"{_duration(total)} from the first line to the last. A save that overlaps with steps is in their time."
+    good = percent(spent.get("compute", 0.0), total)
+    lead = (
+        f"Goodput {good} of the {_duration(total)} from the first line to the last: steps that the present weights are "
+        f"made of, without waits. A save that overlaps with steps is in their time."
+    )
     return html.lead(lead) + bars(rows, "reasons") if rows else ""
 
 
@@ -231,7 +235,16 @@ def _events(run: Run) -> str:
     rows = []
     for own in run.attempts[run.first :]:
         for fact in own.facts:
-            if fact["kind"] in (*MOVES, *UNHEALTHY, "stopped", "end", "checkpoint_failed"):
+            if fact["kind"] in (
+                *MOVES,
+                *UNHEALTHY,
+                "stopped",
+                "end",
+                "checkpoint_failed",
+                "back",
+                "corrupt",
+                "straggler",
+            ):
                 left_out = ("time", "kind", "step", "data_step", "order", "name")
                 told = [f"{key} {_short(value)}" for key, value in fact.items() if key not in left_out]
                 if fact["kind"] in MOVES:

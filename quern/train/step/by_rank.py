@@ -1,4 +1,5 @@
-"""Tells rank 0 how long each rank works and waits for data, and its memory, in the sum that a step takes anyway.
+"""Tells rank 0 how long each rank works and waits for data and for other ranks, and its memory, in the sum that a step
+takes anyway.
 
 Each rank has a slot of its own in which all others add 0. There are at most :data:`SLOTS`; more ranks take turns, a
 step each, and rank 0 keeps what a rank said last.
@@ -22,7 +23,7 @@ __all__ = ["SLOTS", "RankFigures"]
 
 SLOTS = 1024
 
-_FIGURES = ("work_s", "data_wait_s", "memory_gib")
+_FIGURES = ("work_s", "data_wait_s", "memory_gib", "comm_wait_s")
 
 
 @dataclass
@@ -46,11 +47,11 @@ class RankFigures:
         self._slots = min(SLOTS, ranks.world) if ranks.world > 1 else 0
         self._turns = -(-ranks.world // SLOTS)
         self._running: deque[_Step] = deque()
-        self._own = (0.0, 0.0, 0.0)
+        self._own = (0.0, 0.0, 0.0, 0.0)
         """Of the newest step that has ended."""
         self._known = np.full((len(_FIGURES), ranks.world if ranks.first else 0), np.nan)
         if self._slots:
-            tell_waits(model, self._wait, self._waited)
+            tell_waits(model, self.wait, self.waited)
 
     def begin(self) -> None:
         """A step has its data."""
@@ -64,11 +65,13 @@ class RankFigures:
             step = self._running[-1]
             step.worked, step.counted = Mark(self._ranks.device), len(step.waits)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """From here on this rank waits for others, until :meth:`waited`."""
         if self._running:
             self._running[-1].waiting = Mark(self._ranks.device)
 
-    def _waited(self) -> None:
+    def waited(self) -> None:
+        """This rank goes on."""
         step = self._running[-1] if self._running else None
         if step is not None and step.waiting is not None:
             step.waits.append((step.waiting, Mark(self._ranks.device)))
@@ -78,13 +81,13 @@ class RankFigures:
         """The oldest of the steps that have begun has ended, on the device too."""
         if self._slots:
             step, work = self._running.popleft(), 0.0
+            waits = [end.since(begin) for begin, end in step.waits]
             if step.worked is not None:
-                waits = sum(end.since(begin) for begin, end in step.waits[: step.counted])
-                work = step.worked.since(step.began) - waits
-            self._own = (work, wait_s, memory_gib(self._ranks.device))
+                work = step.worked.since(step.began) - sum(waits[: step.counted])
+            self._own = (work, wait_s, memory_gib(self._ranks.device), sum(waits))
 
     def of_this_rank(self, data_step: int, like: Tensor) -> Tensor:
-        """[3 S]: work, waiting and memory in this rank's slot of each row, if it has its turn."""
+        """[4 S]: work, waits for data, memory and waits for ranks, in this rank's slot of each if it has its turn."""
         mine = like.new_zeros(len(_FIGURES), self._slots)
         turn, slot = divmod(self._ranks.rank, SLOTS)
         if self._slots and data_step % self._turns == turn:

@@ -68,15 +68,17 @@ class Made:
         for step in range(first, stop):
             spike, bad = step in (12, 33), step == 50
             loss = 5 / (1 + step / 10) + float(self.random.normal(0, 0.1)) + 3 * spike + 0.001 * number
-            seconds, waited = float(self.random.integers(500, 1500)) / 1000, 0.125
-            self.wait(seconds - waited, "compute" if step < lost else str(ends))
-            self.wait(waited, "data" if step < lost else str(ends))
+            seconds, parts = float(self.random.integers(500, 1500)) / 1000, {"data": 0.125, "communication": 0.0625}
+            for what, part in (*parts.items(), ("compute", seconds - sum(parts.values()))):
+                self.wait(part, str(ends) if step >= lost else "skipped" if step == 33 else what)
             where = {"step": step, "data_step": data + step - first}
             self.rows.append({
                 "kind": "step", **where, "attempt": number, "loss": None if bad else loss, "grad_norm": 1 + 2.0 * spike,
                 "lr": self.lr * (1 + step), "tokens": 64 * (step + 1), "tokens_per_s": 64 / seconds,
-                "step_time_s": seconds, "data_wait_s": waited, "memory_gib": 1.5, "mfu_full": None, "loss_spike": spike,
-                "grad_norm_spike": False, "non_finite": bad, "skipped": step == 33, "slowest_rank": {"s": seconds},
+                "step_time_s": seconds, "data_wait_s": parts["data"], "memory_gib": 1.5, "mfu_full": None,
+                "loss_spike": spike, "grad_norm_spike": False, "non_finite": bad, "skipped": step == 33,
+                "slowest_rank": {"s": seconds},
+                "ranks": {"comm_wait_s": {"median": parts["communication"]}},
                 "source_loss": {self.source: loss + 1, "books": loss - 1}, "time": self.stamp(),
             })  # fmt: skip
             if spike:
