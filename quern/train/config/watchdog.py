@@ -14,7 +14,7 @@ __all__ = ["WatchdogConfig"]
 class WatchdogConfig(Section):
     """Ends a run in which a rank hangs, and names the rank. A phase of a step (data, forward, backward, reduce,
     optimizer, metrics, validation, save) may take ``factor`` times as long as the longest of that kind before it; the
-    first of its kind, and all in the first step, ``comm.first_timeout_s``."""
+    first of its kind, and all in the first step, ``comm.first_timeout_s``; of one process, any time."""
 
     enabled: bool = True
     """Watch, on a thread beside each rank."""

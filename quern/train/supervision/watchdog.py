@@ -71,7 +71,9 @@ class Watchdog:
     def __init__(self, config: TrainConfig, ranks: Ranks, first_step: int) -> None:
         own = config.watchdog
         self._run_dir, self._ranks, self._first_step = config.run_dir, ranks, first_step
-        self._limits = Limits(own.factor, own.least_s, config.comm.first_timeout_s)
+        # one process alone waits for no other, and has nobody to be slow for
+        unknown_s = config.comm.first_timeout_s if ranks.world > 1 else math.inf
+        self._limits = Limits(own.factor, own.least_s, unknown_s)
         # one store serves all ranks: it is asked 2,000 times a second at most
         self._poll_s = max(min(1.0, own.least_s / 4), ranks.world / 2000)
         self._place: _Place | None = None
