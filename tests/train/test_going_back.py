@@ -169,3 +169,19 @@ def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, Any]) -> None
     with pytest.raises(QuernError, match=rf"line 2: back\.{next(iter(change))}: expected"):
         Ledger(path)
     assert math.isfinite(lines[0]["step"])
+
+
+@pytest.mark.parametrize(
+    ("good", "before", "step"), [(True, 5, 2), (False, 5, 4), (False, 3, 2), (True, 9, 6), (True, 1, 0)]
+)
+def test_it_goes_back_no_less_than_the_line_says(
+    tmp_path: Path, paths: list[str], good: bool, before: int, step: int
+) -> None:
+    """Of the checkpoints 2, 4, 6, 8 and 9, 4 has a spike behind it, and the last two too few steps."""
+    config = settings(tmp_path / "run", paths)
+    case.live(config, factor=at({5: SPIKE}))
+    with Ledger(tmp_path / "run" / "ledger.jsonl") as ledger:
+        line = {**back(8, before), "good": good, "order": ledger.entries[-1].get("order", "")}
+        ledger.append(line.pop("kind"), **line)
+    left = case.live(config)
+    assert (left.start.kind, left.start.step, left.complete) == ("rollback", step, True)
