@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import median
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,16 @@ def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, lis
                     yield reading.node, where, kind, name, repeats
 
 
+def _medians(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Of each row, which are not empty and may differ in length."""
+    lengths = np.array([len(row) for row in rows], np.int64)
+    padded = np.full((len(rows), max(lengths, default=0)), np.inf)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.float64)
+    padded.sort(axis=1)
+    at = np.arange(len(rows))
+    return np.asarray((padded[at, (lengths - 1) // 2] + padded[at, lengths // 2]) / 2)
+
+
 def _below(values: NDArray[np.float64], spread: float | NDArray[np.float64]) -> tuple[float, NDArray[np.bool_]]:
     """The median of values [N], and which lie too low; ``spread``, of each value or of all, is relative to it."""
     middle = float(np.median(values))
@@ -144,7 +154,7 @@ def _slow(readings: Sequence[Reading]) -> Iterator[_Found]:
         fleets[name, kind].append((node, where, repeats))
     slow: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (name, _), fleet in fleets.items():
-        values = np.array([median(repeats) for *_, repeats in fleet])
+        values = _medians([repeats for *_, repeats in fleet])
         middle, low = _below(values, SPREADS.get(name.split()[0], 0.15))  # 0.15: of another version
         for place in np.flatnonzero(low) if len(fleet) >= FEWEST else ():
             slow[fleet[place][:2]].append(f"{name} {values[place] / middle - 1:+.0%}")
@@ -160,17 +170,17 @@ def _links(links: Iterable[Link], places: Mapping[int, str]) -> Iterator[_Found]
     counts as one without speed."""
     by_kind: dict[str, dict[tuple[int, ...], Link]] = defaultdict(dict)
     for link in links:
-        known = by_kind[link.kind].get(tuple(link.ranks))
-        if set(link.ranks) <= places.keys() and (known is None or link.problem):  # both ends tell; one may have failed
-            by_kind[link.kind][tuple(link.ranks)] = link
+        found, ranks = by_kind[link.kind], tuple(link.ranks)
+        if places.keys() >= {*ranks} and (ranks not in found or link.problem):  # both ends tell; one may have failed
+            found[ranks] = link
     for kind, found in by_kind.items():
         bad = {ranks: link.problem or "no answer" for ranks, link in found.items() if link.problem or not link.speeds}
-        speeds = {ranks: 0.0 if ranks in bad else median(link.speeds) for ranks, link in found.items()}
+        middles = _medians([[0.0] if ranks in bad else link.speeds for ranks, link in found.items()])
         if len(bad) == len(found) and (len(found) > 1 or kind == "ring"):
             nodes = _nodes((rank for ranks in found for rank in ranks), places)
             yield "broken-link", nodes, f"all {len(found)} links ({kind})", next(iter(bad.values()))
         elif kind != "ring":
-            yield from _pairs(kind, speeds, bad, places)
+            yield from _pairs(kind, dict(zip(found, middles.tolist(), strict=True)), bad, places)
 
 
 def _nodes(ranks: Iterable[int], places: Mapping[int, str]) -> list[str]:
@@ -185,18 +195,18 @@ def _pairs(
     for rank in sorted({rank for ranks in speeds for rank in ranks}):
         of_node[places[rank]].append(rank)
     for code in ("slow-links", "slow-rank", "slow-pair"):
-        ends: dict[tuple[int, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        if code == "slow-rank" and max(map(len, of_node.values())) == 1:  # a node is a rank
+            continue
+        of_rank: dict[int, list[float]] = defaultdict(list)
         for ranks, speed in speeds.items():
             for rank in ranks:
-                end = {"slow-links": tuple(of_node[places[rank]]), "slow-rank": (rank,), "slow-pair": ranks}[code]
-                ends[end][rank].append(speed)
-        fewest = 1 if code == "slow-pair" else _FEWEST_LINKS
-        best = {  # a node is as good as its best rank
-            end: max((median(own), len(own)) for own in of.values() if len(own) >= fewest)
-            for end, of in ends.items()
-            if max(map(len, of.values())) >= fewest
-        }
-        if not best or (code == "slow-rank" and max(map(len, of_node.values())) == 1):  # a node is a rank
+                of_rank[rank].append(speed)
+        best = {} if code != "slow-pair" else {ranks: (speed, 1) for ranks, speed in speeds.items()}
+        known = [rank for rank, own in of_rank.items() if code != "slow-pair" and len(own) >= _FEWEST_LINKS]
+        for rank, middle in zip(known, _medians([of_rank[rank] for rank in known]).tolist(), strict=True):
+            end = tuple(of_node[places[rank]]) if code == "slow-links" else (rank,)
+            best[end] = max(best.get(end, (0.0, 0)), (middle, len(of_rank[rank])))  # a node is as good as its best rank
+        if not best:
             continue
         values, counts = np.array([*best.values()]).T
         spread = SPREADS["link"] * np.where(counts > 1, _MEDIAN_OF_MANY / np.sqrt(counts), 1)
