@@ -313,7 +313,7 @@ class TrainConfig(Section):
     preflight: bool = False
     """Check the machines first, as ``quern doctor`` does, and start only if nothing is found."""
     preflight_timeout_s: Annotated[float, Field(ge=1)] = 120.0
-    """[s] With ``preflight``: how long others wait for a node that does not answer."""
+    """[seconds] With ``preflight``: how long others wait for a node that does not answer."""
 
     @field_validator("on_event")
     @classmethod
