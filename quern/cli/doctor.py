@@ -54,5 +54,5 @@ def doctor(
             emit(as_data(result))
             if not json:
                 show(result, out_console(), plain_line)
-    if result.findings:
+    if result.findings or result.found:
         raise typer.Exit(1)

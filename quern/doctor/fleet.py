@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,13 +93,10 @@ def units(readings: Iterable[Reading]) -> Iterator[tuple[str, str, str, str, lis
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Of each row, which are not empty and may differ in length."""
-    lengths = np.array([len(row) for row in rows], np.int64)
-    padded = np.full((len(rows), max(lengths, default=0)), np.inf)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.float64)
-    padded.sort(axis=1)
+    """Of each row; they may differ in length, and none is empty."""
+    values, lengths = np.sort([*zip_longest(*rows, fillvalue=np.inf)], axis=0), np.array([*map(len, rows)])
     at = np.arange(len(rows))
-    return np.asarray((padded[at, (lengths - 1) // 2] + padded[at, lengths // 2]) / 2)
+    return np.asarray((values[(lengths - 1) // 2, at] + values[lengths // 2, at]) / 2)
 
 
 def _below(values: NDArray[np.float64], spread: float | NDArray[np.float64]) -> tuple[float, NDArray[np.bool_]]:
@@ -197,15 +194,14 @@ def _pairs(
     for code in ("slow-links", "slow-rank", "slow-pair"):
         if code == "slow-rank" and max(map(len, of_node.values())) == 1:  # a node is a rank
             continue
-        of_rank: dict[int, list[float]] = defaultdict(list)
-        for ranks, speed in speeds.items():
-            for rank in ranks:
-                of_rank[rank].append(speed)
-        best = {} if code != "slow-pair" else {ranks: (speed, 1) for ranks, speed in speeds.items()}
-        known = [rank for rank, own in of_rank.items() if code != "slow-pair" and len(own) >= _FEWEST_LINKS]
-        for rank, middle in zip(known, _medians([of_rank[rank] for rank in known]).tolist(), strict=True):
+        best = {ranks: (speed, 1) for ranks, speed in speeds.items() if code == "slow-pair"}
+        own: dict[int, list[float]] = defaultdict(list)
+        for rank, speed in ((rank, speed) for ranks, speed in speeds.items() for rank in ranks if code != "slow-pair"):
+            own[rank].append(speed)
+        known = [rank for rank in own if len(own[rank]) >= _FEWEST_LINKS]
+        for rank, middle in zip(known, _medians([own[rank] for rank in known]) if known else (), strict=True):
             end = tuple(of_node[places[rank]]) if code == "slow-links" else (rank,)
-            best[end] = max(best.get(end, (0.0, 0)), (middle, len(of_rank[rank])))  # a node is as good as its best rank
+            best[end] = max(best.get(end, (0.0, 0)), (middle, len(own[rank])))  # a node is as good as its best rank
         if not best:
             continue
         values, counts = np.array([*best.values()]).T

@@ -1,16 +1,17 @@
 """Exchanges values between ranks through files of a shared folder, without a rendezvous.
 
 A rank writes its file and waits until the files of all are there. The first rank, or whoever has waited for its
-time-out, writes the list of the values of those who answered; of several lists the first holds, and all go on by it.
-So a rank that hangs costs the others their time-out once: later meetings are of those on the list.
+time-out, writes a list of what all have to know of them; of several lists the first holds, and all go on by it. So a
+rank that hangs costs the others their time-out once: later meetings are without it. Only who judges reads all values.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -27,9 +28,9 @@ _LEAVE_S = 60.0  # for which files wait for those who read them; over NFS a file
 
 
 class _List(BaseModel):
-    """How a meeting ended: values of those who answered, and what the others said when they began, by rank."""
+    """How a meeting ended: what all know of those who answered, and what the others said when they began, by rank."""
 
-    answers: dict[int, Any]
+    answers: dict[int, dict[str, Any]]
     missing: dict[int, str]
 
 
@@ -44,7 +45,8 @@ class Meeting:
         self.present: list[int] = [*range(world)]
         self.missing: dict[int, str] = {}
         """What those said when they began that have been given up since."""
-        self._names = map(str, count())
+        self._met: list[list[int]] = []
+        self._file = cache(storage.read_json)
 
     def begin(self, hello: str) -> None:
         """Say that this rank is there, so that it can be named by more than its number if it is not heard of again. A
@@ -54,30 +56,36 @@ class Meeting:
             self.folder = f"{self._base}.{next(numbers)}"
         storage.publish_bytes(self._path("hello", self.rank), json.dumps(hello).encode())
 
-    def meet(self, value: Any) -> dict[int, Any]:
-        """Leave ``value`` for the others, and wait for theirs: those of the ranks that answered, this one among them.
+    def meet(self, value: Any, brief: Collection[str] = ()) -> dict[int, dict[str, Any]]:
+        """Leave ``value`` for who judges, and wait for the others. All learn the keys ``brief`` of values that have some
+        of them, by rank.
 
         Raises:
             QuernError: this rank came after the others had gone on without it.
         """
         if not storage.is_file(self._path("hello", self.rank)):  # the folder goes with the last who leaves
             raise QuernError(f"rank {self.rank}: the others have ended the check without it")
-        name, began = next(self._names), self._clock()
+        name, began = str(len(self._met)), self._clock()
         storage.publish_bytes(self._path(name, self.rank), json.dumps(value, allow_nan=False).encode())
         while not storage.is_file(self._list(name)):
             late = self._clock() - began >= self._timeout_s
             if late or self.rank == self.present[0]:  # not all: a file system would have to list the folder for each
                 answered = self._answered(name)
                 if late or len(answered) == len(self.present):
-                    self._close(name, answered)
+                    self._close(name, answered, brief)
                     break
             time.sleep(_LOOK_S)
         told = validate(storage.read_json(self._list(name)), _List, self._list(name))
-        if self.rank not in told.answers:
+        if self.rank in told.missing:
             raise QuernError(f"rank {self.rank}: the others waited {self._timeout_s:g} s and went on without it")
-        self.missing |= {rank: told.missing.get(rank, "") for rank in self.present if rank not in told.answers}
-        self.present = [rank for rank in self.present if rank in told.answers]
-        return {rank: told.answers[rank] for rank in self.present}
+        self.missing |= told.missing
+        self.present = [rank for rank in self.present if rank not in told.missing]
+        self._met.append(self.present)
+        return told.answers
+
+    def values(self) -> list[dict[int, Any]]:
+        """All values of each meeting until now, by rank; what this rank has read before, it does not read again."""
+        return [self._read(str(number), ranks) for number, ranks in enumerate(self._met)]
 
     def leave(self) -> None:
         """Say that this rank needs the files no more; the first one waits a moment for the others and removes them."""
@@ -94,14 +102,17 @@ class Meeting:
         there = set(storage.list_files(f"{self.folder}/{name}"))
         return [rank for rank in self.present if self._path(name, rank) in there]
 
-    def _close(self, name: str, answered: list[int]) -> None:
-        others = [rank for rank in self._answered("hello") if rank not in answered]
-        told = {"answers": self._read(name, answered), "missing": self._read("hello", others)}
+    def _close(self, name: str, answered: list[int], brief: Collection[str]) -> None:
+        lost = dict.fromkeys((rank for rank in self.present if rank not in answered), "")
+        lost |= self._read("hello", [rank for rank in self._answered("hello") if rank in lost])
+        values = {rank: value for rank, value in self._read(name, answered).items() if isinstance(value, dict)}
+        known = {rank: {key: value[key] for key in brief if key in value} for rank, value in values.items()}
+        told = {"answers": {rank: some for rank, some in known.items() if some}, "missing": lost}
         with suppress(FileExistsError):  # somebody else's holds
             storage.create_bytes(self._list(name), json.dumps(told).encode())
 
     def _read(self, name: str, ranks: list[int]) -> dict[int, Any]:
-        values = storage.each(lambda rank: storage.read_json(self._path(name, rank)), ranks, self.folder)
+        values = storage.each(self._file, [self._path(name, rank) for rank in ranks], self.folder)
         return dict(zip(ranks, values, strict=True))
 
     def _path(self, name: str, rank: int) -> str:

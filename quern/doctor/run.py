@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from quern import storage
 from quern.config import validate
@@ -25,6 +25,8 @@ from quern.train.processes.address import reached_by
 from quern.words import is_plain_name
 
 __all__ = ["Options", "Result", "check", "check_cluster", "options_of", "planned_rounds"]
+
+_Model = TypeVar("_Model", Link, Reading)
 
 #: Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up.
 _ALONE, _LINK = 0.75, 0.5
@@ -50,13 +52,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What was read and found; of several ranks one ``tells`` it."""
+    """What was read and found; of several ranks one ``tells`` it, and the others know only how much was ``found``."""
 
     readings: list[Reading]
     links: list[Link]
     findings: list[Finding]
     world: int
     tells: bool = True
+    found: int = 0
 
 
 def options_of(config: TrainConfig, options: Options) -> Options:
@@ -92,12 +95,19 @@ def check(place: Place, options: Options) -> Result:
         base = storage.join(share, f"doctor-{options.id or place.start}")
         meeting = Meeting(base, place.rank, place.world, options.timeout_s)
         meeting.begin(place.node)
-        told = meeting.meet(_read_alone(worker, place, options))
-        readings = [validate(value, Reading, f"{meeting.folder}: rank {rank}") for rank, value in told.items()]
-        links = _measure_links(meeting, worker, place, options, readings)
+        told = meeting.meet(_read_alone(worker, place, options), ("rank", "node", "local_rank", "address", "problems"))
+        _measure_links(meeting, worker, place, options, _checked(meeting, told, Reading))
+        result, first = Result([], [], [], place.world, tells=False), place.rank == meeting.present[0]
+        if first:
+            alone, *rounds = meeting.values()
+            readings = _checked(meeting, alone, Reading)
+            links = [link for one in rounds for link in _checked(meeting, one, Link)]
+            result = Result(readings, links, judge(readings, links, meeting.missing), place.world)
+        found = meeting.meet({"found": len(result.findings)} if first else None, ["found"])
         meeting.leave()
-        judged = judge(readings, links, meeting.missing)
-        return Result(readings, links, judged, place.world, place.rank == meeting.present[0])
+        if not found:
+            raise QuernError(f"rank {place.rank}: waited {options.timeout_s:g} s in vain for what the first rank found")
+        return replace(result, found=sum(one["found"] for one in found.values()))
 
 
 def check_cluster(options: Options) -> Result:
@@ -142,9 +152,7 @@ def _problem(error: Exception) -> dict[str, Any]:
     return {"problems": [{"code": code, "text": one_line(error)}]}
 
 
-def _measure_links(
-    meeting: Meeting, worker: Worker, place: Place, options: Options, readings: list[Reading]
-) -> list[Link]:
+def _measure_links(meeting: Meeting, worker: Worker, place: Place, options: Options, readings: list[Reading]) -> None:
     """All rounds. A rank that hung alone, or waited long for a link, measures no other one: else one bad end would let
     its partners wait in every round."""
     places: dict[int, tuple[str, int]] = {}
@@ -153,18 +161,18 @@ def _measure_links(
         places[one.rank] = where if where not in places.values() else (f"{one.node} (rank {one.rank})", one.local_rank)
     out = {one.rank for one in readings if any(problem.code == "hung" for problem in one.problems)}
     place = place._replace(address=reached_by(place.address, [one.address for one in readings]))
-    links: list[Link] = []
     for number, (kind, groups) in enumerate(planned_rounds(places, options.rounds)):
         own = next((group for group in groups if place.rank in group), ())
         active = [rank for rank in own if rank in meeting.present and rank not in out]
         meet = f"{meeting.folder}/link-{number}.{min(active, default=0)}.json"
         measured = place.rank in active and len(active) > 1
         value = _measure(worker, place, options, kind, active, meet) if measured else None
-        for rank, told in meeting.meet(value).items():
-            if told is not None:
-                links.append(validate(told, Link, f"{meeting.folder}: rank {rank}"))
-                out |= {rank} if links[-1].late else set()
-    return links
+        out |= {rank for rank, told in meeting.meet(value, ["late"]).items() if told["late"]}
+
+
+def _checked(meeting: Meeting, told: Mapping[int, Any], model: type[_Model]) -> list[_Model]:
+    known = {rank: value for rank, value in told.items() if value is not None}
+    return [validate(value, model, f"{meeting.folder}: rank {rank}") for rank, value in known.items()]
 
 
 def _measure(

@@ -53,8 +53,8 @@ class Fleet:
         return noise
 
     def judge(self) -> list[Finding]:
-        """What is read is put into :data:`MACHINES` and :data:`LINKS`, since making them takes long, where it is not what
-        was read before; what seldom differs is put into copies."""
+        """Speeds are put into :data:`MACHINES` and :data:`LINKS`, since making them takes long, where they are others
+        than before; what seldom differs is put into copies."""
         nodes, pairs = (self.gpus != self._read[0]).any(1).nonzero()[0], (self.links != self._read[1]).nonzero()[0]
         gpus = (self.gpus[nodes, :, None, None] * self._noise[0][nodes] * RATES).tolist()
         for node, speeds in zip(nodes.tolist(), gpus, strict=True):

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 
+from quern import storage
 from quern.doctor import run
 from quern.doctor.meeting import Meeting
 from quern.doctor.place import Place
@@ -37,7 +38,10 @@ def rank_of(folder: Path, rank: int, clock: Any, go: Any, stops: bool) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     go.wait()
     try:
-        told: Any = {"answers": [meeting.meet(f"{rank} {number}") for number in range(3)], "missing": meeting.missing}
+        told: Any = {
+            "answers": [meeting.meet({"n": [rank, number], "more": 1}, "n") for number in range(3)],
+            "missing": meeting.missing,
+        }
     except QuernError as error:
         told = str(error)
     (folder / f"told.{rank}.part").write_text(json.dumps(told))
@@ -61,7 +65,7 @@ def test_a_stopped_rank_costs_the_others_one_time_out(tmp_path: Path) -> None:
         clock.value = TIMEOUT_S
         for rank in range(3):  # the clock stands from here on: what comes after the first meeting waits for nobody
             told = json.loads(wait_for(tmp_path / f"told.{rank}"))
-            assert told["answers"] == [{f"{one}": f"{one} {number}" for one in range(3)} for number in range(3)]
+            assert told["answers"] == [{f"{one}": {"n": [one, number]} for one in range(3)} for number in range(3)]
             assert told["missing"] == {"3": "node-3"}, "it is named by what it said when it began"
         os.kill(stopped, signal.SIGCONT)
         late = json.loads(wait_for(tmp_path / "told.3"))
@@ -91,12 +95,12 @@ def test_an_earlier_check_of_the_same_id_is_passed_over(tmp_path: Path) -> None:
     for meeting in (two, one):
         meeting.begin("again")
     assert (one.folder, two.folder) == (f"{tmp_path}/a.2", f"{tmp_path}/a.2")
-    threads = [threading.Thread(target=meeting.meet, args=(meeting.rank,)) for meeting in (one, two)]
+    threads = [threading.Thread(target=meeting.meet, args=({"n": meeting.rank}, "n")) for meeting in (one, two)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert json.loads((tmp_path / "a.2/0.json").read_text())["answers"] == {"0": 0, "1": 1}
+    assert json.loads((tmp_path / "a.2/0.json").read_text())["answers"] == {"0": {"n": 0}, "1": {"n": 1}}
 
 
 def test_a_damaged_list_is_one_line(tmp_path: Path) -> None:
@@ -124,13 +128,14 @@ def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path)
     """Rounds of three: ranks 1 and 2; 0 and 2; 0 and 1; the ring."""
     options, hung = Options(timeout_s=0.1), [Hung() for _ in range(3)]
     readings = [Reading(rank=rank, node=f"node-{rank}", address="127.0.0.1") for rank in range(3)]
-    links: dict[int, Any] = {}
+    told: dict[int, Any] = {}
 
     def rounds(rank: int) -> None:
         meeting = Meeting(str(tmp_path / "a"), rank, 3, 240.0)
         meeting.begin("")
         place = Place(rank, 3, 0, 1, f"node-{rank}", "127.0.0.1", "")
-        links[rank] = run._measure_links(meeting, cast(Worker, hung[rank]), place, options, readings)
+        run._measure_links(meeting, cast(Worker, hung[rank]), place, options, readings)
+        told[rank] = meeting.values()
 
     threads = [threading.Thread(target=rounds, args=(rank,)) for rank in range(3)]
     for one in threads:
@@ -138,8 +143,75 @@ def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path)
     for one in threads:
         one.join()
     assert [one.asked for one in hung] == [0, 1, 1]
-    assert links[0] == links[1] == links[2]
-    assert [(one.ranks, one.problem, one.late) for one in links[0]] == [([1, 2], "hung", True)] * 2
+    assert told[0] == told[1] == told[2]
+    links = [(one["ranks"], one["problem"], one["late"]) for values in told[0] for one in values.values() if one]
+    assert links == [([1, 2], "hung", True)] * 2
+
+
+def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> tuple[list[Any], list[int]]:
+    """How :func:`run.check` ends on each rank, a thread, of which the second has a problem; bytes that each has read."""
+    ended: list[Any] = [None] * world
+    read = [0] * world
+    exact = storage.read_bytes
+
+    def read_bytes(path: str) -> bytes:
+        data = exact(path)
+        read[int(threading.current_thread().name)] += len(data)
+        return data
+
+    def read_alone(worker: Worker, place: Place, options: Options) -> dict[str, Any]:
+        problems = [{"code": "store", "text": "denied"}] * (place.rank == 1)
+        speeds = {"copy torch": [1.0] * 200}
+        device = {"name": "cpu", "kind": "x", "speeds": speeds}
+        return {"rank": place.rank, "node": place.node, "local_rank": 0, "address": "127.0.0.1", "devices": [device],
+                "problems": problems}  # fmt: skip
+
+    def rank_of(rank: int) -> None:
+        place = Place(rank, world, 0, 1, f"node-{rank}", "127.0.0.1", "start")
+        try:
+            ended[rank] = run.check(place, Options(share=str(folder), timeout_s=TIMEOUT_S, rounds=0))
+        except QuernError as error:
+            ended[rank] = str(error)
+
+    monkeypatch.setattr(storage, "read_bytes", read_bytes)
+    monkeypatch.setattr(run, "_read_alone", read_alone)
+    monkeypatch.setattr(run, "_measure", lambda *of: {"kind": "ring", "ranks": [*range(world)], "speeds": [1.0] * 200})
+    threads = [threading.Thread(target=rank_of, args=(rank,), name=str(rank)) for rank in range(world)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return ended, read
+
+
+def test_only_the_first_rank_reads_what_all_say_and_all_know_whether_something_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, read = checked(tmp_path, monkeypatch, 8)
+    assert [(one.found, one.tells) for one in ended] == [(1, True)] + [(1, False)] * 7
+    assert [(one.code, one.nodes) for one in ended[0].findings] == [("store", ("node-1",))]
+    assert [len(one.readings) for one in ended] == [8] + [0] * 7
+    assert len(ended[0].links) == 8
+    assert read[0] > 2 * 8 * 200 * len("1.0, ")
+    assert max(read[1:]) < 8 * 200, "of each rank some hundred bytes, once"
+
+
+def test_a_first_rank_that_hangs_while_it_judges_is_told_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def hang(*of: Any) -> list[Any]:
+        until((tmp_path / "doctor-start.0/1/1.json").exists)  # the other one has looked at the clock
+        clock[0] = TIMEOUT_S
+        until(lambda: not (tmp_path / "doctor-start.0").exists())  # it has left
+        return []
+
+    monkeypatch.setattr(run, "judge", hang)
+    monkeypatch.setattr(run, "Meeting", lambda *of: Meeting(*of, clock=lambda: clock[0]))
+    ended, _ = checked(tmp_path, monkeypatch, 2)
+    assert ended[1] == "rank 1: waited 100 s in vain for what the first rank found"
+    assert ended[0] == "rank 0: the others have ended the check without it"
 
 
 def test_the_first_rank_removes_the_files(tmp_path: Path) -> None:
