@@ -198,8 +198,8 @@ def _pairs(
         own: dict[int, list[float]] = defaultdict(list)
         for rank, speed in ((rank, speed) for ranks, speed in speeds.items() for rank in ranks if code != "slow-pair"):
             own[rank].append(speed)
-        known = [rank for rank in own if len(own[rank]) >= _FEWEST_LINKS]
-        for rank, middle in zip(known, _medians([own[rank] for rank in known]) if known else (), strict=True):
+        own = {rank: rows for rank, rows in own.items() if len(rows) >= _FEWEST_LINKS}
+        for rank, middle in zip(own, _medians([*own.values()]) if own else (), strict=True):
             end = tuple(of_node[places[rank]]) if code == "slow-links" else (rank,)
             best[end] = max(best.get(end, (0.0, 0)), (middle, len(own[rank])))  # a node is as good as its best rank
         if not best:

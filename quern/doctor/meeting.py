@@ -57,8 +57,7 @@ class Meeting:
         storage.publish_bytes(self._path("hello", self.rank), json.dumps(hello).encode())
 
     def meet(self, value: Any, brief: Collection[str] = ()) -> dict[int, dict[str, Any]]:
-        """Leave ``value`` for who judges, and wait for the others. All learn the keys ``brief`` of values that have some
-        of them, by rank.
+        """Leave ``value`` for who judges, and wait for the others; all learn keys ``brief`` of values that have some.
 
         Raises:
             QuernError: this rank came after the others had gone on without it.
@@ -112,8 +111,8 @@ class Meeting:
             storage.create_bytes(self._list(name), json.dumps(told).encode())
 
     def _read(self, name: str, ranks: list[int]) -> dict[int, Any]:
-        values = storage.each(self._file, [self._path(name, rank) for rank in ranks], self.folder)
-        return dict(zip(ranks, values, strict=True))
+        paths = [self._path(name, rank) for rank in ranks]
+        return dict(zip(ranks, storage.each(self._file, paths, self.folder), strict=True))
 
     def _path(self, name: str, rank: int) -> str:
         return f"{self.folder}/{name}/{rank}.json"

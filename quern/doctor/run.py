@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 from quern import storage
 from quern.config import validate
@@ -25,8 +25,6 @@ from quern.train.processes.address import reached_by
 from quern.words import is_plain_name
 
 __all__ = ["Options", "Result", "check", "check_cluster", "options_of", "planned_rounds"]
-
-_Model = TypeVar("_Model", Link, Reading)
 
 #: Shares of the time-out for what a rank does by itself, so that it can tell that it hung before it is given up.
 _ALONE, _LINK = 0.75, 0.5
@@ -170,9 +168,9 @@ def _measure_links(meeting: Meeting, worker: Worker, place: Place, options: Opti
         out |= {rank for rank, told in meeting.meet(value, ["late"]).items() if told["late"]}
 
 
-def _checked(meeting: Meeting, told: Mapping[int, Any], model: type[_Model]) -> list[_Model]:
-    known = {rank: value for rank, value in told.items() if value is not None}
-    return [validate(value, model, f"{meeting.folder}: rank {rank}") for rank, value in known.items()]
+def _checked(meeting: Meeting, told: Mapping[int, Any], model: type[Any]) -> list[Any]:
+    where = f"{meeting.folder}: rank"
+    return [validate(value, model, f"{where} {rank}") for rank, value in told.items() if value is not None]
 
 
 def _measure(

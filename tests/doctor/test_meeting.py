@@ -149,7 +149,7 @@ def test_who_waited_long_for_a_link_measures_no_more_with_others(tmp_path: Path)
 
 
 def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> tuple[list[Any], list[int]]:
-    """How :func:`run.check` ends on each rank, a thread, of which the second has a problem; bytes that each has read."""
+    """How :func:`run.check` ends on each rank, a thread, of which the second has a problem; bytes each has read."""
     ended: list[Any] = [None] * world
     read = [0] * world
     exact = storage.read_bytes
