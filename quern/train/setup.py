@@ -50,6 +50,7 @@ from quern.train.step.by_source import SourceLosses
 from quern.train.step.forensics import Facts, Forensics
 from quern.train.step.guard import Guard
 from quern.train.step.metrics import Metrics, Utilisation, peak_flops
+from quern.train.step.non_finite import first_non_finite
 from quern.train.step.optimizer import build_optimizer
 from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
@@ -236,7 +237,7 @@ def open_trainer(
 
         metrics, trackers = together.all_or_raise(written_once)
         hosts = together.gather(socket.gethostname())
-        forensics = _forensics(config, start, mesh, parallel, loss_scale, together)
+        forensics = _forensics(config, start, mesh, parallel, optimizer, loss_scale, together)
         trainer = Trainer(
             config=config, ranks=ranks, start=start, parallel=parallel, optimizer=optimizer,
             feed=Feed(loader, ranks.device, document_mask=config.document_mask), guard=guard,
@@ -264,22 +265,20 @@ def _follow_updates(parallel: Parallel, optimizer: torch.optim.Optimizer) -> Non
 
 
 def _forensics(
-    config: TrainConfig, start: Start, mesh: Mesh, parallel: Parallel, loss_scale: LossScale, together: Agreement
-) -> Forensics:
+    config: TrainConfig, start: Start, mesh: Mesh, parallel: Parallel, optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale, together: Agreement,
+) -> Forensics:  # fmt: skip
     order = start.mixture.order
     facts = Facts(
-        attempt=start.attempt,
-        order=order.hash,
-        sources=order.ids,
-        policy=config.guard.model_dump(mode="json"),
+        attempt=start.attempt, order=order.hash, sources=order.ids, policy=config.guard.model_dump(mode="json"),
         layout={
             **mesh.plan.sizes(), "micro_batch": config.micro_batch, "seq_len": config.seq_len,
             "document_mask": config.document_mask,
         },
-        dp_rank=mesh.dp_rank,
-        loss_scaled=loss_scale.enabled,
+        dp_rank=mesh.dp_rank, loss_scaled=loss_scale.enabled,
     )  # fmt: skip
-    return Forensics(config.forensics, config.run_dir, facts, parallel.gradients.squares, together)
+    search = partial(first_non_finite, parallel, optimizer, loss_scale.scaled, together)
+    return Forensics(config.forensics, config.run_dir, facts, parallel.gradients.squares, search, together)
 
 
 def check_float8(config: TrainConfig, precision: Precision, device: torch.device) -> None:

@@ -113,6 +113,8 @@ class ForensicsRecord:
     parameters: Mapping[str, float | None]
     steps: list[StepRecord]
     """Ascending; the last one is the step."""
+    first: Mapping[str, Any] | None
+    """Where what is not finite came first; None where that was not looked for, as before there was such a search."""
 
 
 def read_record(run: str, step: int, attempt: int | None = None) -> ForensicsRecord:
@@ -155,6 +157,7 @@ def _read(path: str) -> ForensicsRecord:
         record = ForensicsRecord(
             path, int(raw["attempt"]), list(raw["reasons"]), str(raw["decision"]), dict(raw["policy"]),
             dict(raw["layout"]), [str(name) for name in raw["sources"]], dict(raw["parameters"]), steps,
+            raw.get("first_non_finite"),
         )  # fmt: skip
         for own in steps:
             _check(own, len(record.sources))
@@ -167,6 +170,8 @@ def _read(path: str) -> ForensicsRecord:
             raise ValueError("layout.seq_len: expected an integer ≥ 1")
         if not steps or steps[-1].step != raw["step"]:
             raise ValueError("steps: expected the step itself as the last")
+        if record.first is not None:
+            _check_first(record.first, len(steps[-1].column("place")), record.layout["seq_len"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = f"{error.args[0]}: missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path}: is damaged: {why}") from None
@@ -195,6 +200,27 @@ def _check(own: StepRecord, num_sources: int) -> None:
     for name in ("skipped", "non_finite", "loss_spike", "grad_norm_spike"):
         if type(own.raw[name]) is not bool:
             raise ValueError(f"step {own.step}: {name}: expected true or false")
+
+
+def _check_first(first: Mapping[str, Any], num: int, seq_len: int) -> None:
+    rows, places, positions = (first[name] for name in ("rows", "places", "positions"))
+    known = {
+        "phase": first["phase"] in ("weights", "forward", "backward", "none"),
+        "value": first["value"] in (None, "nan", "inf"),
+        "module": first["module"] is None or (isinstance(first["module"], str) and first["module"].isprintable()),
+        "rank": first["rank"] is None or _is_below(first["rank"], 1 << 32),
+        "micro_batch": first["micro_batch"] is None or _is_below(first["micro_batch"], 1 << 32),
+        "redone": type(first["redone"]) is bool,
+        "rows": len(rows) == len(places) and all(_is_below(row, 1 << 32) for row in rows),
+        "places": all(_is_below(place, num) for place in places),
+        "positions": len(positions) == len(rows) and all(_is_below(position, seq_len) for position in positions),
+    }
+    if wrong := [name for name, holds in known.items() if not holds]:
+        raise ValueError(f"first_non_finite.{wrong[0]}: does not fit, got {str(first[wrong[0]])[:40]!a}")
+
+
+def _is_below(value: Any, stop: int) -> bool:
+    return type(value) is int and 0 <= value < stop
 
 
 def _is_figure(value: Any) -> bool:

@@ -6,7 +6,8 @@ Beside them, on the host, where the sequences are from. Nothing of it is read wh
 sent.
 
 Whether a step is written down is decided from its reduced figures, one step later, when they have reached the host: the
-same bits on every rank, so every rank decides alike. Then, and only then, the ranks send what they kept to rank 0.
+same bits on every rank, so every rank decides alike. Then, and only then, the ranks send what they kept to rank 0; of a step that was not finite they first look
+for where that began (:mod:`quern.train.step.non_finite`), for which a step's batch is kept until it is settled.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class _Kept:
     """None where another rank has them, as ``targets_MBP``."""
     targets_MBP: Tensor | None
     norms: list[Norms]
+    batch: StepInputs | None
+    """None once the step is settled."""
     seen: Seen | None = None
 
 
@@ -122,7 +125,8 @@ class _Sequences:
 class Forensics:
     """Keeps the last ``config.window`` steps, and writes them when one of them is to be recorded.
 
-    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. Collective.
+    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. ``search`` looks for what is not finite:
+    :func:`quern.train.step.non_finite.first_non_finite`. Collective.
     """
 
     def __init__(
@@ -131,9 +135,10 @@ class Forensics:
         run_dir: str,
         facts: Facts,
         squares: Callable[[Sequence[Norms]], dict[str, float]],
+        search: Callable[[StepInputs], dict[str, Any]],
         together: Agreement,
     ) -> None:
-        self._config, self._facts, self._squares = config, facts, squares
+        self._config, self._facts, self._squares, self._search = config, facts, squares, search
         self._together = together
         self._folder = os.path.join(run_dir, FOLDER)
         self._kept: deque[_Kept] = deque(maxlen=config.window + 1)  # one is in work when the one before is read
@@ -153,7 +158,7 @@ class Forensics:
         if losses is not None:
             nats_MBP = _cut(torch.stack([losses[number] for number in range(len(batch.micro_batches))]))
             targets_MBP = _cut(torch.stack([inputs.targets_BL for inputs in batch.micro_batches]) != IGNORE)
-        self._kept.append(_Kept(batch.data_step, batch.origins, nats_MBP, targets_MBP, []))
+        self._kept.append(_Kept(batch.data_step, batch.origins, nats_MBP, targets_MBP, [], batch))
 
     @property
     def norms(self) -> list[Norms] | None:
@@ -174,7 +179,7 @@ class Forensics:
         kept = next((kept for kept in self._kept if kept.data_step == seen.data_step), None)
         if kept is None:
             return
-        kept.seen = seen
+        kept.seen, batch, kept.batch = seen, kept.batch, None
         reasons = self._reasons(seen)
         if not reasons:
             return
@@ -184,10 +189,13 @@ class Forensics:
         if (streak and not asked) or self._is_full():  # of a streak, the first step says where it came from
             return
         self._num_files += 1
+        first = self._search(batch) if "non_finite" in reasons and batch is not None else None
         steps = [kept for kept in self._kept if kept.seen is not None][-self._config.window :]
         shares = self._together.gather_on_rank0([self._share(kept, kept.seen is seen) for kept in steps])
         if self._together.rank == 0:
-            self._write([(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen], reasons)
+            self._write(
+                [(kept.seen, own) for kept, *own in zip(steps, *shares, strict=True) if kept.seen], reasons, first
+            )
 
     def _reasons(self, seen: Seen) -> list[str]:
         routine = self._facts.loss_scaled and np.isfinite(seen.loss)
@@ -224,7 +232,9 @@ class Forensics:
 
     # ---- what rank 0 writes
 
-    def _write(self, steps: Sequence[tuple[Seen, Sequence[Any]]], reasons: Sequence[str]) -> None:
+    def _write(
+        self, steps: Sequence[tuple[Seen, Sequence[Any]]], reasons: Sequence[str], first: dict[str, Any] | None
+    ) -> None:
         last, facts = steps[-1][0], self._facts
         squares = [_added([share[0] for share in shares]) for _, shares in steps]
         sequences = [_joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
@@ -235,11 +245,12 @@ class Forensics:
             "sources": list(facts.sources), "reasons": list(reasons),
             "decision": "skipped" if last.skipped else "continued", "policy": dict(facts.policy),
             "layout": dict(facts.layout), "window": self._config.window,
+            "first_non_finite": first,
             "steps": [
                 self._step(seen, _norms(own, _layer), found, usual, STANDING_OUT if seen is last else None)
                 for (seen, _), own, found in zip(steps, squares, sequences, strict=True)
             ],
-            "parameters": _norms(squares[-1], str),
+            **_both("parameters", _norms(squares[-1], str)),
         }  # fmt: skip
         path = self._path(last.step)
         try:
@@ -253,7 +264,7 @@ class Forensics:
     def _step(
         self,
         seen: Seen,
-        layers: dict[str, float | None],
+        layers: dict[str, float],
         found: _Sequences,
         usual: Mapping[int, float],
         most: int | None,
@@ -274,12 +285,14 @@ class Forensics:
                     "non_finite", "skipped",
                 )
             },
-            "layers": layers,
+            "not_finite": _kinds({"loss": seen.loss, "grad_norm": seen.grad_norm}),
+            **_both("layers", layers),
             "sequences": {
                 **{name: column.tolist() for name, column in found.columns.items()},
                 "loss": [_plain(mean) for mean in means.tolist()],
                 "targets": found.targets_S.tolist(),
                 "finite": np.isfinite(found.nats_S).tolist(),
+                "not_finite": _kinds(dict(zip(map(str, found.columns["place"]), found.nats_S.tolist(), strict=True))),
             },
             "within": {
                 "tokens": _piece(int(self._facts.layout["seq_len"])),
@@ -361,8 +374,18 @@ def _added(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _norms(squares: Mapping[str, float], group: Callable[[str], str]) -> dict[str, float | None]:
-    return {name: _plain(square**0.5) for name, square in _added([{group(n): s} for n, s in squares.items()]).items()}
+def _norms(squares: Mapping[str, float], group: Callable[[str], str]) -> dict[str, float]:
+    return {name: square**0.5 for name, square in _added([{group(n): s} for n, s in squares.items()]).items()}
+
+
+def _both(name: str, values: Mapping[str, float]) -> dict[str, Any]:
+    """Figures, and beside them which of those that are not finite is what."""
+    return {name: {key: _plain(value) for key, value in values.items()}, f"{name}_not_finite": _kinds(values)}
+
+
+def _kinds(values: Mapping[str, float]) -> dict[str, str]:
+    """nan, inf or -inf of each that is not finite."""
+    return {name: str(value) for name, value in values.items() if not np.isfinite(value)}
 
 
 def _layer(parameter: str) -> str:
