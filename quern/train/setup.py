@@ -271,10 +271,7 @@ def _forensics(
     order = start.mixture.order
     facts = Facts(
         attempt=start.attempt, order=order.hash, sources=order.ids, policy=config.guard.model_dump(mode="json"),
-        layout={
-            **mesh.plan.sizes(), "micro_batch": config.micro_batch, "seq_len": config.seq_len,
-            "document_mask": config.document_mask,
-        },
+        layout=mesh.plan.sizes() | config.model_dump(include={"micro_batch", "seq_len", "document_mask"}),
         dp_rank=mesh.dp_rank, loss_scaled=loss_scale.enabled,
     )  # fmt: skip
     search = partial(first_non_finite, parallel, optimizer, loss_scale.scaled, together)

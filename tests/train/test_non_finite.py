@@ -14,6 +14,8 @@ from support.train.run_case import live, nan_at_5, settings, write_corpus
 
 pytestmark = pytest.mark.slow
 
+FLOAT8 = {"float8": {"recipe": "tensorwise", "delayed": True}, "precision": "bf16"}
+
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -24,14 +26,15 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("phase", "module", "changes"),
     [
         ("forward", "blocks.1.attention.wv", {}),
-        ("forward", "blocks.0.ffn", {"document_mask": False, "activation_checkpointing": "full"}),
+        pytest.param("forward", "blocks.0.ffn", {"document_mask": False, "activation_checkpointing": "full"},
+                     marks=pytest.mark.long),
         ("backward", "blocks.1.ffn.w2", {}),
-        ("weight gradient", "blocks.0.ffn.w3", {}),
-        ("backward", "blocks.0.attention.wq", {"activation_checkpointing": "selective", "precision": "bf16"}),
+        pytest.param("weight gradient", "blocks.0.ffn.w3", {}, marks=pytest.mark.long),
+        pytest.param("backward", "blocks.0.attention.wq",
+                     {"activation_checkpointing": "selective", "precision": "bf16"}, marks=pytest.mark.long),
         pytest.param("forward", "blocks.1.ffn.w1", {"compile": {"enabled": True, "backend": "eager"}},
                      marks=pytest.mark.long),
-        pytest.param("backward", "blocks.1.attention.wo", {"float8": {"recipe": "tensorwise", "delayed": True}, "precision": "bf16"},
-                     marks=pytest.mark.long),
+        pytest.param("backward", "blocks.1.attention.wo", FLOAT8, marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_the_first_module_is_the_one_that_was_spoiled(
@@ -40,7 +43,7 @@ def test_the_first_module_is_the_one_that_was_spoiled(
     left = CASE.train(str(tmp_path), paths, changes, module, phase)
     found = CASE.records(tmp_path)
     assert found
-    for step, record in found.items():
+    for record in found.values():
         CASE.check(record, [left["read"]], phase, module)
         kind = "nan" if phase == "forward" else "inf"
         last = record["steps"][-1]
@@ -48,8 +51,8 @@ def test_the_first_module_is_the_one_that_was_spoiled(
         assert last["sequences"]["not_finite"] == {
             str(place): kind for place in range(8) if not last["sequences"]["finite"][place]
         }
-        assert set(record["parameters_not_finite"].values()) <= {"nan", "inf"}
-        assert record["parameters_not_finite"].keys() == {n for n, v in record["parameters"].items() if v is None}
+        assert set(record["not_finite"].values()) <= {"nan", "inf"}
+        assert record["not_finite"].keys() == {n for n, v in record["parameters"].items() if v is None}
 
 
 def test_a_weight_that_is_not_finite_is_named_and_the_step_not_computed_again(tmp_path: Path, paths: list[str]) -> None:
@@ -62,15 +65,15 @@ def test_a_weight_that_is_not_finite_is_named_and_the_step_not_computed_again(tm
 
 
 def test_a_step_that_is_finite_when_computed_again_says_so(tmp_path: Path, paths: list[str]) -> None:
-    live(settings(tmp_path, paths), factor=nan_at_5)
+    live(settings(tmp_path, paths, steps=7), factor=nan_at_5)
     (record,) = CASE.records(tmp_path).values()
     first = record["first_non_finite"]
     assert (first["phase"], first["rank"], first["redone"]) == ("none", None, True)
-    assert record["steps"][-1]["not_finite"] == {"grad_norm": "nan"}
-    assert set(record["steps"][-1]["layers_not_finite"].values()) == {"nan"}
+    last = record["steps"][-1]
+    assert last["not_finite"] == dict.fromkeys(("grad_norm", *last["layers"]), "nan")
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16", "float8": {"recipe": "tensorwise", "delayed": True}}])
+@pytest.mark.parametrize("changes", [{}, pytest.param(FLOAT8, marks=pytest.mark.long)])
 def test_the_search_changes_no_bit(tmp_path: Path, paths: list[str], changes: dict[str, Any]) -> None:
     on, off = (
         CASE.train(str(tmp_path / name), paths, {**changes, **own}, "blocks.1.ffn.w2", "backward")["state"]

@@ -105,7 +105,7 @@ def findings(found: Mapping[str, Any], z_S: NDArray[np.float64], excess_S: NDArr
     named = sorted((row for row in found["documents"] if row["cause"]), key=lambda row: -(row["share"] or 0.0))
     raised = f"{out} of {len(z_S)} sequences {'is' if out == 1 else 'are'} {OUT:g} spreads or more above what is usual"
     if found["first_non_finite"] is not None:
-        yield _began(found["first_non_finite"], found["decision"])
+        yield _began(found["first_non_finite"])
     if broken:
         yield f"{broken} of {len(z_S)} sequences have a loss that is not finite."
     if cause["kind"] == "step":
@@ -148,26 +148,18 @@ def findings(found: Mapping[str, Any], z_S: NDArray[np.float64], excess_S: NDArr
             yield f"{_name(row)}: was read in epoch {max(row['epochs'])}, so not for the first time."
 
 
-def _began(first: Mapping[str, Any], decision: str) -> str:
-    where = "" if first["rank"] is None else f" on rank {first['rank']}"
-    if first["phase"] == "none" and first["redone"]:
-        return "Computed again, with the weights of after it, the step was finite: where it began is not known."
+def _began(first: Mapping[str, Any]) -> str:
     if first["phase"] == "none":
-        return (
-            "Where it began is not known: the step of a pipeline is not computed again. Weights and moments are finite."
-        )
+        again = "was finite when it was computed again" if first["redone"] else "is not computed again in a pipeline"
+        return f"Where it began is not known: weights and moments are finite, and the step {again}."
+    where = "" if first["rank"] is None else f" on rank {first['rank']}"
     if first["phase"] == "weights":
-        after = "" if decision == "skipped" else ", after an update that was not skipped and may have made it so"
-        return f"Not finite first: {first['value']} in the weights, {first['module']}{where}{after}."
-    if first["micro_batch"] is not None:
-        where += f", micro-batch {first['micro_batch']}"
-    if first["rows"]:
-        pairs = zip(first["rows"], first["positions"], strict=True)
-        where += f", {'; '.join(f'row {row} from position {at} on' for row, at in [*pairs][:3])}"
-    names = list(dict.fromkeys(_name(row) for row in first["documents"]))
-    where += f": {', '.join(names[:3])}" if names else ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"Not finite first: {first['value']} in the {first['phase']} of {first['module']}{where}{more}."
+        return f"Not finite first: {first['value']} in the weights or moments, {first['module']}{where}."
+    where += "" if first["micro_batch"] is None else f", micro-batch {first['micro_batch']}"
+    where += "".join(f", row {row['row']} from position {row['position']} on" for row in first["sequences"][:3])
+    names = ", ".join([*dict.fromkeys(_name(row) for row in first["documents"])][:3])
+    where += f": {names}" if names else ""
+    return f"Not finite first: {first['value']} in the {first['phase']} of {first['module']}{where}."
 
 
 def _accused(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quern.errors import InputError, QuernError
 from quern.lineage.forensics.advice import commands
 from quern.lineage.forensics.cause import OUT, Cause, Key, Part, find_cause, findings
-from quern.lineage.forensics.file import ForensicsRecord, StepRecord, read_record
+from quern.lineage.forensics.file import StepRecord, read_record
 from quern.lineage.steps import StepRead, read_step
 from quern.lineage.training import TrainingRun
 
@@ -102,7 +102,7 @@ def explain(run: TrainingRun, step: int, attempt: int | None = None) -> dict[str
         "file": record.path, "step": last.step, "data_step": last.data_step, "attempt": record.attempt,
         "surviving": reads[-1].surviving, "reasons": record.reasons, "decision": record.decision,
         "policy": record.policy, "layout": record.layout,
-        "first_non_finite": _first(record, reads[-1]),
+        "first_non_finite": record.first and _first(record.first, reads[-1]),
         "steps": [_step_row(own, usual) for own in steps],
         "layers": _layers(steps),
         "parameters": dict(sorted(record.parameters.items(), key=lambda item: -_sortable(item[1]))[:10]),
@@ -132,18 +132,16 @@ def _read(run: TrainingRun, own: StepRecord, attempt: int, path: str) -> StepRea
     return read
 
 
-def _first(record: ForensicsRecord, read: StepRead) -> dict[str, Any] | None:
+def _first(first: Mapping[str, Any], read: StepRead) -> dict[str, Any]:
     """Where what is not finite came first, with the documents that are input there."""
-    if record.first is None:
-        return None
     parts, named = read.documents, list[dict[str, Any]]()
-    for place, position in zip(record.first["places"], record.first["positions"], strict=True):
-        here = (parts.sequences == place) & (parts.input_starts <= position) & (position < parts.input_stops)
-        for m in np.flatnonzero(here).tolist():
+    for row in first["sequences"]:
+        here = (parts.sequences == row["place"]) & (parts.input_starts <= row["position"])
+        for m in np.flatnonzero(here & (row["position"] < parts.input_stops)).tolist():
             lineage, _ = read.streams[int(parts.sources[m])]
             who = lineage.documents([int(parts.numbers[m])])
-            named.append({"url": who.urls[0], "name": lineage.names(who)[0], "doc_id": who.doc_ids[0].hex()})
-    return {**record.first, "documents": named}
+            named.append({"name": lineage.names(who)[0], "doc_id": who.doc_ids[0].hex()})
+    return {**first, "documents": named}
 
 
 # ---- what is usual

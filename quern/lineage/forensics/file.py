@@ -114,7 +114,7 @@ class ForensicsRecord:
     steps: list[StepRecord]
     """Ascending; the last one is the step."""
     first: Mapping[str, Any] | None
-    """Where what is not finite came first; None where that was not looked for, as before there was such a search."""
+    """Where what is not finite came first; None where that was not looked for."""
 
 
 def read_record(run: str, step: int, attempt: int | None = None) -> ForensicsRecord:
@@ -203,24 +203,12 @@ def _check(own: StepRecord, num_sources: int) -> None:
 
 
 def _check_first(first: Mapping[str, Any], num: int, seq_len: int) -> None:
-    rows, places, positions = (first[name] for name in ("rows", "places", "positions"))
-    known = {
-        "phase": first["phase"] in ("weights", "forward", "backward", "none"),
-        "value": first["value"] in (None, "nan", "inf"),
-        "module": first["module"] is None or (isinstance(first["module"], str) and first["module"].isprintable()),
-        "rank": first["rank"] is None or _is_below(first["rank"], 1 << 32),
-        "micro_batch": first["micro_batch"] is None or _is_below(first["micro_batch"], 1 << 32),
-        "redone": type(first["redone"]) is bool,
-        "rows": len(rows) == len(places) and all(_is_below(row, 1 << 32) for row in rows),
-        "places": all(_is_below(place, num) for place in places),
-        "positions": len(positions) == len(rows) and all(_is_below(position, seq_len) for position in positions),
-    }
-    if wrong := [name for name, holds in known.items() if not holds]:
-        raise ValueError(f"first_non_finite.{wrong[0]}: does not fit, got {str(first[wrong[0]])[:40]!a}")
-
-
-def _is_below(value: Any, stop: int) -> bool:
-    return type(value) is int and 0 <= value < stop
+    numbers = [(first[name] or 0, 1 << 32) for name in ("rank", "micro_batch")]
+    limits = {"place": num, "position": seq_len, "row": num}
+    numbers += [(row[name], stop) for row in first["sequences"] for name, stop in limits.items()]
+    plain = all(str(first[name]).isprintable() for name in ("phase", "module", "value", "redone"))
+    if not plain or not all(type(number) is int and 0 <= number < stop for number, stop in numbers):
+        raise ValueError("first_non_finite: expected a module, numbers of the step's sequences and positions in them")
 
 
 def _is_figure(value: Any) -> bool:

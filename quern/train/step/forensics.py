@@ -6,8 +6,8 @@ Beside them, on the host, where the sequences are from. Nothing of it is read wh
 sent.
 
 Whether a step is written down is decided from its reduced figures, one step later, when they have reached the host: the
-same bits on every rank, so every rank decides alike. Then, and only then, the ranks send what they kept to rank 0; of a step that was not finite they first look
-for where that began (:mod:`quern.train.step.non_finite`), for which a step's batch is kept until it is settled.
+same bits on every rank, so every rank decides alike. Then, and only then, the ranks send what they kept to rank 0, and
+look for where a step that was not finite became so, by its batch, which is kept until the step is settled.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Sequences:
 class Forensics:
     """Keeps the last ``config.window`` steps, and writes them when one of them is to be recorded.
 
-    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`. ``search`` looks for what is not finite:
+    ``squares`` reads norms: :meth:`quern.parallel.gradients.Gradients.squares`; ``search`` is
     :func:`quern.train.step.non_finite.first_non_finite`. Collective.
     """
 
@@ -238,7 +238,7 @@ class Forensics:
         last, facts = steps[-1][0], self._facts
         squares = [_added([share[0] for share in shares]) for _, shares in steps]
         sequences = [_joined([share[1] for share in shares if share[1] is not None]) for _, shares in steps]
-        usual = _usual(sequences)
+        usual, norms = _usual(sequences), _norms(squares[-1], str)
         content = {
             "format": FORMAT, "kind": "forensics", "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "step": last.step, "data_step": last.data_step, "attempt": facts.attempt, "order": facts.order,
@@ -250,7 +250,7 @@ class Forensics:
                 self._step(seen, _norms(own, _layer), found, usual, STANDING_OUT if seen is last else None)
                 for (seen, _), own, found in zip(steps, squares, sequences, strict=True)
             ],
-            **_both("parameters", _norms(squares[-1], str)),
+            "parameters": _plain(norms), "not_finite": _kinds(norms),
         }  # fmt: skip
         path = self._path(last.step)
         try:
@@ -285,8 +285,8 @@ class Forensics:
                     "non_finite", "skipped",
                 )
             },
-            "not_finite": _kinds({"loss": seen.loss, "grad_norm": seen.grad_norm}),
-            **_both("layers", layers),
+            "layers": _plain(layers),
+            "not_finite": _kinds({"loss": seen.loss, "grad_norm": seen.grad_norm, **layers}),
             "sequences": {
                 **{name: column.tolist() for name, column in found.columns.items()},
                 "loss": [_plain(mean) for mean in means.tolist()],
@@ -378,11 +378,6 @@ def _norms(squares: Mapping[str, float], group: Callable[[str], str]) -> dict[st
     return {name: square**0.5 for name, square in _added([{group(n): s} for n, s in squares.items()]).items()}
 
 
-def _both(name: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """Figures, and beside them which of those that are not finite is what."""
-    return {name: {key: _plain(value) for key, value in values.items()}, f"{name}_not_finite": _kinds(values)}
-
-
 def _kinds(values: Mapping[str, float]) -> dict[str, str]:
     """nan, inf or -inf of each that is not finite."""
     return {name: str(value) for name, value in values.items() if not np.isfinite(value)}
@@ -396,6 +391,8 @@ def _layer(parameter: str) -> str:
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN; and float32 has no more digits."""
+    if isinstance(value, dict):
+        return {name: _plain(own) for name, own in value.items()}
     if not isinstance(value, float):
         return value
     return float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None

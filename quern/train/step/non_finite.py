@@ -1,20 +1,18 @@
 """Finds the first module that gives a value which is not finite, by running a step's forward and backward again.
 
-What is found is with the weights of now, which are two updates later at most. Nothing of the run changes: gradients are
-spent by then, and removed after it as before the next step; FP8 keeps none of the maxima; and a model draws no random
-numbers.
+That is with the weights of now. Nothing of the run changes: gradients are spent by then and removed after it, as before
+the next step, FP8 keeps none of the maxima, and a model draws no random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quern.parallel.accumulation import Inputs
 from quern.parallel.apply import Parallel
 from quern.parallel.clip import local_part
 from quern.train.batches.feed import StepInputs
@@ -22,156 +20,99 @@ from quern.train.processes.agree import Agreement
 
 __all__ = ["first_non_finite"]
 
-LOSS = "loss"
-"""In place of a name, for what the whole model computes itself."""
-
 
 def first_non_finite(
-    parallel: Parallel,
-    optimizer: torch.optim.Optimizer,
-    scaled: Callable[[Tensor], Tensor],
-    together: Agreement,
+    parallel: Parallel, optimizer: torch.optim.Optimizer, scaled: Callable[[Tensor], Tensor], together: Agreement,
     batch: StepInputs,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Find where a value that is not finite comes first in a step. Collective; waits for the device.
 
-    ``rank``; ``phase``: ``weights`` (they or the moments are not finite, in ``module``), ``forward`` or ``backward`` of
-    ``module``, or ``none``; ``value``: nan or inf; ``micro_batch``; ``rows`` of it, their ``places`` in the global
-    batch and in each the first of ``positions``; ``redone``: False where the step is not computed again, in a pipeline
-    and where weights are not finite. None or empty is what is not known.
+    ``rank``, None where it shows after the sum over ranks alone; ``phase``: ``weights`` (they or moments are not
+    finite, in ``module``), ``forward`` or ``backward`` of ``module``, or ``none``; ``value``: nan or inf;
+    ``micro_batch``; ``sequences`` of it, with ``row``, ``place`` in the global batch and the first such ``position``;
+    ``redone``: False where the step is not computed again, in a pipeline and where weights are not finite.
     """
-    mesh = parallel.gradients.mesh
-    found = together.gather(next(_in_weights(parallel.model, optimizer), None))
-    redone = not any(found) and mesh.pp is None
+    named = [*parallel.model.named_parameters()]
+    slots = ((n, slot, v) for n, p in named for slot, v in {"": p, **optimizer.state.get(p, {})}.items())
+    broken = (_found("weights", f"{n} {slot}".strip(), kind) for n, slot, value in slots if (kind := _kind(value)))
+    found = together.gather(next(broken, None))
+    redone = not any(found) and parallel.gradients.mesh.pp is None
     if redone:
-        found = together.gather(_in_step(parallel, optimizer, scaled, batch))
-    ranks = [rank for rank, own in enumerate(found) if own is not None]
-    base = dict.fromkeys(("rank", "module", "value", "micro_batch")) | {"rows": [], "places": [], "positions": []}
-    if not ranks:
-        return {**base, "phase": "none", "redone": redone}
-    first = min(ranks, key=lambda rank: _order(found[rank]))
-    own = found[first] or {}
-    summed = own["micro_batch"] is None and own["phase"] == "backward" and together.world > 1
-    return {**base, **own, "rank": None if summed else first, "redone": redone}
-
-
-def _order(found: dict[str, Any] | None) -> tuple[float, bool]:
-    """Ranks compute side by side: the earlier micro-batch is first. What shows after the sum over ranks alone, last."""
-    assert found is not None
-    number = found["micro_batch"]
-    return (float("inf") if number is None else number), found["phase"] == "backward"
-
-
-def _in_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
-    for name, parameter in model.named_parameters():
-        for slot, value in {"": parameter, **optimizer.state.get(parameter, {})}.items():
-            if isinstance(value, Tensor) and (kind := _kind(value)):
-                of = f"{name} ({slot})" if slot else name
-                yield {"phase": "weights", "module": of, "value": kind, "micro_batch": None}
-
-
-def _in_step(
-    parallel: Parallel, optimizer: torch.optim.Optimizer, scaled: Callable[[Tensor], Tensor], batch: StepInputs
-) -> dict[str, Any] | None:
-    watch = _Watch(batch.micro_batches)
-    optimizer.zero_grad(set_to_none=True)
-    try:
-        watch.begin(parallel.model)
-        # hooks are no part of compiled graphs
-        with parallel.evaluating(), torch.compiler.set_stance("force_eager"):
-            parallel.run.forward_backward(batch.micro_batches, lambda loss: scaled(loss / batch.valid_tokens))
-        for name, parameter in parallel.model.named_parameters():
-            if watch.found is None and parameter.grad is not None:
-                watch.look("backward", _owner(name), parameter.grad, None)
-    finally:
-        watch.end()
         optimizer.zero_grad(set_to_none=True)
-    if watch.found is not None and watch.found["rows"]:
-        places = batch.origins[watch.found["micro_batch"]].places
-        watch.found["places"] = [int(places[row]) for row in watch.found["rows"]]
-    return watch.found
+        watch = _Watch(parallel.model, batch)
+        try:
+            with (
+                parallel.evaluating(),
+                torch.compiler.set_stance("force_eager"),
+            ):  # hooks are no part of compiled graphs
+                parallel.run.forward_backward(batch.micro_batches, lambda loss: scaled(loss / batch.valid_tokens))
+            summed = (_found("backward", n[: n.rfind(".")], kind) for n, p in named if (kind := _kind(p.grad)))
+            own = watch.found or next(({**one, "rank": None} for one in summed), None)
+        finally:
+            for hook in watch.hooks:
+                hook.remove()
+            optimizer.zero_grad(set_to_none=True)
+        found = together.gather(own)
+    known = [{"rank": rank, **own, "redone": redone} for rank, own in enumerate(found) if own]
+    # ranks compute side by side: the earlier micro-batch is first
+    known.sort(key=lambda own: (own["micro_batch"] is None, own["micro_batch"] or 0, own["phase"] == "backward"))
+    return known[0] if known else {"rank": None, **_found("none"), "redone": redone}
+
+
+def _found(
+    phase: str, module: str | None = None, value: str | None = None, number: int | None = None
+) -> dict[str, Any]:
+    return {"phase": phase, "module": module, "value": value, "micro_batch": number, "sequences": []}
 
 
 class _Watch:
-    """Hooks that look at what modules take and give, in the order of execution.
+    """Hooks that look at what modules take and give, in the order of execution: inner ones before those around them.
 
-    Inner modules give before those around them. Where a module gives what is not finite, it is the module. Where it is
-    handed such, and nobody gave it, the operations of the module around it are. In backward each is handed the gradient
-    of its output and gives that of its input, of which a view of its own is put between: several modules may share it.
+    The first that gives what is not finite is named; or the one around it, where it is handed such and nobody gave it.
+    In backward it is handed its output's gradient and gives its input's, here of a view: several may share an input.
     """
 
-    def __init__(self, micro_batches: Sequence[Inputs]) -> None:
+    def __init__(self, model: nn.Module, batch: StepInputs) -> None:
         self.found: dict[str, Any] | None = None
-        self._micro_batches, self._number = micro_batches, -1
-        self._hooks: list[Any] = []
-
-    def begin(self, model: nn.Module) -> None:
+        self._batch, self._number = batch, -1
+        self.hooks: list[Any] = []
         for name, module in model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._after, name)))
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:  # before the sum over ranks
-                self._hooks.append(parameter.register_hook(self._gradient(_owner(name))))
+            self.hooks.append(module.register_forward_pre_hook(partial(self._before, name)))
+            self.hooks.append(module.register_forward_hook(partial(self._after, name)))
+        for name, parameter in model.named_parameters():  # before the sum over ranks
+            self.hooks.append(parameter.register_hook(partial(self._look, "backward", name.rpartition(".")[0])))
 
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def look(self, phase: str, module: str, value: Any, micro_batch: int | None) -> None:
-        if self.found is None and isinstance(value, Tensor) and (kind := _kind(value)):
-            tokens_BL = None if micro_batch is None else self._micro_batches[micro_batch].tokens_BL
-            rows, positions = _rows(value.detach(), tokens_BL)
-            self.found = {
-                "phase": phase, "module": module or LOSS, "value": kind, "micro_batch": micro_batch, "rows": rows,
-                "positions": positions,
-            }  # fmt: skip
-
-    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not name:
-            self._number += 1
-            return None
-        self.look("forward", _owner(name), args[0], self._number)
-        if not (isinstance(args[0], Tensor) and args[0].requires_grad):
-            return None
-        x = args[0].view_as(args[0])
-        x.register_hook(self._gradient(name))
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._number += not name
+        self._look("forward", name.rpartition(".")[0], args[0])
+        if (x := args[0].view_as(args[0])).requires_grad:
+            x.register_hook(partial(self._look, "backward", name))
         return x, *args[1:]
 
     def _after(self, name: str, module: nn.Module, args: tuple[Any, ...], given: Any) -> None:
         for value in reversed(given if isinstance(given, tuple) else (given,)):  # losses by token before their sum
-            self.look("forward", name, value, self._number)
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(self._gradient(_owner(name)))
+            self._look("forward", name, value)
+            if value.requires_grad:
+                value.register_hook(partial(self._look, "backward", name.rpartition(".")[0]))
 
-    def _gradient(self, module: str) -> Callable[[Any], None]:
-        return lambda value: self.look("backward", module, value, self._number)
+    def _look(self, phase: str, module: str, value: Tensor | None) -> None:
+        if self.found is not None or value is None or not (kind := _kind(value)):
+            return
+        self.found = _found(phase, module or "loss", kind, self._number)  # what the whole model computes itself
+        batch, length = self._batch.micro_batches[self._number].tokens_BL.shape
+        broken = ~local_part(value).isfinite()
+        if broken.shape[:2] == (batch, length) or broken.shape[:1] == (batch * length,):  # goes by tokens
+            broken_BL = broken.reshape(batch, length, -1).any(2)
+            places = self._batch.origins[self._number].places
+            self.found["sequences"] = [
+                {"row": row, "place": int(places[row]), "position": int(broken_BL[row].int().argmax())}
+                for row in broken_BL.any(1).nonzero()[:, 0].tolist()
+            ]
 
 
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _kind(value: Tensor) -> str | None:
+def _kind(value: Tensor | None) -> str | None:
     """nan, inf, or None for a tensor that is finite or has no elements."""
-    own = local_part(value)
-    if not own.is_floating_point() or not own.numel():
+    if value is None or not value.is_floating_point() or not (own := local_part(value)).numel():
         return None
-    extremes = [abs(extreme) for extreme in torch.stack(torch.aminmax(own)).tolist()]
-    return next((kind for kind in ("nan", "inf") if kind in map(str, extremes)), None)
-
-
-def _rows(value: Tensor, tokens_BL: Tensor | None) -> tuple[list[int], list[int]]:
-    """Rows that are not finite, and the first such position of each; none where the tensor does not go by tokens."""
-    if tokens_BL is None:
-        return [], []
-    batch, length = tokens_BL.shape
-    broken = ~local_part(value).isfinite()
-    if (broken.dim() >= 2 and broken.shape[:2] == (batch, length)) or (
-        broken.dim() and broken.shape[0] == batch * length
-    ):
-        broken = broken.reshape(batch, length, -1)
-    else:
-        return [], []
-    broken_BL = broken.any(2)
-    rows = broken_BL.any(1).nonzero()[:, 0]
-    return rows.tolist(), broken_BL[rows].int().argmax(1).tolist()
+    extremes = torch.stack(torch.aminmax(own))
+    return "nan" if extremes.isnan().any() else "inf" if extremes.isinf().any() else None

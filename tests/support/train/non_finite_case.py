@@ -1,4 +1,4 @@
-"""A run in which a module gives values that are not finite for sequences with a certain token, and what must be said."""
+"""A run in which a module gives what is not finite for sequences with a certain token, and what must be said of it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class _Spoiled(torch.autograd.Function):
         return gradients[0].masked_fill(where[..., None], float("inf")), None
 
 
-def spoil(model: nn.Module, name: str, phase: str) -> None:
+def spoil(model: nn.Module, name: str, phase: str, token: int) -> None:
     """Of ``name``, NaN at every place of the token in forward, or infinity in backward."""
     module, tokens = model.get_submodule(name), list[torch.Tensor]()
     given = module.forward
 
     def forward(x: torch.Tensor, *rest: Any) -> Any:
-        where = tokens[-1] == TOKEN
+        where = tokens[-1] == token
+        if x.shape[1] != where.shape[1]:  # the sequence is split over ranks of tp
+            where = where.chunk(2, 1)[torch.distributed.get_rank()]
         if phase == "weight gradient":
             weight: Any = module.weight
             return nn.functional.linear(x, _Spoiled.apply(weight, where.any().expand(len(weight))))
@@ -54,12 +56,17 @@ def spoil(model: nn.Module, name: str, phase: str) -> None:
     model.forward = noted  # type: ignore[method-assign]
 
 
-def train(run: str, paths: list[str], changes: dict[str, Any], name: str | None, phase: str) -> dict[str, Any]:
-    """A life on this rank: its end state, and by step what its rows held: where the token is first, or None."""
+def train(
+    run: str, paths: list[str], changes: dict[str, Any], name: str | None, phase: str, token: int = TOKEN
+) -> dict[str, Any]:
+    """A life on this rank: its end state, by step what its rows held: where the token is first, or None; and by step
+    and place the tokens and numbers of their documents."""
     read: dict[int, list[tuple[int, int, int, int | None]]] = {}
+    held: dict[int, dict[int, Any]] = {}
     config = run_case.settings(
         run, paths,
-        **({"guard": {"loss_z": 1e9, "grad_norm_z": 1e9}, "micro_batch": 2, "model": {"num_layers": 2}} | changes),
+        **({"guard": {"loss_z": 1e9, "grad_norm_z": 1e9}, "micro_batch": 2, "steps": 6, "model": {"num_layers": 2}}
+           | changes),
     )  # fmt: skip
     with open_ranks("cpu") as ranks, open_trainer(config, ranks) as trainer:
         take = trainer.feed.take
@@ -67,8 +74,10 @@ def train(run: str, paths: list[str], changes: dict[str, Any], name: str | None,
         def taken(data_step: int) -> Any:
             batch = take(data_step)
             for number, (inputs, origin) in enumerate(zip(batch.micro_batches, batch.origins, strict=True)):
+                ids = inputs.documents.ids_BL.tolist() if inputs.documents is not None else None
                 for row, tokens in enumerate(inputs.tokens_BL.tolist()):
-                    at = tokens.index(TOKEN) if TOKEN in tokens else None
+                    at = tokens.index(token) if token in tokens else None
+                    held.setdefault(data_step, {})[int(origin.places[row])] = tokens, ids and ids[row]
                     read.setdefault(data_step, []).append((number, row, int(origin.places[row]), at))
             return batch
 
@@ -78,11 +87,11 @@ def train(run: str, paths: list[str], changes: dict[str, Any], name: str | None,
         elif phase == "gradients":
             trainer.on_gradients = lambda own, step: _break_gradients(own.model) if step == 2 else None
         elif name is not None:
-            spoil(trainer.model, name, phase)
+            spoil(trainer.model, name, phase, token)
         drawn = torch.get_rng_state()
         trainer.fit()
         assert torch.equal(drawn, torch.get_rng_state())
-        return {"state": run_case.state_of(trainer), "read": read}
+        return {"state": run_case.state_of(trainer), "read": read, "held": held}
 
 
 def _break_weight(model: nn.Module, name: str | None) -> None:
@@ -108,17 +117,18 @@ def records(run: Path) -> dict[int, dict[str, Any]]:
 def truth(read: list[dict[int, list[tuple[int, int, int, int | None]]]], step: int) -> dict[str, Any]:
     """Of a step, by what each rank read: the first micro-batch with the token, on the lowest rank."""
     number, rank = min((row[0], rank) for rank, own in enumerate(read) for row in own[step] if row[3] is not None)
-    held = [row for row in read[rank][step] if row[0] == number and row[3] is not None]
-    return {
-        "rank": rank, "micro_batch": number, "rows": [row[1] for row in held], "places": [row[2] for row in held],
-        "positions": [row[3] for row in held],
-    }  # fmt: skip
+    held = [
+        {"row": row, "place": place, "position": at}
+        for micro_batch, row, place, at in read[rank][step]
+        if micro_batch == number and at is not None
+    ]
+    return {"rank": rank, "micro_batch": number, "sequences": held}
 
 
 def check(record: dict[str, Any], read: list[Any], phase: str, module: str) -> None:
     first, expected = record["first_non_finite"], truth(read, record["step"])
     if phase == "weight gradient":  # is not by token
-        expected |= {"rows": [], "places": [], "positions": []}
+        expected["sequences"] = []
     assert (first["phase"], first["module"]) == ("forward" if phase == "forward" else "backward", module)
     assert first["redone"]
     assert first["value"] == ("nan" if phase == "forward" else "inf")
