@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,8 @@ MODULE = "blocks.1.ffn.w2"
 
 def test_the_document_is_named_in_one_line(tmp_path: Path) -> None:
     data, listing = runs.write_run(tmp_path / "data", documents=300), runs.listing(documents=300)
-    counts = Counter("".join(listing.texts.values()))
-    letter = min((c for c in counts if counts[c] >= 150), key=lambda c: (counts[c], c))
     run = tmp_path / "run"
-    left = CASE.train(str(run), [str(data / "tokens" / "web")], {}, MODULE, "forward", ord(letter))
+    left = CASE.train(str(run), [str(data / "tokens" / "web")], {}, MODULE, "forward", ord("v"))
     records = CASE.records(run)
     assert records
     for step, record in records.items():
@@ -35,8 +32,8 @@ def test_the_document_is_named_in_one_line(tmp_path: Path) -> None:
         for row, document in zip(first["sequences"], first["documents"], strict=True):
             tokens, ids = left["held"][step][row["place"]]
             own = [t for t, d in zip(tokens, ids, strict=True) if d == ids[row["position"]]]
-            assert tokens[row["position"]] == ord(letter)
-            assert bytes(t for t in own if t < 256).decode() in listing.texts[bytes.fromhex(document["doc_id"])]
+            assert tokens[row["position"]] == ord("v")
+            assert bytes(t for t in own if t < 256) in listing.texts[bytes.fromhex(document["doc_id"])].encode()
         result = CliRunner().invoke(app, ["lineage", "forensics", str(run), str(step)], env={"COLUMNS": "500"})
         assert result.exit_code == 0, result.output
         row = first["sequences"][0]
