@@ -48,7 +48,7 @@ def test_the_first_module_is_the_one_that_was_spoiled(
         kind = "nan" if phase == "forward" else "inf"
         last = record["steps"][-1]
         assert last["not_finite"]["loss"] == "nan" if phase == "forward" else "loss" not in last["not_finite"]
-        assert last["sequences"]["not_finite"] == {
+        assert last["sequences_not_finite"] == {
             str(place): kind for place in range(8) if not last["sequences"]["finite"][place]
         }
         assert set(record["not_finite"].values()) <= {"nan", "inf"}

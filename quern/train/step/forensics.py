@@ -292,8 +292,8 @@ class Forensics:
                 "loss": [_plain(mean) for mean in means.tolist()],
                 "targets": found.targets_S.tolist(),
                 "finite": np.isfinite(found.nats_S).tolist(),
-                "not_finite": _kinds(dict(zip(map(str, found.columns["place"]), found.nats_S.tolist(), strict=True))),
             },
+            "sequences_not_finite": _kinds(dict(zip(map(str, found.columns["place"]), found.nats_S.tolist(), strict=True))),
             "within": {
                 "tokens": _piece(int(self._facts.layout["seq_len"])),
                 "place": chosen,
