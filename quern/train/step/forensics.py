@@ -293,7 +293,7 @@ class Forensics:
                 "targets": found.targets_S.tolist(),
                 "finite": np.isfinite(found.nats_S).tolist(),
             },
-            "sequences_not_finite": _kinds(dict(zip(map(str, found.columns["place"]), found.nats_S.tolist(), strict=True))),
+            "sequences_not_finite": _kinds({str(p): float(n) for p, n in zip(found.columns["place"], found.nats_S, strict=True)}),
             "within": {
                 "tokens": _piece(int(self._facts.layout["seq_len"])),
                 "place": chosen,
