@@ -293,7 +293,9 @@ class Forensics:
                 "targets": found.targets_S.tolist(),
                 "finite": np.isfinite(found.nats_S).tolist(),
             },
-            "sequences_not_finite": _kinds({str(p): float(n) for p, n in zip(found.columns["place"], found.nats_S, strict=True)}),
+            "sequences_not_finite": _kinds(
+                {str(place): float(nats) for place, nats in zip(found.columns["place"], found.nats_S, strict=True)}
+            ),
             "within": {
                 "tokens": _piece(int(self._facts.layout["seq_len"])),
                 "place": chosen,
