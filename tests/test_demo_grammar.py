@@ -36,7 +36,7 @@ def test_numbers_stay_in_their_range_and_alternatives_among_themselves():
     assert seen == {f"{n} {bird}" for n in (3, 4, 5) for bird in ("geese", "ducks")}
 
 
-@pytest.mark.parametrize("language", [*FULL, "ru", "nl", "ja"])
+@pytest.mark.parametrize("language", [*FULL, "ru", "nl"])
 def test_a_stock_fills_every_slot_it_names(language):
     stock = load_stock(language)
     assert len(stock.sections["generic"]) + sum(len(stock.sections[f"topic {t}"]) for t in stock.topics) >= (

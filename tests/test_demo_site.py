@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gzip
 import hashlib
 import io
 import ipaddress
@@ -28,13 +27,13 @@ from warcio.archiveiterator import ArchiveIterator
 import quern.demo
 from quern.data_pipeline.page.document import STAGES
 from quern.demo import Site, write_site
-from quern.demo.kinds import KINDS, PAIRED, counts, expectations
-from quern.demo.site import main
+from quern.demo.kinds import counts, kinds
 
 pytestmark = pytest.mark.slow
 
 LANGUAGES = ("en", "de", "fr", "es", "ru")
-CHARSETS = {"de": "windows-1252", "fr": "windows-1252", "ru": "windows-1251", "ja": "shift_jis"}
+CHARSETS = {"de": "windows-1252", "fr": "windows-1252", "ru": "windows-1251"}
+PAIRED = ("exact_duplicate", "tracking_url", "near_duplicate")
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,6 @@ def responses(site) -> dict[str, dict]:
                         "file": os.path.basename(path),
                         "status": record.http_headers.get_statuscode(),
                         "type": record.http_headers.get_header("Content-Type"),
-                        "encoding": record.http_headers.get_header("Content-Encoding"),
-                        "transfer": record.http_headers.get_header("Transfer-Encoding"),
                         "payload": record.content_stream().read(),
                     }
     return found
@@ -70,7 +67,7 @@ def texts(site, responses) -> dict[str, str]:
         response = responses[page.record_id]
         if response["status"] != "200" or not response["payload"] or "json" in response["type"]:
             continue
-        legacy = page.kind in ("legacy_charset", "foreign_charset")
+        legacy = page.kind == "legacy_charset"
         html = response["payload"].decode(CHARSETS[page.language] if legacy else "utf-8")
         found[page.record_id] = (
             trafilatura.extract(html, favor_precision=True, include_comments=False, deduplicate=False) or ""
@@ -97,11 +94,11 @@ def folder_digest(folder: str) -> dict[str, str]:
 
 def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed(site, tmp_path):
     wanted = folder_digest(site.folder)
-    assert len(wanted) == 7
+    assert len(wanted) == 6
     for hash_seed in ("1", "2"):
         folder = tmp_path / hash_seed
         subprocess.run(
-            [sys.executable, "-m", "quern.demo.site", str(folder)],
+            [sys.executable, "-c", "import sys, quern.demo; quern.demo.write_site(sys.argv[1])", str(folder)],
             check=True,
             capture_output=True,
             cwd=Path(quern.demo.__file__).parents[2],
@@ -129,18 +126,14 @@ def test_the_generator_imports_only_the_standard_library_and_itself():
 
 
 def test_every_kind_has_an_expectation_and_pages(site):
-    assert set(expectations()) == set(KINDS) == {page.kind for page in site.pages}
-    for kind, wish in expectations().items():
+    assert set(kinds()) == {page.kind for page in site.pages}
+    for kind, wish in kinds().items():
         assert wish["what"], kind
-        assert wish["verdict"] in ("kept", "dropped", "one_kept"), kind
-        assert (wish["verdict"] == "one_kept") == (kind in PAIRED), kind
-        if wish["verdict"] == "dropped":
-            assert wish["stages"], kind
-            assert set(wish["stages"]) <= set(STAGES), kind
-        if wish["verdict"] == "one_kept":
-            assert set(wish["duplicates"]) <= {"exact", "url", "near"}, kind
+        assert ("duplicate" in wish) == (kind in PAIRED), kind
+        assert {stage.partition(":")[0] for stage in wish.get("dropped", ())} <= set(STAGES), kind
+        assert wish.get("duplicate", "near") in ("exact", "url", "near"), kind
     for page in site.pages:
-        assert page.expected == expectations()[page.kind]
+        assert page.expected == kinds()[page.kind]
 
 
 def test_what_must_be_present_can_be_extracted(site, texts):
@@ -152,11 +145,11 @@ def test_what_must_be_present_can_be_extracted(site, texts):
 def test_at_least_a_tenth_of_the_pages_are_hard_and_good(site):
     hard = [page for page in site.pages if page.expected.get("hard")]
     assert len(hard) >= len(site.pages) / 10
-    assert len({page.kind for page in hard}) == 10
-    assert all(page.expected["verdict"] == "kept" for page in hard)
+    assert len({page.kind for page in hard}) == 8
+    assert not any("dropped" in page.expected for page in hard)
 
 
-@pytest.mark.parametrize("pages", [148, 200, 320, 1000])
+@pytest.mark.parametrize("pages", [108, 148, 200, 320, 1000])
 def test_counts_add_up_and_leave_no_kind_out(pages):
     found = counts(pages)
     assert sum(found.values()) == pages
@@ -164,11 +157,9 @@ def test_counts_add_up_and_leave_no_kind_out(pages):
     assert all(found[kind] % 2 == 0 for kind in PAIRED)
 
 
-def test_too_few_pages_are_refused_in_one_line(tmp_path, capsys):
+def test_too_few_pages_are_refused(tmp_path):
     with pytest.raises(ValueError, match="expected at least 1"):
         write_site(str(tmp_path), pages=20)
-    assert main([str(tmp_path / "site"), "--pages", "20"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_the_manifest_and_the_records_agree(site, responses):
@@ -187,26 +178,13 @@ def test_every_record_is_a_gzip_member_of_its_own(site):
             records = ArchiveIterator(file)
             places = [(record.rec_type, records.get_record_offset()) for record in records]
         data = Path(path).read_bytes()
-        kinds = Counter(kind for kind, _ in places)
-        assert kinds == {"warcinfo": 1, "request": 80, "response": 80, "metadata": 80}
+        assert Counter(kind for kind, _ in places) == {"warcinfo": 1, "request": 80, "response": 80}
         ends = [place for _, place in places[1:]] + [len(data)]
-        for (kind, start), end in zip(places, ends, strict=True):
+        for (_, start), end in zip(places, ends, strict=True):
             member = zlib.decompressobj(16 + zlib.MAX_WBITS)
-            assert member.decompress(data[start:end]).startswith(b"WARC/1.0\r\nWARC-Type: " + kind.encode())
+            assert member.decompress(data[start:end]).startswith(b"WARC/1.0\r\n")
             assert member.eof
             assert member.unused_data == b""
-
-
-def test_the_last_file_takes_liberties_with_http(site):
-    raw = [gzip.decompress(Path(path).read_bytes()) for path in site.warcs]
-    for mark in (
-        b"HTTP/1.1 200 OK\nContent-Type",
-        b"\r\ncontent-type: text/html",
-        b"HTTP/1.1 200\r\n",
-        b"\r\n\tcache two",
-    ):
-        assert mark in raw[-1]
-        assert all(mark not in data for data in raw[:-1])
 
 
 def test_hosts_are_reserved_and_paths_name_the_kind(site):
@@ -264,7 +242,7 @@ def test_pages_that_are_not_planted_are_not_alike(tmp_path, seed):
         by_id = {page.record_id: page for page in site.pages}
         for record in ArchiveIterator(io.BytesIO(Path(path).read_bytes())):
             page = by_id.get(record.rec_headers.get_header("WARC-Record-ID"))
-            if page is not None and page.expected["verdict"] != "dropped":
+            if page is not None and "dropped" not in page.expected:
                 text = "\n".join(page.text)
                 if not text:  # a form has no article: its visible text stands in
                     html = record.content_stream().read().decode()
@@ -287,18 +265,18 @@ def test_the_main_text_is_found_and_the_furniture_is_not(site, texts):
         if not page.text:
             continue
         found = texts[page.record_id]
-        wanted = shingles("\n".join(page.text)) if page.language != "ja" else {"\n".join(page.text)}
-        share = len(wanted & shingles(found)) / len(wanted) if page.language != "ja" else float(page.text[0] in found)
+        wanted = shingles("\n".join(page.text))
+        share = len(wanted & shingles(found)) / len(wanted)
         # Two sentences of a broken page hold an entity that is none.
         assert share > (0.93 if page.kind in ("broken_html", "exact_duplicate") else 0.97), page.url
         for phrase in page.expected.get("absent", ()):
-            if page.kind in ("cluttered", "legacy_charset"):
+            if page.kind in ("article", "legacy_charset"):
                 assert phrase not in found, page.url
 
 
 def test_good_pages_are_long_enough_and_no_sentence_comes_twice(site, texts):
     for page in site.pages:
-        if page.expected["verdict"] == "dropped":
+        if "dropped" in page.expected:
             continue
         words = len(texts[page.record_id].split())
         assert 100 <= words <= 700, (words, page.url)
@@ -317,7 +295,7 @@ def test_the_language_of_every_article_is_identified(site, texts):
 
 
 def test_legacy_pages_tell_their_charset_in_the_markup_only(site, responses):
-    chosen = [page for page in site.pages if page.kind in ("legacy_charset", "foreign_charset")]
+    chosen = [page for page in site.pages if page.kind == "legacy_charset"]
     assert {CHARSETS[page.language] for page in chosen} == set(CHARSETS.values())
     for page in chosen:
         response = responses[page.record_id]
@@ -327,20 +305,9 @@ def test_legacy_pages_tell_their_charset_in_the_markup_only(site, responses):
             response["payload"].decode("utf-8")
 
 
-def test_encoded_bodies_are_delivered_encoded(site, responses):
-    for page in site.pages:
-        response = responses[page.record_id]
-        assert (response["encoding"] == "gzip") == (page.kind == "gzip_encoded")
-        assert (response["transfer"] == "chunked") == (page.kind == "chunked")
-        if page.kind in ("gzip_encoded", "chunked"):
-            assert response["payload"].startswith(b"<!DOCTYPE html>")
-            assert response["payload"].endswith(b"</html>\n")
-
-
 def test_errors_are_errors(site, responses):
     by_kind = {page.kind: responses[page.record_id] for page in site.pages}
     assert by_kind["not_found"]["status"] == "404"
-    assert by_kind["empty_payload"]["payload"] == b""
     assert "stations" in json.loads(by_kind["json"]["payload"])
     assert all(r["status"] == "200" for kind, r in by_kind.items() if kind != "not_found")
 
@@ -355,7 +322,8 @@ def test_personal_data_is_well_formed_and_nobodys(site, texts):
         assert phonenumbers.is_possible_number(phonenumbers.parse(phone))
         assert ipaddress.ip_address(re.search(r"answers at ([\d.]+\d) when", text)[1]).is_global
         card, account = re.search(r"card ([\d ]+\d) for", text), re.search(r"account (\w\w\d\d[\w ]+) for", text)
-        assert luhn.is_valid(card[1].replace(" ", "")) if card else iban.is_valid(account[1])
+        assert luhn.is_valid(card[1].replace(" ", ""))
+        assert iban.is_valid(account[1])
         assert any(phrase in text for phrase in page.expected["absent"])
 
 
@@ -367,36 +335,6 @@ def test_control_tokens_stand_in_the_text_as_text(site, texts):
         assert token
         assert min(len(before), len(behind)) > len(texts[page.record_id]) / 10
     assert not any("<|endoftext|>" in texts[page.record_id] for page in site.pages if page.text and page not in chosen)
-
-
-def right_answer(question: str) -> int:
-    """By counting, one thing at a time."""
-    numbers = [int(number) for number in re.findall(r"\d+", question)]
-    if "baker" in question:
-        return sum(1 for _ in range(numbers[0]) for _ in range(numbers[1])) - numbers[2]
-    if "ferry" in question:
-        return sum(numbers[0] for _ in range(numbers[1] - numbers[2]))
-    if "clock" in question:
-        return sum(numbers[0] for _ in range(numbers[1]))
-    if "library" in question:
-        lent = numbers[0]
-        for _ in range(2, numbers[2] + 1):
-            lent += numbers[1]
-        return lent
-    return len(range(0, numbers[0] + 1, numbers[1]))
-
-
-def test_the_benchmark_is_right_and_a_few_of_its_questions_leaked(site, texts):
-    with open(site.benchmark, encoding="utf-8") as file:
-        items = [json.loads(line) for line in file]
-    assert len({item["id"] for item in items}) == len({item["question"] for item in items}) == 40
-    for item in items:
-        assert int(item["answer"]) == right_answer(item["question"]), item
-    for page in site.pages:
-        if page.kind == "leaked_question":
-            assert sum(item["question"] in texts[page.record_id] for item in items) == 1
-        elif page.text:
-            assert not any(item["question"] in texts[page.record_id] for item in items)
 
 
 def test_rude_words_stand_on_rude_pages_only(site, texts):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quern.cli.demo.baselines import NGram, read_stream
-from quern.cli.demo.train import shared_clusters
+from quern.cli.demo.baselines import loss, nll, read_stream
+from quern.storage.parquet import read_table
 from quern.tokenize.shards import ShardReader
 from support.programs import python
 
@@ -47,6 +47,15 @@ def corpus(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def clusters(run: Path, streams: list[str]) -> set[bytes]:
+    """The duplicate clusters with a document in one of the streams."""
+    table = read_table(str(run / "duplicates" / "clusters.parquet")).select(["doc_id", "cluster_id"]).to_pydict()
+    of = dict(zip(table["doc_id"], table["cluster_id"], strict=True))
+    readers = [ShardReader(path) for path in streams]
+    docs = [doc for r in readers for n in range(len(r.shards)) for doc in r.spans(n)["doc_id"].to_pylist()]
+    return {of[doc] for doc in docs if doc in of}
+
+
 @pytest.mark.shared
 @pytest.mark.ray
 @pytest.mark.timeout(2400)
@@ -77,10 +86,11 @@ def test_millions_of_tokens_of_real_text_beat_the_interpolated_trigram(
     train, validation = [read_stream(path) for path in paths], [read_stream(path) for path in kept]
     losses = {}
     for order in (1, 2, 3):
-        total, targets = NGram(order, VOCAB_SIZE).fit(train).loss(validation, SEQ_LEN, WINDOWS)
+        parts = [loss(nll(train, stream, order, VOCAB_SIZE), SEQ_LEN, WINDOWS) for stream in validation]
+        total, targets = map(sum, zip(*parts, strict=True))
         assert targets == held_out["tokens"]
         losses[order] = total / targets
     print(f"held-out nats a token: {losses} model {held_out['loss']}")
     assert losses[3] < losses[2] < losses[1] < math.log(VOCAB_SIZE)
     assert held_out["loss"] < losses[3]
-    assert shared_clusters(str(corpus)) == 0
+    assert not clusters(corpus, kept) & clusters(corpus, paths)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,6 @@ __all__ = ["Stock", "Voice", "compose", "keyed", "load_stock"]
 DATA = Path(__file__).parent / "data"
 CHOICE = re.compile(r"\[([^\[\]]+\|[^\[\]]*)\]")
 SLOT = re.compile(r"\{(\w+(?:-\d+)?)\}")
-UNSPACED = ("ja", "zh")
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Voice:
     stock: Stock
     rng: random.Random
     topic: str = ""
-    constant: tuple[str, ...] = ("A", "B", "P", "dish", "grain", "veg", "herb")
+    constant: tuple[str, ...] = ("A", "B", "P", "dish", "grain", "veg", "herb", "offer")
     fixed: dict[str, str] = field(default_factory=dict)
     decks: dict[str, list[str]] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
@@ -118,24 +116,15 @@ class Voice:
 def compose(voice: Voice, num_sentences: int) -> list[str]:
     """Paragraphs of an article on the voice's topic: its own frames among the general ones, none of them twice."""
     stock, rng = voice.stock, voice.rng
-    own = list(stock.sections[f"topic {voice.topic}"])
-    general = list(stock.sections["generic"])
+    own, general = stock.sections[f"topic {voice.topic}"], stock.sections["generic"]
     num_own = min(len(own), max(num_sentences // 2, num_sentences - len(general)))
-    num_general = min(len(general), num_sentences - num_own)
-    frames = rng.sample(own, num_own) + rng.sample(general, num_general)
     # The first sentence should tell what the page is about.
-    opening, rest = frames[0], frames[1:]
+    opening, *rest = rng.sample(own, num_own) + rng.sample(general, min(len(general), num_sentences - num_own))
     rng.shuffle(rest)
-    space = "" if stock.language in UNSPACED else " "
-    return _paragraphs((voice.say(frame) for frame in [opening, *rest]), rng, space)
-
-
-def _paragraphs(sentences: Iterable[str], rng: random.Random, space: str) -> list[str]:
-    paragraphs: list[list[str]] = [[]]
-    room = rng.randint(2, 4)
-    for sentence in sentences:
-        if len(paragraphs[-1]) == room:
-            paragraphs.append([])
-            room = rng.randint(2, 5)
-        paragraphs[-1].append(sentence)
-    return [space.join(paragraph) for paragraph in paragraphs if paragraph]
+    sentences = [voice.say(frame) for frame in (opening, *rest)]
+    paragraphs: list[str] = []
+    while sentences:
+        room = rng.randint(2, 5 if paragraphs else 4)
+        paragraphs.append(" ".join(sentences[:room]))
+        sentences = sentences[room:]
+    return paragraphs

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quern.demo import traps
-from quern.demo.forms import FORMS, form, puzzles
+from quern.demo.forms import FORMS, form
 from quern.demo.grammar import Voice, compose, keyed, load_stock
-from quern.demo.layout import break_markup, cluttered_page, page, paragraphs
+from quern.demo.layout import break_markup, page, paragraphs
+from quern.demo.traps import TRAPS, contact, edited, with_control_token
 
-__all__ = ["KINDS", "PAIRED", "Draft", "counts", "drafts", "expectations"]
+__all__ = ["Draft", "counts", "drafts", "kinds"]
 
 HOSTS = {
     "en": ("sample.example", "www.valley-gazette.test", "notes.sample.example"),
@@ -25,51 +25,9 @@ HOSTS = {
     "es": ("sample.example", "cuaderno.test"),
     "ru": ("sample.example", "tetrad.test"),
     "nl": ("sample.example",),
-    "ja": ("sample.example",),
 }
 
-#: Pages of each kind among 320, and the languages they take turns in. Articles take what is left over.
-KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "article": (0, ("en", "de", "en", "fr", "es", "en", "ru", "en", "de")),
-    "cluttered": (16, ("en", "en", "de", "en", "en", "fr", "en", "es")),
-    "thread_list": (4, ("en",)),
-    "tutorial": (4, ("en",)),
-    "poem": (4, ("en",)),
-    "recipe": (5, ("en",)),
-    "table": (4, ("en",)),
-    "faq": (4, ("en",)),
-    "glossary": (4, ("en",)),
-    "dialogue": (3, ("en",)),
-    "changelog": (4, ("en",)),
-    "lyrics": (4, ("en",)),
-    "personal_data": (8, ("en",)),
-    "broken_html": (6, ("en", "de")),
-    "legacy_charset": (6, ("de", "ru", "fr")),
-    "gzip_encoded": (3, ("en", "es", "de")),
-    "chunked": (3, ("en", "fr", "en")),
-    "control_token": (3, ("en",)),
-    "leaked_question": (4, ("en",)),
-    "near_duplicate": (18, ("en",)),
-    "exact_duplicate": (12, ("en", "de")),
-    "tracking_url": (8, ("en",)),
-    "foreign": (4, ("nl",)),
-    "foreign_charset": (2, ("ja",)),
-    "link_farm": (8, ("en",)),
-    "navigation": (5, ("en", "fr")),
-    "spam": (9, ("en",)),
-    "placeholder": (5, ("en",)),
-    "toxic": (5, ("en",)),
-    "short": (6, ("en", "es")),
-    "empty_body": (3, ("en",)),
-    "empty_payload": (2, ("en",)),
-    "not_found": (4, ("en",)),
-    "json": (3, ("en",)),
-}
-
-#: Kinds whose pages come in pairs, of which one survives.
-PAIRED = ("near_duplicate", "exact_duplicate", "tracking_url")
-
-CHARSETS = {"de": "windows-1252", "fr": "windows-1252", "ru": "windows-1251", "ja": "shift_jis"}
+CHARSETS = {"de": "windows-1252", "fr": "windows-1252", "ru": "windows-1251"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +41,6 @@ class Draft:
     charset: str = "utf-8"
     status: str = "200 OK"
     content_type: str = "text/html; charset=utf-8"
-    delivery: str = "plain"
     group: str | None = None
     """The same for the pages of one pair."""
     text: tuple[str, ...] = ()
@@ -91,16 +48,16 @@ class Draft:
 
 
 @cache
-def expectations() -> dict[str, Any]:
-    """The expected verdicts of each kind: ``expected.json``, written by hand.
+def kinds() -> dict[str, dict[str, Any]]:
+    """What there is of each kind, and the verdicts expected of it: ``kinds.json``, written by hand.
 
-    By kind: ``what`` it is; ``verdict`` (``kept``, ``dropped``, or ``one_kept`` of each pair); ``hard`` for good pages
-    that rules made for articles tend to drop; for dropped pages the ``stages`` that may do it, and for one dropped at
-    the quality gate the ``families`` of rules that must be among the failed ones; for pairs the kinds of
-    ``duplicates``; ``at_least`` and ``at_least_one_of`` name measures; ``present`` and ``absent`` are strings that the
+    By kind: ``what`` it is; its ``pages`` among 320 (articles take what is left over) and the ``languages`` that they
+    take turns in; ``dropped``, the stages that may drop it, with the reason or rule behind a colon where that is
+    certain; ``duplicate`` for pairs, as what one of two is removed; all others are kept, the ``hard`` ones though rules
+    made for articles tend to drop them. ``at_least`` names measures; ``present`` and ``absent`` are strings that the
     final text must and must not hold.
     """
-    found: dict[str, Any] = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "kinds.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -110,181 +67,102 @@ def counts(pages: int) -> dict[str, int]:
     Raises:
         ValueError: for fewer pages than there are kinds with their pairs, four times over.
     """
-    least = 4 * (len(KINDS) + len(PAIRED))
+    paired = [kind for kind, entry in kinds().items() if "duplicate" in entry]
+    least = 4 * (len(kinds()) + len(paired))
     if pages < least:
         raise ValueError(f"pages: expected at least {least}, so that every kind has its share, got {pages}")
     found = {}
-    for kind, (weight, _) in KINDS.items():
-        share = min(weight, weight * pages // 320) if kind in FORMS else weight * pages // 320
-        found[kind] = max(2, share - share % 2) if kind in PAIRED else max(1, share)
-    found["article"] = pages - sum(count for kind, count in found.items() if kind != "article")
+    for kind, entry in kinds().items():
+        # A form has only so many frames: more of its pages would be alike.
+        share = entry["pages"] * (min(pages, 320) if kind in FORMS else pages) // 320
+        found[kind] = max(2, share - share % 2) if kind in paired else max(1, share)
+    found["article"] += pages - sum(found.values())
     return found
 
 
-def slug(title: str) -> str:
-    """The title as a piece of a path, ASCII; ``story`` when nothing of it is."""
+def _draft(kind: str, index: int, language: str, title: str, body: str | Sequence[str], **more: Any) -> Draft:
+    """``body``: HTML, or the paragraphs of an article; ``more``: fields of the draft, teasers, a host."""
+    text = () if isinstance(body, str) else tuple(body)
+    host = more.pop("host", None) or HOSTS[language][index % len(HOSTS[language])]
+    html = more.pop("html", None) or page(
+        title,
+        paragraphs(*text) if text else str(body),
+        language,
+        host,
+        more.pop("teasers", ()),
+        more.get("charset", "utf-8"),
+    )
     plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
-    return "-".join(re.findall(r"[a-z0-9]+", plain)[:6]) or "story"
+    slug = "-".join(re.findall(r"[a-z0-9]+", plain)[:6]) or "story"
+    return Draft(kind, language, f"https://{host}/{language}/{kind}/{slug}-{index:03d}", html, text=text, **more)
 
 
-@dataclass(frozen=True)
-class _Article:
-    title: str
-    text: tuple[str, ...]
-
-
-def _article(seed: int, kind: str, index: int, language: str, length: int | None = None) -> _Article:
+def _article(seed: int, kind: str, index: int, language: str, length: int | None = None) -> tuple[str, tuple[str, ...]]:
+    """A title, and paragraphs of ``length`` sentences where there are so many."""
     stock, rng = load_stock(language), keyed(seed, kind, index)
-    voice = Voice(stock, rng, topic=stock.topics[rng.randrange(len(stock.topics))])
+    voice = Voice(stock, rng, topic=rng.choice(stock.topics))
     title = voice.say(rng.choice(stock.words[f"{voice.topic}.titles"]))
-    longest = len(stock.sections["generic"]) + len(stock.sections[f"topic {voice.topic}"])
-    wanted = length or (rng.randint(13, 26) if language == "en" else rng.randint(13, 20))
     # A headline's full name does not make the first mention in the text a second one.
     voice.named.clear()
-    return _Article(title, tuple(compose(voice, min(wanted, longest))))
+    return title, tuple(compose(voice, length or rng.randint(13, 26 if language == "en" else 20)))
 
 
-def _draft(seed: int, kind: str, index: int, language: str, article: _Article, body: str | None = None) -> Draft:
-    hosts = HOSTS[language]
-    host = hosts[index % len(hosts)]
-    html = page(article.title, body or paragraphs(list(article.text)), language, host, index)
-    url = f"https://{host}/{language}/{kind}/{slug(article.title)}-{index:03d}"
-    return Draft(kind, language, url, html, text=article.text)
+def _teasers(seed: int, kind: str, index: int, language: str) -> list[str]:
+    stock, rng = load_stock(language), keyed(seed, kind, index, "teasers")
+    topics = rng.sample(stock.topics, min(5, len(stock.topics)))
+    return [Voice(stock, rng, topic).say(rng.choice(stock.words[f"{topic}.titles"])) for topic in topics]
 
 
-def _plain(seed: int, kind: str, index: int, language: str) -> Draft:
-    return _draft(seed, kind, index, language, _article(seed, kind, index, language))
+def _written(seed: int, kind: str, index: int, language: str) -> Draft:
+    """An article, with what its kind adds to it."""
+    title, text = _article(seed, kind, index, language, 14 if kind == "personal_data" else None)
+    if kind == "personal_data":
+        text = (*text, contact(index, keyed(seed, kind, index, "contact")))
+    elif kind == "control_token":
+        text = with_control_token(text, index)
+    charset = {"charset": CHARSETS[language], "content_type": "text/html"} if kind == "legacy_charset" else {}
+    draft = _draft(kind, index, language, title, text, teasers=_teasers(seed, kind, index, language), **charset)
+    if kind == "broken_html":
+        return replace(draft, html=break_markup(draft.html, keyed(seed, kind, index, "markup")))
+    return draft
 
 
-def _cluttered(seed: int, kind: str, index: int, language: str) -> Draft:
-    article, rng = _article(seed, kind, index, language), keyed(seed, kind, index, "teasers")
-    stock = load_stock(language)
-    titles = [
-        Voice(stock, rng, topic).say(rng.choice(stock.words[f"{topic}.titles"]))
-        for topic in rng.sample(stock.topics, 5)
-    ]
-    draft = _draft(seed, kind, index, language, article)
-    html = cluttered_page(article.title, paragraphs(list(article.text)), language, draft.url.split("/")[2], titles, rng)
-    return replace(draft, html=html)
-
-
-def _form(seed: int, kind: str, index: int, language: str) -> Draft:
-    title, body = form(kind, seed, index)
-    return _draft(seed, kind, index, language, _Article(title, ()), body)
-
-
-def _personal_data(seed: int, kind: str, index: int, language: str) -> Draft:
-    article, rng = _article(seed, kind, index, language, 14), keyed(seed, kind, index, "contact")
-    return _draft(seed, kind, index, language, replace(article, text=(*article.text, traps.contact(index, rng))))
-
-
-def _broken(seed: int, kind: str, index: int, language: str) -> Draft:
-    draft = _plain(seed, kind, index, language)
-    return replace(draft, html=break_markup(draft.html, keyed(seed, kind, index, "markup")))
-
-
-def _legacy(seed: int, kind: str, index: int, language: str) -> Draft:
-    draft, charset = _plain(seed, kind, index, language), CHARSETS[language]
-    return replace(
-        draft,
-        html=draft.html.replace('charset="utf-8"', f'charset="{charset}"'),
-        charset=charset,
-        content_type="text/html",
-    )
-
-
-def _gzip(seed: int, kind: str, index: int, language: str) -> Draft:
-    return replace(_plain(seed, kind, index, language), delivery="gzip")
-
-
-def _chunked(seed: int, kind: str, index: int, language: str) -> Draft:
-    return replace(_plain(seed, kind, index, language), delivery="chunked")
-
-
-def _control_token(seed: int, kind: str, index: int, language: str) -> Draft:
-    article = _article(seed, kind, index, language)
-    middle = len(article.text) // 2
-    text = (*article.text[:middle], traps.CONTROL_TOKEN_SENTENCES[index % 3], *article.text[middle:])
-    return _draft(seed, kind, index, language, replace(article, text=text))
-
-
-def _leaked(seed: int, kind: str, index: int, language: str) -> Draft:
-    article = _article(seed, kind, index, language, 12)
-    puzzle = puzzles(seed, index + 1)[index]
-    text = (
-        *article.text[:2],
-        "Our reader's puzzle this week comes from the school. " + puzzle.question,
-        f"The solution, for those who have given up, is {puzzle.answer}; the first correct letter wins a jar of honey.",
-        *article.text[2:],
-    )
-    return _draft(seed, kind, index, language, replace(article, text=text))
-
-
-def _near_duplicate(seed: int, kind: str, index: int, language: str) -> Draft:
-    """Odd pages are the even ones before them, edited by another paper."""
-    article = _article(seed, kind, index - index % 2, language, 22)
-    if index % 2:
-        article = replace(article, text=tuple(traps.edited(list(article.text))))
-    draft = _draft(seed, kind, index, language, article)
-    return replace(draft, group=f"{kind}-{index // 2}")
-
-
-def _exact_duplicate(seed: int, kind: str, index: int, language: str) -> Draft:
-    article = _article(seed, kind, index - index % 2, language)
-    draft = _draft(seed, kind, index - index % 2, language, article)
-    if index % 2:
-        draft = replace(
-            draft, url=draft.url.replace("https://", "https://mirror.").replace(f"/{kind}/", f"/{kind}/copy/")
-        )
-    return replace(draft, group=f"{kind}-{index // 2}")
-
-
-def _tracking_url(seed: int, kind: str, index: int, language: str) -> Draft:
-    """The same address twice; half of the text was rewritten in between, so that only the address tells."""
-    first = _article(seed, kind, index - index % 2, language, 20)
-    draft = _draft(seed, kind, index - index % 2, language, first)
-    url = f"{draft.url}?id={1000 + index // 2}"
-    if index % 2:
-        later = _article(seed, kind, index, language, 14)
-        text = (*first.text[: len(first.text) // 3], *later.text)
-        body = paragraphs(list(text))
-        html = page(first.title, body, language, draft.url.split("/")[2], index - 1)
-        url = url.replace("?", "?utm_source=newsletter&") + "&utm_campaign=spring&gclid=Qx7_example#top"
-        draft = replace(draft, html=html, text=text)
+def _pair(seed: int, kind: str, index: int, language: str) -> Draft:
+    """Odd pages are the even ones before them: copied to another host, edited by another paper, or crawled again under
+    an address with tracking parameters after two thirds were rewritten, so that only the address tells."""
+    first, second = index - index % 2, index % 2 == 1
+    title, text = _article(seed, kind, first, language, 22)
+    if second and kind == "near_duplicate":
+        text = edited(text)
+    if second and kind == "tracking_url":
+        text = (*text[: len(text) // 3], *_article(seed, kind, index, language, 14)[1])
+    draft = _draft(kind, index if kind == "near_duplicate" else first, language, title, text)
+    url = draft.url
+    if kind == "tracking_url":
+        url += f"?utm_source=newsletter&id={first}&gclid=Qx7_example#top" if second else f"?id={first}"
+    elif second and kind == "exact_duplicate":
+        url = url.replace("https://", "https://mirror.").replace(f"/{kind}/", f"/{kind}/copy/")
     return replace(draft, url=url, group=f"{kind}-{index // 2}")
 
 
+def _formed(seed: int, kind: str, index: int, language: str) -> Draft:
+    return _draft(kind, index, language, *form(kind, seed, index))
+
+
 def _trap(seed: int, kind: str, index: int, language: str) -> Draft:
-    trap = traps.TRAPS[kind](keyed(seed, kind, index), index, language)
-    host = trap.host or HOSTS[language][index % len(HOSTS[language])]
-    url = f"https://{host}/{language}/{kind}/{slug(trap.title)}-{index:03d}"
-    return Draft(kind, language, url, trap.html, status=trap.status, content_type=trap.content_type)
+    return _draft(kind, index, language, body="", **TRAPS[kind](keyed(seed, kind, index), index))
 
 
-BUILDERS: dict[str, Callable[[int, str, int, str], Draft]] = {
-    "article": _plain,
-    "foreign": _plain,
-    "cluttered": _cluttered,
-    "personal_data": _personal_data,
-    "broken_html": _broken,
-    "legacy_charset": _legacy,
-    "foreign_charset": _legacy,
-    "gzip_encoded": _gzip,
-    "chunked": _chunked,
-    "control_token": _control_token,
-    "leaked_question": _leaked,
-    "near_duplicate": _near_duplicate,
-    "exact_duplicate": _exact_duplicate,
-    "tracking_url": _tracking_url,
-    **dict.fromkeys(FORMS, _form),
-    **dict.fromkeys(traps.TRAPS, _trap),
-}
+def _builder(kind: str) -> Callable[[int, str, int, str], Draft]:
+    if "duplicate" in kinds()[kind]:
+        return _pair
+    return _formed if kind in FORMS else _trap if kind in TRAPS else _written
 
 
 def drafts(seed: int, pages: int) -> Iterator[Draft]:
     """Every page of the site, kind by kind."""
     for kind, count in counts(pages).items():
-        languages = KINDS[kind][1]
+        build, languages = _builder(kind), kinds()[kind]["languages"]
         for index in range(count):
-            turn = index // 2 if kind in PAIRED else index
-            yield BUILDERS[kind](seed, kind, index, languages[turn % len(languages)])
+            turn = index // 2 if build is _pair else index
+            yield build(seed, kind, index, languages[turn % len(languages)])

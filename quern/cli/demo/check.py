@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +22,10 @@ class PageOutcome:
     text: str | None
     duplicate: str | None
 
-    @property
-    def kept(self) -> bool:
-        """Whether it was tokenized."""
-        return self.verdict["stage"] is None and self.duplicate is None
-
     def __str__(self) -> str:
         if self.duplicate:
             return f"duplicate ({self.duplicate})"
-        return "kept" if self.kept else f"{self.verdict['stage']}: {self.verdict['reason']}"
+        return "kept" if self.verdict["stage"] is None else f"{self.verdict['stage']}: {self.verdict['reason']}"
 
 
 @dataclass
@@ -41,7 +37,7 @@ class KindResult:
     expected: str
     hard: bool
     pages: int = 0
-    actual: dict[str, int] = field(default_factory=dict)
+    actual: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -61,65 +57,38 @@ def read_outcomes(run_dir: str) -> dict[str, PageOutcome]:
 
 
 def compare(pages: Sequence[SitePage], outcomes: Mapping[str, PageOutcome]) -> list[KindResult]:
-    """One result per kind, in the order of first appearance; ``wrong`` holds a sentence for each page that differs."""
+    """One result per kind, in its order in the manifest; ``wrong`` holds a sentence for each page that differs."""
     results: dict[str, KindResult] = {}
-    groups: dict[str, list[tuple[SitePage, PageOutcome]]] = {}
+    pairs: dict[str, list[str]] = {}
     for page in pages:
-        expected = page.expected
+        wish, outcome = page.expected, outcomes[page.record_id]
         result = results.setdefault(
-            page.kind, KindResult(page.kind, expected["what"], _in_words(expected), bool(expected.get("hard")))
+            page.kind, KindResult(page.kind, wish["what"], _in_words(wish), wish.get("hard", False))
         )
-        outcome = outcomes[page.record_id]
         result.pages += 1
-        result.actual[str(outcome)] = result.actual.get(str(outcome), 0) + 1
+        result.actual[str(outcome)] += 1
         if page.group is not None:
-            groups.setdefault(page.group, []).append((page, outcome))
-            continue
-        result.wrong += [f"{page.url}: {complaint}" for complaint in _complaints(expected, outcome)]
-    for pair in groups.values():
-        page, _ = pair[0]
-        results[page.kind].wrong += _pair_complaints(pair)
+            pair = pairs.setdefault(page.group, [])
+            pair.append(str(outcome))
+            if len(pair) == 2 and sorted(pair) != [f"duplicate ({wish['duplicate']})", "kept"]:
+                result.wrong.append(f"{page.url}: expected {_in_words(wish)}, got {' and '.join(pair)}")
+        else:
+            result.wrong += [f"{page.url}: {complaint}" for complaint in _complaints(wish, outcome)]
     return list(results.values())
 
 
-def _in_words(expected: Mapping[str, Any]) -> str:
-    if expected["verdict"] == "one_kept":
-        return f"one of two kept ({' or '.join(expected['duplicates'])})"
-    if expected["verdict"] == "kept":
-        return "kept"
-    return f"dropped ({' or '.join(expected['stages'])})"
+def _in_words(wish: Mapping[str, Any]) -> str:
+    if "duplicate" in wish:
+        return f"one of two kept ({wish['duplicate']})"
+    return f"dropped ({' or '.join(part.strip(': .') for part in wish['dropped'])})" if "dropped" in wish else "kept"
 
 
-def _complaints(expected: Mapping[str, Any], outcome: PageOutcome) -> list[str]:
-    if expected["verdict"] == "dropped":
-        if outcome.kept or outcome.duplicate or outcome.verdict["stage"] not in expected["stages"]:
-            return [f"expected {_in_words(expected)}, got {outcome}"]
-        families = expected.get("families")
-        if families and outcome.verdict["stage"] == "quality":
-            rules = [rule for rule in outcome.verdict["failed_rules"] if rule.partition(".")[0] in families]
-            return [] if rules else [f"expected a rule of {families}, got {outcome.verdict['failed_rules']}"]
-        return []
-    if not outcome.kept:
-        return [f"expected kept, got {outcome}"]
-    return _content_complaints(expected, outcome)
-
-
-def _content_complaints(expected: Mapping[str, Any], outcome: PageOutcome) -> list[str]:
-    text, counts = outcome.text or "", outcome.verdict
-    found = [f"{n}: expected ≥ {v}, got {counts[n]}" for n, v in expected.get("at_least", {}).items() if counts[n] < v]
-    some = expected.get("at_least_one_of")
-    if some and not any(counts[name] for name in some):
-        found.append(f"expected one of {some}")
-    found += [f"expected {part!r} in its text" for part in expected.get("present", ()) if part not in text]
-    found += [f"did not expect {part!r} in its text" for part in expected.get("absent", ()) if part in text]
-    return found
-
-
-def _pair_complaints(pair: Sequence[tuple[SitePage, PageOutcome]]) -> list[str]:
-    page, _ = pair[0]
-    kinds = page.expected["duplicates"]
-    kept = [outcome for _, outcome in pair if outcome.kept]
-    removed = [outcome for _, outcome in pair if outcome.duplicate in kinds]
-    if len(kept) == 1 and len(removed) == 1:
-        return []
-    return [f"{page.url}: expected one of two kept, got " + " and ".join(str(outcome) for _, outcome in pair)]
+def _complaints(wish: Mapping[str, Any], outcome: PageOutcome) -> Iterator[str]:
+    if not str(outcome).startswith(tuple(wish.get("dropped", ["kept"]))):
+        yield f"expected {_in_words(wish)}, got {outcome}"
+    elif outcome.text is not None:
+        for name, least in wish.get("at_least", {}).items():
+            if outcome.verdict[name] < least:
+                yield f"{name}: expected ≥ {least}, got {outcome.verdict[name]}"
+        yield from (f"expected {part!r} in its text" for part in wish.get("present", ()) if part not in outcome.text)
+        yield from (f"did not expect {part!r} in its text" for part in wish.get("absent", ()) if part in outcome.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,23 +18,23 @@ from rich.console import Console
 from rich.table import Table
 
 from quern import storage
-from quern.cli.demo.baselines import NGram, read_stream
+from quern.cli.demo.baselines import loss, nll, read_stream
 from quern.cli.output import plain
 from quern.config import load_config
 from quern.errors import QuernError
 from quern.safe_path import module
-from quern.storage.parquet import read_table
 from quern.tokenize.shards import ShardReader
 from quern.train.config import TrainConfig
-from quern.train.history.ledger import MOVES, read_ledger, surviving
+from quern.train.history.ledger import MOVES, read_ledger
 
-__all__ = ["metric_rows", "shared_clusters", "train_demo"]
+__all__ = ["moves", "run_training", "train_demo"]
 
 PROMPT = "The"
+MODELS = ("unigram", "bigram", "interpolated 3-gram", "this model")
 
 
-def train_demo(folder: str, data_run: str, seed: int, console: Console | None) -> dict[str, Any]:
-    """Train on the tokens of ``data_run``; returns the figures, and prints them where there is a console.
+def train_demo(folder: str, data_run: str, seed: int, console: Console) -> dict[str, Any]:
+    """Train on the tokens of ``data_run``; prints and returns the figures.
 
     Raises:
         QuernError: a training process failed, or the model did not beat the bigram model.
@@ -44,100 +45,85 @@ def train_demo(folder: str, data_run: str, seed: int, console: Console | None) -
     overrides = [f"run_dir={json.dumps(run_dir)}", f"data.0.path={json.dumps(tokens)}", f"seed={seed}"]
     with as_file(files("quern.demo").joinpath("train.yaml")) as path:
         config = load_config(path, TrainConfig, overrides)
-        _say(console, f"Training {config.steps} steps of {config.global_batch} × {config.seq_len} tokens on this CPU")
-        killed = _train_until_killed(str(path), overrides, run_dir, config, console)
-        _run(str(path), overrides)
-    moves = [entry for entry in read_ledger(storage.join(run_dir, "ledger.jsonl")) if entry["kind"] in MOVES]
-    _say(
-        console, f"Killed with SIGKILL after step {killed:,}; went on from the checkpoint of step {moves[-1]['step']:,}"
-    )
-    ranges = surviving(read_ledger(storage.join(run_dir, "ledger.jsonl")), config.steps)
-    losses = _compare(tokens, run_dir, config)
+        length = f"{config.steps} steps of {config.global_batch} × {config.seq_len} tokens"
+        console.print(f"Training {length} on this CPU", markup=False)
+        interval = config.checkpoint.interval
+        assert isinstance(interval, int)
+        stop = config.steps // 2 // interval * interval + interval // 4  # behind a checkpoint, as a power cut may come
+        killed = _train([str(path), *overrides], run_dir, stop)
+        _train([str(path), *overrides], run_dir, None)
+    resumed = moves(run_dir)[-1]["step"]
+    console.print(f"Killed with SIGKILL after step {killed:,}; went on from the checkpoint of step {resumed:,}")
+    losses, targets = _compare(tokens, run_dir, config)
     text = _sample(run_dir)
-    shared = shared_clusters(data_run)
-    if console is not None:
-        _print(console, losses, text, shared)
-    if losses["model"] >= losses["bigram"]:
-        raise QuernError(f"held-out loss {losses['model']:.3f} does not beat the bigram's {losses['bigram']:.3f}")
-    if shared:
-        raise QuernError(f"{shared} held-out documents share a duplicate cluster with a training document")
+    _print(console, losses, targets, text)
+    if losses["this model"] >= losses["bigram"]:
+        raise QuernError(f"held-out loss {losses['this model']:.3f} does not beat the bigram's {losses['bigram']:.3f}")
     return {
-        "run": run_dir,
-        "losses": losses,
-        "killed_after_step": killed,
-        "resumed_from_step": moves[-1]["step"],
-        "ranges": [vars(found) for found in ranges],
+        "run": run_dir, "losses": losses, "targets": targets, "killed_after_step": killed, "resumed_from_step": resumed,
         "sample": text,
-        "held_out_sharing_a_cluster": shared,
-    }
+    }  # fmt: skip
 
 
-def _say(console: Console | None, text: str) -> None:
-    if console is not None:
-        console.print(text, markup=False)
+def _train(arguments: list[str], run_dir: str, until: int | None) -> int:
+    code, last = run_training(arguments, run_dir, until, signal.SIGKILL)
+    if code != (0 if until is None else -signal.SIGKILL):
+        raise QuernError(f"training ended with exit code {code}; its messages are above")
+    return last
 
 
-def _start(config: str, overrides: list[str]) -> subprocess.Popen[bytes]:
+def run_training(arguments: list[str], run_dir: str, until: int | None, how: signal.Signals) -> tuple[int, int]:
+    """Train in a process of its own, which gets the signal ``how`` when it is at step ``until``; returns its exit code
+    and the last step that it made."""
     # one thread: products this small gain little from two, and two that wait for each other lose a busy machine's time
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = module("quern.train", config, *overrides)
-    return subprocess.Popen(command, stdout=sys.stderr.fileno(), env=environment)
+    before = sum(1 for _ in _steps(run_dir))
 
+    def last() -> int:
+        return max(itertools.islice(_steps(run_dir), before, None), default=0)
 
-def _run(config: str, overrides: list[str]) -> None:
-    code = _start(config, overrides).wait()
-    if code:
-        raise QuernError(f"training ended with exit code {code}; its messages are above")
-
-
-def _train_until_killed(
-    config: str, overrides: list[str], run_dir: str, resolved: TrainConfig, console: Console | None
-) -> int:
-    """Kill the run a few steps after a checkpoint in its second half, as a power cut would; returns the last step."""
-    interval = resolved.checkpoint.interval
-    assert isinstance(interval, int)
-    wanted = resolved.steps // 2 // interval * interval + interval // 4
-    process = _start(config, overrides)
+    process = subprocess.Popen(module("quern.train", *arguments), stdout=sys.stderr.fileno(), env=environment)
     try:
-        while process.poll() is None:
-            last = max((row["step"] for row in metric_rows(run_dir, "step")), default=0)
-            if last >= wanted:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                return int(max(row["step"] for row in metric_rows(run_dir, "step")))
+        while until is not None and process.poll() is None and last() < until:
             time.sleep(0.05)
+        if until is not None:
+            process.send_signal(how)
+        return process.wait(), last()
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-    raise QuernError(f"training ended with exit code {process.returncode} before it was killed")
 
 
-def metric_rows(run_dir: str, kind: str) -> Iterator[dict[str, Any]]:
+def moves(run_dir: str) -> list[dict[str, Any]]:
+    """The ledger's lines of a run's starts and resumptions; none before the first."""
+    path = storage.join(run_dir, "ledger.jsonl")
+    return [entry for entry in read_ledger(path) if entry["kind"] in MOVES] if os.path.exists(path) else []
+
+
+def _rows(run_dir: str, kind: str) -> Iterator[dict[str, Any]]:
     """The lines of a kind that a training run has written to its metrics so far."""
     path = storage.join(run_dir, "metrics.jsonl")
-    if not os.path.exists(path):
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # the last one may be in the writing
-                row = json.loads(line)
-                if row["kind"] == kind:
-                    yield row
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            rows = (json.loads(line) for line in file if line.endswith("\n"))  # the last one may be in the writing
+            yield from (row for row in rows if row["kind"] == kind)
 
 
-def _compare(tokens: str, run_dir: str, config: TrainConfig) -> dict[str, float]:
-    """Held-out nats a token: of the model, and of n-gram models counted on the same training tokens."""
-    final = list(metric_rows(run_dir, "validation"))[-1]
-    train, held_out = read_stream(tokens), read_stream(tokens + ".val")
-    vocab_size = ShardReader(tokens).vocab_size
-    losses = {}
-    for order, name in ((1, "unigram"), (2, "bigram"), (3, "trigram")):
-        total, count = NGram(order, vocab_size).fit([train]).loss([held_out], config.seq_len)
+def _steps(run_dir: str) -> Iterator[int]:
+    return (row["step"] for row in _rows(run_dir, "step"))
+
+
+def _compare(tokens: str, run_dir: str, config: TrainConfig) -> tuple[dict[str, float], int]:
+    """Held-out nats a token, of n-gram models counted on the same training tokens and of the model; and of how many."""
+    final = list(_rows(run_dir, "validation"))[-1]
+    train, held_out, losses = read_stream(tokens), read_stream(tokens + ".val"), {}
+    for order, name in enumerate(MODELS[:3], start=1):
+        total, count = loss(nll([train], held_out, order, ShardReader(tokens).vocab_size), config.seq_len)
         if count != final["tokens"]:
             raise QuernError(f"the model was held against {final['tokens']} targets, the {name} against {count}")
         losses[name] = total / count
-    return {**losses, "model": final["loss"], "targets": final["tokens"]}
+    return {**losses, MODELS[3]: final["loss"]}, final["tokens"]
 
 
 def _sample(run_dir: str) -> str:
@@ -146,29 +132,13 @@ def _sample(run_dir: str) -> str:
     return PROMPT + continue_text(run_dir, PROMPT, max_new_tokens=60, temperature=0.7, top_k=40, seed=0)
 
 
-def shared_clusters(data_run: str) -> int:
-    """Held-out documents that are in a duplicate cluster with a training document of the run."""
-    clusters = read_table(storage.join(data_run, "duplicates", "clusters.parquet"))
-    of = dict(zip(clusters["doc_id"].to_pylist(), clusters["cluster_id"].to_pylist(), strict=True))
-    version = storage.read_json(storage.join(data_run, "tokens", "VERSION.json"))
-    members: dict[bool, list[bytes]] = {True: [], False: []}
-    for name in version["sources"]:
-        reader = ShardReader(storage.join(data_run, "tokens", name))
-        for shard in range(len(reader.shards)):
-            members[name.endswith(".val")] += reader.spans(shard)["doc_id"].to_pylist()
-    seen = {of[doc] for doc in members[False] if doc in of}
-    return sum(of.get(doc) in seen for doc in members[True])
-
-
-def _print(console: Console, losses: dict[str, float], text: str, shared: int) -> None:
+def _print(console: Console, losses: dict[str, float], targets: int, text: str) -> None:
     table = Table(title="Held-out loss, nats a token", title_justify="left", box=None)
     for name in ("", "loss", "perplexity"):
-        table.add_column(name, justify="left" if not name else "right")
-    for name in ("unigram", "bigram", "trigram", "model"):
-        label = {"trigram": "interpolated 3-gram", "model": "this model"}.get(name, name)
-        table.add_row(label, f"{losses[name]:.3f}", f"{math.exp(losses[name]):.1f}")
+        table.add_column(name, justify="right" if name else "left")
+    for name, value in losses.items():
+        table.add_row(name, f"{value:.3f}", f"{math.exp(value):.1f}")
     console.print()
     console.print(table)
-    targets, overlap = losses["targets"], f"{shared} of these documents share a duplicate cluster with training"
-    console.print(f"on the same {targets:,} tokens of documents held out; {overlap}\n")
+    console.print(f"on the same {targets:,} tokens of documents held out\n")
     console.print(f"It says: {plain(text)!r}\n", markup=False)
