@@ -80,18 +80,23 @@ def counts(pages: int) -> dict[str, int]:
     return found
 
 
-def _draft(kind: str, index: int, language: str, title: str, body: str | Sequence[str], **more: Any) -> Draft:
-    """``body``: HTML, or the paragraphs of an article; ``more``: fields of the draft, teasers, a host."""
+def _draft(
+    kind: str,
+    index: int,
+    language: str,
+    title: str,
+    body: str | Sequence[str] = "",
+    *,
+    html: str = "",
+    host: str = "",
+    teasers: Sequence[str] = (),
+    **more: Any,
+) -> Draft:
+    """``html`` where the whole page is given, else one around ``body``: HTML, or the paragraphs of an article."""
     text = () if isinstance(body, str) else tuple(body)
-    host = more.pop("host", None) or HOSTS[language][index % len(HOSTS[language])]
-    html = more.pop("html", None) or page(
-        title,
-        paragraphs(*text) if text else str(body),
-        language,
-        host,
-        more.pop("teasers", ()),
-        more.get("charset", "utf-8"),
-    )
+    inner = body if isinstance(body, str) else paragraphs(*body)
+    host = host or HOSTS[language][index % len(HOSTS[language])]
+    html = html or page(title, inner, language, host, teasers, more.get("charset", "utf-8"))
     plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode().lower()
     slug = "-".join(re.findall(r"[a-z0-9]+", plain)[:6]) or "story"
     return Draft(kind, language, f"https://{host}/{language}/{kind}/{slug}-{index:03d}", html, text=text, **more)
@@ -150,7 +155,7 @@ def _formed(seed: int, kind: str, index: int, language: str) -> Draft:
 
 
 def _trap(seed: int, kind: str, index: int, language: str) -> Draft:
-    return _draft(kind, index, language, body="", **TRAPS[kind](keyed(seed, kind, index), index))
+    return _draft(kind, index, language, **TRAPS[kind](keyed(seed, kind, index), index))
 
 
 def _builder(kind: str) -> Callable[[int, str, int, str], Draft]:
