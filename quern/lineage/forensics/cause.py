@@ -104,7 +104,7 @@ def findings(found: Mapping[str, Any], z_S: NDArray[np.float64], excess_S: NDArr
     cause = found["cause"]
     named = sorted((row for row in found["documents"] if row["cause"]), key=lambda row: -(row["share"] or 0.0))
     raised = f"{out} of {len(z_S)} sequences {'is' if out == 1 else 'are'} {OUT:g} spreads or more above what is usual"
-    if found["first_non_finite"] is not None:
+    if found.get("first_non_finite") is not None:
         yield _began(found["first_non_finite"])
     if broken:
         yield f"{broken} of {len(z_S)} sequences have a loss that is not finite."

@@ -70,7 +70,7 @@ def _lines(run_dir: str) -> list[dict[str, Any]]:
     try:
         with open(path, "rb") as file:
             lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn, or empty
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # what cannot be a folder is refused elsewhere
         return []
     found = []
     for number, line in enumerate(lines, 1):
