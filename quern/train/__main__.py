@@ -90,9 +90,9 @@ def _train(given: TrainConfig) -> int:
             if out_of_memory.note(config, ranks.rank, trainer.done, error) and "RANK" not in os.environ:
                 raise GoBackError(f"step {trainer.done}: {named_line(error)}") from None
             raise
-        if ranks.first:
-            _say_goodput(config.run_dir)
         if trainer.stopped_by is None or trainer.complete:
+            if ranks.first:
+                _say_goodput(config.run_dir)
             return 0
         for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun's word to the others, once the first has left
             signal.signal(number, signal.SIG_IGN)
@@ -102,7 +102,7 @@ def _train(given: TrainConfig) -> int:
 def _say_goodput(run_dir: str) -> None:
     from quern.train.report.account import goodput
 
-    with suppress(QuernError):  # the run itself has ended well
+    with suppress(Exception):  # the run itself has ended well
         if (line := goodput(run_dir)) is not None:
             logging.getLogger(__name__).info("%s", line)
 

@@ -79,7 +79,8 @@ def begin(
         QuernError: no checkpoint is whole, or the ledger's rules forbid the move.
     """
     together = Agreement(ranks.rank, ranks.world)
-    entries: list[dict[str, Any]] = together.broadcast_from_rank0(lambda: _ledger(ledger).entries)
+    # a copy, since rank 0's own gets this start's line below
+    entries: list[dict[str, Any]] = together.broadcast_from_rank0(lambda: [*_ledger(ledger).entries])
     moves = _moves(entries)  # before this one's, which is appended to the same list
     kind, checkpoint, asked = _choose(config, manager, entries, together)
     dp = plan_mesh(config.parallel, ranks.world).dp_size
@@ -96,10 +97,10 @@ def begin(
         )
         if step == config.steps:
             log.info("complete at step %d, nothing to do", step)
-    seen = tuple(own for own in spikes(entries) if own < step)
+    moved = [*entries, {"kind": kind, "step": step, "data_step": data_step, "order": mixture.order.hash}]
     return Start(
-        kind, step, data_step, tokens, skips_before(entries, step), backs(entries), left_out(entries), seen, len(moves),
-        mixture, checkpoint,
+        kind, step, data_step, tokens, skips_before(entries, step), backs(entries), left_out(moved), spikes(moved),
+        len(moves), mixture, checkpoint,
     )  # fmt: skip
 
 
@@ -227,6 +228,9 @@ def _before(
     """The last good checkpoint that the line ``back`` allows; where none is good, or need be, the newest; None: there
     is none, and the run starts over. Collective."""
     left = {step for step in manager.steps() if step <= back["before"]}
+    gaps = [b.step for a, b in pairwise(surviving(entries, None)) if b.data_step > (a.data_stop or 0)]
+    after = {step for step in left if step >= max(gaps, default=0)}  # before it, data would be read that was left out
+    left = after or left
     while left:
         good = last_good(entries, left, config.guard.health_window) if back["good"] else None
         step = max(left) if good is None else good

@@ -56,6 +56,7 @@ from quern.train.step.precision import LossScale, Precision, precision_of
 from quern.train.step.profile import Profiler
 from quern.train.step.schedule import check_schedule
 from quern.train.step.validation import Validator, open_held_out
+from quern.train.supervision import out_of_memory
 from quern.train.supervision.replicas import check_replicas
 from quern.train.supervision.stragglers import Stragglers
 from quern.train.trackers.board import branch_folder
@@ -101,6 +102,11 @@ def check_settings(config: TrainConfig, world: int, vocab_size: int) -> Layout:
         Torchao.of(config.float8.products)
     run_record.check_run_dir(config.run_dir)
     by_key = {f"{where}global_batch": batch for where, batch in batches.items() if batch}
+    if (after := out_of_memory.less(config)) is not None:
+        try:
+            _check_layout(after, vocab_size, plan, by_key)
+        except InputError as error:
+            raise InputError(f"out_of_memory: {config.out_of_memory} would be refused: {error}") from None
     return _check_layout(config, vocab_size, plan, by_key)
 
 
@@ -274,7 +280,8 @@ def _forensics(
         layout=mesh.plan.sizes() | config.model_dump(include={"micro_batch", "seq_len", "document_mask"}),
         dp_rank=mesh.dp_rank, loss_scaled=loss_scale.enabled,
     )  # fmt: skip
-    search = partial(first_non_finite, parallel, optimizer, loss_scale.scaled, together)
+    eager = not config.compile.enabled and config.attention != "flex"  # else it would need memory that there may not be
+    search = partial(first_non_finite, parallel, optimizer, loss_scale.scaled, together, eager)
     return Forensics(config.forensics, config.run_dir, facts, parallel.gradients.squares, search, together)
 
 

@@ -259,7 +259,8 @@ class Trainer(Closes):
             if self.ledger is not None:
                 log.info("%s: the step in work is finished and saved; the same command goes on", self.stopped_by)
         seconds, self._mark = pending.ended.since(self._mark), pending.ended
-        self._skips = self._skips + 1 if found.skipped else 0
+        left_out = pending.data_step in self.start.left_out
+        self._skips = self._skips + (not left_out) if found.skipped else 0
         if found.loss_spike or found.norm_spike:
             self._spikes.append(pending.step)
         where, num = {"step": pending.step, "data_step": pending.data_step}, len(self.by_source)
@@ -274,7 +275,6 @@ class Trainer(Closes):
         if self.ledger is None or self.metrics is None:
             return seen
         if found.skipped:
-            left_out = pending.data_step in self.start.left_out
             reason = LEFT_OUT if left_out else "non_finite" if found.non_finite else "spike"
             most = self.config.guard.max_skips
             why = reason if pending.valid_tokens else f"{reason}: no position of its batch is a target"

@@ -88,7 +88,7 @@ def train(
     if min_nproc is not None and (not max_restarts or min_nproc > nproc):
         raise InputError(f"--min-nproc: expected at most --nproc ({nproc}), with --max-restarts, got {min_nproc}")
     resolved = load_run_config(config, overrides or ())
-    from quern.train.setup import check  # torch takes seconds that a bad config need not wait for
+    from quern.train.setup import check, check_settings  # torch takes seconds that a bad config need not wait for
 
     if dry_run:
         with json_stdout(json) as emit:
@@ -99,7 +99,12 @@ def train(
                     print(dump_yaml(resolved), end="")
                 _print_summary(resolved, summary, err_console() if show_config else out_console())
         return
-    check(resolved, nproc)
+    checked = check(resolved, nproc)
+    for fewer in range(nproc if min_nproc is None else min_nproc, nproc):
+        try:
+            check_settings(resolved, fewer, checked.corpus.vocab_size)
+        except InputError as error:
+            raise InputError(f"--min-nproc: the run must be able to go on with {fewer} ranks: {error}") from None
     alone = nproc == 1 and not max_restarts and resolved.on_event is None
     code = _here(resolved) if alone else supervise(resolved, config, overrides or (), nproc, max_restarts, min_nproc)
     if code:

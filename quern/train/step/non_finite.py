@@ -23,28 +23,26 @@ __all__ = ["first_non_finite"]
 
 def first_non_finite(
     parallel: Parallel, optimizer: torch.optim.Optimizer, scaled: Callable[[Tensor], Tensor], together: Agreement,
-    batch: StepInputs,
+    eager: bool, batch: StepInputs,
 ) -> dict[str, Any]:  # fmt: skip
     """Find where a value that is not finite comes first in a step. Collective; waits for the device.
 
     ``rank``, None where it shows after the sum over ranks alone; ``phase``: ``weights`` (they or moments are not
     finite, in ``module``), ``forward`` or ``backward`` of ``module``, or ``none``; ``value``: nan or inf;
     ``micro_batch``; ``sequences`` of it, with ``row``, ``place`` in the global batch and the first such ``position``;
-    ``redone``: False where the step is not computed again, in a pipeline and where weights are not finite.
+    ``redone``: False where the step is not computed again: in a pipeline, where weights are not finite, and unless
+    ``eager``, since without compiled kernels it could need more memory than there is.
     """
     named = [*parallel.model.named_parameters()]
     slots = ((n, slot, v) for n, p in named for slot, v in {"": p, **optimizer.state.get(p, {})}.items())
     broken = (_found("weights", f"{n} {slot}".strip(), kind) for n, slot, value in slots if (kind := _kind(value)))
     found = together.gather(next(broken, None))
-    redone = not any(found) and parallel.gradients.mesh.pp is None
+    redone = eager and not any(found) and parallel.gradients.mesh.pp is None
     if redone:
         optimizer.zero_grad(set_to_none=True)
         watch = _Watch(parallel.model, batch)
         try:
-            with (
-                parallel.evaluating(),
-                torch.compiler.set_stance("force_eager"),
-            ):  # hooks are no part of compiled graphs
+            with parallel.evaluating():
                 parallel.run.forward_backward(batch.micro_batches, lambda loss: scaled(loss / batch.valid_tokens))
             summed = (_found("backward", n[: n.rfind(".")], kind) for n, p in named if (kind := _kind(p.grad)))
             own = watch.found or next(({**one, "rank": None} for one in summed), None)

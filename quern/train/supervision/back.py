@@ -42,13 +42,7 @@ class GoingBack:
         if not spike and not (found.non_finite and config.non_finite == "rollback_and_skip"):
             return
         reason = "loss or gradient norm is not finite" if found.non_finite else "spike"
-        near = [own for own in self._before if abs(own - step) <= config.health_window]
-        if len(near) >= config.max_rollbacks:
-            raise QuernError(
-                f"step {step}: {reason}, and the run has gone back {len(near)} times from steps within "
-                f"guard.health_window ({config.health_window}) of it (guard.max_rollbacks {config.max_rollbacks}); "
-                f"look at quern lineage forensics, then give another lr, guard.spike or guard.max_rollbacks"
-            )
+        self._end_if_too_often(step, reason)
         first = max(0, data_step - config.rollback_steps + 1)
         self.now(step, reason, before=step, leave_out=range(first, data_step + 1))
 
@@ -57,12 +51,14 @@ class GoingBack:
 
         Raises:
             GoBackError: on every rank.
+            QuernError: on every rank: it has gone back too often.
         """
         for corruption in found:
             if self._ledger is not None:
                 log.error("silent corruption: %s", corruption)
                 self._ledger.append("corrupt", **vars(corruption))
         if found:
+            self._end_if_too_often(found[0].step - 1, "silent corruption")
             self.now(found[0].step - 1, f"silent corruption: {found[0]}", before=found[0].since, good=False)
 
     def now(self, step: int, reason: str, *, before: int, leave_out: Iterable[int] = (), good: bool = True) -> None:
@@ -89,6 +85,17 @@ class GoingBack:
             f"step {step}: {reason}: the next start goes back to the {'last good' if good else 'newest'} checkpoint "
             f"at or before step {before}{skipped}"
         )
+
+    def _end_if_too_often(self, step: int, reason: str) -> None:
+        config = self._config.guard
+        near = [own for own in self._before if abs(own - step) <= config.health_window]
+        if len(near) >= config.max_rollbacks:
+            raise QuernError(
+                f"step {step}: {reason}, and the run has gone back {len(near)} times from steps within "
+                f"guard.health_window ({config.health_window}) of it (guard.max_rollbacks {config.max_rollbacks}); "
+                f"look at the ledger and at quern lineage forensics, then give another lr, guard.spike or "
+                f"guard.max_rollbacks, or leave the machine out"
+            )
 
     def _too_many(self, step: int, skips: int) -> QuernError:
         done = step + 1 - skips

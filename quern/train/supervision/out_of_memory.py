@@ -13,7 +13,7 @@ from quern.errors import InputError, named_line
 from quern.filesystem import open_own
 from quern.train.config import TrainConfig
 
-__all__ = ["FILE", "count", "note", "settled"]
+__all__ = ["FILE", "count", "less", "note", "settled"]
 
 FILE = "out_of_memory.jsonl"
 
@@ -25,15 +25,15 @@ def settled(config: TrainConfig) -> TrainConfig:
         InputError: a line is damaged; the file and the line are named.
     """
     for own in _lines(config.run_dir):
-        if own["settings"] == _settings(config) and (less := _less(config)) is not None:
-            config = less
+        if own["settings"] == _settings(config) and (after := less(config)) is not None:
+            config = after
     return config
 
 
 def note(config: TrainConfig, rank: int, step: int, error: BaseException) -> bool:
     """Write that ``rank`` has run out of memory with ``config``; whether the next start has other settings. Nothing is
     written where it has not."""
-    if _less(config) is None:
+    if less(config) is None:
         return False
     line = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "rank": rank, "step": step,
@@ -55,7 +55,8 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     return {"micro_batch": config.micro_batch, "activation_checkpointing": config.activation_checkpointing}
 
 
-def _less(config: TrainConfig) -> TrainConfig | None:
+def less(config: TrainConfig) -> TrainConfig | None:
+    """The next settings by ``out_of_memory``; None: there are none."""
     policy, half = config.out_of_memory, config.micro_batch // 2
     if policy == "full_checkpointing" and config.activation_checkpointing != "full":
         every = {"activation_checkpointing_layers": None, "activation_memory_budget": None}

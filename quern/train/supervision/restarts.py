@@ -59,7 +59,7 @@ class Restarts:
         twice in a row is left out, while there are more than ``least``."""
         if attempt.code in _ENDS or attempt.asked:
             return None
-        if attempt.adapted:
+        if attempt.adapted or attempt.code == GoBackError.exit_code:  # no failures, and there is an end to both
             return 0.0
         self.left_out = None
         before, self._failed_at = self._failed_at, attempt.step
@@ -70,8 +70,6 @@ class Restarts:
         if attempt.step is not None and attempt.step == before and not spoiled:
             self.why = f"step {attempt.step} has ended the run twice in a row"
             return None
-        if attempt.code == GoBackError.exit_code:  # no failure, and the trainer itself counts them
-            return 0.0
         if self.done >= self.most:
             times = "once" if self.most == 1 else f"{self.most} times"
             self.why = f"it was started again {times} (--max-restarts)" if self.most else None

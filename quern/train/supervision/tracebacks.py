@@ -92,19 +92,11 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
     None where no rank failed, or a rank has said why itself, with ``error: …``. ``since``: when the ranks were started,
     in seconds since the epoch; older tracebacks are of earlier starts.
 
-    A death by signal comes first: the others fail of the connection that it left. Then a rank that is still there,
-    while the others have waited in vain. Then the traceback that was written first.
+    What the watchdog names comes first. Then a death by signal: the others fail of the connection that it left. Then a
+    rank that is still there, while the others have waited in vain. Then the traceback that was written first.
     """
     newest = [checkpoint.step for checkpoint in list_checkpoints(run_dir)][-1:]
     after = f"newest checkpoint step {newest[0]}; the same command goes on" if newest else "there is no checkpoint yet"
-    killed = [(code, rank) for rank, code in enumerate(codes) if code is not None and code < 0]
-    if killed:
-        code, rank = min(killed)
-        try:
-            name = f" ({signal.Signals(-code).name})"
-        except ValueError:
-            name = ""
-        return Failure(rank, f"rank {rank} was killed by signal {-code}{name}; {after}")
     found = []
     for rank in range(len(codes)):
         try:
@@ -114,11 +106,20 @@ def first_failure(run_dir: str, codes: Sequence[int | None], since: float = 0.0)
             continue
         if head is not None and float(head[1]) >= since:
             found.append((float(head[1]), rank, head[2]))
+    if found and HUNG in codes:
+        _, rank, what = min(found)
+        return Failure(rank, f"rank {rank}: {what}; stacks of all: {tracebacks_folder(run_dir)}; {after}")
+    killed = [(code, rank) for rank, code in enumerate(codes) if code is not None and code < 0]
+    if killed:
+        code, rank = min(killed)
+        try:
+            name = f" ({signal.Signals(-code).name})"
+        except ValueError:
+            name = ""
+        return Failure(rank, f"rank {rank} was killed by signal {-code}{name}; {after}")
     if not found or len(found) < sum(code not in (0, STOPPED, HUNG, None) for code in codes):
         return None  # somebody failed with an error of ours, which it has printed
     _, rank, what = min(found)
-    if HUNG in codes:
-        return Failure(rank, f"rank {rank}: {what}; stacks of all: {tracebacks_folder(run_dir)}; {after}")
     hung = [number for number, code in enumerate(codes) if code is None]
     if hung and all(in_vain(error) for _, _, error in found):
         stacks = [stacks_of(run_dir, number) for number in hung]

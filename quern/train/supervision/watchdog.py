@@ -34,7 +34,8 @@ from quern.train.supervision import tracebacks
 __all__ = ["PHASES", "Limits", "Watchdog", "culprits"]
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "metrics", "validation", "save", "end")
-"""In the order of a step. ``end``, in which uploads are waited for, may take as long as it likes."""
+"""In the order of a step. ``save`` and ``end`` wait for disks and stores, and may take as long as they like: ranks that
+wait for each other there keep each other alive."""
 
 _ALARM, _STORE_S = "quern/hang", 10.0
 _FORGETS = 0.999
@@ -49,10 +50,11 @@ class _Place:
 
 
 class Limits:
-    """How long each phase may take, learned from how long it took."""
+    """How long each phase may take, learned from how long it took. ``unknown_s``: before that. ``most_s``: which is not
+    surpassed, unless twice the longest time is more."""
 
-    def __init__(self, factor: float, least_s: float, unknown_s: float) -> None:
-        self._factor, self._least_s, self._unknown_s = factor, least_s, unknown_s
+    def __init__(self, factor: float, least_s: float, unknown_s: float, most_s: float = math.inf) -> None:
+        self._factor, self._least_s, self._unknown_s, self._most_s = factor, least_s, unknown_s, most_s
         self._longest: dict[str, float] = {}
 
     def learn(self, phase: str, seconds: float) -> None:
@@ -61,24 +63,28 @@ class Limits:
 
     def of(self, phase: str) -> float:
         """In seconds."""
-        known = math.inf if phase == "end" else self._longest.get(phase)
-        return self._unknown_s if known is None else max(self._least_s, self._factor * known)
+        known = math.inf if phase in ("save", "end") else self._longest.get(phase)
+        if known is None:
+            return self._unknown_s
+        return max(2 * known, min(self._most_s, max(self._least_s, self._factor * known)))
 
 
 class Watchdog:
-    """Watches within its block. ``first_step``: of this start; nothing is learned from it, as it compiles."""
+    """Watches within its block, where there are several ranks: one alone waits for nobody. ``first_step``: of this
+    start; nothing is learned from it, as it compiles."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, first_step: int) -> None:
         own = config.watchdog
         self._run_dir, self._ranks, self._first_step = config.run_dir, ranks, first_step
-        # one process alone waits for no other, and has nobody to be slow for
-        unknown_s = config.comm.first_timeout_s if ranks.world > 1 else math.inf
-        self._limits = Limits(own.factor, own.least_s, unknown_s)
+        # before a collective's own time-out, which names a connection
+        most_s = 0.8 * config.comm.timeout_s
+        self._limits = Limits(own.factor, own.least_s, config.comm.first_timeout_s, most_s)
         # one store serves all ranks: it is asked 2,000 times a second at most
         self._poll_s = max(min(1.0, own.least_s / 4), ranks.world / 2000)
         self._place: _Place | None = None
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True) if own.enabled else None
+        watches = own.enabled and ranks.world > 1
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True) if watches else None
         self._store: Any = None
         self._asking: threading.Thread | None = None
 
@@ -94,10 +100,9 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._thread is not None:
-            if self._ranks.world > 1:
-                # a connection of its own: the main thread may hang in a call of the other
-                shared: Any = dist.distributed_c10d._get_default_store()
-                self._store = shared.clone()
+            # a connection of its own: the main thread may hang in a call of the other
+            shared: Any = dist.distributed_c10d._get_default_store()
+            self._store = shared.clone()
             self._thread.start()
         return self
 
@@ -108,46 +113,49 @@ class Watchdog:
         self._ends.set()
 
     def _watch(self) -> None:
-        looked = stopped = time.monotonic()
-        while not self._ends.wait(self._poll_s):
-            now = time.monotonic()
-            if now - looked > 2 * self._poll_s + 5:
+        stopped = time.monotonic()
+        while True:
+            before = time.monotonic()
+            if self._ends.wait(self._poll_s):
+                return
+            now, place = time.monotonic(), self._place
+            if now - before > self._poll_s + 5:
                 stopped = now  # this process was stopped itself, as by SIGSTOP, and has not seen that time pass
-            looked, place = now, self._place
-            late = place is not None and now - max(place.since, stopped) > self._limits.of(place.phase)
+            if place is None:
+                continue
+            late = now - max(place.since, stopped) > self._limits.of(place.phase)
             try:
-                if self._store is not None and not late:
-                    late = self._said(_ALARM)
-                if late and place is not None:
-                    self._raise_alarm(place)
-            except Exception as error:  # of the store, as its rank hangs or is gone
-                if self._ends.is_set() or place is None or now - place.since < self._limits.of(place.phase):
-                    continue
-                self._write_stacks(place)
-                self._leave(f"hangs: it holds the store, which does not answer ({error})".split("\n")[0][:300], 0)
+                asked = late or self._said(_ALARM)
+                if late:
+                    self._ask("set", _ALARM, b"1")
+            except Exception as error:  # of the store, as its process hangs or is gone
+                if late and not self._ends.is_set():
+                    self._write_what_it_does(place)
+                    holds = "it holds" if launch.launched() else "it or the launcher holds"
+                    self._leave(f"hangs: {holds} the store, which does not answer ({error})".split("\n")[0][:300], 0)
+                continue
+            if asked:
+                self._follow_alarm(place)
 
-    def _raise_alarm(self, place: _Place) -> None:
+    def _follow_alarm(self, place: _Place) -> None:
+        """Say where this rank is, and end; the lowest rank that says so tells who is waited for."""
         seconds = time.monotonic() - place.since
-        self._write_stacks(place)
-        recorder.keep(
-            self._run_dir, self._ranks.rank, TimeoutError(f"timed out: another rank is waited for in {place.phase}")
-        )
-        if self._store is None:
-            self._leave(f"hangs in {place.phase} of step {place.step}, for {seconds:.0f} s", self._ranks.rank)
-        self._ask("set", _ALARM, b"1")
         said = {"step": place.step, "phase": place.phase, "seconds": round(seconds, 1), "host": socket.gethostname()}
-        self._ask("set", f"{_ALARM}/{self._ranks.rank}", json.dumps(said).encode())
-        time.sleep(3 * self._poll_s + 1)  # the others see the alarm
-        first = next(rank for rank in range(self._ranks.world) if self._said(f"{_ALARM}/{rank}"))
-        if first == self._ranks.rank:
-            keys = [f"{_ALARM}/{rank}" for rank in range(self._ranks.world)]
-            places = {rank: json.loads(self._ask("get", key)) for rank, key in enumerate(keys) if self._said(key)}
-            guilty, what = culprits(places, self._ranks.world)
-            self._leave(what, guilty[0], then=lambda: self._ask("set", f"{_ALARM}/told", b"1"))
-        end = time.monotonic() + _STORE_S
-        while not self._said(f"{_ALARM}/told") and time.monotonic() < end:
-            time.sleep(0.1)
-        os._exit(HUNG)
+        try:
+            self._ask("set", f"{_ALARM}/{self._ranks.rank}", json.dumps(said).encode())
+            self._write_what_it_does(place)
+            time.sleep(3 * self._poll_s + 1)  # the others see the alarm
+            first = next(rank for rank in range(self._ranks.world) if self._said(f"{_ALARM}/{rank}"))
+            if first == self._ranks.rank:
+                keys = [f"{_ALARM}/{rank}" for rank in range(self._ranks.world)]
+                known = {rank: self._ask("get", key) for rank, key in enumerate(keys) if self._said(key)}
+                guilty, what = culprits({rank: json.loads(own) for rank, own in known.items()}, self._ranks.world)
+                self._leave(what, guilty[0], then=lambda: self._ask("set", f"{_ALARM}/told", b"1"))
+            end = time.monotonic() + _STORE_S
+            while not self._said(f"{_ALARM}/told") and time.monotonic() < end:
+                time.sleep(0.1)
+        finally:  # the store may be gone with the rank that has told
+            os._exit(HUNG)
 
     def _said(self, key: str) -> bool:
         return bool(self._ask("check", [key]))
@@ -189,9 +197,12 @@ class Watchdog:
             print(f"error: rank {guilty}: {what}", file=sys.stderr, flush=True)
         if then is not None:
             then()
+            time.sleep(1.0)  # the others hear it, and of a store that is gone with this rank they would hear nothing
         os._exit(HUNG)
 
-    def _write_stacks(self, place: _Place) -> None:
+    def _write_what_it_does(self, place: _Place) -> None:
+        waits = TimeoutError(f"timed out: another rank is waited for in {place.phase}")
+        recorder.keep(self._run_dir, self._ranks.rank, waits)
         head = f"rank {self._ranks.rank}: in {place.phase} of step {place.step}"
         file = tracebacks.stacks_of(self._run_dir, self._ranks.rank)
         try:
@@ -211,7 +222,9 @@ def culprits(places: Mapping[int, Mapping[str, Any]], world: int) -> tuple[list[
         where = [f"{own['phase']} of step {own['step']}" for own in places.values()]
         most = max(set(where), key=where.count)
         return silent, f"hangs: {_named(silent)} not answer, and the others wait in {most}"
-    by_progress = {rank: (own["step"], PHASES.index(own["phase"])) for rank, own in places.items()}
+    # of a pipeline the last stage alone knows when backward begins
+    order = ["forward" if phase == "backward" else phase for phase in PHASES]
+    by_progress = {rank: (own["step"], order.index(order[PHASES.index(own["phase"])])) for rank, own in places.items()}
     least = min(by_progress.values())
     behind = [rank for rank, progress in by_progress.items() if progress == least]
     own = places[behind[0]]
